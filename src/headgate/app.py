@@ -1,0 +1,216 @@
+"""Headgate: the object users write workflows on, and the composition root."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from datetime import datetime
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from headgate import settings as settings_module
+from headgate.clock import utc_now, uuid7
+from headgate.errors import AppError, FieldError, HeadgateError, InvalidInput
+from headgate.flow.ingest import Accepted, Ingest
+from headgate.flow.workflow import Workflow
+from headgate.model.event import NewEvent, check_event
+from headgate.model.predicate import Predicate
+from headgate.model.retry import RetryPolicy
+from headgate.model.trigger import TriggerSpec, check_spec
+from headgate.model.units import rate
+from headgate.queue.postgres import PostgresQueue
+from headgate.settings import Settings
+from headgate.store import triggers
+from headgate.store.db import Connection, Database
+from headgate.worker.supervisor import Worker
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+REGISTERED_BY = "code"
+
+
+class Headgate:
+    """An application: its workflows, and a way to publish. Keyword arguments override the environment's settings."""
+
+    def __init__(self, **overrides: Any) -> None:
+        self._overrides = overrides
+        self._settings: Settings | None = None
+        self._publisher: _Publisher | None = None
+        self.workflows: dict[str, Workflow] = {}
+
+    @property
+    def settings(self) -> Settings:
+        """Read from the environment when first asked for."""
+        if self._settings is None:
+            self._settings = settings_module.load(self._overrides)
+        return self._settings
+
+    def configure(self, settings: Settings) -> None:
+        """Use these settings (a command's), except where this object was told otherwise."""
+        given = {k: v for k, v in self._overrides.items() if v is not None}
+        self._settings = msgspec.structs.replace(settings, **given)
+
+    def workflow(
+        self,
+        on: str | None = None,
+        *,
+        source: str = "*",
+        where: str | None = None,
+        predicates: list[dict[str, Any]] | None = None,
+        params: dict[str, Any] | None = None,
+        throttle: str | None = None,
+        max_concurrency: int | None = None,
+        concurrency_key: str | None = None,
+        idempotency_key: str | None = None,
+        retry: RetryPolicy | None = None,
+        name: str | None = None,
+    ) -> Callable[[Function], Function]:
+        """Declare a workflow: the function runs for each event of type `on` that matches.
+
+        Its slug is the function's name, or `name`. Without `params` its arguments are taken from the payload by name.
+        AppError says what is wrong with the declaration.
+        """
+
+        def declare(function: Function) -> Function:
+            slug = name or function.__name__
+            if slug in self.workflows:
+                raise AppError(f"workflow {slug} is declared twice")
+            specs = []
+            if on is not None:
+                count, window_ms = rate(throttle) if throttle else (None, None)
+                specs.append(
+                    TriggerSpec(
+                        name="code",
+                        event_type=on,
+                        event_source=source,
+                        predicates=msgspec.convert(predicates or [], list[Predicate]),
+                        where=where,
+                        parameter_template=params,
+                        idempotency_key=idempotency_key,
+                        concurrency_key=concurrency_key,
+                        throttle_count=count,
+                        throttle_window_ms=window_ms,
+                        max_concurrency=max_concurrency,
+                        retry=retry,
+                    )
+                )
+            workflow = Workflow(slug, function, specs)
+            for spec in specs:
+                check_spec(spec, slug, workflow.parameter_names)
+            self.workflows[slug] = workflow
+            return function
+
+        def guarded(function: Function) -> Function:
+            try:
+                return declare(function)
+            except AppError:
+                raise
+            except (HeadgateError, ValueError, msgspec.ValidationError) as exc:
+                raise AppError(f"workflow {name or function.__name__}: {exc}") from exc
+
+        return guarded
+
+    async def register(self, connection: Connection) -> list[uuid.UUID]:
+        """Create or update the definitions and triggers of this application's workflows; the definitions' ids."""
+        ids = []
+        for workflow in sorted(self.workflows.values(), key=lambda w: w.slug):
+            definition_id = await triggers.upsert_definition(
+                connection,
+                slug=workflow.slug,
+                kind="python",
+                parameters=workflow.parameter_names,
+                config={},
+                actor=REGISTERED_BY,
+            )
+            for spec in workflow.triggers:
+                await triggers.upsert_trigger(connection, definition_id, spec, REGISTERED_BY)
+            ids.append(definition_id)
+        return ids
+
+    async def worker(self) -> Worker:
+        """A worker for this application, its workflows registered."""
+        database = Database(self.settings.require_database_url(), "register", size=1)
+        try:
+            definitions = await database.run(self.register)
+        finally:
+            await database.close()
+        return Worker(self.settings, self.workflows, definitions)
+
+    async def publish(
+        self,
+        type: str,
+        *,
+        source: str,
+        payload: dict[str, Any] | None = None,
+        id: str | None = None,
+        occurred_at: datetime | None = None,
+        correlation_id: str | None = None,
+        ttl_ms: int | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> Accepted:
+        """Publish an event straight into the database; returns when it is committed.
+
+        Raises InvalidInput, Conflict (the id was used before with another body) or Unavailable.
+        """
+        given = {
+            "id": id,
+            "type": type,
+            "source": source,
+            "occurred_at": occurred_at.isoformat() if occurred_at else None,
+            "payload": payload,
+            "correlation_id": correlation_id,
+            "ttl_ms": ttl_ms,
+            "metadata": metadata,
+        }
+        event = checked(given, self.settings)
+        loop = asyncio.get_running_loop()
+        if self._publisher is None or self._publisher.loop is not loop:
+            self._publisher = _Publisher(self.settings, loop)
+        return (await self._publisher.ingest.accept([event]))[0]
+
+    async def close(self) -> None:
+        """Close what `publish` opened."""
+        if self._publisher is not None:
+            publisher, self._publisher = self._publisher, None
+            await publisher.close()
+
+    async def __aenter__(self) -> Headgate:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class _Publisher:
+    """What `Headgate.publish` needs, for one event loop."""
+
+    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._database = Database(settings.require_database_url(), "publish", size=2)
+        self._queue = PostgresQueue(self._database)
+        self.ingest = Ingest(
+            self._database, max_waiting=settings.ingest_max_waiting, after_commit=lambda: self._queue.hint("inbox")
+        )
+
+    async def close(self) -> None:
+        await self.ingest.close()
+        await self._queue.close()
+        await self._database.close()
+
+
+def checked(given: dict[str, Any], settings: Settings) -> NewEvent:
+    """One event from plain values. InvalidInput names each field that breaks a rule."""
+    try:
+        plain = msgspec.to_builtins(given)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InvalidInput("the event cannot be published", [FieldError("payload", f"is not JSON: {exc}")]) from exc
+    errors: list[FieldError] = []
+    event = check_event(plain, new_id=uuid7(), now=utc_now(), limits=settings.limits, errors=errors)
+    if event is None:
+        raise InvalidInput("the event cannot be published", errors)
+    return event

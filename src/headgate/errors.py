@@ -1,0 +1,104 @@
+"""Every exception of Headgate.
+
+HeadgateError
+├── SettingsError          a setting is missing or wrong; the message says what was expected and what was given
+├── InvalidInput           what a caller sent breaks a rule; `errors` names each field
+├── NotFound               no such thing
+├── Conflict               it exists already, differs, or has moved on meanwhile
+├── Unavailable            the database (or another part) cannot be used right now; try again
+│   └── Overloaded         too much is waiting already; try again later
+├── SchemaError            the database's schema does not fit this version of Headgate
+├── AppError               the user's application cannot be loaded or is declared wrongly
+├── RequestRefused         the server answered a client with an error; `problem` is its text
+├── NonRetryable           raised by a workflow: do not try again
+└── RetryAfter             raised by a workflow: try again, but not before a time
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class FieldError:
+    """One broken rule: where it is (`payload.items[3]`) and what was expected there."""
+
+    field: str
+    message: str
+    too_large: bool = False
+
+
+class HeadgateError(Exception):
+    """The root: catch this to catch everything Headgate raises on purpose."""
+
+
+class SettingsError(HeadgateError):
+    """A setting is missing, malformed or out of range."""
+
+
+class InvalidInput(HeadgateError):
+    """What a caller sent breaks a rule; nothing of it was stored."""
+
+    def __init__(self, message: str, errors: list[FieldError] | None = None) -> None:
+        super().__init__(message)
+        self.errors = errors or []
+
+    def __str__(self) -> str:
+        details = "; ".join(f"{e.field}: {e.message}" for e in self.errors)
+        return f"{self.args[0]}: {details}" if details else str(self.args[0])
+
+
+class NotFound(HeadgateError):
+    """No such event, run, workflow or trigger."""
+
+
+class Conflict(HeadgateError):
+    """The thing exists already with other content, is ambiguous, or has moved on."""
+
+    def __init__(self, message: str, errors: list[FieldError] | None = None) -> None:
+        super().__init__(message)
+        self.errors = errors or []
+
+
+class Unavailable(HeadgateError):
+    """Cannot be done right now; the same call may succeed after `retry_after_seconds`."""
+
+    def __init__(self, message: str, retry_after_seconds: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Overloaded(Unavailable):
+    """More is waiting than this process takes on."""
+
+
+class SchemaError(HeadgateError):
+    """The database's schema is newer, older, or not what this version wrote."""
+
+
+class AppError(HeadgateError):
+    """The application (`module:name` or a file) cannot be loaded, or a workflow is declared wrongly."""
+
+
+class RequestRefused(HeadgateError):
+    """The server refused a request; `status` and `problem` (RFC 9457) say why."""
+
+    def __init__(self, status: int, problem: dict[str, Any]) -> None:
+        self.status = status
+        self.problem = problem
+        details = "; ".join(f"{e.get('field')}: {e.get('message')}" for e in problem.get("errors", []))
+        text = problem.get("detail") or problem.get("title") or f"HTTP {status}"
+        super().__init__(f"{text} ({details})" if details else str(text))
+
+
+class NonRetryable(HeadgateError):
+    """Raise in a workflow or step: trying again cannot help."""
+
+
+class RetryAfter(HeadgateError):
+    """Raise in a workflow or step: try again, but not before `seconds` have passed."""
+
+    def __init__(self, seconds: float, message: str = "") -> None:
+        super().__init__(message or f"retry after {seconds} s")
+        self.seconds = seconds

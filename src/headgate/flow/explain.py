@@ -1,0 +1,143 @@
+"""Explain: the story of one event, in order: what was decided, when, and why."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+
+import msgspec
+
+from headgate.errors import Conflict, FieldError, NotFound
+from headgate.flow.match import Matcher
+from headgate.model.event import Event
+from headgate.model.run import Run
+from headgate.store import deliveries, events, runs, triggers
+from headgate.store.db import Connection
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of the story."""
+
+    at: datetime | None
+    stage: str
+    decision: str
+    reason: str | None = None
+    workflow: str | None = None
+    trigger_id: uuid.UUID | None = None
+    trigger: str | None = None
+    delivery_id: uuid.UUID | None = None
+    run_id: uuid.UUID | None = None
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Every decision about an event."""
+
+    event_id: uuid.UUID
+    external_id: str | None
+    type: str
+    source: str
+    correlation_id: str
+    summary: str
+    decisions: list[Decision]
+
+
+async def find_event(connection: Connection, event_id: str) -> Event:
+    """The event by our id or the producer's. NotFound; Conflict names the candidates when several sources share it."""
+    found = await events.find(connection, event_id)
+    if not found:
+        raise NotFound(f"no event {event_id!r}")
+    if len(found) > 1:
+        raise Conflict(
+            f"{event_id!r} is the id of {len(found)} events of different sources; use one of ours",
+            [FieldError("id", f"{event.id} is from {event.source}") for event in found],
+        )
+    return found[0]
+
+
+async def explain(connection: Connection, event_id: str) -> Explanation:
+    """Every decision about the event, in order."""
+    event = await find_event(connection, event_id)
+    story = [Decision(at=event.received_at, stage="ingest", decision="accepted")]
+    undecided, dead_reason = await events.is_waiting(connection, event.id)
+    if undecided:
+        story.append(Decision(at=None, stage="gate", decision="waiting", reason="waits in the inbox for a worker"))
+    elif dead_reason is not None:
+        story.append(Decision(at=None, stage="dispatch", decision="dead_letter", reason=dead_reason))
+    else:
+        story.append(Decision(at=None, stage="gate", decision="allowed"))
+        story += await _delivered(connection, event)
+    return Explanation(
+        event_id=event.id,
+        external_id=event.external_id,
+        type=event.type,
+        source=event.source,
+        correlation_id=event.correlation_id,
+        summary=_summary(story),
+        decisions=story,
+    )
+
+
+async def _delivered(connection: Connection, event: Event) -> list[Decision]:
+    story = []
+    decided = await deliveries.list_of_event(connection, event.id)
+    found_runs = {run.id: run for run in await runs.list_page(connection, event_id=event.id, limit=500)}
+    for delivery, trigger_name, workflow in decided:
+        story.append(
+            Decision(
+                at=delivery.created_at,
+                stage="deliver",
+                decision=delivery.status,
+                reason=delivery.last_error,
+                workflow=workflow,
+                trigger_id=delivery.trigger_id,
+                trigger=trigger_name,
+                delivery_id=delivery.id,
+                run_id=delivery.workflow_run_id,
+            )
+        )
+        run = found_runs.get(delivery.workflow_run_id) if delivery.workflow_run_id else None
+        if run:
+            story.append(_run_line(run))
+    matcher = Matcher()
+    await matcher.refresh(connection, await triggers.registry_version(connection))
+    known = {delivery.trigger_id for delivery, _, _ in decided}
+    for trigger, reason in matcher.explain(event):
+        if trigger.id in known:
+            continue
+        story.append(
+            Decision(
+                at=None,
+                stage="match",
+                decision="filtered",
+                reason=reason or "it would match now; it was created or changed after the event was decided",
+                workflow=trigger.workflow,
+                trigger_id=trigger.id,
+                trigger=trigger.name,
+            )
+        )
+    if len(story) == 0:
+        reason = f"no active trigger takes events of type {event.type} from {event.source}"
+        story.append(Decision(at=None, stage="match", decision="no_trigger", reason=reason))
+    return story
+
+
+def _run_line(run: Run) -> Decision:
+    return Decision(
+        at=run.finished_at or run.started_at or run.created_at,
+        stage="run",
+        decision=run.status,
+        reason=run.error.splitlines()[-1] if run.error else None,
+        workflow=run.workflow,
+        run_id=run.id,
+    )
+
+
+def _summary(story: list[Decision]) -> str:
+    last = story[-1]
+    launched = [line for line in story if line.stage == "run"]
+    if launched:
+        return "; ".join(f"{line.workflow} {line.decision}" for line in launched)
+    failed = [line for line in story if line.stage == "deliver" and line.decision == "failed"]
+    if failed:
+        return "; ".join(f"{line.workflow} failed: {line.reason}" for line in failed)
+    return f"{last.decision}: {last.reason}" if last.reason else last.decision

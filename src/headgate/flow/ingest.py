@@ -1,0 +1,172 @@
+"""Ingest: accepted means committed. Concurrent requests share commits; repeating an event is harmless."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from headgate import failpoints
+from headgate.clock import monotonic
+from headgate.errors import Conflict, FieldError, InvalidInput, Unavailable
+from headgate.model.event import NewEvent
+from headgate.store import events as store
+from headgate.store.db import Database, TransientConflict, is_data_error
+from headgate.store.group_commit import GroupCommit
+from headgate.telemetry.logs import logger
+
+# While the database is away, requests are refused; the first of them waits this long for it to come back.
+PATIENCE_SECONDS = 0.5
+GROUP_EVENTS = 1000
+
+_log = logger("ingest")
+
+Request = Sequence[NewEvent]
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """The answer to one event: `accepted`, or `duplicate` with the id of the first."""
+
+    id: uuid.UUID
+    external_id: str | None
+    status: Literal["accepted", "duplicate"]
+
+
+class _Refused(Exception):  # noqa: N818
+    """Some requests of a group repeat an id with another body; the transaction is rolled back without them."""
+
+    def __init__(self, conflicts: dict[int, Conflict]) -> None:
+        self.conflicts = conflicts
+
+
+class Ingest:
+    """Stores events. `after_commit` is called once for each commit that made new ones."""
+
+    def __init__(self, database: Database, *, max_waiting: int, after_commit: Callable[[], None]) -> None:
+        self._database = database
+        self._after_commit = after_commit
+        self._down = False
+        self._group: GroupCommit[Request, list[Accepted]] = GroupCommit(
+            self._write, weight=len, max_weight=GROUP_EVENTS, max_waiting=max_waiting
+        )
+
+    async def accept(self, events: Request) -> list[Accepted]:
+        """Store the events of one request, all or none; returns when they are committed.
+
+        Raises Conflict (an id repeated with another body), Unavailable (the database), Overloaded.
+        """
+        if not events:
+            return []
+        failpoints.hit("ingest.before_begin")
+        accepted = await self._group.submit(events)
+        failpoints.hit("ingest.after_commit")
+        return accepted
+
+    async def close(self) -> None:
+        await self._group.close()
+
+    async def _write(self, requests: list[Request]) -> list[list[Accepted] | Exception]:
+        results: list[list[Accepted] | Exception | None] = [None] * len(requests)
+        left = list(range(len(requests)))
+        while left:
+            try:
+                stored = await self._store([requests[i] for i in left])
+            except _Refused as refused:
+                for position, conflict in refused.conflicts.items():
+                    results[left[position]] = conflict
+                left = [i for i in left if results[i] is None]
+                continue
+            except Exception as exc:
+                if len(left) > 1 and not _is_down(exc):
+                    # One of them is in the way of the others: each gets a transaction of its own.
+                    for i in left:
+                        results[i] = (await self._write([requests[i]]))[0]
+                else:
+                    for i in left:
+                        results[i] = _as_answer(exc)
+                break
+            for i, answer in zip(left, stored, strict=True):
+                results[i] = answer
+            break
+        return [result if result is not None else [] for result in results]
+
+    async def _store(self, requests: list[Request]) -> list[list[Accepted]]:
+        """The requests in one transaction, tried again while the database is only just away.
+
+        Trying again is safe even when a commit's answer was lost: the ids are ours and made before.
+        """
+        deadline = monotonic() + (0 if self._down else PATIENCE_SECONDS)
+        while True:
+            try:
+                answers = await self._transaction(requests)
+            except TransientConflict:
+                raise
+            except Unavailable as exc:
+                if monotonic() >= deadline:
+                    if not self._down:
+                        _log.error("ingest.database_down", error=exc)
+                    self._down = True
+                    raise
+                await asyncio.sleep(0.05)
+                continue
+            if self._down:
+                self._down = False
+                _log.info("ingest.database_back")
+            return answers
+
+    async def _transaction(self, requests: list[Request]) -> list[list[Accepted]]:
+        events = [event for request in requests for event in request]
+        resolved: dict[uuid.UUID, store.Resolved] = {}
+        async with self._database.transaction(wait_seconds=1) as connection:
+            new = await store.insert(connection, events)
+            if len(new) < len(events):
+                repeated = [event for event in events if event.id not in new]
+                resolved = await store.resolve(connection, repeated)
+                conflicts = _conflicts(requests, new, resolved)
+                if conflicts:
+                    raise _Refused(conflicts)
+            failpoints.hit("ingest.before_commit")
+        if new:
+            self._after_commit()
+        return [[_answer(event, new, resolved) for event in request] for request in requests]
+
+
+def _conflicts(
+    requests: list[Request], new: set[uuid.UUID], resolved: dict[uuid.UUID, store.Resolved]
+) -> dict[int, Conflict]:
+    conflicts: dict[int, Conflict] = {}
+    for position, request in enumerate(requests):
+        errors = []
+        for index, event in enumerate(request):
+            if event.id in new:
+                continue
+            first = resolved.get(event.id)
+            if first is None:  # the first one went away in between
+                raise TransientConflict("an event with the same id is changing right now")
+            if not first.same_body:
+                field = f"[{index}].id" if len(request) > 1 else "id"
+                message = f"{event.external_id!r} was published before by {event.source}, with another body"
+                errors.append(FieldError(field, f"{message}, as event {first.id}"))
+        if errors:
+            conflicts[position] = Conflict("an event with the same id and another body exists", errors)
+    return conflicts
+
+
+def _answer(event: NewEvent, new: set[uuid.UUID], resolved: dict[uuid.UUID, store.Resolved]) -> Accepted:
+    if event.id in new or resolved[event.id].id == event.id:
+        return Accepted(event.id, event.external_id, "accepted")
+    return Accepted(resolved[event.id].id, event.external_id, "duplicate")
+
+
+def _is_down(exc: Exception) -> bool:
+    return isinstance(exc, Unavailable) and not isinstance(exc, TransientConflict)
+
+
+def _as_answer(exc: Exception) -> Exception:
+    if is_data_error(exc):
+        _log.warning("ingest.refused_by_database", error=exc)
+        return InvalidInput("the database cannot store this event", [FieldError("event", str(exc))])
+    return exc

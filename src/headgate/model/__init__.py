@@ -1,0 +1,1 @@
+"""Nouns: frozen records, states and pure rules. Nothing here does I/O."""

@@ -1,0 +1,84 @@
+"""Liquid templates over `event`: parameters and keys. Event text is only ever a value here, never a template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import liquid
+from liquid.builtin.output import OutputNode
+from liquid.exceptions import LiquidError
+
+from headgate.errors import FieldError
+
+MAX_LENGTH = 4000
+MAX_DEPTH = 16
+
+Render = Callable[[dict[str, Any]], Any]
+
+
+class TemplateError(Exception):
+    """A template failed on an event; the text says where and why."""
+
+
+class _Environment(liquid.Environment):
+    loop_iteration_limit = 10_000
+    local_namespace_limit = 1 << 20
+    output_stream_limit = 64 * 1024
+
+
+_environment = _Environment(undefined=liquid.StrictUndefined, strict_filters=True)
+
+
+def compile_template(source: Any, field: str, errors: list[FieldError], depth: int = 0) -> Render | None:
+    """A function from the envelope to the rendered value; strings in objects and arrays are templates too.
+
+    A string that is exactly one expression, `{{ event.payload.id }}`, keeps the JSON type of its value.
+    """
+    if depth > MAX_DEPTH:
+        errors.append(FieldError(field, f"is nested deeper than {MAX_DEPTH} levels"))
+        return None
+    if isinstance(source, dict):
+        parts = {k: compile_template(v, f"{field}.{k}", errors, depth + 1) for k, v in source.items()}
+        return lambda envelope: {k: render(envelope) for k, render in parts.items() if render}
+    if isinstance(source, list):
+        items = [compile_template(v, f"{field}[{i}]", errors, depth + 1) for i, v in enumerate(source)]
+        return lambda envelope: [render(envelope) for render in items if render]
+    if not isinstance(source, str) or ("{{" not in source and "{%" not in source):
+        return lambda _: source
+    return _compile_text(source, field, errors)
+
+
+def _compile_text(source: str, field: str, errors: list[FieldError]) -> Render | None:
+    if len(source) > MAX_LENGTH:
+        errors.append(FieldError(field, f"is longer than {MAX_LENGTH} characters"))
+        return None
+    try:
+        template = _environment.from_string(source)
+        analysis = template.analyze()
+    except (LiquidError, RecursionError) as exc:
+        errors.append(FieldError(field, f"is not a Liquid template: {str(exc).splitlines()[0]}"))
+        return None
+    unknown = sorted(analysis.globals.keys() - {"event"})
+    if unknown:
+        errors.append(FieldError(field, f"uses `{unknown[0]}`; only `event` is known here"))
+        return None
+    missing = sorted(analysis.filters.keys() - _environment.filters.keys())
+    if missing:
+        errors.append(FieldError(field, f"uses the unknown filter `{missing[0]}`"))
+        return None
+    nodes = template.nodes
+    single = nodes[0].expression if len(nodes) == 1 and isinstance(nodes[0], OutputNode) else None
+
+    def render(envelope: dict[str, Any]) -> Any:
+        try:
+            if single is None:
+                return template.render(event=envelope)
+            value = single.evaluate(liquid.RenderContext(template, globals={"event": envelope}))
+        except (LiquidError, RecursionError, ArithmeticError, ValueError, TypeError) as exc:
+            raise TemplateError(f"{field}: {str(exc).splitlines()[0][:200]}") from exc
+        if isinstance(value, liquid.Undefined):
+            raise TemplateError(f"{field}: {source} is not in the event")
+        return value
+
+    return render

@@ -1,0 +1,89 @@
+"""Hints by LISTEN/NOTIFY. They are sent after the commit and never in the transaction that stores an event: a NOTIFY
+takes a lock that all notifying commits of the database share."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+from headgate.errors import Unavailable
+from headgate.store.db import Database
+from headgate.telemetry.logs import logger
+
+Topic = Literal["inbox", "runs"]
+TOPICS: tuple[Topic, ...] = ("inbox", "runs")
+
+_MIN_GAP_SECONDS = 0.005
+_RECONNECT_SECONDS = 1.0
+_log = logger("queue")
+
+
+class PostgresQueue:
+    """Sends and receives hints on channels `headgate_<topic>`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._wanted: set[Topic] = set()
+        self._sender: asyncio.Task[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._wakes: dict[Topic, asyncio.Event] = {topic: asyncio.Event() for topic in TOPICS}
+
+    def wake(self, topic: Topic) -> asyncio.Event:
+        """Set whenever there may be work on the topic; who waits on it clears it before looking."""
+        return self._wakes[topic]
+
+    def hint(self, topic: Topic) -> None:
+        """Say that there is work; returns at once and never fails. Hints close together become one."""
+        self._wakes[topic].set()
+        self._wanted.add(topic)
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send())
+
+    def start_listening(self) -> None:
+        self._listener = asyncio.create_task(self._listen())
+
+    async def close(self) -> None:
+        for task in (self._listener, self._sender):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        self._listener = self._sender = None
+
+    async def _send(self) -> None:
+        try:
+            while self._wanted:
+                topics, self._wanted = self._wanted, set()
+                try:
+                    async with self._database.connection(wait_seconds=1) as connection:
+                        for topic in topics:
+                            await connection.execute(f"notify headgate_{topic}")
+                except Unavailable as exc:
+                    _log.debug("queue.hint_lost", error=exc)  # the next look finds the rows
+                await asyncio.sleep(_MIN_GAP_SECONDS)
+        finally:
+            self._sender = None
+
+    async def _listen(self) -> None:
+        while True:
+            connection: Any = None
+            try:
+                connection = await self._database.dedicated()
+                lost = asyncio.Event()
+                connection.add_termination_listener(lambda _, lost=lost: lost.set())
+                for topic in TOPICS:
+                    await connection.add_listener(f"headgate_{topic}", self._received)
+                for wake in self._wakes.values():  # whatever was announced while nobody listened
+                    wake.set()
+                await lost.wait()
+                _log.warning("queue.listener_lost")
+            except Unavailable as exc:
+                _log.warning("queue.listener_unavailable", error=exc)
+            finally:
+                if connection is not None and not connection.is_closed():
+                    connection.terminate()
+            await asyncio.sleep(_RECONNECT_SECONDS)
+
+    def _received(self, _: Any, __: int, channel: str, ___: str) -> None:
+        for topic in TOPICS:
+            if channel == f"headgate_{topic}":
+                self._wakes[topic].set()

@@ -1,0 +1,192 @@
+"""One frozen Settings, checked at construction. This is the only module that reads the environment.
+
+Sources, the later wins: defaults, `headgate.toml` in the working directory, environment variables `HEADGATE_*`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import msgspec
+
+from headgate import failpoints
+from headgate.errors import SettingsError
+from headgate.model.event import EventLimits
+from headgate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
+
+TOML_FILE = "headgate.toml"
+_RETRIES = {"event_retry": EVENT_RETRY, "trigger_retry": TRIGGER_RETRY, "step_retry": STEP_RETRY}
+_POLICY_FIELDS = RetryPolicy.__struct_fields__
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be set; `docs/settings.md` describes each."""
+
+    database_url: str | None = None
+    queue: Literal["postgres"] = "postgres"
+    auth: Literal["off"] = "off"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+    event_retry: RetryPolicy = EVENT_RETRY
+    trigger_retry: RetryPolicy = TRIGGER_RETRY
+    step_retry: RetryPolicy = STEP_RETRY
+    host: str = "127.0.0.1"
+    port: int = 8700
+    url: str = "http://127.0.0.1:8700"
+    token: str | None = None
+    batch_size: int = 500
+    poll_ms: int = 1000
+    lease_ms: int = 15_000
+    worker_concurrency: int = 20
+    shutdown_ms: int = 20_000
+    max_body_bytes: int = 1024 * 1024
+    max_batch_events: int = 1000
+    max_payload_bytes: int = 256 * 1024
+    ingest_max_waiting: int = 20_000
+    allow_unsafe_durability: bool = False
+    failpoints: str = ""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("batch_size", 1, 5000),
+            ("poll_ms", 10, 60_000),
+            ("lease_ms", 500, 3_600_000),
+            ("worker_concurrency", 1, 1000),
+            ("shutdown_ms", 0, 600_000),
+            ("max_body_bytes", 1024, 64 * 1024 * 1024),
+            ("max_batch_events", 1, 10_000),
+            ("max_payload_bytes", 1024, 16 * 1024 * 1024),
+            ("ingest_max_waiting", 1, 1_000_000),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise SettingsError(f"{_env(name)} must lie between {low} and {high}, not {value}")
+        if self.database_url is not None and not self.database_url.startswith(("postgresql://", "postgres://")):
+            raise SettingsError(f"{_env('database_url')} must start with postgresql://, not {self.database_url[:20]!r}")
+        if not _is_loopback(self.host):
+            raise SettingsError(
+                f"{_env('host')} is {self.host!r}: without authentication the API listens on loopback only "
+                "(127.0.0.1, ::1 or localhost)"
+            )
+
+    @property
+    def limits(self) -> EventLimits:
+        return EventLimits(max_payload_bytes=self.max_payload_bytes)
+
+    def require_database_url(self) -> str:
+        """The database's address; a clear refusal when none is set."""
+        if self.database_url is None:
+            raise SettingsError(
+                "HEADGATE_DATABASE_URL is not set; give it a Postgres address such as "
+                "postgresql://user@localhost/headgate, or use `headgate dev`, which brings its own"
+            )
+        return self.database_url
+
+
+def load(overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from `headgate.toml` and the environment; `overrides` (by field name) win over both."""
+    return from_sources(os.environ, Path(TOML_FILE), overrides or {})
+
+
+def from_sources(environ: Mapping[str, str], toml: Path, overrides: Mapping[str, Any]) -> Settings:
+    """Settings from the given sources. SettingsError names the setting, what was expected and what was given."""
+    values: dict[str, Any] = {}
+    if toml.is_file():
+        try:
+            values.update(_from_toml(tomllib.loads(toml.read_text(encoding="utf-8")), toml.name))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+            raise SettingsError(f"{toml.name} is not valid TOML: {exc}") from exc
+    values.update(_from_environment(environ))
+    unknown = set(overrides) - set(Settings.__struct_fields__)
+    if unknown:
+        raise SettingsError(f"unknown setting {sorted(unknown)[0]!r}; see docs/settings.md")
+    values.update({k: v for k, v in overrides.items() if v is not None})
+    settings = Settings(**values)
+    try:
+        failpoints.arm(settings.failpoints)
+    except ValueError as exc:
+        raise SettingsError(f"{_env('failpoints')}: {exc}") from exc
+    return settings
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, hint in _plain_fields().items():
+        text = environ.get(_env(name))
+        if text is not None and text != "":
+            values[name] = _parse(_env(name), hint, text)
+    for name, default in _RETRIES.items():
+        given = {
+            part: _parse(f"{_env(name)}_{part.upper()}", hint, environ[f"{_env(name)}_{part.upper()}"])
+            for part, hint in get_type_hints(RetryPolicy).items()
+            if environ.get(f"{_env(name)}_{part.upper()}")
+        }
+        if given:
+            values[name] = _policy(_env(name), default, given)
+    return values
+
+
+def _from_toml(table: dict[str, Any], file: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    plain = _plain_fields()
+    for name, value in table.items():
+        where = f"{file}: {name}"
+        if name in _RETRIES:
+            if not isinstance(value, dict) or set(value) - set(_POLICY_FIELDS):
+                raise SettingsError(f"{where} must be a table with {', '.join(_POLICY_FIELDS)}, not {value!r}")
+            values[name] = _policy(where, _RETRIES[name], value)
+        elif name in plain:
+            values[name] = _parse(where, plain[name], str(value) if not isinstance(value, bool) else str(value).lower())
+        else:
+            raise SettingsError(f"{where} is not a setting; see docs/settings.md")
+    return values
+
+
+def _policy(where: str, default: RetryPolicy, given: dict[str, Any]) -> RetryPolicy:
+    try:
+        return msgspec.convert(msgspec.structs.asdict(default) | given, RetryPolicy)
+    except (ValueError, msgspec.ValidationError) as exc:
+        raise SettingsError(f"{where}_*: {exc}") from exc
+
+
+def _plain_fields() -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(Settings).items() if name not in _RETRIES}
+
+
+def _parse(where: str, hint: Any, text: str) -> Any:
+    """One value from its text, by the field's type."""
+    choices = [c for c in get_args(hint) if isinstance(c, str)]
+    if choices:
+        if text.lower() not in choices:
+            raise SettingsError(f"{where} must be {' or '.join(choices)}, not {text!r}")
+        return text.lower()
+    if hint is bool:
+        if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+            raise SettingsError(f"{where} must be true or false, not {text!r}")
+        return text.lower() in ("true", "1", "yes")
+    if hint in (int, float):
+        try:
+            return hint(text)
+        except ValueError as exc:
+            kind = "a whole number" if hint is int else "a number"
+            raise SettingsError(f"{where} must be {kind}, not {text!r}") from exc
+    return text
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _env(name: str) -> str:
+    return f"HEADGATE_{name.upper()}"

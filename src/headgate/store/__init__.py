@@ -1,0 +1,1 @@
+"""The only SQL: one module and one .sql file per aggregate, and the migrations."""

@@ -1,0 +1,135 @@
+"""Events and their inbox."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from headgate.model.event import Event, NewEvent
+from headgate.store.db import Connection, Row
+from headgate.store.sql import load
+
+_sql = load("events")
+
+
+class Resolved(NamedTuple):
+    """The stored event that an event of the caller's turned out to repeat."""
+
+    id: uuid.UUID
+    same_body: bool
+
+
+class InboxBatch(NamedTuple):
+    """Events taken out of the inbox in this transaction, oldest first."""
+
+    events: list[Event]
+    registry_version: int
+
+
+async def insert(connection: Connection, events: Sequence[NewEvent]) -> set[uuid.UUID]:
+    """Store events with their inbox rows; the ids of those that are new."""
+    rows = await connection.fetch(_sql["insert"], *_columns(events), [e.traceparent for e in events])
+    return {row[0] for row in rows}
+
+
+async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[uuid.UUID, Resolved]:
+    """By the given id: the stored event with the same id, or the same producer's id and source."""
+    rows = await connection.fetch(_sql["resolve"], *_columns(events))
+    return {row["given_id"]: Resolved(row["id"], row["same_body"]) for row in rows}
+
+
+async def claim_inbox(connection: Connection, limit: int) -> InboxBatch:
+    """Take the oldest undecided events, for this transaction alone."""
+    return _batch(await connection.fetch(_sql["claim_inbox"], limit))
+
+
+async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> InboxBatch:
+    """Take one undecided event; empty when another worker has it or it is decided."""
+    return _batch(await connection.fetch(_sql["claim_inbox_one"], ingress_sequence))
+
+
+async def list_inbox(connection: Connection, limit: int) -> list[int]:
+    """The sequence numbers of the oldest undecided events."""
+    return [row[0] for row in await connection.fetch(_sql["list_inbox"], limit)]
+
+
+async def quarantine(connection: Connection, ingress_sequence: int, reason: str) -> bool:
+    """Move an event that cannot be processed from the inbox to the dead letters."""
+    return bool(await connection.execute(_sql["quarantine"], ingress_sequence, reason) == "INSERT 0 1")
+
+
+async def find(connection: Connection, event_id: str) -> list[Event]:
+    """The events that `event_id` may mean: ours by UUID, or a producer's id (several sources may share it)."""
+    try:
+        ours: uuid.UUID | None = uuid.UUID(event_id)
+    except ValueError:
+        ours = None
+    found = [_event(row) for row in await connection.fetch(_sql["find"], ours, event_id)]
+    exact = [event for event in found if event.id == ours]
+    return exact or found
+
+
+async def get_many(connection: Connection, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, Event]:
+    """Events by our ids."""
+    return {row["id"]: _event(row) for row in await connection.fetch(_sql["get_many"], list(ids))}
+
+
+async def is_waiting(connection: Connection, event_id: uuid.UUID) -> tuple[bool, str | None]:
+    """Whether the event is still undecided, and why it was quarantined, if it was."""
+    row = await connection.fetchrow(_sql["is_waiting"], event_id)
+    return (row["undecided"], row["dead_reason"]) if row else (False, None)
+
+
+async def list_page(
+    connection: Connection,
+    *,
+    event_type: str | None = None,
+    source: str | None = None,
+    correlation_id: str | None = None,
+    received_from: datetime | None = None,
+    received_to: datetime | None = None,
+    before_sequence: int | None = None,
+    limit: int = 50,
+) -> list[Event]:
+    """Events, newest first."""
+    rows = await connection.fetch(
+        _sql["list"], event_type, source, correlation_id, received_from, received_to, before_sequence, limit
+    )
+    return [_event(row) for row in rows]
+
+
+def _columns(events: Sequence[NewEvent]) -> tuple[list[object], ...]:
+    return (
+        [e.id for e in events],
+        [e.external_id for e in events],
+        [e.type for e in events],
+        [e.source for e in events],
+        [e.occurred_at for e in events],
+        [e.payload for e in events],
+        [e.correlation_id for e in events],
+        [e.ttl_ms for e in events],
+        [e.metadata for e in events],
+    )
+
+
+def _batch(rows: Sequence[Row]) -> InboxBatch:
+    return InboxBatch([_event(row) for row in rows], rows[0]["registry_version"] if rows else 0)
+
+
+def _event(row: Row) -> Event:
+    return Event(
+        id=row["id"],
+        external_id=row["external_id"],
+        type=row["type"],
+        source=row["source"],
+        occurred_at=row["occurred_at"],
+        received_at=row["received_at"],
+        ingress_sequence=row["ingress_sequence"],
+        payload=row["payload"],
+        correlation_id=row["correlation_id"],
+        ttl_ms=row["ttl_ms"],
+        metadata=row["metadata"],
+        traceparent=row["traceparent"],
+    )

@@ -1,0 +1,121 @@
+-- name: insert
+-- Stores events and their inbox rows; returns the ids that are new. Rows go in by producer's id, so that two
+-- transactions with the same ids wait for each other instead of deadlocking; the sequence keeps the arrival order.
+with input as materialized (
+  select u.*, nextval('headgate.ingress_sequence') as ingress_sequence
+    from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::text[],
+                $8::bigint[], $9::text[], $10::text[])
+      as u (id, external_id, type, source, occurred_at, payload, correlation_id, ttl_ms, metadata, traceparent)
+), clock as materialized (
+  select headgate.now() as now
+), stored as (
+  insert into headgate.workflow_events
+    (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
+     metadata, traceparent)
+  select id, external_id, type, source, coalesce(occurred_at, now), now, ingress_sequence, payload::jsonb,
+         coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent
+    from input, clock
+   order by external_id, source, ingress_sequence
+  on conflict do nothing
+  returning id, ingress_sequence
+), inboxed as (
+  insert into headgate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from stored
+)
+select id from stored
+
+-- name: resolve
+-- For events that were not new: the stored event with the same id or producer's id, and whether the bodies agree.
+-- A field that the repeat leaves out (time, correlation id) does not count.
+select u.id as given_id, e.id,
+       e.id = u.id or (
+         e.type = u.type and e.payload = u.payload::jsonb and e.metadata = u.metadata::jsonb
+         and e.ttl_ms is not distinct from u.ttl_ms
+         and (u.occurred_at is null or e.occurred_at = u.occurred_at)
+         and (u.correlation_id is null or e.correlation_id = u.correlation_id)) as same_body
+  from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::text[],
+              $8::bigint[], $9::text[])
+    as u (id, external_id, type, source, occurred_at, payload, correlation_id, ttl_ms, metadata),
+  lateral (
+    select * from headgate.workflow_events where id = u.id
+    union all
+    select * from headgate.workflow_events where external_id = u.external_id and source = u.source and id <> u.id
+    limit 1
+  ) e
+
+-- name: claim_inbox
+-- Takes the oldest undecided events out of the inbox, for this transaction alone; rolled back, they are there again.
+-- Each row carries the database's time and the registry's version, so that a batch decides by current triggers.
+with oldest as materialized (
+  select ingress_sequence from headgate.event_inbox order by ingress_sequence limit $1 for update skip locked
+), claimed as (
+  delete from headgate.event_inbox where ingress_sequence in (select ingress_sequence from oldest) returning event_id
+)
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent,
+       (select version from headgate.registry_version) as registry_version
+  from claimed join headgate.workflow_events e on e.id = claimed.event_id
+ order by e.ingress_sequence
+
+
+-- name: claim_inbox_one
+-- Takes one given event out of the inbox; nothing when it has been decided meanwhile.
+with given as materialized (
+  select ingress_sequence from headgate.event_inbox where ingress_sequence = $1 for update skip locked
+), claimed as (
+  delete from headgate.event_inbox where ingress_sequence in (select ingress_sequence from given) returning event_id
+)
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent,
+       (select version from headgate.registry_version) as registry_version
+  from claimed join headgate.workflow_events e on e.id = claimed.event_id
+
+-- name: list_inbox
+-- The oldest undecided events, without locking them.
+select ingress_sequence from headgate.event_inbox order by ingress_sequence limit $1
+
+-- name: quarantine
+-- Takes an event that no batch can process out of the inbox and keeps it as a dead letter with the reason.
+with claimed as (
+  delete from headgate.event_inbox where ingress_sequence = $1 returning event_id
+)
+insert into headgate.dead_letters (id, kind, subject_id, event_id, reason)
+select headgate.uuid7(), 'event', event_id, event_id, $2 from claimed
+on conflict (kind, subject_id) do nothing
+
+-- name: find
+-- Events by our id or the producer's.
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
+  from headgate.workflow_events e where e.id = $1::uuid
+union all
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
+  from headgate.workflow_events e where e.external_id = $2 and e.id is distinct from $1::uuid
+ limit 20
+
+-- name: get_many
+-- Events by our ids.
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
+  from headgate.workflow_events e where e.id = any ($1::uuid[])
+
+-- name: is_waiting
+-- Whether an event still waits in the inbox, and whether it was quarantined.
+select exists (select 1 from headgate.event_inbox i
+                where i.ingress_sequence = e.ingress_sequence) as undecided,
+       (select d.reason from headgate.dead_letters d where d.kind = 'event' and d.subject_id = e.id) as dead_reason
+  from headgate.workflow_events e where e.id = $1
+
+-- name: list
+-- A page of events, newest first; null filters do not filter.
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
+  from headgate.workflow_events e
+ where ($1::text is null or e.type = $1)
+   and ($2::text is null or e.source = $2)
+   and ($3::text is null or e.correlation_id = $3)
+   and ($4::timestamptz is null or e.received_at >= $4)
+   and ($5::timestamptz is null or e.received_at < $5)
+   and ($6::bigint is null or e.ingress_sequence < $6)
+ order by e.ingress_sequence desc
+ limit $7

@@ -1,0 +1,86 @@
+-- name: claim_due
+-- Claims due runs of the given workflows for a worker until its lease ends, oldest first.
+with due as materialized (
+  select id from headgate.workflow_runs
+   where status = 'pending' and next_attempt_at <= headgate.now() and workflow_definition_id = any ($1::uuid[])
+   order by next_attempt_at, id limit $2 for update skip locked
+), clock as materialized (
+  select headgate.now() as now
+)
+update headgate.workflow_runs r
+   set status = 'running', attempts = r.attempts + 1, claim_generation = r.claim_generation + 1, claimed_by = $3,
+       claim_expires_at = now + $4::bigint * interval '1 ms', started_at = coalesce(r.started_at, now),
+       updated_at = now
+  from due, clock, headgate.workflow_definitions w
+ where r.id = due.id and w.id = r.workflow_definition_id
+returning r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation
+
+-- name: renew
+-- Extends the leases a worker still holds. Returns the ids; a run that is missing there belongs to someone else.
+update headgate.workflow_runs r
+   set claim_expires_at = headgate.now() + $3::bigint * interval '1 ms'
+  from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
+ where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
+returning r.id
+
+-- name: finish
+-- Ends runs that their worker still holds. Returns the ids; a worker that lost its claim changes nothing.
+with clock as materialized (
+  select headgate.now() as now
+)
+update headgate.workflow_runs r
+   set status = u.status, output = u.output::jsonb, error = u.error, finished_at = now, next_attempt_at = null,
+       claimed_by = null, claim_expires_at = null, updated_at = now
+  from unnest($1::uuid[], $2::bigint[], $3::text[], $4::text[], $5::text[])
+         as u (id, claim_generation, status, output, error), clock
+ where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
+returning r.id
+
+-- name: hand_back
+-- Gives runs that a stopping worker holds back, due at once and not counted as an attempt. Returns the ids.
+update headgate.workflow_runs r
+   set status = 'pending', next_attempt_at = headgate.now(), attempts = greatest(r.attempts - 1, 0),
+       claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null,
+       updated_at = headgate.now()
+  from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
+ where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
+returning r.id
+
+-- name: release_expired
+-- Runs whose worker let the lease run out are due again; its late writes are fenced off. Returns the ids.
+with expired as materialized (
+  select id from headgate.workflow_runs
+   where status = 'running' and claim_expires_at <= headgate.now()
+   order by claim_expires_at limit $1 for update skip locked
+)
+update headgate.workflow_runs r
+   set status = 'pending', next_attempt_at = headgate.now(), claim_generation = r.claim_generation + 1,
+       claimed_by = null, claim_expires_at = null, updated_at = headgate.now()
+  from expired
+ where r.id = expired.id
+returning r.id
+
+-- name: next_due
+-- Seconds until the next pending run of the given workflows is due, or null.
+select extract(epoch from min(next_attempt_at) - headgate.now())::float8
+  from headgate.workflow_runs
+ where status = 'pending' and workflow_definition_id = any ($1::uuid[])
+
+-- name: get
+-- One run.
+select r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r.correlation_id, r.status,
+       r.parameters, r.output, r.error, r.attempts, r.created_at, r.started_at, r.finished_at
+  from headgate.workflow_runs r join headgate.workflow_definitions w on w.id = r.workflow_definition_id
+ where r.id = $1
+
+-- name: list
+-- A page of runs, newest first; null filters do not filter.
+select r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r.correlation_id, r.status,
+       r.parameters, r.output, r.error, r.attempts, r.created_at, r.started_at, r.finished_at
+  from headgate.workflow_runs r join headgate.workflow_definitions w on w.id = r.workflow_definition_id
+ where ($1::text is null or w.slug = $1)
+   and ($2::text is null or r.status = $2)
+   and ($3::uuid is null or r.event_id = $3)
+   and ($4::uuid is null or r.id < $4)
+ order by r.id desc
+ limit $5

@@ -1,0 +1,70 @@
+"""Structured logs: one line per decision that matters, with a stable `action`. Payloads and secrets never appear.
+
+Fields with a fixed meaning: `event_id`, `correlation_id`, `source`, `attempt`, `next_attempt_at`, `reason`, `run_id`,
+`workflow`, `trigger_id`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_MAX_TEXT = 2000
+
+
+def configure(level: str, log_format: str) -> None:
+    """Send log lines to standard error, as JSON or for people."""
+    renderer: Any
+    if log_format == "console":
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), event_key="action")
+    else:
+        renderer = structlog.processors.JSONRenderer(default=str)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.EventRenamer("action"),
+            _format_error,
+            _cut,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    # Libraries that log through the standard module: only what is wrong, in our form.
+    logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
+
+
+def logger(component: str) -> Any:
+    """A logger; its first argument is the `action`, everything else a field."""
+    return structlog.get_logger(component=component)
+
+
+class _Forward(logging.Handler):
+    """Standard-library records as our lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        structlog.get_logger(component=record.name).log(
+            max(record.levelno, 10), "library.log", message=record.getMessage(), **({"error": error} if error else {})
+        )
+
+
+def _format_error(_: Any, __: str, fields: dict[str, Any]) -> dict[str, Any]:
+    error = fields.get("error")
+    if isinstance(error, BaseException):
+        fields["error"] = f"{type(error).__name__}: {error}"
+    return fields
+
+
+def _cut(_: Any, __: str, fields: dict[str, Any]) -> dict[str, Any]:
+    for key, value in fields.items():
+        if isinstance(value, str) and len(value) > _MAX_TEXT:
+            fields[key] = value[:_MAX_TEXT] + "…"
+    return fields

@@ -1,0 +1,107 @@
+"""A worker process, from start to stop, in reading order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+
+from headgate.flow.dispatch import Dispatch
+from headgate.flow.reconcile import Reconcile
+from headgate.flow.run import Runner
+from headgate.flow.workflow import Workflow
+from headgate.queue.postgres import PostgresQueue
+from headgate.settings import Settings
+from headgate.store import durability, migrate
+from headgate.store.db import Database
+from headgate.telemetry.logs import logger
+from headgate.worker.loop import Loop
+
+_log = logger("worker")
+
+
+class Worker:
+    """Decides events and runs the workflows of one application until `stop` is called."""
+
+    def __init__(self, settings: Settings, workflows: Mapping[str, Workflow], definitions: list[uuid.UUID]) -> None:
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self._settings = settings
+        self._database = Database(settings.require_database_url(), "worker", size=8)
+        self._queue = PostgresQueue(self._database)
+        self._dispatch = Dispatch(
+            self._database, batch_size=settings.batch_size, after_launch=lambda: self._queue.hint("runs")
+        )
+        self._runner = Runner(
+            self._database,
+            workflows,
+            worker=self.name,
+            concurrency=settings.worker_concurrency,
+            lease_ms=settings.lease_ms,
+        )
+        self._runner.serve(definitions)
+        self._reconcile = Reconcile(self._database, batch_size=settings.batch_size)
+        self._workflows = sorted(workflows)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Begin to stop; `run` returns when everything is finished or handed back."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Work until stopped. A loop that dies stops the worker with its error."""
+        await self._database.open()
+        await migrate.require_current(self._database)
+        await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
+        self._queue.start_listening()
+        poll = self._settings.poll_ms / 1000
+        lease = self._settings.lease_ms / 1000
+        claiming = [
+            Loop("dispatch", self._dispatch_once, rest_seconds=poll, wake=self._queue.wake("inbox")),
+            Loop("run", self._run_once, rest_seconds=poll, wake=self._queue.wake("runs")),
+            Loop("reconcile", self._reconcile_once, rest_seconds=min(lease / 3, 1.0)),
+        ]
+        renewing = Loop("renew", self._renew_once, rest_seconds=lease / 3)
+        _log.info("worker.started", worker=self.name, workflows=self._workflows)
+        claims = [asyncio.create_task(loop.run(), name=loop.name) for loop in claiming]
+        renewal = asyncio.create_task(renewing.run(), name=renewing.name)
+        stopped = asyncio.create_task(self._stopping.wait(), name="stop")
+        try:
+            done, _ = await asyncio.wait([*claims, renewal, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for loop in claiming:  # claim nothing more; leases go on being renewed while runs finish
+                loop.stop()
+            self._runner.stop_claiming()
+            await asyncio.gather(*claims, return_exceptions=True)
+            await self._runner.stop(self._settings.shutdown_ms / 1000)
+            for task in done - {stopped}:
+                task.result()
+        finally:
+            renewing.stop()
+            stopped.cancel()
+            await asyncio.gather(renewal, stopped, return_exceptions=True)
+            await self._queue.close()
+            await self._database.close()
+            _log.info("worker.stopped", worker=self.name)
+
+    async def _dispatch_once(self) -> int:
+        outcome = await self._dispatch.run_once()
+        return outcome.events
+
+    async def _run_once(self) -> int:
+        started = await self._runner.run_once()
+        if started == 0 and self._runner.is_full:
+            # Wait for a slot, not for a hint: there may be plenty to do already.
+            await self._runner.wait_for_slot()
+            return 1
+        return started
+
+    async def _renew_once(self) -> int:
+        await self._runner.renew()
+        return 0
+
+    async def _reconcile_once(self) -> int:
+        released = await self._reconcile.run_once()
+        if released["runs"]:
+            self._queue.hint("runs")
+        return 0

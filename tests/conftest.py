@@ -1,0 +1,89 @@
+"""One real Postgres for the test session; each test gets its own database, cloned from a migrated template."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from headgate import failpoints
+from headgate.embedded import EmbeddedPostgres
+from headgate.store import migrate
+from headgate.store.db import Connection, Database
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[EmbeddedPostgres]:
+    with tempfile.TemporaryDirectory(prefix="headgate-test-", ignore_cleanup_errors=True) as folder:
+        server = EmbeddedPostgres(Path(folder), {"max_connections": "300", "max_wal_size": "4GB"})
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+async def _admin(url: str, statement: str) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(statement)
+    finally:
+        await connection.close()
+
+
+@pytest.fixture(scope="session")
+def template(postgres: EmbeddedPostgres) -> str:
+    """The name of a migrated database that others are cloned from."""
+
+    async def make() -> None:
+        await _admin(postgres.url(), "create database headgate_template")
+        database = Database(postgres.url("headgate_template"), "test", size=1)
+        await migrate.migrate(database)
+        await database.close()
+
+    asyncio.run(make())
+    return "headgate_template"
+
+
+@pytest.fixture
+async def empty_database_url(postgres: EmbeddedPostgres) -> AsyncIterator[str]:
+    """A database without Headgate's schema."""
+    name = f"empty_{next(_numbers)}"
+    await _admin(postgres.url(), f"create database {name}")
+    yield postgres.url(name)
+    await _admin(postgres.url(), f"drop database {name} with (force)")
+
+
+@pytest.fixture
+async def database_url(postgres: EmbeddedPostgres, template: str) -> AsyncIterator[str]:
+    """A migrated database of this test's own."""
+    name = f"test_{next(_numbers)}"
+    await _admin(postgres.url(), f"create database {name} template {template}")
+    yield postgres.url(name)
+    await _admin(postgres.url(), f"drop database {name} with (force)")
+
+
+@pytest.fixture
+async def database(database_url: str) -> AsyncIterator[Database]:
+    opened = Database(database_url, "test", size=10)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def connection(database: Database) -> AsyncIterator[Connection]:
+    async with database.connection() as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _no_failpoints() -> Iterator[None]:
+    yield
+    failpoints.disarm()
