@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from headgate.errors import HeadgateError, SettingsError
 
@@ -175,7 +176,7 @@ class EmbeddedPostgres:
             )
         return HeadgateError(f"Postgres did not start: {tail[-1] if tail else 'no message'} (see {self.log})")
 
-    def _as_owner(self) -> dict[str, object]:
+    def _as_owner(self) -> dict[str, Any]:
         if self._owner is None:
             return {}
         return {"user": self._owner.pw_uid, "group": self._owner.pw_gid, "extra_groups": []}

@@ -29,7 +29,7 @@ POINTS = frozenset(
 )
 
 
-class FailpointHit(Exception):  # noqa: N818 - reads as what happened
+class FailpointHit(Exception):
     """Raised by a point armed with `raise`."""
 
 

@@ -6,6 +6,7 @@ A crash anywhere before the commit leaves everything as it was; after it, everyt
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from headgate import failpoints
@@ -85,7 +86,7 @@ class Dispatch:
         total = Outcome()
         for sequence in sequences:
             try:
-                one = await self._database.run(lambda c, s=sequence: self._single(c, s))
+                one = await self._database.run(partial(self._single, sequence=sequence))
             except Unavailable:
                 raise
             except Exception as exc:

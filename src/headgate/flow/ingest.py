@@ -35,7 +35,7 @@ class Accepted(msgspec.Struct, frozen=True):
     status: Literal["accepted", "duplicate"]
 
 
-class _Refused(Exception):  # noqa: N818
+class _Refused(Exception):
     """Some requests of a group repeat an id with another body; the transaction is rolled back without them."""
 
     def __init__(self, conflicts: dict[int, Conflict]) -> None:

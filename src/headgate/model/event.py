@@ -90,8 +90,12 @@ def check_event(
     errors: list[FieldError],
     prefix: str = "",
     traceparent: str | None = None,
+    correlation_id: str | None = None,
 ) -> NewEvent | None:
-    """The event in `raw` (decoded JSON), or None with the broken rules added to `errors`, each naming its field."""
+    """The event in `raw` (decoded JSON), or None with the broken rules added to `errors`, each naming its field.
+
+    `correlation_id` is the request's; the event's own wins.
+    """
     if not isinstance(raw, dict):
         errors.append(FieldError(prefix.rstrip(".") or "event", f"must be an object, not {_kind(raw)}"))
         return None
@@ -105,7 +109,7 @@ def check_event(
     event_type = _name(raw.get("type"), f"{prefix}type", errors)
     source = _name(raw.get("source"), f"{prefix}source", errors)
     external_id = _text(raw.get("id"), f"{prefix}id", errors)
-    correlation_id = _text(raw.get("correlation_id"), f"{prefix}correlation_id", errors)
+    correlation_id = _text(raw.get("correlation_id"), f"{prefix}correlation_id", errors) or correlation_id
     occurred_at = _time(raw.get("occurred_at"), f"{prefix}occurred_at", now, limits, errors)
     ttl_ms = raw.get("ttl_ms")
     if ttl_ms is not None and (type(ttl_ms) is not int or not 1 <= ttl_ms <= MAX_TTL_MS):

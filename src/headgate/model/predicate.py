@@ -5,6 +5,7 @@ A path that finds nothing, or a value of another type than the operator asks for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -213,7 +214,7 @@ def _number(value: Any) -> int | float | None:
             parsed = float(value) if any(c in value for c in ".eE") else int(value)
         except ValueError:
             return None
-        return parsed if value.strip() == value and "_" not in value and parsed == parsed else None
+        return parsed if value.strip() == value and "_" not in value and not math.isnan(parsed) else None
     return None
 
 

@@ -30,7 +30,8 @@ class InboxBatch(NamedTuple):
 
 async def insert(connection: Connection, events: Sequence[NewEvent]) -> set[uuid.UUID]:
     """Store events with their inbox rows; the ids of those that are new."""
-    rows = await connection.fetch(_sql["insert"], *_columns(events), [e.traceparent for e in events])
+    request = ([e.correlation_id for e in events], [e.traceparent for e in events])
+    rows = await connection.fetch(_sql["insert"], *_columns(events), *request)
     return {row[0] for row in rows}
 
 
@@ -108,7 +109,6 @@ def _columns(events: Sequence[NewEvent]) -> tuple[list[object], ...]:
         [e.source for e in events],
         [e.occurred_at for e in events],
         [e.payload for e in events],
-        [e.correlation_id for e in events],
         [e.ttl_ms for e in events],
         [e.metadata for e in events],
     )

@@ -3,9 +3,9 @@
 -- transactions with the same ids wait for each other instead of deadlocking; the sequence keeps the arrival order.
 with input as materialized (
   select u.*, nextval('headgate.ingress_sequence') as ingress_sequence
-    from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::text[],
-                $8::bigint[], $9::text[], $10::text[])
-      as u (id, external_id, type, source, occurred_at, payload, correlation_id, ttl_ms, metadata, traceparent)
+    from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::bigint[],
+                $8::text[], $9::text[], $10::text[])
+      as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent)
 ), clock as materialized (
   select headgate.now() as now
 ), stored as (
@@ -25,16 +25,15 @@ select id from stored
 
 -- name: resolve
 -- For events that were not new: the stored event with the same id or producer's id, and whether the bodies agree.
--- A field that the repeat leaves out (time, correlation id) does not count.
+-- The time counts only when the repeat carries one; the correlation id names the request, not the content.
 select u.id as given_id, e.id,
        e.id = u.id or (
          e.type = u.type and e.payload = u.payload::jsonb and e.metadata = u.metadata::jsonb
          and e.ttl_ms is not distinct from u.ttl_ms
-         and (u.occurred_at is null or e.occurred_at = u.occurred_at)
-         and (u.correlation_id is null or e.correlation_id = u.correlation_id)) as same_body
-  from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::text[],
-              $8::bigint[], $9::text[])
-    as u (id, external_id, type, source, occurred_at, payload, correlation_id, ttl_ms, metadata),
+         and (u.occurred_at is null or e.occurred_at = u.occurred_at)) as same_body
+  from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::bigint[],
+              $8::text[])
+    as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata),
   lateral (
     select * from headgate.workflow_events where id = u.id
     union all

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
@@ -56,14 +57,14 @@ class _Forward(logging.Handler):
         )
 
 
-def _format_error(_: Any, __: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _format_error(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     error = fields.get("error")
     if isinstance(error, BaseException):
         fields["error"] = f"{type(error).__name__}: {error}"
     return fields
 
 
-def _cut(_: Any, __: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _cut(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     for key, value in fields.items():
         if isinstance(value, str) and len(value) > _MAX_TEXT:
             fields[key] = value[:_MAX_TEXT] + "…"

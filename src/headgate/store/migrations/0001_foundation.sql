@@ -443,8 +443,7 @@ begin
 
   select e.id, e.type = publish.type and e.payload = publish.payload and e.metadata = publish.metadata
          and e.ttl_ms is not distinct from publish.ttl_ms
-         and (publish.occurred_at is null or e.occurred_at = publish.occurred_at)
-         and (publish.correlation_id is null or e.correlation_id = publish.correlation_id) as same_body
+         and (publish.occurred_at is null or e.occurred_at = publish.occurred_at) as same_body
     into strict first
     from headgate.workflow_events e
    where e.external_id = publish.id and e.source = publish.source;

@@ -1,0 +1,49 @@
+"""Whether the process lives, and whether it can do its work."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.routes import Route, Services, json_response
+from headgate.errors import HeadgateError
+from headgate.store import durability, migrate
+
+
+class Live(msgspec.Struct, frozen=True):
+    """The process answers."""
+
+    status: str
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What readiness depends on: `ok`, or what is wrong."""
+
+    status: str
+    checks: dict[str, str]
+
+
+async def livez(_: Request, __: Services) -> Live:
+    return Live("ok")
+
+
+async def readyz(_: Request, services: Services) -> Response:
+    checks: dict[str, str] = {}
+    try:
+        await migrate.require_current(services.database)
+        checks["database"] = checks["schema"] = "ok"
+        allow = services.settings.allow_unsafe_durability
+        await durability.require_safe(services.database, allow_unsafe=allow)
+        checks["durability"] = "ok"
+    except HeadgateError as exc:
+        failing = ("database", "schema", "durability")[len(checks) and 2]
+        checks[failing] = str(exc)
+        return json_response(Ready("unavailable", checks), 503)
+    return json_response(Ready("ok", checks))
+
+
+ROUTES = (
+    Route("GET", "/livez", livez, "The process lives", (Live,)),
+    Route("GET", "/readyz", readyz, "The process can do its work", (Ready,), errors=(503,)),
+)

@@ -1,0 +1,173 @@
+"""`POST /v1/events`, the hot path: a bare ASGI handler that answers 202 only after the commit."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headgate.api import cloudevents, problems
+from headgate.api.problems import Problem
+from headgate.api.routes import Services, json_response
+from headgate.clock import utc_now, uuid7
+from headgate.errors import FieldError, InvalidInput
+from headgate.flow.ingest import Accepted
+from headgate.model.event import NewEvent, check_event, is_text_id, trace_id
+
+BODY_SECONDS = 10
+CE_STRUCTURED = "application/cloudevents+json"
+CE_BATCH = "application/cloudevents-batch+json"
+
+
+class AcceptedBatch(msgspec.Struct, frozen=True):
+    """The answer to a batch, in its order."""
+
+    events: list[Accepted]
+
+
+async def handle(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
+    """Answer one publish request; the status sent."""
+    response = await answer(services, scope, receive)
+    await response(scope, receive, send)
+    return response.status_code
+
+
+async def answer(services: Services, scope: Scope, receive: Receive) -> Response:
+    """Publish what the request holds."""
+    try:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        body = await _read(receive, headers, services.settings.max_body_bytes)
+        events, is_batch = _parse(services, headers, body)
+        accepted = await services.ingest.accept(events)
+    except Exception as exc:
+        return problems.response(exc)
+    return json_response(AcceptedBatch(accepted) if is_batch else accepted[0], 202)
+
+
+async def _read(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
+    """The body, counted while it comes in, so that no sender can make us hold more than the limit."""
+    if headers.get("content-encoding", "identity") != "identity":
+        raise Problem(415, "compressed bodies are not accepted; send without Content-Encoding")
+    too_large = Problem(413, f"the body is larger than {limit} bytes", [FieldError("body", f"at most {limit} bytes")])
+    length = headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Problem(400, "the client went away before the body was complete")
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError as exc:
+        raise Problem(408, f"the body did not arrive within {BODY_SECONDS} s") from exc
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _parse(services: Services, headers: dict[str, str], body: bytes) -> tuple[list[NewEvent], bool]:
+    media = headers.get("content-type", "").partition(";")[0].strip().lower()
+    errors: list[FieldError] = []
+    is_batch = False
+    traces: list[str | None] = []
+    if media in (CE_STRUCTURED, CE_BATCH):
+        raw = _json(body)
+        is_batch = media == CE_BATCH
+        items = _list(raw) if is_batch else [raw]
+        given = []
+        for i, item in enumerate(items):
+            fields, trace = cloudevents.from_structured(item, f"[{i}]." if is_batch else "", errors)
+            given.append(fields)
+            traces.append(trace)
+    elif "ce-specversion" in headers or "ce-id" in headers or "ce-type" in headers:
+        if headers.get("ce-specversion") != "1.0":
+            errors.append(FieldError("ce-specversion", "must be 1.0"))
+        is_json = media in ("", "application/json") or media.endswith("+json")
+        payload = (_json(body) if body else {}) if is_json else cloudevents.binary_payload(body)
+        fields, trace = cloudevents.from_binary(headers, payload)
+        given, traces = [fields], [trace]
+    elif media in ("application/json", ""):
+        raw = _json(body)
+        is_batch = isinstance(raw, list)
+        given = raw if is_batch else [raw]
+    else:
+        raise Problem(
+            415,
+            f"the content type {media[:60]!r} is not taken; send application/json (curl --json does), "
+            f"{CE_STRUCTURED}, {CE_BATCH}, or CloudEvents in binary mode",
+        )
+    _refuse_sizes(given, services.settings.max_batch_events)
+    header_trace = headers.get("traceparent")
+    correlation = trace_id(header_trace) or headers.get("x-request-id")
+    if correlation is not None and not is_text_id(correlation):
+        correlation = None
+    events = _checked(services, given, is_batch, traces, header_trace, correlation, errors)
+    return events, is_batch
+
+
+def _checked(
+    services: Services,
+    given: list[Any],
+    is_batch: bool,
+    traces: list[str | None],
+    header_trace: str | None,
+    correlation: str | None,
+    errors: list[FieldError],
+) -> list[NewEvent]:
+    now, limits = utc_now(), services.settings.limits
+    header_trace = header_trace if trace_id(header_trace) else None
+    events = []
+    for i, item in enumerate(given):
+        own_trace = traces[i] if traces else None
+        trace = own_trace if trace_id(own_trace) else header_trace
+        event = check_event(
+            item,
+            new_id=uuid7(),
+            now=now,
+            limits=limits,
+            errors=errors,
+            prefix=f"[{i}]." if is_batch else "",
+            traceparent=trace,
+            correlation_id=trace_id(own_trace) or correlation,
+        )
+        if event is not None:
+            events.append(event)
+        if len(errors) >= 100:
+            break
+    if errors:
+        what = "the batch was refused as a whole" if is_batch else "the event is not valid"
+        raise InvalidInput(what, errors)
+    return events
+
+
+def _refuse_sizes(given: list[Any], max_events: int) -> None:
+    if not given:
+        raise InvalidInput("the batch is empty", [FieldError("events", "at least one is needed")])
+    if len(given) > max_events:
+        message = f"holds {len(given)} events; at most {max_events} are taken at once"
+        raise InvalidInput("the batch is too large", [FieldError("events", message, too_large=True)])
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except RecursionError as exc:
+        raise Problem(400, "the body is nested too deeply", [FieldError("body", "is nested too deeply")]) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        reason = "is not valid UTF-8" if isinstance(exc, UnicodeDecodeError) else str(exc)
+        raise Problem(400, f"the body is not JSON: {reason}", [FieldError("body", reason)]) from exc
+
+
+def _list(raw: Any) -> list[Any]:
+    if not isinstance(raw, list):
+        raise InvalidInput("the batch is not valid", [FieldError("body", "a batch is an array of events")])
+    return raw

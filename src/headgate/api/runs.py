@@ -1,0 +1,64 @@
+"""Runs and their steps."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+
+from headgate.api.routes import Query, Route, Services, parameters, path_uuid
+from headgate.errors import NotFound
+from headgate.model.run import RUN_STATUSES, Run, Step
+from headgate.store import runs, steps
+
+LIST_QUERY = (
+    Query("workflow", "string", "only runs of this workflow"),
+    Query("status", "string", "only runs in this status", RUN_STATUSES),
+    Query("event_id", "uuid", "only runs that this event launched"),
+    Query("limit", "integer", "at most so many; 50 unless told"),
+    Query("cursor", "uuid", "`next_cursor` of the page before"),
+)
+
+
+class RunPage(msgspec.Struct, frozen=True):
+    """Runs, newest first; `next_cursor` is null on the last page."""
+
+    runs: list[Run]
+    next_cursor: str | None
+
+
+class RunDetail(msgspec.Struct, frozen=True):
+    """A run with its steps."""
+
+    run: Run
+    steps: list[Step]
+
+
+async def list_runs(request: Request, services: Services) -> RunPage:
+    given = parameters(request, LIST_QUERY)
+    limit = given.get("limit", 50)
+    async with services.database.connection() as connection:
+        found = await runs.list_page(
+            connection,
+            workflow=given.get("workflow"),
+            status=given.get("status"),
+            event_id=given.get("event_id"),
+            before_id=given.get("cursor"),
+            limit=limit + 1,
+        )
+    more = len(found) > limit
+    return RunPage(found[:limit], str(found[limit - 1].id) if more else None)
+
+
+async def show_run(request: Request, services: Services) -> RunDetail:
+    run_id = path_uuid(request, "run_id")
+    async with services.database.connection() as connection:
+        run = await runs.get(connection, run_id)
+        if run is None:
+            raise NotFound(f"no run {run_id}")
+        return RunDetail(run, await steps.list_of_run(connection, run_id))
+
+
+ROUTES = (
+    Route("GET", "/v1/runs", list_runs, "List runs, newest first", (RunPage,), query=LIST_QUERY, errors=(422,)),
+    Route("GET", "/v1/runs/{run_id}", show_run, "One run with its steps", (RunDetail,), errors=(404,)),
+)

@@ -1,0 +1,220 @@
+"""The API as an ASGI application, and the server that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from importlib import resources
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headgate.api import events, health, openapi, problems, publish, runs, workflows
+from headgate.api.problems import Problem
+from headgate.api.routes import Route, Services, json_response
+from headgate.errors import SettingsError
+from headgate.flow.ingest import Accepted, Ingest
+from headgate.queue.postgres import PostgresQueue
+from headgate.settings import Settings
+from headgate.store import durability, migrate
+from headgate.store.db import Database
+from headgate.telemetry.logs import logger
+
+_log = logger("api")
+
+_PAGES = {"/": ("console.html", "text/html"), "/docs": ("docs.html", "text/html")} | {
+    f"/static/{name}": (name, media)
+    for name, media in (("console.js", "text/javascript"), ("docs.js", "text/javascript"), ("style.css", "text/css"))
+}
+_SECURITY_HEADERS = {
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+async def _post_events(request: Request, services: Services) -> Response:
+    """Only reached when the fast path below does not apply (it always does under our own server)."""
+    return await publish.answer(services, request.scope, request.receive)
+
+
+PUBLISH = Route(
+    "POST",
+    "/v1/events",
+    _post_events,
+    "Publish one event or a batch; answered after the commit",
+    (Accepted, publish.AcceptedBatch),
+    status=202,
+    body={
+        "application/json": {
+            "schema": {"oneOf": [openapi.EVENT_SCHEMA, {"type": "array", "items": openapi.EVENT_SCHEMA}]}
+        },
+        publish.CE_STRUCTURED: {"schema": {"type": "object"}},
+        publish.CE_BATCH: {"schema": {"type": "array", "items": {"type": "object"}}},
+    },
+    errors=(400, 408, 409, 413, 415, 422, 503),
+)
+ROUTES: tuple[Route, ...] = (PUBLISH, *events.ROUTES, *workflows.ROUTES, *runs.ROUTES, *health.ROUTES)
+
+
+class Api:
+    """The API of one process: its pools, its ingest, and the ASGI application on top."""
+
+    def __init__(self, settings: Settings) -> None:
+        url = settings.require_database_url()
+        self._settings = settings
+        self._database = Database(url, "api", size=6)
+        self._ingest_database = Database(url, "ingest", size=3)
+        self._queue = PostgresQueue(self._database)
+        ingest = Ingest(
+            self._ingest_database,
+            max_waiting=settings.ingest_max_waiting,
+            after_commit=lambda: self._queue.hint("inbox"),
+        )
+        self.services = Services(settings, self._database, ingest)
+        self.app = _application(self.services)
+
+    async def open(self) -> None:
+        """Refuse a database that does not fit before anything is accepted."""
+        await migrate.require_current(self._database)
+        await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
+
+    async def close(self) -> None:
+        await self.services.ingest.close()
+        await self._queue.close()
+        await self._ingest_database.close()
+        await self._database.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[Server]:
+    """The API listening on its port; open for business when this is entered, closed when it is left."""
+    listening = _bind(settings)
+    api = Api(settings)
+    server = Server(api.app, listening)
+    try:
+        await api.open()
+        await server.start()
+        yield server
+    finally:
+        await server.stop()
+        await api.close()
+
+
+class Server:
+    """uvicorn, started and stopped by us (it installs no signal handlers)."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
+        self._listening = listening
+        self.port: int = listening.getsockname()[1]
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+                server_header=False, date_header=False, timeout_keep_alive=75, h11_max_incomplete_event_size=16384,
+                timeout_graceful_shutdown=10,
+            )
+        )  # fmt: skip
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._uvicorn.serve(sockets=[self._listening]))
+        while not self._uvicorn.started:
+            if self._task.done():
+                self._task.result()
+                raise SettingsError("the server ended before it began to listen")
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._uvicorn.should_exit = True
+            await self._task
+        self._listening.close()
+
+    async def wait(self) -> None:
+        """Until the server ends by itself, which it does only by a fault."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+def _bind(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+    except OSError as exc:
+        listening.close()
+        raise SettingsError(
+            f"port {settings.port} on {settings.host} cannot be used: {exc.strerror or exc}; "
+            "stop what uses it, or choose another with --port"
+        ) from exc
+    listening.listen(1024)
+    listening.setblocking(False)
+    return listening
+
+
+def _application(services: Services) -> ASGIApp:
+    document = openapi.document(ROUTES)
+    routes = [
+        StarletteRoute(route.path, _endpoint(route.handler, services), methods=[route.method]) for route in ROUTES
+    ]
+    routes.append(StarletteRoute("/openapi.json", _fixed(json_response(document))))
+    for path, (name, media) in _PAGES.items():
+        content = (resources.files("headgate.api") / "static" / name).read_bytes()
+        routes.append(StarletteRoute(path, _fixed(Response(content, media_type=media))))
+    framework = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/v1/events" and scope["method"] == "POST":
+            await publish.handle(services, scope, receive, send)
+        else:
+            await framework(scope, receive, send)
+
+    return application
+
+
+def _endpoint(handler: Any, services: Services) -> Any:
+    async def endpoint(request: Request) -> Response:
+        try:
+            result = await handler(request, services)
+        except Exception as exc:
+            return problems.response(exc)
+        response = result if isinstance(result, Response) else json_response(result)
+        response.headers["cache-control"] = "no-store"
+        response.headers["x-content-type-options"] = "nosniff"
+        return response
+
+    return endpoint
+
+
+def _fixed(response: Response) -> Any:
+    response.headers.update(_SECURITY_HEADERS)
+
+    async def endpoint(_: Request) -> Response:
+        return response
+
+    return endpoint
+
+
+async def _http_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    what = {404: f"there is nothing at {request.url.path[:100]}", 405: f"{request.method} is not possible here"}
+    return problems.response(Problem(exc.status_code, what.get(exc.status_code, str(exc.detail))))
+
+
+async def _any_error(_: Request, exc: Exception) -> Response:
+    return problems.response(exc)

@@ -1,0 +1,70 @@
+"""What commands that talk to the API share: the client from the settings, tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+import msgspec
+
+from headgate import settings
+from headgate.client import Client
+
+
+def client() -> Client:
+    """A client for the API at `HEADGATE_URL`."""
+    given = settings.load()
+    return Client(given.url, given.token)
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def print_json(value: Any) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
+    """A table; the width is the terminal's, or all that is needed when piped."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        click.echo(empty)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=10_000)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="ellipsis", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(_plain(cell)) for cell in row))
+    lines = [line.rstrip() for line in _rendered(console, table)]
+    click.echo("\n".join(lines))
+
+
+def _rendered(console: Any, table: Any) -> list[str]:
+    with console.capture() as capture:
+        console.print(table)
+    text: str = capture.get()
+    return text.splitlines()
+
+
+def _plain(cell: str) -> str:
+    """Event text may hold anything; a terminal gets no control characters of it."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cell)
+
+
+def short_json(value: Any, width: int = 60) -> str:
+    if value is None:
+        return ""
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def short_time(text: str | None) -> str:
+    return text[:19].replace("T", " ") if text else ""

@@ -1,0 +1,174 @@
+"""`headgate dev`, `serve` and `worker`: the long-lived processes, their signals and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import uvloop
+
+from headgate import settings as settings_module
+from headgate.api.server import serving
+from headgate.app import Headgate
+from headgate.cli.load import load_app
+from headgate.embedded import EmbeddedPostgres
+from headgate.settings import Settings
+from headgate.store import migrate
+from headgate.store.db import Database
+from headgate.telemetry import logs
+
+
+@click.command()
+@click.argument("app", required=False)
+@click.option("--port", type=click.IntRange(0, 65535), default=None, help="Port of the API and console [8700].")
+@click.option("--data", type=click.Path(path_type=Path), default=Path(".headgate"), show_default=True,
+              help="Where the embedded Postgres keeps its data.")  # fmt: skip
+def dev(app: str | None, port: int | None, data: Path) -> None:
+    """Run everything in one process, on an embedded Postgres: API, console and a worker for APP.
+
+    APP is module:name or a Python file holding a Headgate object. With HEADGATE_DATABASE_URL set, that database is
+    used instead.
+    """
+    settings = _settings(port=port, log_format="console", log_level="warning")
+    application = load_app(app) if app else Headgate()
+    if settings.database_url is not None:
+        _run(lambda stop: _dev(application, settings, stop))
+        return
+    postgres = EmbeddedPostgres(data)
+    try:
+        url = postgres.start(lambda message: click.echo(f"headgate: {message} …"))
+        ready = msgspec.structs.replace(settings, database_url=url)
+        _run(lambda stop: _dev(application, ready, stop))
+    finally:
+        postgres.stop()
+
+
+@click.command()
+@click.option("--host", default=None, help="Address to listen on [127.0.0.1].")
+@click.option("--port", type=click.IntRange(0, 65535), default=None, help="Port to listen on [8700].")
+def serve(host: str | None, port: int | None) -> None:
+    """Run the API."""
+    settings = _settings(host=host, port=port)
+    _run(lambda stop: _serve(settings, stop))
+
+
+@click.command()
+@click.argument("app")
+@click.option("--concurrency", type=click.IntRange(1, 1000), default=None, help="Runs at the same time [20].")
+def worker(app: str, concurrency: int | None) -> None:
+    """Decide events and run the workflows of APP (module:name or a Python file)."""
+    settings = _settings(worker_concurrency=concurrency)
+    application = load_app(app)
+    _run(lambda stop: _worker(application, settings, stop))
+
+
+def _settings(log_format: str | None = None, log_level: str | None = None, **overrides: Any) -> Settings:
+    """The settings; a command's own defaults for logs give way to what the user set."""
+    settings = settings_module.load(overrides)
+    defaults = Settings()
+    changes: dict[str, Any] = {}
+    if log_format and settings.log_format == defaults.log_format:
+        changes["log_format"] = log_format
+    if log_level and settings.log_level == defaults.log_level:
+        changes["log_level"] = log_level
+    settings = msgspec.structs.replace(settings, **changes)
+    logs.configure(settings.log_level, settings.log_format)
+    return settings
+
+
+def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run until SIGINT or SIGTERM asks to stop; a second one ends the process at once."""
+
+    async def body() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def asked() -> None:
+            if stop.is_set():
+                raise SystemExit(130)
+            stop.set()
+
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, asked)
+        await main(stop)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
+
+
+async def _dev(application: Headgate, settings: Settings, stop: asyncio.Event) -> None:
+    application.configure(settings)
+    database = Database(settings.require_database_url(), "migrate", size=1)
+    applied = await migrate.migrate(database)
+    await database.close()
+    if applied:
+        click.echo(f"headgate: schema at version {migrate.latest()}")
+    working = await application.worker()
+    async with serving(settings) as server:
+        _welcome(application, settings, server.port)
+        async with _supervised(working.run(), working.stop) as work:
+            await _first(stop.wait(), server.wait(), work)
+        click.echo("headgate: stopping …")
+
+
+async def _serve(settings: Settings, stop: asyncio.Event) -> None:
+    async with serving(settings) as server:
+        click.echo(f"headgate: API on http://{settings.host}:{server.port}", err=True)
+        await _first(stop.wait(), server.wait())
+
+
+async def _worker(application: Headgate, settings: Settings, stop: asyncio.Event) -> None:
+    application.configure(settings)
+    working = await application.worker()
+    async with _supervised(working.run(), working.stop) as work:
+        await _first(stop.wait(), work)
+
+
+@contextlib.asynccontextmanager
+async def _supervised(main: Coroutine[Any, Any, None], stop: Callable[[], None]) -> Any:
+    """A part that runs beside; stopped and waited for at the end, its error raised."""
+    task = asyncio.create_task(main)
+    try:
+        yield task
+    finally:
+        stop()
+        await task
+
+
+async def _first(*waits: Any) -> None:
+    """Until the first of them ends; its error is raised."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        if task.get_coro().__name__ in ("wait",):  # ours alone; supervised parts are ended by their owner
+            task.cancel()
+    for task in done:
+        task.result()
+
+
+def _own_command() -> str:
+    """How to call this program from the same folder."""
+    if shutil.which("headgate"):
+        return "headgate"
+    program = Path(sys.argv[0]).absolute()
+    return str(program.relative_to(Path.cwd())) if program.is_relative_to(Path.cwd()) else str(program)
+
+
+def _welcome(application: Headgate, settings: Settings, port: int) -> None:
+    url = f"http://{settings.host}:{port}"
+    command = ("" if port == 8700 else f"HEADGATE_URL={url} ") + _own_command()
+    click.echo(f"\nHeadgate is running: API and console on {url} (docs: {url}/docs)")
+    click.echo(f"  workflows: {', '.join(sorted(application.workflows)) or 'none'}")
+    click.echo(f"  database:  {settings.database_url}")
+    click.echo("\nTry it, in another terminal:")
+    click.echo(f"""  {command} publish order.created --source shop.api --data '{{"id": 7, "amount": 120}}'""")
+    click.echo(f"  {command} runs list")
+    click.echo("\nCtrl-C stops it; the data stays.")
