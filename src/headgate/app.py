@@ -14,7 +14,7 @@ import msgspec
 from headgate import settings as settings_module
 from headgate.clock import utc_now, uuid7
 from headgate.errors import AppError, FieldError, HeadgateError, InvalidInput
-from headgate.flow.ingest import Accepted, Ingest
+from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
 from headgate.flow.workflow import Workflow
 from headgate.model.event import NewEvent, check_event
 from headgate.model.predicate import Predicate
@@ -23,7 +23,7 @@ from headgate.model.trigger import TriggerSpec, check_spec
 from headgate.model.units import rate
 from headgate.queue.postgres import PostgresQueue
 from headgate.settings import Settings
-from headgate.store import triggers
+from headgate.store import migrate, triggers
 from headgate.store.db import Connection, Database
 from headgate.worker.supervisor import Worker
 
@@ -134,6 +134,7 @@ class Headgate:
         """A worker for this application, its workflows registered."""
         database = Database(self.settings.require_database_url(), "register", size=1)
         try:
+            await migrate.require_current(database)
             definitions = await database.run(self.register)
         finally:
             await database.close()
@@ -191,7 +192,8 @@ class _Publisher:
 
     def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._database = Database(settings.require_database_url(), "publish", size=2)
+        url = settings.require_database_url()
+        self._database = Database(url, "publish", size=2, lock_timeout_ms=LOCK_TIMEOUT_MS)
         self._queue = PostgresQueue(self._database)
         self.ingest = Ingest(
             self._database, max_waiting=settings.ingest_max_waiting, after_commit=lambda: self._queue.hint("inbox")

@@ -168,7 +168,7 @@ class EmbeddedPostgres:
 
     def _failure(self) -> HeadgateError:
         tail = self.log.read_text(errors="replace").strip().splitlines()[-6:]
-        if any("is another postmaster" in line for line in tail):
+        if any("another postmaster" in line for line in tail):
             pid = (self.pgdata / "postmaster.pid").read_text().splitlines()[0]
             return SettingsError(
                 f"the data directory {self.data} is in use by another Postgres (process {pid}); "

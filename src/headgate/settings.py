@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,8 @@ from headgate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPo
 
 TOML_FILE = "headgate.toml"
 _RETRIES = {"event_retry": EVENT_RETRY, "trigger_retry": TRIGGER_RETRY, "step_retry": STEP_RETRY}
-_POLICY_FIELDS = RetryPolicy.__struct_fields__
+_POLICY_FIELDS = get_type_hints(RetryPolicy)
+_POLICY_FIELD = re.compile("|".join(_POLICY_FIELDS))
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +70,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             if not low <= value <= high:
                 raise SettingsError(f"{_env(name)} must lie between {low} and {high}, not {value}")
         if self.database_url is not None and not self.database_url.startswith(("postgresql://", "postgres://")):
-            raise SettingsError(f"{_env('database_url')} must start with postgresql://, not {self.database_url[:20]!r}")
+            scheme, found, _ = self.database_url.partition("://")  # the rest may hold a password
+            given = f"{scheme[:20]}://" if found else "text without a scheme"
+            raise SettingsError(f"{_env('database_url')} must start with postgresql://, not {given}")
         if not _is_loopback(self.host):
             raise SettingsError(
                 f"{_env('host')} is {self.host!r}: without authentication the API listens on loopback only "
@@ -102,7 +106,7 @@ def from_sources(environ: Mapping[str, str], toml: Path, overrides: Mapping[str,
             values.update(_from_toml(tomllib.loads(toml.read_text(encoding="utf-8")), toml.name))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
             raise SettingsError(f"{toml.name} is not valid TOML: {exc}") from exc
-    values.update(_from_environment(environ))
+    values.update(_from_environment(environ, values))
     unknown = set(overrides) - set(Settings.__struct_fields__)
     if unknown:
         raise SettingsError(f"unknown setting {sorted(unknown)[0]!r}; see docs/settings.md")
@@ -115,20 +119,18 @@ def from_sources(environ: Mapping[str, str], toml: Path, overrides: Mapping[str,
     return settings
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_environment(environ: Mapping[str, str], below: Mapping[str, Any]) -> dict[str, Any]:
+    """What the environment sets; a policy of which it sets a part keeps the rest from `below`."""
     values: dict[str, Any] = {}
     for name, hint in _plain_fields().items():
         text = environ.get(_env(name))
         if text is not None and text != "":
             values[name] = _parse(_env(name), hint, text)
     for name, default in _RETRIES.items():
-        given = {
-            part: _parse(f"{_env(name)}_{part.upper()}", hint, environ[f"{_env(name)}_{part.upper()}"])
-            for part, hint in get_type_hints(RetryPolicy).items()
-            if environ.get(f"{_env(name)}_{part.upper()}")
-        }
+        names = {part: _env(f"{name}_{part}") for part in _POLICY_FIELDS}
+        given = {part: environ[variable] for part, variable in names.items() if environ.get(variable)}
         if given:
-            values[name] = _policy(_env(name), default, given)
+            values[name] = _policy(names, below.get(name, default), given)
     return values
 
 
@@ -138,9 +140,10 @@ def _from_toml(table: dict[str, Any], file: str) -> dict[str, Any]:
     for name, value in table.items():
         where = f"{file}: {name}"
         if name in _RETRIES:
-            if not isinstance(value, dict) or set(value) - set(_POLICY_FIELDS):
+            if not isinstance(value, dict) or value.keys() - _POLICY_FIELDS.keys():
                 raise SettingsError(f"{where} must be a table with {', '.join(_POLICY_FIELDS)}, not {value!r}")
-            values[name] = _policy(where, _RETRIES[name], value)
+            names = {part: f"{where}.{part}" for part in _POLICY_FIELDS}
+            values[name] = _policy(names, _RETRIES[name], {part: str(given) for part, given in value.items()})
         elif name in plain:
             values[name] = _parse(where, plain[name], str(value) if not isinstance(value, bool) else str(value).lower())
         else:
@@ -148,11 +151,13 @@ def _from_toml(table: dict[str, Any], file: str) -> dict[str, Any]:
     return values
 
 
-def _policy(where: str, default: RetryPolicy, given: dict[str, Any]) -> RetryPolicy:
+def _policy(names: dict[str, str], default: RetryPolicy, given: dict[str, str]) -> RetryPolicy:
+    """The default with the texts given in its place; `names` is what a refusal calls each field."""
+    parsed = {part: _parse(names[part], _POLICY_FIELDS[part], text) for part, text in given.items()}
     try:
-        return msgspec.convert(msgspec.structs.asdict(default) | given, RetryPolicy)
-    except (ValueError, msgspec.ValidationError) as exc:
-        raise SettingsError(f"{where}_*: {exc}") from exc
+        return RetryPolicy(**msgspec.structs.asdict(default) | parsed)
+    except ValueError as exc:
+        raise SettingsError(_POLICY_FIELD.sub(lambda found: names[found[0]], str(exc))) from exc
 
 
 def _plain_fields() -> dict[str, Any]:

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headgate.api import events, health, openapi, problems, publish, runs, workflows
 from headgate.api.problems import Problem
 from headgate.api.routes import Route, Services, json_response
-from headgate.errors import SettingsError
-from headgate.flow.ingest import Accepted, Ingest
+from headgate.errors import NotFound, SettingsError
+from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
 from headgate.queue.postgres import PostgresQueue
 from headgate.settings import Settings
 from headgate.store import durability, migrate
@@ -72,7 +72,7 @@ class Api:
         url = settings.require_database_url()
         self._settings = settings
         self._database = Database(url, "api", size=6)
-        self._ingest_database = Database(url, "ingest", size=3)
+        self._ingest_database = Database(url, "ingest", size=3, lock_timeout_ms=LOCK_TIMEOUT_MS)
         self._queue = PostgresQueue(self._database)
         ingest = Ingest(
             self._ingest_database,
@@ -95,9 +95,8 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: Settings) -> AsyncIterator[Server]:
-    """The API listening on its port; open for business when this is entered, closed when it is left."""
-    listening = _bind(settings)
+async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator[Server]:
+    """The API on its socket; open for business when this is entered, closed when it is left."""
     api = Api(settings)
     server = Server(api.app, listening)
     try:
@@ -150,7 +149,8 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _bind(settings: Settings) -> socket.socket:
+def bind(settings: Settings) -> socket.socket:
+    """The socket to serve on. SettingsError when the port is taken, before anything else is begun."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -190,6 +190,8 @@ def _application(services: Services) -> ASGIApp:
 def _endpoint(handler: Any, services: Services) -> Any:
     async def endpoint(request: Request) -> Response:
         try:
+            if any("\x00" in value for value in request.path_params.values()):
+                raise NotFound("nothing has the character U+0000 in its name")
             result = await handler(request, services)
         except Exception as exc:
             return problems.response(exc)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import click
 
 from headgate import __version__
-from headgate.errors import AppError, HeadgateError, InvalidInput, SettingsError
+from headgate.errors import AppError, HeadgateError, InvalidInput, SchemaError, SettingsError
 
 
 class _LazyGroup(click.Group):
@@ -57,7 +57,7 @@ def main() -> None:
     except click.ClickException as exc:
         exc.show()
         sys.exit(2)
-    except (SettingsError, AppError, InvalidInput) as exc:
+    except (SettingsError, SchemaError, AppError, InvalidInput) as exc:
         click.echo(f"headgate: {exc}", err=True)
         sys.exit(2)
     except HeadgateError as exc:

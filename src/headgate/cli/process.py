@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 import uvloop
 
 from headgate import settings as settings_module
-from headgate.api.server import serving
+from headgate.api.server import bind, serving
 from headgate.app import Headgate
 from headgate.cli.load import load_app
 from headgate.embedded import EmbeddedPostgres
@@ -39,14 +40,15 @@ def dev(app: str | None, port: int | None, data: Path) -> None:
     """
     settings = _settings(port=port, log_format="console", log_level="warning")
     application = load_app(app) if app else Headgate()
+    listening = bind(settings)
     if settings.database_url is not None:
-        _run(lambda stop: _dev(application, settings, stop))
+        _run(lambda stop: _dev(application, settings, listening, stop))
         return
     postgres = EmbeddedPostgres(data)
     try:
         url = postgres.start(lambda message: click.echo(f"headgate: {message} …"))
         ready = msgspec.structs.replace(settings, database_url=url)
-        _run(lambda stop: _dev(application, ready, stop))
+        _run(lambda stop: _dev(application, ready, listening, stop))
     finally:
         postgres.stop()
 
@@ -104,7 +106,7 @@ def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
         runner.run(body())
 
 
-async def _dev(application: Headgate, settings: Settings, stop: asyncio.Event) -> None:
+async def _dev(application: Headgate, settings: Settings, listening: socket.socket, stop: asyncio.Event) -> None:
     application.configure(settings)
     database = Database(settings.require_database_url(), "migrate", size=1)
     applied = await migrate.migrate(database)
@@ -112,7 +114,7 @@ async def _dev(application: Headgate, settings: Settings, stop: asyncio.Event) -
     if applied:
         click.echo(f"headgate: schema at version {migrate.latest()}")
     working = await application.worker()
-    async with serving(settings) as server:
+    async with serving(settings, listening) as server:
         _welcome(application, settings, server.port)
         async with _supervised(working.run(), working.stop) as work:
             await _first(stop.wait(), server.wait(), work)
@@ -120,7 +122,7 @@ async def _dev(application: Headgate, settings: Settings, stop: asyncio.Event) -
 
 
 async def _serve(settings: Settings, stop: asyncio.Event) -> None:
-    async with serving(settings) as server:
+    async with serving(settings, bind(settings)) as server:
         click.echo(f"headgate: API on http://{settings.host}:{server.port}", err=True)
         await _first(stop.wait(), server.wait())
 

@@ -21,6 +21,8 @@ from headgate.telemetry.logs import logger
 # While the database is away, requests are refused; the first of them waits this long for it to come back.
 PATIENCE_SECONDS = 0.5
 GROUP_EVENTS = 1000
+# A producer's id may be locked by someone else's open transaction: how long a commit that others share waits for it.
+LOCK_TIMEOUT_MS = 300
 
 _log = logger("ingest")
 
@@ -82,8 +84,9 @@ class Ingest:
             except Exception as exc:
                 if len(left) > 1 and not _is_down(exc):
                     # One of them is in the way of the others: each gets a transaction of its own.
-                    for i in left:
-                        results[i] = (await self._write([requests[i]]))[0]
+                    apart = await asyncio.gather(*(self._write([requests[i]]) for i in left))
+                    for i, [result] in zip(left, apart, strict=True):
+                        results[i] = result
                 else:
                     for i in left:
                         results[i] = _as_answer(exc)

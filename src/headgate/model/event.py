@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 from datetime import datetime, timedelta
@@ -17,7 +18,8 @@ MAX_TTL_MS = 3650 * 86_400_000
 # Everything a URI may hold (CloudEvents sources are URIs), but not `*`: that is the wildcard of trigger patterns.
 _NAME = re.compile(r"[A-Za-z0-9._~:/?#@&=+%-]{1,200}", re.ASCII)
 _NAME_RULE = "1 to 200 letters, digits or . _ ~ : / ? # @ & = + % -"
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# Control characters, and halves of surrogate pairs, which have no UTF-8.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _LONG_NUMBER = re.compile(r"\d{19}", re.ASCII)
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
@@ -194,6 +196,9 @@ def _object(value: Any, field: str, max_bytes: int, limits: EventLimits, errors:
     except RecursionError:
         errors.append(FieldError(field, f"is nested deeper than {limits.max_depth} levels"))
         return "{}"
+    except UnicodeEncodeError:
+        errors.append(FieldError(field, "holds half of a surrogate pair, which is not text"))
+        return "{}"
     if len(text) > max_bytes:
         errors.append(FieldError(field, f"is {len(text)} bytes; at most {max_bytes} are allowed", too_large=True))
         return "{}"
@@ -209,6 +214,7 @@ def _suspicious(text: bytes, limits: EventLimits) -> bool:
     """A cheap screen that never misses; only what it flags is walked value by value."""
     return (
         b"\\u0000" in text
+        or b"null" in text  # what NaN and the infinities would be written as
         or text.count(b"{") + text.count(b"[") > limits.max_depth
         or text.count(b":") > limits.max_keys
         or _LONG_NUMBER.search(text.decode()) is not None
@@ -237,6 +243,8 @@ def _walk(root: Any, field: str, limits: EventLimits) -> FieldError | None:
                 return FieldError(path, "holds the character U+0000, which cannot be stored")
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             return FieldError(path, "is a whole number beyond 64 bits; send it as text")
+        elif isinstance(value, float) and not math.isfinite(value):
+            return FieldError(path, "is not a finite number")
     return None
 
 

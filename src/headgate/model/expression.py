@@ -25,8 +25,8 @@ class CompiledExpression:
             result = self._program.execute({"event": envelope})
         except KeyError as exc:
             return f"where: {exc.args[0]} is not in the event"
-        except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
-            return f"where: {str(exc).splitlines()[0][:200]}"
+        except Exception as exc:  # a division by zero, an index out of range: whatever the event makes of it
+            return f"where: {(str(exc).splitlines() or [type(exc).__name__])[0][:200]}"
         if result is True:
             return None
         return "where: is false" if result is False else "where: gives neither true nor false"

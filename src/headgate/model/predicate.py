@@ -6,13 +6,16 @@ A path that finds nothing, or a value of another type than the operator asks for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import jsonpath
 import msgspec
 import re2
-from jsonpath.selectors import IndexSelector, NameSelector
+from jsonpath.filter import FilterQuery
+from jsonpath.function_extensions import ExpressionType, FilterFunction
+from jsonpath.selectors import Filter, IndexSelector, NameSelector
 
 from headgate.errors import FieldError
 
@@ -22,6 +25,9 @@ MAX_PATH_LENGTH = 500
 MAX_PATTERN_LENGTH = 512
 MAX_VALUES = 1000
 MAX_NODES = 1000
+# How many values of the event a path may pass; a long path, which does more with each, fewer.
+MAX_VISITS = 50_000
+MAX_WORK = 4_000_000
 
 Find = Callable[[dict[str, Any]], list[Any]]
 Test = Callable[[Any], bool]
@@ -52,9 +58,14 @@ class CompiledPredicate:
 
     def reason(self, envelope: dict[str, Any]) -> str | None:
         p = self.predicate
-        found = self._find(envelope)
+        try:
+            found = self._find(envelope)
+        except _TooMuch:
+            return f"{p.path} passes more values of the event than a predicate may"
         if not found:
             return f"{p.path} is not in the event"
+        if self._all and len(found) > MAX_NODES:
+            return f"{p.path} finds more than {MAX_NODES} values"
         holds = all(map(self._test, found)) if self._all else any(map(self._test, found))
         if holds:
             return None
@@ -73,32 +84,103 @@ def compile_predicate(predicate: Predicate, field: str, errors: list[FieldError]
 
 
 def _compile_path(path: str, field: str, errors: list[FieldError]) -> Find | None:
-    if len(path) > MAX_PATH_LENGTH:
-        errors.append(FieldError(field, f"is longer than {MAX_PATH_LENGTH} characters"))
+    if not 0 < len(path) <= MAX_PATH_LENGTH:
+        errors.append(FieldError(field, f"must be a JSONPath of 1 to {MAX_PATH_LENGTH} characters"))
         return None
     try:
-        compiled = jsonpath.compile(path, strict=True)
+        compiled = _environment.compile(path)
     except (jsonpath.JSONPathError, RecursionError, ValueError) as exc:
-        errors.append(FieldError(field, f"is not a JSONPath (RFC 9535): {str(exc).splitlines()[0]}"))
+        errors.append(FieldError(field, f"is not a JSONPath (RFC 9535): {exc.args[0] if exc.args else path}"))
         return None
     if not isinstance(compiled, jsonpath.JSONPath):
         errors.append(FieldError(field, "must be one JSONPath"))
         return None
     if compiled.singular_query():
         return _walker(compiled)
+    if any(not query.path.singular_query() for query in _queries(compiled)):
+        errors.append(FieldError(field, "has a filter that looks at several values; there, name a single one"))
+        return None
+    visits = min(MAX_VISITS, MAX_WORK // len(path))
 
     def find(envelope: dict[str, Any]) -> list[Any]:
+        matches: Iterable[jsonpath.JSONPathMatch] = [_Visit.of(envelope, visits)]
+        for segment in compiled.segments:
+            matches = segment.resolve(matches)
         nodes: list[Any] = []
         try:
-            for match in compiled.finditer(envelope):
+            for match in matches:
                 nodes.append(match.obj)
-                if len(nodes) >= MAX_NODES:
+                if len(nodes) > MAX_NODES:
                     break
         except (jsonpath.JSONPathError, RecursionError):
             return []
         return nodes
 
     return find
+
+
+class _TooMuch(Exception):
+    """A path passes more values than it may."""
+
+
+class _Visit(jsonpath.JSONPathMatch):
+    """A value that a path passes. It pays for itself and its members out of the allowance that all of them share."""
+
+    __slots__ = ()
+
+    def __init__(self, *, filter_context: Any, obj: object, **rest: Any) -> None:
+        super().__init__(filter_context=filter_context, obj=obj, **rest)
+        filter_context["left"] -= 1 + (len(obj) if isinstance(obj, dict | list) else 0)
+        if filter_context["left"] < 0:
+            raise _TooMuch
+
+    @classmethod
+    def of(cls, root: dict[str, Any], visits: int) -> _Visit:
+        return cls(filter_context={"left": visits}, obj=root, parent=None, path="$", parts=(), root=root)
+
+
+class _RegexFunction(FilterFunction):
+    """`match` and `search` in a filter, by RE2: a pattern takes time in proportion to the text, whatever it is."""
+
+    arg_types = [ExpressionType.VALUE, ExpressionType.VALUE]  # noqa: RUF012 - as the library declares it
+    return_type = ExpressionType.LOGICAL
+
+    def __init__(self, how: Literal["fullmatch", "search"]) -> None:
+        self._how = how
+
+    def __call__(self, value: object, pattern: object) -> bool:
+        if not isinstance(value, str) or not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_LENGTH:
+            return False
+        compiled = _filter_pattern(pattern)
+        return compiled is not None and getattr(compiled, self._how)(value) is not None
+
+
+@lru_cache(maxsize=256)
+def _filter_pattern(pattern: str) -> Any:
+    try:
+        return re2.compile(pattern, _options(case_sensitive=True))
+    except re2.error:  # RFC 9535: what is no pattern matches nothing
+        return None
+
+
+class _Environment(jsonpath.JSONPathEnvironment):
+    def setup_function_extensions(self) -> None:
+        super().setup_function_extensions()
+        self.function_extensions["match"] = _RegexFunction("fullmatch")
+        self.function_extensions["search"] = _RegexFunction("search")
+
+
+_environment = _Environment(strict=True)
+
+
+def _queries(compiled: jsonpath.JSONPath) -> Iterator[FilterQuery]:
+    """The paths inside a path's filters."""
+    waiting: list[Any] = [s.expression for g in compiled.segments for s in g.selectors if isinstance(s, Filter)]
+    while waiting:
+        expression = waiting.pop()
+        if isinstance(expression, FilterQuery):
+            yield expression
+        waiting += expression.children()
 
 
 def _walker(compiled: jsonpath.JSONPath) -> Find:
@@ -165,10 +247,7 @@ def _regex(p: Predicate, field: str, errors: list[FieldError]) -> Test | None:
     if set(p.flags) - set("ims"):
         errors.append(FieldError(f"{field}.flags", "may hold i, m and s"))
         return None
-    options = re2.Options()
-    options.case_sensitive = p.case_sensitive and "i" not in p.flags
-    options.log_errors = False
-    options.max_mem = 1 << 20
+    options = _options(case_sensitive=p.case_sensitive and "i" not in p.flags)
     inline = "".join(flag for flag in "ms" if flag in p.flags)
     try:
         pattern = re2.compile(f"(?{inline}){p.value}" if inline else p.value, options)
@@ -177,6 +256,14 @@ def _regex(p: Predicate, field: str, errors: list[FieldError]) -> Test | None:
         errors.append(FieldError(f"{field}.value", f"is not an RE2 pattern: {text}"))
         return None
     return lambda v: isinstance(v, str) and pattern.search(v) is not None
+
+
+def _options(*, case_sensitive: bool) -> Any:
+    options = re2.Options()
+    options.case_sensitive = case_sensitive
+    options.log_errors = False
+    options.max_mem = 1 << 20
+    return options
 
 
 def _comparison(p: Predicate, field: str, errors: list[FieldError]) -> Test | None:

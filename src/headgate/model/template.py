@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import liquid
+from liquid.builtin.expressions import LoopExpression
+from liquid.builtin.expressions.primitive import RangeLiteral
 from liquid.builtin.output import OutputNode
-from liquid.exceptions import LiquidError
+from liquid.exceptions import LiquidError, LiquidValueError
+from liquid.filter import sequence_filter, string_filter
 
 from headgate.errors import FieldError
 
 MAX_LENGTH = 4000
 MAX_DEPTH = 16
+MAX_TEXT = 1 << 20
 
 Render = Callable[[dict[str, Any]], Any]
 
@@ -23,11 +27,33 @@ class TemplateError(Exception):
 
 class _Environment(liquid.Environment):
     loop_iteration_limit = 10_000
-    local_namespace_limit = 1 << 20
+    local_namespace_limit = MAX_TEXT
     output_stream_limit = 64 * 1024
 
 
-_environment = _Environment(undefined=liquid.StrictUndefined, strict_filters=True)
+@string_filter
+def _replace(text: str, old: object, new: object = "") -> str:
+    """`replace`, which could make a text of any size out of two small ones, within bounds."""
+    _bounded(len(text) + text.count(str(old)) * len(str(new)))
+    return text.replace(str(old), str(new))
+
+
+@sequence_filter
+def _join(items: Iterable[object], separator: object = " ") -> str:
+    """`join`, within the same bounds."""
+    texts = [str(item) for item in items]
+    _bounded(sum(map(len, texts)) + len(texts) * len(str(separator)))
+    return str(separator).join(texts)
+
+
+def _bounded(size: int) -> None:
+    if size > MAX_TEXT:
+        raise LiquidValueError(f"the text would be longer than {MAX_TEXT} characters", token=None)
+
+
+_environment = _Environment(undefined=liquid.StrictDefaultUndefined, strict_filters=True)
+_environment.add_filter("replace", _replace)
+_environment.add_filter("join", _join)
 
 
 def compile_template(source: Any, field: str, errors: list[FieldError], depth: int = 0) -> Render | None:
@@ -67,6 +93,9 @@ def _compile_text(source: str, field: str, errors: list[FieldError]) -> Render |
     if missing:
         errors.append(FieldError(field, f"uses the unknown filter `{missing[0]}`"))
         return None
+    if _has_loose_range(template):
+        errors.append(FieldError(field, "uses a range such as (1..3) outside a `for`"))
+        return None
     nodes = template.nodes
     single = nodes[0].expression if len(nodes) == 1 and isinstance(nodes[0], OutputNode) else None
 
@@ -75,10 +104,28 @@ def _compile_text(source: str, field: str, errors: list[FieldError]) -> Render |
             if single is None:
                 return template.render(event=envelope)
             value = single.evaluate(liquid.RenderContext(template, globals={"event": envelope}))
-        except (LiquidError, RecursionError, ArithmeticError, ValueError, TypeError) as exc:
-            raise TemplateError(f"{field}: {str(exc).splitlines()[0][:200]}") from exc
-        if isinstance(value, liquid.Undefined):
+        except Exception as exc:  # filters raise whatever the event makes of them
+            raise TemplateError(f"{field}: {(str(exc).splitlines() or [type(exc).__name__])[0][:200]}") from exc
+        if issubclass(type(value), liquid.Undefined):  # isinstance would ask the value itself, which raises
             raise TemplateError(f"{field}: {source} is not in the event")
         return value
 
     return render
+
+
+def _has_loose_range(template: liquid.BoundTemplate) -> bool:
+    """Whether a range is used as a value. Only loops are bounded; a filter would write out a range of any length."""
+    context = liquid.RenderContext(template)
+    nodes: list[Any] = list(template.nodes)
+    expressions: list[Any] = []
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children(context, include_partials=False)
+        expressions += node.expressions()
+    while expressions:
+        expression = expressions.pop()
+        if isinstance(expression, RangeLiteral):
+            return True
+        parts = expression.children()
+        expressions += (p for p in parts if not (isinstance(expression, LoopExpression) and p is expression.iterable))
+    return False

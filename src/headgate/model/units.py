@@ -6,7 +6,7 @@ import re
 
 _MS = {"ms": 1, "s": 1000, "sec": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h|d)", re.ASCII)
-_RATE = re.compile(r"(\d+)\s*/\s*((?:\d+(?:\.\d+)?)?\s*(?:ms|s|sec|m|min|h|d))", re.ASCII)
+_RATE = re.compile(r"(\d{1,12})\s*/\s*((?:\d+(?:\.\d+)?)?\s*(?:ms|s|sec|m|min|h|d))", re.ASCII)
 
 MAX_DURATION_MS = 366 * 86_400_000
 
@@ -16,7 +16,7 @@ def duration_ms(text: str | int | float) -> int:
     if isinstance(text, bool) or not isinstance(text, str | int | float):
         raise ValueError(f"a duration is written like 100ms, 5s, 10m, 2h or 1d, not {text!r}")
     if isinstance(text, int | float):
-        value = float(text) * 1000
+        value = text * 1000
     else:
         found = _DURATION.fullmatch(text.strip())
         if not found:

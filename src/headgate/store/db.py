@@ -84,10 +84,11 @@ def is_data_error(exc: BaseException) -> bool:
 class Database:
     """A pool of connections for one role of the process (`ingest`, `worker`, `api`)."""
 
-    def __init__(self, url: str, role: str, size: int) -> None:
+    def __init__(self, url: str, role: str, size: int, lock_timeout_ms: int = 2000) -> None:
         self.url = url
         self.role = role
         self._size = size
+        self._session = _session_settings(role, lock_timeout_ms)
         self._pool: Any = None
         self._opening = asyncio.Lock()
 
@@ -103,7 +104,7 @@ class Database:
                         init=_prepare_connection,
                         reset=_keep_session,
                         timeout=5,
-                        server_settings=_session_settings(self.role),
+                        server_settings=self._session,
                     )
         return self
 
@@ -146,19 +147,19 @@ class Database:
     async def dedicated(self) -> Any:
         """A connection of its own, outside the pool (LISTEN); the caller closes it."""
         async with translated():
-            connection = await asyncpg.connect(self.url, timeout=5, server_settings=_session_settings(self.role))
+            connection = await asyncpg.connect(self.url, timeout=5, server_settings=self._session)
             await _prepare_connection(connection)
             return connection
 
 
-def _session_settings(role: str) -> dict[str, str]:
+def _session_settings(role: str, lock_timeout_ms: int) -> dict[str, str]:
     return {
         "application_name": f"headgate-{role}",
         "timezone": "UTC",
         # An acknowledged event is on disk: whatever the server's default is, our commits wait for the flush.
         "synchronous_commit": "on",
         "statement_timeout": "15s",
-        "lock_timeout": "2s",
+        "lock_timeout": f"{lock_timeout_ms}ms",
         "idle_in_transaction_session_timeout": "60s",
         "jit": "off",
     }

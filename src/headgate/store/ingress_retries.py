@@ -9,7 +9,7 @@ from datetime import datetime
 import msgspec
 
 from headgate.model.ingress_retry import IngressRetry
-from headgate.model.retry import RetryChange, RetryState
+from headgate.model.retry import RetryChange
 from headgate.store.db import Connection, Row
 from headgate.store.retry_rows import change_columns, json_texts
 from headgate.store.sql import load
@@ -36,9 +36,15 @@ async def update(connection: Connection, changes: Sequence[RetryChange]) -> set[
     return {row[0] for row in await connection.fetch(_sql["update"], *change_columns(changes))}
 
 
-async def delete(connection: Connection, event_ids: Sequence[uuid.UUID], expected_state: RetryState) -> set[uuid.UUID]:
-    """Remove rows in the expected state. The ids removed."""
-    return {row[0] for row in await connection.fetch(_sql["delete"], event_ids, expected_state)}
+async def delete(connection: Connection, known: Sequence[IngressRetry]) -> set[uuid.UUID]:
+    """Remove rows that are still as the caller knew them. The ids removed; the others were lost to someone else."""
+    rows = await connection.fetch(
+        _sql["delete"],
+        [r.event_id for r in known],
+        [r.retry_state for r in known],
+        [r.claim_generation for r in known],
+    )
+    return {row[0] for row in rows}
 
 
 async def claim_due(connection: Connection, *, limit: int, worker: str, lease_ms: int) -> list[IngressRetry]:

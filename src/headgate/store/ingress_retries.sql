@@ -25,10 +25,11 @@ update headgate.event_ingress_retries r
 returning r.event_id
 
 -- name: delete
--- Removes rows that are in the expected state. Returns the ids removed.
-delete from headgate.event_ingress_retries
- where event_id = any ($1::uuid[]) and retry_state = $2
-returning event_id
+-- Removes rows that are still in the state and generation that the caller knew. Returns the ids removed.
+delete from headgate.event_ingress_retries r
+ using unnest($1::uuid[], $2::text[], $3::bigint[]) as u (id, expected_state, claim_generation)
+ where r.event_id = u.id and r.retry_state = u.expected_state and r.claim_generation = u.claim_generation
+returning r.event_id
 
 -- name: claim_due
 -- Claims due rows for a worker until its lease ends, oldest first. Whoever claimed a row before is fenced off.

@@ -402,6 +402,24 @@ begin
     raise exception 'metadata: must be a JSON object of at most 16384 bytes'
       using errcode = 'invalid_parameter_value';
   end if;
+  -- A number or depth that a driver cannot read back would break every page and batch that meets the row.
+  if jsonb_path_exists(publish.payload, '$.** ? (@ > 9223372036854775807 || @ < -9223372036854775808)') then
+    raise exception 'payload: holds a number beyond 64 bits; send it as text' using errcode = 'invalid_parameter_value';
+  end if;
+  if jsonb_path_exists(publish.metadata, '$.** ? (@ > 9223372036854775807 || @ < -9223372036854775808)') then
+    raise exception 'metadata: holds a number beyond 64 bits; send it as text'
+      using errcode = 'invalid_parameter_value';
+  end if;
+  if jsonb_path_exists(publish.payload, '$.**{64 to last} ? (@.type() == "object" || @.type() == "array")') then
+    raise exception 'payload: is nested deeper than 64 levels' using errcode = 'invalid_parameter_value';
+  end if;
+  if jsonb_path_exists(publish.metadata, '$.**{64 to last} ? (@.type() == "object" || @.type() == "array")') then
+    raise exception 'metadata: is nested deeper than 64 levels' using errcode = 'invalid_parameter_value';
+  end if;
+  if octet_length(publish.payload::text) > 40000 and (select count(*) from
+     jsonb_path_query(publish.payload, 'strict $.** ? (@.type() == "object").keyvalue()')) > 10000 then
+    raise exception 'payload: has more than 10000 keys' using errcode = 'invalid_parameter_value';
+  end if;
   if publish.type is null or publish.type !~ '^[A-Za-z0-9._~:/?#@&=+%-]{1,200}$' then
     raise exception 'type: expected 1 to 200 letters, digits or . _ ~ : / ? # @ & = + %% -'
       using errcode = 'invalid_parameter_value';

@@ -1,0 +1,81 @@
+"""`make bench`, or `python -m bench [--quick] [--only FIGURE] [--out FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from bench import commit, floor, neighbours, pipeline, results, single, stage
+from bench.stage import Stage
+
+FIGURES = ("commit", "throughput", "single")
+LATEST = Path(__file__).parent / "results" / "latest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much each figure does."""
+
+    turns: int = 3
+    events: int = 20_000
+    singles: int = 20_000
+    commits: int = 2_000
+
+
+FULL = Size()
+QUICK = Size(turns=1, events=1_000, singles=500, commits=50)
+
+
+async def run(figures: tuple[str, ...], size: Size, quick: bool) -> results.Results:
+    """Measure what was asked for, one after the other."""
+    async with stage.opened() as ground:
+        about = results.machine(await ground.version())
+        return results.Results(
+            quick=quick,
+            machine=about,
+            commit=await commit.measure(ground, size.commits) if "commit" in figures else None,
+            throughput=await _throughput(ground, size) if "throughput" in figures else None,
+            single=await single.measure(ground, size.singles) if "single" in figures else None,
+        )
+
+
+async def _throughput(ground: Stage, size: Size) -> results.Throughput:
+    return results.throughput(size.events, [await _turn(ground, size.events) for _ in range(size.turns)])
+
+
+async def _turn(ground: Stage, events: int) -> results.Turn:
+    with neighbours.watched() as beside_floor:
+        floor_rate = await floor.measure(ground, events)
+    with neighbours.watched() as beside_pipeline:
+        pipeline_rate = await pipeline.measure(ground, events)
+    return results.Turn(
+        floor_per_second=round(floor_rate, 1),
+        pipeline_per_second=round(pipeline_rate, 1),
+        ratio=round(pipeline_rate / floor_rate, 3),
+        floor_neighbours=beside_floor.cores,
+        pipeline_neighbours=beside_pipeline.cores,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Headgate on this machine.")
+    parser.add_argument("--quick", action="store_true", help="small counts: shows that it works, not how fast")
+    parser.add_argument("--only", choices=FIGURES, help="one figure")
+    parser.add_argument("--out", type=Path, default=LATEST, help="where the results go as JSON [%(default)s]")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything we started is taken down
+    figures = (arguments.only,) if arguments.only else FIGURES
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found = runner.run(run(figures, QUICK if arguments.quick else FULL, arguments.quick))
+    results.write(found, arguments.out)
+    print(results.table(found))
+
+
+if __name__ == "__main__":
+    main()

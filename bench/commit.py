@@ -1,0 +1,27 @@
+"""What one commit costs here: a row inserted and flushed to disk, one after the other."""
+
+from __future__ import annotations
+
+import time
+
+import asyncpg
+
+from bench.latency import Latency, latency
+from bench.stage import Stage
+
+
+async def measure(stage: Stage, commits: int) -> Latency:
+    """The latency of single-row insert commits on one connection."""
+    async with stage.database() as url:
+        connection = await asyncpg.connect(url, server_settings={"synchronous_commit": "on"})
+        try:
+            await connection.execute("create table bench_commit (number bigint primary key)")
+            statement = await connection.prepare("insert into bench_commit values ($1)")
+            taken_ms = []
+            for number in range(commits):
+                started_at = time.monotonic()
+                await statement.fetch(number)
+                taken_ms.append((time.monotonic() - started_at) * 1000)
+            return latency(taken_ms)
+        finally:
+            await connection.close()

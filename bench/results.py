@@ -1,0 +1,126 @@
+"""The results as a file and as a table."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from bench.latency import Latency
+from bench.single import Single
+
+# Other processes that used more of the machine than this made the turn a measurement of themselves.
+QUIET_CORES = 0.15
+
+_LIBRARIES = ("headgate", "asyncpg", "httptools", "msgspec", "starlette", "uvicorn", "uvloop")
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Where it ran. `load_before` is what the machine was doing before we started, over one minute."""
+
+    cores: int
+    processor: str
+    system: str
+    python: str
+    postgres: str
+    libraries: dict[str, str]
+    load_before: float
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One floor and the pipeline right after it. `neighbours` are the cores that others used meanwhile, each."""
+
+    floor_per_second: float
+    pipeline_per_second: float
+    ratio: float
+    floor_neighbours: float | None
+    pipeline_neighbours: float | None
+
+    @property
+    def is_quiet(self) -> bool:
+        return max(self.floor_neighbours or 0, self.pipeline_neighbours or 0) <= QUIET_CORES
+
+
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """Floor and pipeline in turns: the medians, and the median of the turns' ratios."""
+
+    events: int
+    turns: list[Turn]
+    quiet_turns: int
+    floor_median: float
+    pipeline_median: float
+    ratio: float
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one benchmark run found out; a figure that was not asked for is null."""
+
+    quick: bool
+    machine: Machine
+    commit: Latency | None = None
+    throughput: Throughput | None = None
+    single: Single | None = None
+
+
+def machine(postgres: str) -> Machine:
+    return Machine(
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processor=_processor(),
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        postgres=postgres,
+        libraries={name: metadata.version(name) for name in _LIBRARIES},
+        load_before=round(os.getloadavg()[0], 2),
+    )
+
+
+def throughput(events: int, turns: Sequence[Turn]) -> Throughput:
+    """The turns as one figure, the disturbed ones included: `quiet_turns` says how far to trust it."""
+    return Throughput(
+        events=events,
+        turns=list(turns),
+        quiet_turns=sum(turn.is_quiet for turn in turns),
+        floor_median=median(turn.floor_per_second for turn in turns),
+        pipeline_median=median(turn.pipeline_per_second for turn in turns),
+        ratio=median(turn.ratio for turn in turns),
+    )
+
+
+def write(results: Results, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n")
+
+
+def table(results: Results) -> str:
+    """The figures for people."""
+    lines = []
+    if results.commit:
+        lines.append(("one commit", f"p50 {results.commit.p50_ms:.2f} ms, p99 {results.commit.p99_ms:.2f} ms"))
+    if results.throughput:
+        found = results.throughput
+        lines.append(("floor: plain SQL, batches of 500", f"{found.floor_median:,.0f} events/s"))
+        lines.append(("publish until the run exists", f"{found.pipeline_median:,.0f} events/s"))
+        lines.append(("ratio to the floor", f"{found.ratio:.2f}"))
+        if found.quiet_turns < len(found.turns):
+            disturbed = len(found.turns) - found.quiet_turns
+            lines.append(("NOT COMPARABLE", f"others used the machine in {disturbed} of {len(found.turns)} turns"))
+    if results.single:
+        rate, taken = results.single.accepted_per_second, results.single.latency
+        lines.append(
+            ("single POSTs, 64 connections", f"{rate:,.0f}/s, p50 {taken.p50_ms:.1f} ms, p99 {taken.p99_ms:.1f} ms")
+        )
+    return "\n".join(f"{name:<34}{value}" for name, value in lines)
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,207 @@
+"""What the figures run on: one Postgres, a database for each measurement, and Headgate's own processes.
+
+Everything lives in a temporary folder and ends with the benchmark, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import asyncpg
+import msgspec
+
+from bench.app import hg
+from bench.client import Job, Report
+from headgate.embedded import EmbeddedPostgres
+from headgate.store import migrate
+from headgate.store.db import Database
+
+ROOT = Path(__file__).parent.parent
+APP = Path(__file__).parent / "app.py"
+# Checkpoints in the middle would measure the disk's luck; fsync and the rest stay as the server has them.
+POSTGRES_OPTIONS = {"max_connections": "100", "max_wal_size": "8GB", "checkpoint_timeout": "1h"}
+
+_START_SECONDS = 60
+_STOP_SECONDS = 30
+_TEMPLATE = "bench_template"
+_LISTENING = re.compile(r"API on http://127\.0\.0\.1:(\d+)")
+
+
+class Stage:
+    """A running Postgres with a migrated template in which `bench.app` is registered."""
+
+    def __init__(self, folder: Path, postgres: EmbeddedPostgres, child_environment: Mapping[str, str]) -> None:
+        self.folder = folder
+        self._postgres = postgres
+        self._numbers = itertools.count(1)
+        self._child_environment = dict(child_environment)
+
+    async def prepare(self) -> None:
+        await self._admin(f"create database {_TEMPLATE}")
+        database = Database(self._postgres.url(_TEMPLATE), "bench", size=1)
+        try:
+            await migrate.migrate(database)
+            await database.run(hg.register)
+        finally:
+            await database.close()
+
+    async def version(self) -> str:
+        connection = await asyncpg.connect(self._postgres.url())
+        try:
+            return str(await connection.fetchval("show server_version"))
+        finally:
+            await connection.close()
+
+    @contextlib.asynccontextmanager
+    async def database(self) -> AsyncIterator[str]:
+        """The address of a fresh database; dropped at the end. The last figure's writes are flushed before."""
+        name = f"bench_{next(self._numbers)}"
+        await self._admin(f"create database {name} template {_TEMPLATE}")
+        await self._admin("checkpoint")
+        try:
+            yield self._postgres.url(name)
+        finally:
+            await self._admin(f"drop database {name} with (force)")
+
+    @contextlib.asynccontextmanager
+    async def api(self, database_url: str) -> AsyncIterator[int]:
+        """`headgate serve` on that database; its port."""
+        with self._headgate("serve", database_url, "serve") as (process, log):
+            yield await _wait_for_port(process, log)
+
+    @contextlib.contextmanager
+    def worker(self, database_url: str, application: str) -> Iterator[None]:
+        """`headgate worker` with the named object of `bench/app.py`. It is ready when it has done something."""
+        with self._headgate("worker", database_url, "worker", f"{APP}:{application}"):
+            yield
+
+    async def _admin(self, statement: str) -> None:
+        connection = await asyncpg.connect(self._postgres.url())
+        try:
+            await connection.execute(statement)
+        finally:
+            await connection.close()
+
+    @contextlib.contextmanager
+    def _headgate(
+        self, name: str, database_url: str, *arguments: str
+    ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")} | self._child_environment
+        environment |= {
+            "HEADGATE_DATABASE_URL": database_url,
+            "HEADGATE_PORT": "0",
+            "HEADGATE_LOG_LEVEL": "warning",
+        }
+        program = Path(sys.executable).parent / "headgate"
+        path = self.folder / f"{name}.log"
+        with path.open("wb") as log:
+            process = _start([str(program), *arguments], self.folder, environment, stderr=log)
+        try:
+            yield process, path
+            if process.poll() is not None:
+                raise RuntimeError(f"headgate {name} ended with status {process.returncode}: {_tail(path)}")
+        finally:
+            _stop(process)
+
+
+@contextlib.asynccontextmanager
+async def opened(child_environment: Mapping[str, str] | None = None) -> AsyncIterator[Stage]:
+    """A stage, taken down at the end. `child_environment` is added to that of Headgate's processes."""
+    with tempfile.TemporaryDirectory(prefix="headgate-bench-", ignore_cleanup_errors=True) as folder:
+        postgres = EmbeddedPostgres(Path(folder) / "postgres", POSTGRES_OPTIONS)
+        postgres.start()
+        try:
+            stage = Stage(Path(folder), postgres, child_environment or {})
+            await stage.prepare()
+            yield stage
+        finally:
+            postgres.stop()
+
+
+def publish(job: Job) -> Report:
+    """Send the job's events from a process of their own; returns when all are answered."""
+    process = _start(
+        [sys.executable, "-m", "bench.client"], ROOT, os.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(msgspec.json.encode(job) + b"\n")
+        process.stdin.flush()
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError("the client could not connect; its error is above")
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError("the client failed; its error is above")
+        return msgspec.json.decode(line, type=Report)
+    finally:
+        _stop(process)
+
+
+def _start(
+    command: list[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int = subprocess.DEVNULL,
+    stderr: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=folder,
+        env=dict(environment),
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 - the benchmark has no threads
+    )
+
+
+def _stop(process: subprocess.Popen[Any]) -> None:
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(how)
+        try:
+            process.wait(_STOP_SECONDS)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _end_with_parent() -> None:
+    """In the child: have the kernel end it with the benchmark, even when that is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))
+
+
+async def _wait_for_port(process: subprocess.Popen[bytes], log: Path) -> int:
+    for _ in range(_START_SECONDS * 50):
+        found = _LISTENING.search(log.read_text(errors="replace"))
+        if found:
+            return int(found[1])
+        if process.poll() is not None:
+            break
+        await asyncio.sleep(0.02)
+    raise RuntimeError(f"headgate serve did not start: {_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace").strip()[-2000:] or "nothing in its log"

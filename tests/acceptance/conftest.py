@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from headgate.embedded import EmbeddedPostgres
+from tests.processes import api, worker
+
+ROOT = Path(__file__).parent.parent.parent
+DEMO = ROOT / "examples" / "demo.py"
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def shared_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
+    """A migrated database for a whole module."""
+    name = f"shared_{next(_numbers)}"
+
+    async def admin(statement: str) -> None:
+        connection = await asyncpg.connect(postgres.url())
+        try:
+            await connection.execute(statement)
+        finally:
+            await connection.close()
+
+    asyncio.run(admin(f"create database {name} template {template}"))
+    yield postgres.url(name)
+    asyncio.run(admin(f"drop database {name} with (force)"))
+
+
+@pytest.fixture(scope="module")
+def address(shared_url: str) -> Iterator[str]:
+    """An API process for a whole module."""
+    with api(shared_url) as (_, url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def demo(shared_url: str, address: str) -> Iterator[str]:
+    """An API and a worker with the demo application; the API's address."""
+    with worker(shared_url, DEMO):
+        yield address

@@ -1,0 +1,183 @@
+"""`headgate dev` as a newcomer meets it: from nothing to a finished run, restarts, and every refusal in one sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from headgate.client import Client
+from headgate.embedded import EmbeddedPostgres
+from tests.acceptance.conftest import DEMO
+from tests.acceptance.test_publishing import finished_run
+from tests.processes import Process, headgate, run
+
+
+def children_of(pid: int) -> set[int]:
+    """The processes that the given one has started (Linux)."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid:
+            found.add(int(status.parent.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def started(process: Process) -> str:
+    address = process.wait_for_line(r"API and console on (http://\S+)")[1]
+    process.wait_for_line("Ctrl-C stops it")
+    return address
+
+
+def test_first_start_restart_and_ctrl_c(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with headgate("dev", str(DEMO), "--port", "0", "--data", str(data)) as process:
+        address = started(process)
+        assert "creating a Postgres database" in process.output
+        assert re.search(r"headgate publish order.created --source shop.api", process.output)
+        with Client(address) as client:
+            receipt = client.publish("order.created", source="shop.api", payload={"id": 7, "amount": 120}, id="o-7")
+        assert finished_run(address, receipt.id)["output"]["receipt"] == "r-7"
+        children = children_of(process.pid)
+        assert children
+        process.signal(signal.SIGINT)
+        assert process.wait() == 0
+    assert not any(is_alive(child) for child in children)
+
+    with headgate("dev", str(DEMO), "--port", "0", "--data", str(data)) as process:
+        address = started(process)
+        assert "creating" not in process.output
+        with Client(address) as client:
+            again = client.publish("order.created", source="shop.api", payload={"id": 7, "amount": 120}, id="o-7")
+            assert (again.status, again.id) == ("duplicate", receipt.id)
+            assert len(client.request("GET", "/v1/runs")["runs"]) == 2
+
+        second = run("dev", "--port", "0", "--data", str(data))
+        assert second.returncode == 2
+        assert "is in use by another Postgres" in second.stderr
+
+        children = children_of(process.pid)
+        process.signal(signal.SIGKILL)
+        process.wait()
+    deadline = 2000
+    while any(is_alive(child) for child in children) and deadline:
+        deadline -= 1
+        os.sched_yield()
+        signal.sigtimedwait([], 0.01)
+    assert deadline, "Postgres outlived its parent"
+
+
+def test_a_busy_port(tmp_path: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        refused = run("dev", "--port", str(port), "--data", str(tmp_path / "data"))
+    assert refused.returncode == 2
+    assert f"port {port} on 127.0.0.1 cannot be used: Address already in use" in refused.stderr
+    assert len((refused.stdout + refused.stderr).strip().splitlines()) == 1
+
+
+def test_an_unusable_data_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    refused = run("dev", "--data", str(tmp_path / "file" / "data"))
+    assert refused.returncode == 2
+    assert "the data directory" in refused.stderr and "cannot be used: Not a directory" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"HEADGATE_PORT": "eight"}, "HEADGATE_PORT must be a whole number, not 'eight'"),
+        ({"HEADGATE_HOST": "0.0.0.0"}, "HEADGATE_HOST is '0.0.0.0': without authentication"),
+        ({"HEADGATE_EVENT_RETRY_FACTOR": "0.5"}, "HEADGATE_EVENT_RETRY_FACTOR must lie between 1 and 100, not 0.5"),
+        ({"HEADGATE_DATABASE_URL": "mysql://x"}, "HEADGATE_DATABASE_URL must start with postgresql://"),
+        ({"HEADGATE_QUEUE": "kafka"}, "HEADGATE_QUEUE must be postgres"),
+        ({"HEADGATE_FAILPOINTS": "x=kill"}, "HEADGATE_FAILPOINTS: unknown failpoint 'x'"),
+    ],
+)
+def test_wrong_settings(tmp_path: Path, settings: dict[str, str], says: str) -> None:
+    refused = run("dev", "--data", str(tmp_path / "data"), env=settings)
+    assert refused.returncode == 2
+    assert says in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (None, "there is no file"),
+        ("x = 1", "holds no Headgate object"),
+        ("import nonsense_that_is_not_there", "ModuleNotFoundError: No module named 'nonsense_that_is_not_there'"),
+        ("def broken(:", "SyntaxError"),
+        (
+            "from headgate import Headgate\nhg = Headgate()\n@hg.workflow(on='a', where='event.payload.x >')\n"
+            "async def f(ctx): ...",
+            "where: is not a CEL expression",
+        ),
+        (
+            "from headgate import Headgate\nhg = Headgate()\n@hg.workflow(on='a')\ndef f(): ...",
+            "the function must take the context first",
+        ),
+        (
+            "from headgate import Headgate\nhg = Headgate()\n@hg.workflow(on='a', throttle='often')\ndef f(ctx): ...",
+            "a rate is written like",
+        ),
+    ],
+)
+def test_wrong_applications(tmp_path: Path, source: str | None, says: str) -> None:
+    app = tmp_path / "app.py"
+    if source is not None:
+        app.write_text(source)
+    refused = run("dev", str(app), "--data", str(tmp_path / "data"))
+    assert refused.returncode == 2
+    assert says in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_serve_and_worker_refuse_an_unmigrated_or_missing_database(
+    postgres: EmbeddedPostgres, empty_database_url: str
+) -> None:
+    for arguments in (("serve", "--port", "0"), ("worker", str(DEMO))):
+        missing = run(*arguments)
+        assert missing.returncode == 2 and "HEADGATE_DATABASE_URL is not set" in missing.stderr
+        unmigrated = run(*arguments, env={"HEADGATE_DATABASE_URL": empty_database_url})
+        assert unmigrated.returncode == 2 and "run `headgate migrate` first" in unmigrated.stderr
+        nowhere = run(*arguments, env={"HEADGATE_DATABASE_URL": postgres.url("no_such_database")})
+        assert nowhere.returncode == 2 and "does not exist" in nowhere.stderr
+
+
+def test_migrate_command(empty_database_url: str) -> None:
+    env = {"HEADGATE_DATABASE_URL": empty_database_url}
+    assert "pending  0001_foundation" in run("migrate", "--status", env=env).stdout
+    assert "applied  0001_foundation" in run("migrate", env=env).stdout
+    assert "up to date" in run("migrate", env=env).stdout
+    assert "applied  0001_foundation" in run("migrate", "--status", env=env).stdout
+    assert "create table headgate.workflow_events" in run("migrate", "--sql", env={}).stdout
+
+
+def test_a_server_with_fsync_off_is_refused(tmp_path: Path) -> None:
+    server = EmbeddedPostgres(tmp_path, {"fsync": "off"})
+    env = {"HEADGATE_DATABASE_URL": server.start()}
+    try:
+        assert run("migrate", env=env).returncode == 0
+        refused = run("serve", "--port", "0", env=env)
+        assert refused.returncode == 2
+        assert "fsync=off" in refused.stderr and "HEADGATE_ALLOW_UNSAFE_DURABILITY" in refused.stderr
+    finally:
+        server.stop()

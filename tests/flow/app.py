@@ -1,0 +1,40 @@
+"""The application that the process tests run: each call leaves a row behind, so that effects can be counted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import asyncpg
+
+from headgate import Context, Headgate
+
+hg = Headgate()
+
+
+async def _record(ctx: Context, what: str) -> None:
+    connection = await asyncpg.connect(os.environ["HEADGATE_DATABASE_URL"])
+    try:
+        await connection.execute("insert into effects (run_id, what) values ($1, $2)", ctx.run_id, what)
+    finally:
+        await connection.close()
+
+
+@hg.workflow(on="work.quick")
+async def quick(ctx: Context, n: int = 0) -> dict[str, Any]:
+    await _record(ctx, "quick")
+    return {"n": n}
+
+
+@hg.workflow(on="work.slow")
+async def slow(ctx: Context, seconds: float) -> str:
+    await _record(ctx, "begun")
+    await asyncio.sleep(seconds)
+    await _record(ctx, "done")
+    return "slept"
+
+
+@hg.workflow(on="work.broken")
+def broken(ctx: Context) -> None:
+    raise RuntimeError("this one always fails")

@@ -1,0 +1,106 @@
+"""The process dies at a named point, as by kill -9; afterwards nothing is lost and nothing happened twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate import failpoints
+from headgate.client import Client
+from headgate.errors import Unavailable
+from headgate.store.db import Connection, Database
+from tests.flow.conftest import APP, eventually
+from tests.processes import api, worker
+
+Effects = Callable[[], Awaitable[list[tuple[Any, str]]]]
+
+# point: how many rows the crash may leave behind, and whether the client can have seen a 202
+INGEST_POINTS = {"ingest.before_begin": 0, "ingest.before_commit": 0, "ingest.after_commit": 1}
+DISPATCH_POINTS = [p for p in sorted(failpoints.POINTS) if p.startswith("dispatch.")]
+RUN_POINTS = {"run.after_claim": 1, "run.before_finish": 2, "run.after_finish": 1}
+
+SETTLED = """
+select count(*) = $1 from headgate.workflow_runs where status = 'succeeded'
+"""
+
+
+@pytest.mark.parametrize(("point", "rows_left"), INGEST_POINTS.items())
+async def test_api_dies_while_publishing(database_url: str, connection: Connection, point: str, rows_left: int) -> None:
+    with api(database_url, HEADGATE_FAILPOINTS=f"{point}=kill") as (process, url):
+        with Client(url) as client, pytest.raises(Unavailable):
+            client.publish("work.quick", source="test", id="e-1", payload={"n": 1})
+        assert process.wait() == 137
+    assert await connection.fetchval("select count(*) from headgate.workflow_events") == rows_left
+    with api(database_url) as (_, url), Client(url) as client:
+        receipt = client.publish("work.quick", source="test", id="e-1", payload={"n": 1})
+    assert receipt.status == ("duplicate" if rows_left else "accepted")
+    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 1
+    assert await connection.fetchval("select count(*) from headgate.event_inbox") == 1
+
+
+@pytest.mark.parametrize("point", DISPATCH_POINTS)
+async def test_worker_dies_while_deciding(
+    database_url: str, database: Database, connection: Connection, effects: Effects, point: str
+) -> None:
+    for n in range(5):
+        await connection.execute("select headgate.publish('work.quick', 'test', $1)", {"n": n})
+    with worker(database_url, APP, HEADGATE_FAILPOINTS=f"{point}=kill") as process:
+        assert process.wait() == 137
+    decided = point == "dispatch.after_commit"
+    assert await connection.fetchval("select count(*) from headgate.event_inbox") == (0 if decided else 5)
+    assert await connection.fetchval("select count(*) from headgate.workflow_trigger_deliveries") == 5 * decided
+    with worker(database_url, APP):
+        await eventually(database, SETTLED, 5)
+    assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 5
+    assert len({run for run, _ in await effects()}) == len(await effects()) == 5
+
+
+@pytest.mark.parametrize(("point", "effects_expected"), RUN_POINTS.items())
+async def test_worker_dies_while_running(
+    database_url: str,
+    database: Database,
+    connection: Connection,
+    effects: Effects,
+    point: str,
+    effects_expected: int,
+) -> None:
+    await connection.execute("select headgate.publish('work.quick', 'test', '{\"n\": 1}')")
+    with worker(database_url, APP, HEADGATE_FAILPOINTS=f"{point}=kill", HEADGATE_LEASE_MS="1000") as process:
+        assert process.wait() == 137
+    with worker(database_url, APP, HEADGATE_LEASE_MS="1000"):
+        await eventually(database, SETTLED, 1)
+    # The effect may repeat only when the crash came before its commit.
+    assert len(await effects()) == effects_expected
+    row = await connection.fetchrow("select status, output, claim_generation from headgate.workflow_runs")
+    assert row is not None and row["status"] == "succeeded" and row["output"] == {"n": 1}
+
+
+async def test_reconcile_dies_in_the_middle(
+    database_url: str, database: Database, connection: Connection, effects: Effects
+) -> None:
+    await connection.execute("select headgate.publish('work.quick', 'test', '{\"n\": 1}')")
+    with worker(database_url, APP, HEADGATE_FAILPOINTS="run.after_claim=kill", HEADGATE_LEASE_MS="1000") as process:
+        assert process.wait() == 137
+    with worker(database_url, APP, HEADGATE_FAILPOINTS="reconcile.mid_batch=kill", HEADGATE_LEASE_MS="1000") as process:
+        assert process.wait() == 137
+    with worker(database_url, APP, HEADGATE_LEASE_MS="1000"):
+        await eventually(database, SETTLED, 1)
+    assert len(await effects()) == 1
+
+
+def test_every_failpoint_is_exercised() -> None:
+    """A point that no test arms is a claim that nobody checked."""
+    armed = set(INGEST_POINTS) | set(DISPATCH_POINTS) | set(RUN_POINTS)
+    for file in Path(__file__).parent.parent.rglob("test_*.py"):
+        armed |= set(re.findall(r"[\"']?([a-z]+\.[a-z_]+)=kill", file.read_text()))
+    assert failpoints.POINTS <= armed
+
+
+def test_every_failpoint_is_in_the_code() -> None:
+    source = Path(failpoints.__file__).parent
+    hit = {p for f in source.rglob("*.py") for p in re.findall(r"failpoints\.hit\(\"([^\"]+)\"\)", f.read_text())}
+    assert hit == failpoints.POINTS

@@ -1,0 +1,170 @@
+"""The batch: every event is decided once, by the triggers of that moment; a bad one is alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headgate import failpoints
+from headgate.app import Headgate
+from headgate.flow.dispatch import Dispatch, Outcome
+from headgate.flow.explain import explain
+from headgate.store.db import Connection, Database
+
+
+def dispatcher(database: Database, batch_size: int = 500) -> Dispatch:
+    return Dispatch(database, batch_size=batch_size, after_launch=lambda: None)
+
+
+async def publish(
+    connection: Connection, event_type: str = "order.created", source: str = "shop.api", **payload: Any
+) -> str:
+    event_id: str = await connection.fetchval("select headgate.publish($1, $2, $3)", event_type, source, payload)
+    return event_id
+
+
+@pytest.fixture
+async def app(database: Database) -> Headgate:
+    hg = Headgate()
+
+    @hg.workflow(on="order.created", source="shop.*", where="event.payload.amount > 100")
+    async def fulfil(ctx: Any, id: int) -> None: ...
+
+    @hg.workflow(on="order.*", params={"order": "{{ event.payload.id }}", "note": "order {{ event.payload.id }}"})
+    async def audit(ctx: Any, order: int, note: str) -> None: ...
+
+    await database.run(hg.register)
+    return hg
+
+
+async def test_matching_events_launch_runs_with_their_parameters(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    await publish(connection, id=7, amount=120)
+    await publish(connection, id=8, amount=50)
+    await publish(connection, "order.created", "elsewhere", id=9, amount=500)
+    await publish(connection, "invoice.created", id=10, amount=500)
+    assert await dispatcher(database).run_once() == Outcome(events=4, launched=4)
+    rows = await connection.fetch(
+        "select w.slug, r.parameters, r.status from headgate.workflow_runs r "
+        "join headgate.workflow_definitions w on w.id = r.workflow_definition_id order by r.id"
+    )
+    assert sorted((row["slug"], row["parameters"].get("id") or row["parameters"]["order"]) for row in rows) == [
+        ("audit", 7),
+        ("audit", 8),
+        ("audit", 9),
+        ("fulfil", 7),
+    ]
+    assert {row["parameters"]["note"] for row in rows if row["slug"] == "audit"} >= {"order 7"}
+    assert await connection.fetchval("select count(*) from headgate.event_inbox") == 0
+    assert await dispatcher(database).run_once() == Outcome()
+
+
+async def test_workers_side_by_side_decide_each_event_once(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    for n in range(200):
+        await publish(connection, id=n, amount=200)
+    dispatchers = [dispatcher(database, batch_size=7) for _ in range(6)]
+
+    async def drain(one: Dispatch) -> int:
+        total = 0
+        while outcome := await one.run_once():
+            if not outcome.events:
+                return total
+            total += outcome.events
+        return total
+
+    assert sum(await asyncio.gather(*map(drain, dispatchers))) == 200
+    assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 400
+    assert await connection.fetchval("select count(distinct delivery_id) from headgate.workflow_runs") == 400
+
+
+async def test_a_changed_trigger_counts_from_the_next_batch(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    one = dispatcher(database)
+    await publish(connection, id=1, amount=200)
+    assert (await one.run_once()).launched == 2
+    await connection.execute(
+        "update headgate.workflow_event_triggers set status = 'disabled' where \"where\" is not null"
+    )
+    await publish(connection, id=2, amount=200)
+    assert (await one.run_once()).launched == 1
+
+
+async def test_a_trigger_that_fails_on_an_event_fails_alone(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    event_id = await publish(connection, amount=200)  # no id: audit's template cannot be rendered
+    assert await dispatcher(database).run_once() == Outcome(events=1, launched=1, failed=1)
+    row = await connection.fetchrow("select * from headgate.workflow_trigger_deliveries where status = 'failed'")
+    assert row is not None and "event.payload.id is undefined" in row["last_error"]
+    story = await explain(connection, event_id)
+    assert [(d.stage, d.decision, d.workflow) for d in story.decisions[2:]] == [
+        ("deliver", "launched", "fulfil"),
+        ("run", "pending", "fulfil"),
+        ("deliver", "failed", "audit"),
+    ]
+
+
+async def test_an_event_that_cannot_be_read_is_quarantined_and_the_others_go_on(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    good = [await publish(connection, id=n, amount=200) for n in range(3)]
+    bad = await publish(connection, id=99, amount=200)
+    await connection.execute("alter table headgate.workflow_events drop constraint workflow_events_occurred_at_check")
+    await connection.execute("update headgate.workflow_events set occurred_at = '20000-01-01' where id::text = $1", bad)
+    outcome = await dispatcher(database).run_once()
+    assert outcome == Outcome(events=4, launched=6, quarantined=1)
+    letter = await connection.fetchrow("select kind, subject_id::text, reason from headgate.dead_letters")
+    assert letter is not None and (letter["kind"], letter["subject_id"]) == ("event", bad)
+    assert letter["reason"]
+    launched = await connection.fetch("select distinct event_id::text from headgate.workflow_runs")
+    assert {row[0] for row in launched} == set(good)
+
+
+async def test_a_failure_before_the_commit_changes_nothing(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    await publish(connection, id=1, amount=200)
+    failpoints.arm("dispatch.before_commit=raise")
+    outcome = await dispatcher(database).run_once()  # the batch fails once, then each event on its own succeeds
+    assert outcome == Outcome(events=1, launched=2)
+    assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 2
+
+
+async def test_explain_says_why_not(database: Database, connection: Connection, app: Headgate) -> None:
+    waiting = await publish(connection, id=1, amount=50)
+    story = await explain(connection, waiting)
+    assert [(d.stage, d.decision) for d in story.decisions] == [("ingest", "accepted"), ("gate", "waiting")]
+    unknown = await publish(connection, "nobody.cares")
+    await dispatcher(database).run_once()
+    story = await explain(connection, waiting)
+    filtered = [d for d in story.decisions if d.decision == "filtered"]
+    assert [(d.workflow, d.reason) for d in filtered] == [("fulfil", "where: is false")]
+    story = await explain(connection, unknown)
+    assert story.summary == "no_trigger: no active trigger takes events of type nobody.cares from shop.api"
+
+
+async def test_registering_again_changes_nothing_and_a_change_raises_the_version(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    async def versions() -> list[tuple[str, int]]:
+        rows = await connection.fetch(
+            "select w.slug, t.version from headgate.workflow_event_triggers t "
+            "join headgate.workflow_definitions w on w.id = t.workflow_definition_id order by 1"
+        )
+        return [(row[0], row[1]) for row in rows]
+
+    await database.run(app.register)
+    assert await versions() == [("audit", 1), ("fulfil", 1)]
+    changed = Headgate()
+
+    @changed.workflow(on="order.created", where="event.payload.amount > 1000")
+    async def fulfil(ctx: Any, id: int) -> None: ...
+
+    await database.run(changed.register)
+    assert await versions() == [("audit", 1), ("fulfil", 2)]

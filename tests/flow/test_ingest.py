@@ -1,0 +1,259 @@
+"""Ingest: accepted means committed; repeating is harmless; one request's trouble is nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.app import checked
+from headgate.client import AsyncClient, Client
+from headgate.embedded import EmbeddedPostgres
+from headgate.errors import Conflict, Overloaded, RequestRefused, Unavailable
+from headgate.flow.ingest import Ingest
+from headgate.model.event import NewEvent
+from headgate.settings import Settings
+from headgate.store import migrate
+from headgate.store.db import Connection, Database
+from tests.processes import api
+
+
+def event(external_id: str | None = None, source: str = "test", **fields: Any) -> NewEvent:
+    given = {"type": "work.quick", "source": source, "id": external_id, "payload": fields.pop("payload", {"n": 1})}
+    return checked(given | fields, Settings())
+
+
+class Commits:
+    """Counts what ingest announces."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+@contextlib.asynccontextmanager
+async def ingesting(database: Database, max_waiting: int = 20_000) -> AsyncIterator[tuple[Ingest, Commits]]:
+    commits = Commits()
+    ingest = Ingest(database, max_waiting=max_waiting, after_commit=commits)
+    yield ingest, commits
+    await ingest.close()
+
+
+async def counts(connection: Connection) -> tuple[int, int]:
+    row = await connection.fetchrow(
+        "select (select count(*) from headgate.workflow_events), (select count(*) from headgate.event_inbox)"
+    )
+    assert row is not None
+    return row[0], row[1]
+
+
+async def test_accepted_is_stored_with_an_inbox_row(database: Database, connection: Connection) -> None:
+    async with ingesting(database) as (ingest, _):
+        one = event("o-1", correlation_id="c-1", ttl_ms=5, metadata={"m": 1})
+        [answer] = await ingest.accept([one])
+    assert (answer.id, answer.external_id, answer.status) == (one.id, "o-1", "accepted")
+    row = await connection.fetchrow("select * from headgate.workflow_events")
+    assert row is not None
+    assert (row["payload"], row["correlation_id"], row["ttl_ms"], row["metadata"]) == ({"n": 1}, "c-1", 5, {"m": 1})
+    assert await counts(connection) == (1, 1)
+
+
+async def test_correlation_id_is_made_from_the_event_id(database: Database, connection: Connection) -> None:
+    async with ingesting(database) as (ingest, _):
+        [answer] = await ingest.accept([event()])
+    assert await connection.fetchval("select correlation_id from headgate.workflow_events") == str(answer.id)
+
+
+async def test_concurrent_requests_share_commits(database: Database, connection: Connection) -> None:
+    async with ingesting(database) as (ingest, commits):
+        await asyncio.gather(*(ingest.accept([event()]) for _ in range(300)))
+    assert await counts(connection) == (300, 300)
+    assert commits.count < 30
+
+
+async def test_arrival_order_is_kept_within_a_group(database: Database, connection: Connection) -> None:
+    names = [f"{n * 7919 % 100:03}" for n in range(100)]
+    async with ingesting(database) as (ingest, _):
+        await asyncio.gather(*(ingest.accept([event(name)]) for name in names))
+    rows = await connection.fetch("select external_id from headgate.workflow_events order by ingress_sequence")
+    assert [row[0] for row in rows] == names
+
+
+async def test_the_same_id_again_is_a_duplicate_of_the_first(database: Database, connection: Connection) -> None:
+    async with ingesting(database) as (ingest, commits):
+        [first] = await ingest.accept([event("o-1")])
+        [second] = await ingest.accept([event("o-1", correlation_id="another request")])
+        [other] = await ingest.accept([event("o-1", source="another.source")])
+    assert (second.id, second.status) == (first.id, "duplicate")
+    assert other.status == "accepted"
+    assert await counts(connection) == (2, 2)
+    assert commits.count == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "same"),
+    [
+        ({"n": 1e2}, {"n": 100}, True),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
+        ({"n": True}, {"n": 1}, False),
+        ({"n": 1}, {"n": "1"}, False),
+        ({"n": None}, {}, False),
+    ],
+)
+async def test_bodies_are_compared_by_value(database: Database, first: Any, again: Any, same: bool) -> None:
+    async with ingesting(database) as (ingest, _):
+        await ingest.accept([event("o-1", payload=first)])
+        if same:
+            assert (await ingest.accept([event("o-1", payload=again)]))[0].status == "duplicate"
+        else:
+            with pytest.raises(Conflict) as refused:
+                await ingest.accept([event("o-1", payload=again)])
+            assert refused.value.errors[0].field == "id"
+
+
+async def test_a_batch_with_a_conflict_stores_nothing_of_it(database: Database, connection: Connection) -> None:
+    async with ingesting(database) as (ingest, _):
+        await ingest.accept([event("taken")])
+        with pytest.raises(Conflict) as refused:
+            await ingest.accept([event("new-1"), event("taken", payload={"n": 2}), event("new-2")])
+    assert [e.field for e in refused.value.errors] == ["[1].id"]
+    assert await counts(connection) == (1, 1)
+
+
+async def test_a_conflict_leaves_the_other_requests_of_its_group_alone(
+    database: Database, connection: Connection
+) -> None:
+    async with ingesting(database) as (ingest, _):
+        await ingest.accept([event("taken")])
+        requests = [[event(f"new-{n}")] for n in range(10)]
+        requests[4] = [event("taken", payload={"n": 2})]
+        answers = await asyncio.gather(*(ingest.accept(request) for request in requests), return_exceptions=True)
+    assert [n for n, answer in enumerate(answers) if isinstance(answer, Conflict)] == [4]
+    assert sum(isinstance(answer, list) for answer in answers) == 9
+    assert await counts(connection) == (10, 10)
+
+
+async def test_one_batch_with_the_same_id_twice(database: Database, connection: Connection) -> None:
+    async with ingesting(database) as (ingest, _):
+        one, two = await ingest.accept([event("o-1"), event("o-1")])
+        with pytest.raises(Conflict):
+            await ingest.accept([event("o-2"), event("o-2", payload={"n": 2})])
+    assert {one.status, two.status} == {"accepted", "duplicate"}
+    assert one.id == two.id
+    assert await counts(connection) == (1, 1)
+
+
+async def test_many_publishers_of_the_same_ids_make_one_row_each(database: Database, connection: Connection) -> None:
+    """Opposite orders in every transaction: they wait for each other, never deadlock."""
+    names = [f"o-{n}" for n in range(50)]
+    async with contextlib.AsyncExitStack() as stack:
+        ingests = [(await stack.enter_async_context(ingesting(database)))[0] for _ in range(6)]
+        orders = [names, names[::-1]] * 3
+        answers = await asyncio.gather(
+            *(ingest.accept([event(n) for n in order]) for ingest, order in zip(ingests, orders, strict=True))
+        )
+    assert await counts(connection) == (50, 50)
+    accepted = [a for answer in answers for a in answer if a.status == "accepted"]
+    assert len(accepted) == 50
+
+
+async def test_two_processes_at_once_make_one_row(database_url: str, connection: Connection) -> None:
+    with api(database_url) as (_, one), api(database_url) as (_, two):
+        clients = [AsyncClient(one), AsyncClient(two)]
+        receipts = await asyncio.gather(
+            *(clients[n % 2].publish("work.quick", source="test", id="same", payload={"n": 1}) for n in range(100))
+        )
+        for client in clients:
+            await client.close()
+    assert len({r.id for r in receipts}) == 1
+    assert [r.status for r in receipts].count("accepted") == 1
+    assert await counts(connection) == (1, 1)
+
+
+class LostAnswers(Database):
+    """Commits, and then reports that the connection was lost: the caller cannot know what happened."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, "test", size=2)
+        self.losses = 1
+
+    @contextlib.asynccontextmanager
+    async def transaction(self, wait_seconds: float = 5) -> AsyncIterator[Connection]:
+        async with super().transaction(wait_seconds) as connection:
+            yield connection
+        if self.losses:
+            self.losses -= 1
+            raise Unavailable("the connection was lost in the middle of COMMIT")
+
+
+async def test_a_lost_answer_to_commit_makes_no_second_event(database_url: str, connection: Connection) -> None:
+    database = LostAnswers(database_url)
+    async with ingesting(database) as (ingest, _):
+        answers = await ingest.accept([event(), event("o-1")])
+    await database.close()
+    assert [a.status for a in answers] == ["accepted", "accepted"]
+    assert await counts(connection) == (2, 2)
+
+
+async def test_an_open_transaction_with_the_same_id_delays_only_that_id(
+    database: Database, connection: Connection
+) -> None:
+    async with database.transaction() as other:
+        await other.execute("select headgate.publish('work.quick', 'test', '{\"n\": 1}', id => 'held')")
+        async with ingesting(database) as (ingest, _):
+            answers = await asyncio.gather(
+                *(ingest.accept([event(name)]) for name in ("free-1", "held", "free-2")), return_exceptions=True
+            )
+    assert [isinstance(answer, list) for answer in answers] == [True, False, True]
+    assert isinstance(answers[1], Unavailable)
+    assert await counts(connection) == (3, 3)
+
+
+async def test_over_the_bound_is_refused_at_once(database: Database, connection: Connection) -> None:
+    async with ingesting(database, max_waiting=10) as (ingest, _):
+        answers = await asyncio.gather(*(ingest.accept([event()] * 1) for _ in range(25)), return_exceptions=True)
+    refused = [a for a in answers if isinstance(a, Overloaded)]
+    stored, _ = await counts(connection)
+    assert len(refused) > 0
+    assert stored == 25 - len(refused)
+
+
+async def test_database_down_is_503_and_never_202(tmp_path: Path) -> None:
+    server = EmbeddedPostgres(tmp_path)
+    url = server.start()
+    try:
+        database = Database(url, "test", size=1)
+        await migrate.migrate(database)
+        await database.close()
+        with api(url) as (_, address), Client(address) as client:
+            assert client.publish("work.quick", source="test", payload={}).status == "accepted"
+            server.stop(immediate=True)
+            for _ in range(3):
+                with pytest.raises(Unavailable) as refused:
+                    client.publish("work.quick", source="test", payload={})
+                assert refused.value.retry_after_seconds >= 1
+            with pytest.raises(Unavailable):
+                client.request("GET", "/v1/events")
+            with pytest.raises(Unavailable):
+                client.request("GET", "/readyz")
+            assert client.request("GET", "/livez") == {"status": "ok"}
+            server.start()
+            assert client.publish("work.quick", source="test", payload={}).status == "accepted"
+            assert len(client.request("GET", "/v1/events")["events"]) == 2
+    finally:
+        server.stop()
+
+
+async def test_a_conflict_over_http_names_the_field(database_url: str) -> None:
+    with api(database_url) as (_, url), Client(url) as client:
+        client.publish("work.quick", source="test", id="o-1", payload={"n": 1})
+        with pytest.raises(RequestRefused) as refused:
+            client.publish("work.quick", source="test", id="o-1", payload={"n": 2})
+    assert refused.value.status == 409
+    assert refused.value.problem["errors"][0]["field"] == "id"

@@ -1,0 +1,128 @@
+"""Real Headgate processes for tests: started, watched, and ended by their own ids."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HEADGATE = str(Path(sys.executable).parent / "headgate")
+PATIENCE_SECONDS = 60
+
+
+class Process:
+    """A `headgate …` process and the lines it prints."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")}
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._popen = subprocess.Popen(
+            [HEADGATE, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=clean | {"PYTHONUNBUFFERED": "1"} | (env or {}),
+            cwd=cwd,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for_line(self, pattern: str) -> re.Match[str]:
+        """The first line, past or to come, in which the pattern is found."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        seen = 0
+        with self._changed:
+            while True:
+                for line in self.lines[seen:]:
+                    found = re.search(pattern, line)
+                    if found:
+                        return found
+                seen = len(self.lines)
+                ended = self._popen.poll() is not None and not self._reader.is_alive()
+                if ended or time.monotonic() > deadline:
+                    raise AssertionError(f"no line matches {pattern!r} in:\n{self.output}")
+                self._changed.wait(0.2)
+
+    def signal(self, signum: signal.Signals) -> None:
+        self._popen.send_signal(signum)
+
+    def wait(self) -> int:
+        """The exit status."""
+        status = self._popen.wait(PATIENCE_SECONDS)
+        self._reader.join(5)
+        return status
+
+    def end(self) -> None:
+        if self._popen.poll() is None:
+            self._popen.kill()
+        self._popen.wait(PATIENCE_SECONDS)
+        self._reader.join(5)
+        self._popen.stdout.close()  # type: ignore[union-attr]
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        with contextlib.suppress(ValueError):
+            for line in self._popen.stdout:
+                with self._changed:
+                    self.lines.append(line.rstrip("\n"))
+                    self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def headgate(*arguments: str, cwd: Path | None = None, **env: str) -> Iterator[Process]:
+    """A running `headgate` command; settings are given as `HEADGATE_…=value`."""
+    process = Process(*arguments, env=env, cwd=cwd)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+@contextlib.contextmanager
+def api(database_url: str, **env: str) -> Iterator[tuple[Process, str]]:
+    """An API process that is ready, and its address."""
+    with headgate("serve", "--port", "0", HEADGATE_DATABASE_URL=database_url, **env) as process:
+        yield process, process.wait_for_line(r"API on (http://\S+)")[1]
+
+
+@contextlib.contextmanager
+def worker(database_url: str, app: Path | str, **env: str) -> Iterator[Process]:
+    """A worker process that is ready."""
+    settings = {"HEADGATE_DATABASE_URL": database_url, "HEADGATE_POLL_MS": "100", **env}
+    with headgate("worker", str(app), **settings) as process:
+        process.wait_for_line("worker.started")
+        yield process
+
+
+def run(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None, **kwargs: Any) -> Any:
+    """A `headgate` command run to its end."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")}
+    return subprocess.run(
+        [HEADGATE, *arguments],
+        capture_output=True,
+        text=True,
+        env=clean | (env or {}),
+        cwd=cwd,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+        **kwargs,
+    )

@@ -1,0 +1,6 @@
+"""Generated examples are judged by what they show, not by how long this machine took."""
+
+from hypothesis import settings
+
+settings.register_profile("headgate", deadline=None)
+settings.load_profile("headgate")

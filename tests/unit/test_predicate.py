@@ -1,0 +1,342 @@
+"""Predicates: a path, an operator, an operand; always an answer, never an error, in bounded time."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate.errors import FieldError
+from headgate.model.predicate import (
+    MAX_NODES,
+    MAX_VALUES,
+    MAX_VISITS,
+    OPERATORS,
+    CompiledPredicate,
+    Predicate,
+    compile_predicate,
+)
+
+from .json_values import EVENTS, JSON
+
+EVENT = {
+    "type": "order.created",
+    "occurred_at": "2026-01-31T09:30:00Z",
+    "payload": {
+        "n": 7,
+        "f": 7.5,
+        "text": "Straße",
+        "digits": "7",
+        "exponent": "1e2",
+        "zero": 0,
+        "empty": "",
+        "none": None,
+        "yes": True,
+        "list": [1, "Two", {"x": 3}],
+        "object": {"a": 1, "B": [2]},
+        "items": [{"sku": "a", "qty": 1}, {"sku": "b", "qty": 5}],
+        "a.b": "dotted",
+    },
+}
+
+
+def compiled(path: str, operator: str, value: Any = None, **more: Any) -> CompiledPredicate:
+    errors: list[FieldError] = []
+    predicate = Predicate(path=path, operator=operator, value=value, **more)  # type: ignore[arg-type]
+    found = compile_predicate(predicate, "predicates[0]", errors)
+    assert errors == []
+    assert found is not None
+    return found
+
+
+def holds(path: str, operator: str, value: Any = None, **more: Any) -> bool:
+    return compiled(path, operator, value, **more).reason(EVENT) is None
+
+
+def refused(path: str = "$.payload.n", operator: str = "exists", **more: Any) -> FieldError:
+    errors: list[FieldError] = []
+    predicate = Predicate(path=path, operator=operator, **more)  # type: ignore[arg-type]
+    assert compile_predicate(predicate, "predicates[2]", errors) is None
+    assert len(errors) == 1, errors
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "operator", "value", "expected"),
+    [
+        ("$.payload.n", "exists", None, True),
+        ("$.payload.none", "exists", None, True),
+        ("$.payload.n", "exists", True, True),
+        ("$.payload.n", "equals", 7, True),
+        ("$.payload.n", "equals", 7.0, True),
+        ("$.payload.n", "equals", 8, False),
+        ("$.payload.n", "equals", "7", False),
+        ("$.payload.digits", "equals", 7, False),
+        ("$.payload.zero", "equals", False, False),
+        ("$.payload.yes", "equals", 1, False),
+        ("$.payload.yes", "equals", True, True),
+        ("$.payload.none", "equals", None, True),
+        ("$.payload.zero", "equals", None, False),
+        ("$.payload.list", "equals", [1, "two", {"x": 3.0}], True),
+        ("$.payload.list", "equals", [1, "two"], False),
+        ("$.payload.object", "equals", {"B": [2], "a": 1}, True),
+        ("$.payload.object", "equals", {"b": [2], "a": 1}, False),
+        ("$.payload.n", "not_equals", 8, True),
+        ("$.payload.n", "not_equals", 7, False),
+        ("$.payload.n", "not_equals", "7", True),
+        ("$.payload.n", "gt", 6, True),
+        ("$.payload.n", "gt", 7, False),
+        ("$.payload.n", "gte", 7, True),
+        ("$.payload.n", "lt", 7.5, True),
+        ("$.payload.n", "lt", 7, False),
+        ("$.payload.n", "lte", 7, True),
+        ("$.payload.n", "lte", 6.99, False),
+        ("$.payload.n", "gt", "6", True),  # a number in a string is a number
+        ("$.payload.digits", "gt", 6, True),
+        ("$.payload.digits", "lt", "10", True),
+        ("$.payload.exponent", "gte", 100, True),
+        ("$.payload.yes", "gt", 0, False),
+        ("$.payload.none", "lt", 1, False),
+        ("$.payload.list", "gt", 0, False),
+        ("$.payload.empty", "lt", 1, False),
+        ("$.payload.text", "gt", 1, False),
+        ("$.payload.n", "gt", "abc", False),
+        ("$.payload.text", "gt", "strasa", True),
+        ("$.payload.text", "lt", "z", True),
+        ("$.occurred_at", "gte", "2026-01-01T00:00:00Z", True),
+        ("$.occurred_at", "lt", "2026-01-01T00:00:00Z", False),
+        ("$.payload.text", "contains", "RASS", True),
+        ("$.payload.text", "contains", "", True),
+        ("$.payload.text", "contains", 1, False),
+        ("$.payload.list", "contains", "two", True),
+        ("$.payload.list", "contains", {"x": 3}, True),
+        ("$.payload.list", "contains", True, False),
+        ("$.payload.object", "contains", "a", True),
+        ("$.payload.object", "contains", 1, False),
+        ("$.payload.n", "contains", 7, False),
+        ("$.payload.none", "contains", None, False),
+        ("$.payload.text", "regex", "^str", True),
+        ("$.payload.text", "regex", "^tr", False),
+        ("$.payload.n", "regex", "7", False),
+        ("$.payload.list", "regex", "Two", False),
+    ],
+)
+def test_operator(path: str, operator: str, value: Any, expected: bool) -> None:
+    assert holds(path, operator, value) is expected
+
+
+@pytest.mark.parametrize(
+    ("path", "operator", "values", "expected"),
+    [
+        ("$.payload.n", "in", [1, 7], True),
+        ("$.payload.n", "in", ["7"], False),
+        ("$.payload.text", "in", ["x", "STRASSE"], True),
+        ("$.payload.none", "in", [None], True),
+        ("$.payload.yes", "in", [1], False),
+        ("$.payload.n", "not_in", [1, 2], True),
+        ("$.payload.n", "not_in", [7], False),
+        ("$.payload.n", "not_in", ["7"], True),
+    ],
+)
+def test_operator_with_several_values(path: str, operator: str, values: list[Any], expected: bool) -> None:
+    assert holds(path, operator, values=values) is expected
+
+
+def operands(operator: str) -> dict[str, Any]:
+    if operator == "exists":
+        return {}
+    return {"values": ["x", None]} if operator in ("in", "not_in") else {"value": "x"}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("path", ["$.payload.nope", "$.payload.n.deeper", "$.payload.list[9]", "$.payload[*].nope"])
+def test_missing_field_makes_every_operator_false(operator: str, path: str) -> None:
+    assert compiled(path, operator, **operands(operator)).reason(EVENT) == f"{path} is not in the event"
+
+
+@pytest.mark.parametrize(
+    ("operator", "operand"),
+    [
+        ("equals", {"value": "STRASSE"}),
+        ("in", {"values": ["STRASSE"]}),
+        ("contains", {"value": "STRA"}),
+        ("regex", {"value": "^STR"}),
+        ("gte", {"value": "STRASSE"}),
+    ],
+)
+def test_case_counts_only_when_asked(operator: str, operand: dict[str, Any]) -> None:
+    assert holds("$.payload.text", operator, **operand)
+    upper = {"payload": {"text": "Straße"}}
+    sensitive = compiled("$.payload.text", operator, case_sensitive=True, **operand)
+    assert (sensitive.reason(upper) is None) == (operator == "gte")  # lower case sorts after upper case
+    assert sensitive.reason({"payload": {"text": "STRASSE"}}) is None
+
+
+def test_regex_flags() -> None:
+    lines = {"t": "one\ntwo"}
+    assert compiled("$.t", "regex", "^two$").reason(lines) is not None
+    assert compiled("$.t", "regex", "^two$", flags="m").reason(lines) is None
+    assert compiled("$.t", "regex", "one.two").reason(lines) is not None
+    assert compiled("$.t", "regex", "ONE.TWO", flags="si", case_sensitive=True).reason(lines) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "operator", "operand", "expected"),
+    [
+        ("$.payload.items[*].qty", "gt", {"value": 4}, True),
+        ("$.payload.items[*].qty", "gt", {"value": 5}, False),
+        ("$.payload.items[*].sku", "not_equals", {"value": "a"}, False),
+        ("$.payload.items[*].sku", "not_equals", {"value": "c"}, True),
+        ("$.payload.items[*].sku", "not_in", {"values": ["b", "c"]}, False),
+        ("$.payload.items[?@.sku == 'b'].qty", "equals", {"value": 5}, True),
+        ("$.payload.items[?@.sku == 'z'].qty", "equals", {"value": 5}, False),
+        ("$.payload.items[?@.qty > $.payload.zero && @.sku != 'b'].sku", "equals", {"value": "a"}, True),
+        ("$.payload.items[?match(@.sku, '[bc]')].qty", "equals", {"value": 5}, True),
+        ("$.payload.items[?search(@.sku, '(')].qty", "exists", {}, False),
+        ("$..qty", "equals", {"value": 5}, True),
+        ("$.payload.items[0,1].qty", "equals", {"value": 5}, True),
+        ("$.payload.list[1:]", "equals", {"value": "two"}, True),
+        ("$.payload.items[-1].qty", "equals", {"value": 5}, True),
+        ("$.payload['a.b']", "equals", {"value": "dotted"}, True),
+        ('$["payload"]["n"]', "equals", {"value": 7}, True),
+        ("$", "contains", {"value": "payload"}, True),
+    ],
+)
+def test_paths(path: str, operator: str, operand: dict[str, Any], expected: bool) -> None:
+    assert holds(path, operator, **operand) is expected
+
+
+def test_reason_says_what_was_expected_and_found() -> None:
+    assert compiled("$.payload.n", "gt", 9).reason(EVENT) == "$.payload.n gt 9 does not hold for 7"
+    assert compiled("$.payload.n", "in", values=[1]).reason(EVENT) == "$.payload.n in [1] does not hold for 7"
+    long = compiled("$.t", "equals", "x").reason({"t": "y" * 10_000})
+    assert long is not None
+    assert len(long) < 150
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("", "payload.n", "$.", "$[", "$.a | $.b", "$.a & $.b", "$.a b", "$[?@.a ==]", "$[?(" + "(" * 400),
+        *("$.payload[?@.a =~ /x/]", "$.payload.~n", "$[?nosuch(@.a)]", "$[99999999999999999999]", "$['\\ud800']"),
+        *("$" + ".a" * 250, "\x00"),
+    ],
+)
+def test_bad_path_is_refused(path: str) -> None:
+    assert refused(path).field == "predicates[2].path"
+
+
+@pytest.mark.parametrize("path", ["$[?@..a]", "$[?count($.payload.items[*]) > 1]", "$[?@.a && (!@[?@.b])]"])
+def test_filter_over_several_values_is_refused(path: str) -> None:
+    error = refused(path)
+    assert error.field == "predicates[2].path"
+    assert "several values" in error.message
+
+
+@pytest.mark.parametrize(
+    ("operator", "more", "field"),
+    [
+        ("exists", {"value": False}, "value"),
+        ("exists", {"value": "x"}, "value"),
+        ("exists", {"values": [1]}, "value"),
+        ("in", {}, "values"),
+        ("in", {"value": 1}, "values"),
+        ("in", {"values": []}, "values"),
+        ("not_in", {"values": list(range(MAX_VALUES + 1))}, "values"),
+        ("equals", {"values": [1]}, "values"),
+        ("regex", {"values": ["x"]}, "values"),
+        ("gt", {}, "value"),
+        ("gt", {"value": None}, "value"),
+        ("lt", {"value": True}, "value"),
+        ("gte", {"value": [1]}, "value"),
+        ("lte", {"value": {}}, "value"),
+        ("regex", {}, "value"),
+        ("regex", {"value": 7}, "value"),
+        ("regex", {"value": ""}, "value"),
+        ("regex", {"value": "x" * 513}, "value"),
+        ("regex", {"value": "("}, "value"),
+        ("regex", {"value": "(?=x)"}, "value"),
+        ("regex", {"value": r"(a)\1"}, "value"),
+        ("regex", {"value": "((a{1,100}){1,100}){1,100}"}, "value"),
+        ("regex", {"value": "x", "flags": "x"}, "flags"),
+    ],
+)
+def test_bad_operand_is_refused(operator: str, more: dict[str, Any], field: str) -> None:
+    assert refused(operator=operator, **more).field == f"predicates[2].{field}"
+
+
+def test_path_and_operand_are_both_named() -> None:
+    errors: list[FieldError] = []
+    compile_predicate(Predicate(path="$[", operator="gt"), "predicates[0]", errors)
+    assert [e.field for e in errors] == ["predicates[0].path", "predicates[0].value"]
+
+
+# Each of these would take a backtracking engine longer than the universe has existed; the suite would not end.
+REDOS = ["(a+)+$", "^(a|a)*$", "(a*)*b", "(.*a){25}$", "^(([a-z])+.)+[A-Z]([a-z])+$"]
+
+
+@pytest.mark.parametrize("pattern", REDOS)
+def test_catastrophic_patterns_are_harmless(pattern: str) -> None:
+    text = "a" * 50_000 + "!"
+    assert compiled("$.t", "regex", pattern).reason({"t": text}) is not None
+    assert compiled(f"$[?match(@, '{pattern}')]", "exists").reason({"t": text}) is not None
+    assert compiled("$[?search(@, $.p)]", "regex", "!").reason({"t": text, "p": pattern}) is not None
+
+
+def test_path_that_multiplies_is_cut_off() -> None:
+    chain: dict[str, Any] = {}
+    for _ in range(60):
+        chain = {"a": chain}
+    reason = compiled("$" + "..*" * 30 + "[?@.nope]", "exists").reason(chain)
+    assert reason is not None
+    assert "more values of the event than a predicate may" in reason
+
+
+@pytest.mark.parametrize("path", ["$.l[?@.nope]", "$[" + ",".join("*" * 100) + "][?@.nope]"])
+def test_wide_event_is_cut_off(path: str) -> None:
+    reason = compiled(path, "exists").reason({"l": [1] * MAX_VISITS})
+    assert reason is not None
+    assert "more values of the event than a predicate may" in reason
+
+
+def test_negation_never_holds_by_what_was_not_looked_at() -> None:
+    found = compiled("$.l[*]", "not_equals", "x")
+    assert found.reason({"l": ["a"] * MAX_NODES}) is None
+    assert found.reason({"l": ["a"] * MAX_NODES + ["x"]}) == f"$.l[*] finds more than {MAX_NODES} values"
+    assert compiled("$.l[*]", "equals", "a").reason({"l": ["a"] * (MAX_NODES + 1)}) is None
+
+
+PATHS = ["$", "$.payload", "$.payload.a", "$.payload.items[0]", "$.payload.items[-1].x", "$..*", "$.payload[*]"]
+PATHS += ["$.payload.items[?@.x > 1]", "$.payload[?@ == $.payload.a]", "$.payload.items[?search(@, 'x')]", "$.type[1:]"]
+
+
+@given(EVENTS, st.sampled_from(PATHS), st.sampled_from(OPERATORS), JSON, st.booleans())
+def test_reason_never_raises(event: dict[str, Any], path: str, operator: Any, operand: Any, sensitive: bool) -> None:
+    many = operator in ("in", "not_in")
+    predicate = Predicate(
+        path=path,
+        operator=operator,
+        value=None if many else operand,
+        values=[operand] if many else None,
+        case_sensitive=sensitive,
+    )
+    errors: list[FieldError] = []
+    found = compile_predicate(predicate, "p", errors)
+    assert (found is None) == bool(errors)
+    if found is not None:
+        assert found.reason(event) is None or path in str(found.reason(event))
+
+
+@given(st.text(max_size=40) | st.text("$.[]*?@'\"()!&|<>=,:-0a~^#{}/\\ ", max_size=40).map(lambda t: f"${t}"))
+def test_any_path_compiles_or_is_refused(path: str) -> None:
+    errors: list[FieldError] = []
+    found = compile_predicate(Predicate(path=path, operator="exists"), "p", errors)
+    assert (found is None) == bool(errors)
+    if found is not None:
+        found.reason(EVENT)
+
+
+@given(EVENTS, JSON)
+def test_equals_and_not_equals_disagree_on_a_single_value(event: dict[str, Any], operand: Any) -> None:
+    same, other = (compiled("$.payload", op, operand).reason(event) is None for op in ("equals", "not_equals"))
+    assert same != other
