@@ -97,6 +97,7 @@ def test_any_event_text_comes_out_as_it_went_in(text: str) -> None:
     event = {"payload": {"t": text}}
     assert compiled("{{ event.payload.t }}")(event) == text
     assert compiled("<{{ event.payload.t }}>")(event) == f"<{text}>"
+    assert compiled("{% capture c %}{{ event.payload.t }}{% endcapture %}{{ c }}")(event) == text
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_what_is_not_in_the_event_fails_with_the_field(expression: str, text: st
 )
 def test_filter_that_fails_is_a_template_error(source: str) -> None:
     for text in (source, f"x{source}"):
-        with pytest.raises(TemplateError, match="^parameter_template: ."):
+        with pytest.raises(TemplateError, match=r"^parameter_template: ."):
             rendered(text)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from io import StringIO
+from typing import Any, TextIO
 
 import liquid
 from liquid.builtin.expressions import LoopExpression
@@ -11,6 +12,7 @@ from liquid.builtin.expressions.primitive import RangeLiteral
 from liquid.builtin.output import OutputNode
 from liquid.exceptions import LiquidError, LiquidValueError
 from liquid.filter import sequence_filter, string_filter
+from liquid.output import LimitedStringIO
 
 from headgate.errors import FieldError
 
@@ -29,6 +31,14 @@ class _Environment(liquid.Environment):
     loop_iteration_limit = 10_000
     local_namespace_limit = MAX_TEXT
     output_stream_limit = 64 * 1024
+
+
+class _Context(liquid.RenderContext):
+    """A context whose buffers keep line ends as they are; the library's own turn each into a newline."""
+
+    def get_buffer(self, buf: TextIO | None = None) -> StringIO:
+        written = buf.size if isinstance(buf, LimitedStringIO) else 0
+        return LimitedStringIO(limit=_Environment.output_stream_limit - written, newline="")
 
 
 @string_filter
@@ -101,9 +111,12 @@ def _compile_text(source: str, field: str, errors: list[FieldError]) -> Render |
 
     def render(envelope: dict[str, Any]) -> Any:
         try:
+            context = _Context(template, globals={"event": envelope})
             if single is None:
-                return template.render(event=envelope)
-            value = single.evaluate(liquid.RenderContext(template, globals={"event": envelope}))
+                buffer = context.get_buffer()
+                template.render_with_context(context, buffer)
+                return buffer.getvalue()
+            value = single.evaluate(context)
         except Exception as exc:  # filters raise whatever the event makes of them
             raise TemplateError(f"{field}: {(str(exc).splitlines() or [type(exc).__name__])[0][:200]}") from exc
         if issubclass(type(value), liquid.Undefined):  # isinstance would ask the value itself, which raises

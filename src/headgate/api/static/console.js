@@ -30,13 +30,12 @@ const exactly = (_, value, context) =>
 
 async function get(path) {
   const response = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
-  const text = await response.text();
   const isJson = /json/.test(response.headers.get("content-type"));
-  const body = isJson ? JSON.parse(text, exactly) : {};
+  const body = isJson ? JSON.parse(await response.text(), exactly) : {};
   if (response.ok && isJson) return body;
-  const failing = Object.values(body.checks ?? {}).filter((state) => state !== "ok");
+  const failing = Object.values(body.checks ?? {}).filter((state) => state !== "ok").join("; ");
   const fields = (body.errors ?? []).map((error) => `${error.field}: ${error.message}`);
-  throw new Refused([body.detail, ...failing, ...fields].filter(Boolean).join("; ") || `${path} answered HTTP ${response.status}`);
+  throw new Refused([body.detail ?? (failing || `HTTP ${response.status}`), ...fields].join("; "));
 }
 
 // Values as text
@@ -199,7 +198,7 @@ async function eventPanel(given) {
 async function runPanel(given) {
   const { run, steps } = await get(`/v1/runs/${encodeURIComponent(given)}`);
   const lines = steps.map((step) => el("li", { class: tone(step.status) },
-    el("div", {}, pill(step.status), el("b", {}, visible(step.name)), step.retry_attempts && `retried ${step.retry_attempts} ×`),
+    el("div", {}, pill(step.status), el("b", {}, visible(step.name)), step.retry_attempts && `${step.retry_attempts} retries`),
     step.next_attempt_at && el("p", {}, "next attempt ", moment(step.next_attempt_at)),
     step.error ? block(visible(step.error), "error") : step.result !== null && block(json(step.result, 2))));
   return [run.workflow, [
@@ -216,7 +215,7 @@ async function runPanel(given) {
 }
 
 const panel = $("#panel");
-let opener = null; // what had the focus when the panel opened
+let opener = null; // what had the focus before the panel opened
 
 async function drawPanel() {
   const asked = location.hash;
@@ -236,7 +235,7 @@ async function drawPanel() {
   panel.dataset.shows = kind ? asked : "";
   panel.hidden = !kind;
   $("#main").inert = !panel.hidden && matchMedia("(max-width: 700px)").matches;
-  for (const row of document.querySelectorAll("tbody tr")) row.toggleAttribute("aria-current", $("a", row).hash === asked);
+  for (const a of document.querySelectorAll("tbody a")) a.closest("tr").setAttribute("aria-current", a.hash === asked);
   if (kind && !isShown) panel.focus(), panel.scrollTo(0, 0);
 }
 
@@ -260,8 +259,8 @@ function schedule(ms) {
 
 async function tick() {
   const mine = generation;
-  const query = new URLSearchParams([...filters(runs), ...filters(events)]).toString();
-  if (query !== location.search.slice(1)) history.replaceState(null, "", (query ? `?${query}` : location.pathname) + location.hash);
+  const query = `?${new URLSearchParams([...filters(runs), ...filters(events)])}`.replace(/^\?$/, "");
+  if (query !== location.search) history.replaceState(null, "", location.pathname + query + location.hash);
   const asked = [get("/readyz"), load(runs), load(events), get("/v1/workflows")];
   const [ready, runPage, eventPage, workflows] = await Promise.allSettled(asked);
   if (mine !== generation) return;

@@ -1,0 +1,80 @@
+"""Docs are true: what they name exists, and what exists they name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import headgate
+from headgate.model.retry import RetryPolicy
+from headgate.settings import Settings
+from headgate.store.db import Connection
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda p: p.name)
+def test_links_and_paths_exist(document: Path) -> None:
+    text = document.read_text()
+    for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}"
+    for path in re.findall(r"`((?:src|docs|tests|examples|bench|deploy)/[\w/.-]+)`", text):
+        assert (ROOT / path).exists(), f"{document.name} names {path}"
+    for module in re.findall(r"`((?:flow|store|model|queue|worker|api|cli|telemetry)/[\w/]+\.py)`", text):
+        assert (ROOT / "src" / "headgate" / module).exists(), f"{document.name} names {module}"
+
+
+def test_every_setting_is_documented() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    for name in Settings.__struct_fields__:
+        variable = f"HEADGATE_{name.upper()}"
+        assert variable in text, variable
+        default = getattr(Settings(), name)
+        if isinstance(default, RetryPolicy):
+            row = next(line for line in text.splitlines() if line.startswith(f"| `{variable}…`"))
+            cells = [cell.strip() for cell in row.split("|")[2:-1]]
+            assert cells == [f"{getattr(default, f):g}" if isinstance(getattr(default, f), float)
+                             else str(getattr(default, f)) for f in RetryPolicy.__struct_fields__]  # fmt: skip
+
+
+async def test_every_table_and_column_is_documented(connection: Connection) -> None:
+    text = (ROOT / "docs" / "schema.md").read_text()
+    sections = dict(re.findall(r"### `(\w+)`\n(.*?)(?=\n### |\n## |\Z)", text, re.DOTALL))
+    rows = await connection.fetch(
+        "select table_name, column_name from information_schema.columns "
+        "where table_schema = 'headgate' and table_name <> 'schema_migrations'"
+    )
+    assert {row["table_name"] for row in rows} == set(sections)
+    for row in rows:
+        assert f"`{row['column_name']}`" in sections[row["table_name"]], tuple(row)
+
+
+def test_public_names() -> None:
+    assert sorted(n for n in headgate.__all__ if n != "__version__") == [
+        "AsyncClient",
+        "Client",
+        "Conflict",
+        "Context",
+        "Headgate",
+        "HeadgateError",
+        "InvalidInput",
+        "NonRetryable",
+        "NotFound",
+        "Overloaded",
+        "RequestRefused",
+        "Retry",
+        "RetryAfter",
+        "Unavailable",
+    ]
+    for name in headgate.__all__:
+        assert getattr(headgate, name) is not None
+    with pytest.raises(AttributeError):
+        _ = headgate.nonsense
+
+
+def test_the_changelog_names_this_version() -> None:
+    assert f"## {headgate.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f'version = "{headgate.__version__}"' in (ROOT / "pyproject.toml").read_text()
