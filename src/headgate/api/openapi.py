@@ -69,7 +69,7 @@ def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, An
         for name in re.findall(r"\{(\w+)\}", path)
     ]
     operation: dict[str, Any] = {
-        "operationId": route.handler.__name__,
+        "operationId": route.handler.__name__.lstrip("_"),
         "summary": route.summary,
         "parameters": in_path + [_parameter(query) for query in route.query],
         "responses": answers,

@@ -32,7 +32,12 @@ _log = logger("api")
 
 _PAGES = {"/": ("console.html", "text/html"), "/docs": ("docs.html", "text/html")} | {
     f"/static/{name}": (name, media)
-    for name, media in (("console.js", "text/javascript"), ("docs.js", "text/javascript"), ("style.css", "text/css"))
+    for name, media in (
+        ("icon.svg", "image/svg+xml"),
+        ("console.js", "text/javascript"),
+        ("docs.js", "text/javascript"),
+        ("style.css", "text/css"),
+    )
 }
 _SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -194,7 +199,7 @@ def _endpoint(handler: Any, services: Services) -> Any:
                 raise NotFound("nothing has the character U+0000 in its name")
             result = await handler(request, services)
         except Exception as exc:
-            return problems.response(exc)
+            result = problems.response(exc)
         response = result if isinstance(result, Response) else json_response(result)
         response.headers["cache-control"] = "no-store"
         response.headers["x-content-type-options"] = "nosniff"

@@ -1,7 +1,6 @@
 // The console: reads the API every two seconds and draws what it says. Whatever an event carries is untrusted:
 // it reaches the page as text only, and every link is a fragment made here.
-const POLL_MS = 2000;
-const TIMEOUT_MS = 10_000;
+const [POLL_MS, TIMEOUT_MS] = [2000, 10_000];
 const SIZES = [10, 50, 200, 500]; // rows of a list, one "Show …" after the other; the API gives at most 500
 const COMMAND = `headgate publish order.created --source shop.api --data '{"id": 7, "amount": 120}'`;
 const TONES = {
@@ -146,7 +145,8 @@ function drawList(list, page) {
 function drawCounts() {
   if (!runs.items || !events.items) return;
   const count = (number, word, name) => el("span", { class: name }, el("b", {}, String(number)), ` ${word}`);
-  const parts = [events, runs].map((list) => count(list.items.length + (list.hasMore ? "+" : ""), list.name));
+  const parts = [events, runs].map(({ name, items, hasMore }) =>
+    count(items.length + (hasMore ? "+" : ""), items.length === 1 ? name.slice(0, -1) : name));
   for (const status of ["pending", "running", "failed"]) {
     const number = runs.items.filter((run) => run.status === status).length;
     if (number) parts.push(count(number, status, tone(status)));
@@ -155,8 +155,8 @@ function drawCounts() {
   $("#counts").replaceChildren(...parts);
   $("#counts").title = `In the newest ${limit(runs)} runs and ${limit(events)} events`;
   const isEmpty = !isFiltered(runs, events) && !runs.items.length && !events.items.length;
-  $("#welcome").hidden = !isEmpty;
   runs.section.hidden = events.section.hidden = isEmpty;
+  $("#welcome").hidden = !isEmpty;
 }
 
 function suggest(into, values) {
@@ -182,7 +182,7 @@ async function eventPanel(given) {
       line.stage === "run" && link("run", line.run_id, "show run"), moment(line.at)),
     line.reason && el("p", {}, visible(line.reason))));
   return [event.type, [
-    el("p", { class: "summary" }, visible(story.summary)),
+    el("p", { class: "summary" }, visible(story.summary.replace(/^no_trigger: /, ""))),
     part("Story", el("ol", { class: "story" }, ...lines)),
     part("Payload", block(json(event.payload, 2))),
     Object.keys(event.metadata).length > 0 && part("Metadata", block(json(event.metadata, 2))),
@@ -192,13 +192,13 @@ async function eventPanel(given) {
       ["Occurred", moment(event.occurred_at)], ["Received", moment(event.received_at)],
       ["Time to live", event.ttl_ms && `${event.ttl_ms} ms`],
     ])),
-  ]];
+  ], event.id];
 }
 
 async function runPanel(given) {
   const { run, steps } = await get(`/v1/runs/${encodeURIComponent(given)}`);
   const lines = steps.map((step) => el("li", { class: tone(step.status) },
-    el("div", {}, pill(step.status), el("b", {}, visible(step.name)), step.retry_attempts && `${step.retry_attempts} retries`),
+    el("div", {}, pill(step.status), el("b", {}, visible(step.name)), step.retry_attempts && `retries: ${step.retry_attempts}`),
     step.next_attempt_at && el("p", {}, "next attempt ", moment(step.next_attempt_at)),
     step.error ? block(visible(step.error), "error") : step.result !== null && block(json(step.result, 2))));
   return [run.workflow, [
@@ -211,7 +211,7 @@ async function runPanel(given) {
       ["Event", run.event_id && link("event", run.event_id, id(run.event_id))], ["Run id", id(run.id)],
       ["Created", moment(run.created_at)], ["Started", moment(run.started_at)], ["Finished", moment(run.finished_at)],
     ])),
-  ]];
+  ], run.id];
 }
 
 const panel = $("#panel");
@@ -221,21 +221,23 @@ async function drawPanel() {
   const asked = location.hash;
   const [, kind, given] = /^#(event|run)=(.+)$/.exec(asked) ?? [];
   const isShown = panel.dataset.shows === asked;
+  let current = asked; // the fragment of its row, which has our id where the asked one may have the producer's
   if (kind) {
     const draw = async () => (kind === "run" ? runPanel : eventPanel)(decodeURIComponent(given));
     const sorry = (error) => [given, [el("p", { class: "error" }, visible(error.message))]];
-    const [title, content] = await draw().catch((error) => (isShown && !(error instanceof Refused) ? [] : sorry(error)));
+    const [title, content, id] = await draw().catch((error) => (isShown && !(error instanceof Refused) ? [] : sorry(error)));
     if (asked !== location.hash || !content) return; // another one is wanted by now, or what is shown is still the best
     const fresh = el("div", { id: "panel-body" }, ...content);
     if (!$("#panel-body").isEqualNode(fresh)) $("#panel-body").replaceWith(fresh);
     $("#panel-title").textContent = visible(title);
     $("#panel-kind").textContent = kind;
+    current = `#${kind}=${id}`;
   }
   if (panel.hidden) opener = document.activeElement;
   panel.dataset.shows = kind ? asked : "";
   panel.hidden = !kind;
   $("#main").inert = !panel.hidden && matchMedia("(max-width: 700px)").matches;
-  for (const a of document.querySelectorAll("tbody a")) a.closest("tr").setAttribute("aria-current", a.hash === asked);
+  for (const a of document.querySelectorAll("tbody a")) a.closest("tr").setAttribute("aria-current", a.hash === current);
   if (kind && !isShown) panel.focus(), panel.scrollTo(0, 0);
 }
 
@@ -247,9 +249,7 @@ function close() {
 
 // Polling
 
-let timer = 0;
-let generation = 0; // a newer schedule makes an answer that is under way worthless
-let lostAt = null;
+let [timer, generation, lostAt] = [0, 0, null]; // an answer asked for in an older generation is worthless
 
 function schedule(ms) {
   generation++;
@@ -289,7 +289,7 @@ function drawHealth(unready, failure) {
   $("#health").textContent = !unready ? "ready" : unready instanceof Refused ? visible(unready.message) : "no answer";
 }
 
-const isDefault = /^http:\/\/(127\.0\.0\.1|localhost):8700$/.test(location.origin);
+const isDefault = ["http://127.0.0.1:8700", "http://localhost:8700"].includes(location.origin);
 $("#command").textContent = (isDefault ? "" : `HEADGATE_URL=${location.origin} `) + COMMAND;
 $("#zone").textContent = `Times are local (${Intl.DateTimeFormat().resolvedOptions().timeZone}); hover for UTC.`;
 $("#close").addEventListener("click", close);
