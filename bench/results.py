@@ -105,7 +105,8 @@ def table(results: Results) -> str:
         found = results.throughput
         lines.append(("floor: plain SQL, batches of 500", f"{found.floor_median:,.0f} events/s"))
         lines.append(("publish until the run exists", f"{found.pipeline_median:,.0f} events/s"))
-        lines.append(("ratio to the floor", f"{found.ratio:.2f}"))
+        ratios = [turn.ratio for turn in found.turns]
+        lines.append(("ratio to the floor", f"{found.ratio:.2f} (turns: {min(ratios):.2f} to {max(ratios):.2f})"))
         if found.quiet_turns < len(found.turns):
             disturbed = len(found.turns) - found.quiet_turns
             lines.append(("NOT COMPARABLE", f"others used the machine in {disturbed} of {len(found.turns)} turns"))

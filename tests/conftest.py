@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import asyncpg
@@ -87,3 +88,34 @@ async def connection(database: Database) -> AsyncIterator[Connection]:
 def _no_failpoints() -> Iterator[None]:
     yield
     failpoints.disarm()
+
+
+class Clock:
+    """The database's clock in the test's hands: `headgate.now()` reads it, in every process."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.now = datetime(2026, 6, 1, 12, tzinfo=UTC)
+
+    async def install(self) -> None:
+        async with self._database.connection() as connection:
+            await connection.execute("create table public.test_clock (now timestamptz not null)")
+            await connection.execute("insert into public.test_clock values ($1)", self.now)
+            await connection.execute(
+                "create or replace function headgate.now() returns timestamptz language sql stable parallel safe "
+                "as $$ select now from public.test_clock $$"
+            )
+
+    async def advance(self, ms: float) -> datetime:
+        """Move the clock; a negative step is a clock set back."""
+        self.now += timedelta(milliseconds=ms)
+        async with self._database.connection() as connection:
+            await connection.execute("update public.test_clock set now = $1", self.now)
+        return self.now
+
+
+@pytest.fixture
+async def clock(database: Database) -> Clock:
+    made = Clock(database)
+    await made.install()
+    return made

@@ -14,6 +14,7 @@ import msgspec
 from headgate import settings as settings_module
 from headgate.clock import utc_now, uuid7
 from headgate.errors import AppError, FieldError, HeadgateError, InvalidInput
+from headgate.flow import control
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
 from headgate.flow.workflow import Workflow
 from headgate.model.event import NewEvent, check_event
@@ -135,6 +136,7 @@ class Headgate:
         database = Database(self.settings.require_database_url(), "register", size=1)
         try:
             await migrate.require_current(database)
+            await control.seed_limits(database, self.settings.source_rate_limits)
             definitions = await database.run(self.register)
         finally:
             await database.close()

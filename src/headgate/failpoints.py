@@ -20,6 +20,8 @@ POINTS = frozenset(
         "dispatch.after_match",
         "dispatch.before_commit",
         "dispatch.after_commit",
+        "retry.before_commit",
+        "replan.before_commit",
         "run.after_claim",
         "run.before_finish",
         "run.after_finish",

@@ -17,13 +17,18 @@ import msgspec
 
 from headgate import failpoints
 from headgate.errors import SettingsError
-from headgate.model.event import EventLimits
+from headgate.model.event import EventLimits, is_name
 from headgate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
+from headgate.model.source import SOURCE_BREAKER, BreakerPolicy, RateLimit
 
 TOML_FILE = "headgate.toml"
-_RETRIES = {"event_retry": EVENT_RETRY, "trigger_retry": TRIGGER_RETRY, "step_retry": STEP_RETRY}
-_POLICY_FIELDS = get_type_hints(RetryPolicy)
-_POLICY_FIELD = re.compile("|".join(_POLICY_FIELDS))
+Policy = RetryPolicy | BreakerPolicy
+_POLICIES: dict[str, Policy] = {
+    "event_retry": EVENT_RETRY,
+    "trigger_retry": TRIGGER_RETRY,
+    "step_retry": STEP_RETRY,
+    "source_error": SOURCE_BREAKER,
+}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +42,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     event_retry: RetryPolicy = EVENT_RETRY
     trigger_retry: RetryPolicy = TRIGGER_RETRY
     step_retry: RetryPolicy = STEP_RETRY
+    event_retry_max_age_ms: int = 7 * 86_400_000
+    source_rate_limits: dict[str, RateLimit] = {}
+    source_error: BreakerPolicy = SOURCE_BREAKER
     host: str = "127.0.0.1"
     port: int = 8700
     url: str = "http://127.0.0.1:8700"
@@ -55,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, low, high in (
+            ("event_retry_max_age_ms", 0, 3650 * 86_400_000),
             ("port", 0, 65535),
             ("batch_size", 1, 5000),
             ("poll_ms", 10, 60_000),
@@ -126,11 +135,13 @@ def _from_environment(environ: Mapping[str, str], below: Mapping[str, Any]) -> d
         text = environ.get(_env(name))
         if text is not None and text != "":
             values[name] = _parse(_env(name), hint, text)
-    for name, default in _RETRIES.items():
-        names = {part: _env(f"{name}_{part}") for part in _POLICY_FIELDS}
+    for name, default in _POLICIES.items():
+        names = {part: _env(f"{name}_{part}") for part in default.__struct_fields__}
         given = {part: environ[variable] for part, variable in names.items() if environ.get(variable)}
         if given:
             values[name] = _policy(names, below.get(name, default), given)
+    if environ.get(_env("source_rate_limits")):
+        values["source_rate_limits"] = _rate_limits(_env("source_rate_limits"), environ[_env("source_rate_limits")])
     return values
 
 
@@ -139,11 +150,14 @@ def _from_toml(table: dict[str, Any], file: str) -> dict[str, Any]:
     plain = _plain_fields()
     for name, value in table.items():
         where = f"{file}: {name}"
-        if name in _RETRIES:
-            if not isinstance(value, dict) or value.keys() - _POLICY_FIELDS.keys():
-                raise SettingsError(f"{where} must be a table with {', '.join(_POLICY_FIELDS)}, not {value!r}")
-            names = {part: f"{where}.{part}" for part in _POLICY_FIELDS}
-            values[name] = _policy(names, _RETRIES[name], {part: str(given) for part, given in value.items()})
+        if name in _POLICIES:
+            parts = _POLICIES[name].__struct_fields__
+            if not isinstance(value, dict) or value.keys() - set(parts):
+                raise SettingsError(f"{where} must be a table with {', '.join(parts)}, not {value!r}")
+            names = {part: f"{where}.{part}" for part in parts}
+            values[name] = _policy(names, _POLICIES[name], {part: str(given) for part, given in value.items()})
+        elif name == "source_rate_limits":
+            values[name] = _rate_limits(where, msgspec.json.encode(value).decode())
         elif name in plain:
             values[name] = _parse(where, plain[name], str(value) if not isinstance(value, bool) else str(value).lower())
         else:
@@ -151,17 +165,40 @@ def _from_toml(table: dict[str, Any], file: str) -> dict[str, Any]:
     return values
 
 
-def _policy(names: dict[str, str], default: RetryPolicy, given: dict[str, str]) -> RetryPolicy:
+def _policy(names: dict[str, str], default: Policy, given: dict[str, str]) -> Policy:
     """The default with the texts given in its place; `names` is what a refusal calls each field."""
-    parsed = {part: _parse(names[part], _POLICY_FIELDS[part], text) for part, text in given.items()}
+    hints = get_type_hints(type(default))
+    parsed = {part: _parse(names[part], hints[part], text) for part, text in given.items()}
     try:
-        return RetryPolicy(**msgspec.structs.asdict(default) | parsed)
+        return msgspec.structs.replace(default, **parsed)
     except ValueError as exc:
-        raise SettingsError(_POLICY_FIELD.sub(lambda found: names[found[0]], str(exc))) from exc
+        field = re.compile("|".join(rf"\b{part}\b" for part in names))
+        raise SettingsError(field.sub(lambda found: names[found[0]], str(exc))) from exc
+
+
+def _rate_limits(where: str, text: str) -> dict[str, RateLimit]:
+    """`[{"source", "limit", "interval_ms", "pause_ms"}, …]`; a refusal says which entry and why."""
+    try:
+        entries = msgspec.json.decode(text, type=list[dict[str, Any]])
+    except msgspec.MsgspecError as exc:
+        raise SettingsError(f"{where} must be a JSON list of objects: {exc}") from exc
+    limits: dict[str, RateLimit] = {}
+    for i, entry in enumerate(entries):
+        source = entry.pop("source", None)
+        if not isinstance(source, str) or not (source == "*" or is_name(source)):
+            raise SettingsError(f"{where}[{i}].source must be the name of a source or *, not {source!r}")
+        if source in limits:
+            raise SettingsError(f"{where}[{i}].source is {source!r}, which an earlier entry has already")
+        try:
+            limits[source] = msgspec.convert(entry, RateLimit)
+        except (ValueError, msgspec.ValidationError) as exc:
+            raise SettingsError(f"{where}[{i}] ({source}): {exc}") from exc
+    return limits
 
 
 def _plain_fields() -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(Settings).items() if name not in _RETRIES}
+    special = {*_POLICIES, "source_rate_limits"}
+    return {name: hint for name, hint in get_type_hints(Settings).items() if name not in special}
 
 
 def _parse(where: str, hint: Any, text: str) -> Any:

@@ -1,4 +1,4 @@
-"""`headgate dev` as a newcomer meets it: from nothing to a finished run, restarts, and every refusal in one sentence."""
+"""`headgate dev` as a newcomer meets it: from nothing to a finished run, restarts, refusals in one sentence."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from headgate import failpoints
 from headgate.client import Client
 from headgate.errors import Unavailable
+from headgate.flow import control
 from headgate.store.db import Connection, Database
 from tests.flow.conftest import APP, eventually
 from tests.processes import api, worker
@@ -94,13 +97,41 @@ async def test_reconcile_dies_in_the_middle(
 
 def test_every_failpoint_is_exercised() -> None:
     """A point that no test arms is a claim that nobody checked."""
-    armed = set(INGEST_POINTS) | set(DISPATCH_POINTS) | set(RUN_POINTS)
+    armed = {*INGEST_POINTS, *DISPATCH_POINTS, *RUN_POINTS, *HELD_POINTS}
     for file in Path(__file__).parent.parent.rglob("test_*.py"):
         armed |= set(re.findall(r"[\"']?([a-z]+\.[a-z_]+)=kill", file.read_text()))
-    assert failpoints.POINTS <= armed
+    assert armed >= failpoints.POINTS
 
 
 def test_every_failpoint_is_in_the_code() -> None:
     source = Path(failpoints.__file__).parent
     hit = {p for f in source.rglob("*.py") for p in re.findall(r"failpoints\.hit\(\"([^\"]+)\"\)", f.read_text())}
     assert hit == failpoints.POINTS
+
+
+HELD_POINTS = ["retry.before_commit", "replan.before_commit"]
+SLOW = '[{"source": "noisy", "limit": 1, "interval_ms": 300}]'
+
+
+@pytest.mark.parametrize("point", HELD_POINTS)
+async def test_worker_dies_while_letting_held_events_through(
+    database_url: str, database: Database, connection: Connection, effects: Effects, point: str
+) -> None:
+    """Neither the events nor their place in line nor the admission is lost, and none is counted twice."""
+    for n in range(5):
+        await connection.execute("select headgate.publish('work.quick', 'noisy', $1)", {"n": n})
+    with worker(database_url, APP, HEADGATE_SOURCE_RATE_LIMITS=SLOW, HEADGATE_FAILPOINTS=f"{point}=kill@2") as one:
+        await eventually(database, "select count(*) > 0 from headgate.event_ingress_retries")
+        if point.startswith("replan"):
+            await control.pause(database, "noisy", duration_ms=100, actor="test")
+            await eventually(
+                database, "select not is_replanning from headgate.event_scheduler_sources where source = 'noisy'"
+            )
+            await control.resume(database, "noisy", "test")
+        assert one.wait() == 137
+    with worker(database_url, APP):
+        await eventually(database, SETTLED, 5)
+    assert len({run for run, _ in await effects()}) == len(await effects()) == 5
+    rows = await connection.fetch("select launched_at from headgate.workflow_trigger_deliveries order by 1")
+    times = [row[0] for row in rows]
+    assert all(later - earlier >= timedelta(milliseconds=300) for earlier, later in itertools.pairwise(times))

@@ -1,8 +1,237 @@
+"""Migrations: forward, once, all or nothing, by however many processes at once; and the schema they make."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import asyncpg
+import pytest
+
+from headgate import failpoints
+from headgate.errors import SchemaError
+from headgate.store import migrate
+from headgate.store.db import Connection, Database
+
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
+VERSIONS = [m.version for m in migrate.migrations()]
+
+# Says when it is ready, waits until its input ends, migrates, and says how many migrations it applied.
+MIGRATOR = """
+import asyncio, sys
+from headgate import failpoints
 from headgate.store import migrate
 from headgate.store.db import Database
+
+url, armed = sys.argv[1:]
+failpoints.arm(armed)
+print("ready", flush=True)
+sys.stdin.read()
+print(len(asyncio.run(migrate.migrate(Database(url, "test", size=1)))))
+"""
+
+# The contract's tables, and the columns that others rely on.
+CONTRACT = {
+    "workflow_events": "id external_id type source occurred_at received_at ingress_sequence payload correlation_id "
+    "ttl_ms metadata",
+    "event_ingress_retries": "event_id source retry_state attempts next_attempt_at last_error metadata created_at "
+    "updated_at",
+    "workflow_definitions": "id slug",
+    "workflow_event_triggers": "id name event_type event_source predicates where parameter_template idempotency_key "
+    "idempotency_window_ms concurrency_key throttle_count throttle_window_ms max_concurrency retry status version "
+    "created_by updated_by",
+    "workflow_trigger_deliveries": "id trigger_id event_id workflow_run_id status attempts dedupe_key launched_at "
+    "last_error throttled_until retry_state next_attempt_at retry_attempts retry_metadata",
+    "workflow_runs": "id workflow_definition_id status parameters output error created_at started_at finished_at",
+    "workflow_run_steps": "id workflow_run_id name status result retry_state next_attempt_at retry_attempts "
+    "retry_metadata",
+    "event_scheduler_sources": "source",
+    "event_scheduler_triggers": "trigger_id",
+    "event_scheduler_source_metrics": "source total throttled dropped failures last_lag_ms max_lag_ms last_event_at "
+    "updated_at",
+    "event_scheduler_trigger_metrics": "trigger_id filtered matched launched throttled skipped failed paused "
+    "last_status last_error updated_at",
+    "dead_letters": "id",
+    "audit_log": "id",
+    "api_tokens": "id",
+}
+
+
+@pytest.fixture
+async def empty(empty_database_url: str) -> AsyncIterator[Database]:
+    """A database that nothing was done to yet."""
+    opened = Database(empty_database_url, "test", size=2)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def start_migrator(empty: Database) -> AsyncIterator[Start]:
+    """Starts a process that is ready to migrate the empty database; whatever is left at the end is ended."""
+    started = []
+
+    async def start(armed: str = "") -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", MIGRATOR, empty.url, armed),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"ready\n"
+        return process
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def applied(database: Database) -> list[int]:
+    async with database.connection() as connection:
+        rows = await connection.fetch("select version from headgate.schema_migrations order by version")
+    return [row[0] for row in rows]
+
+
+async def tables(connection: Connection) -> set[str]:
+    rows = await connection.fetch("select tablename from pg_tables where schemaname = 'headgate'")
+    return {row[0] for row in rows}
+
+
+async def columns(connection: Connection, condition: str) -> set[str]:
+    rows = await connection.fetch(
+        "select table_name || '.' || column_name as name from information_schema.columns "
+        f"where table_schema = 'headgate' and ({condition})"
+    )
+    return {row["name"] for row in rows}
+
+
+def test_migrations_are_numbered_without_gaps() -> None:
+    assert list(range(1, len(VERSIONS) + 1)) == VERSIONS
+    assert migrate.latest() == VERSIONS[-1]
 
 
 async def test_fresh_database_is_current(database: Database) -> None:
     status = await migrate.status(database)
-    assert status.version == migrate.latest()
-    assert status.pending == []
+    assert (status.version, status.applied, status.pending) == (migrate.latest(), VERSIONS, [])
+    await migrate.require_current(database)
+    assert await migrate.migrate(database) == []
+    assert await applied(database) == VERSIONS
+
+
+async def test_empty_database_has_everything_before_it(empty: Database) -> None:
+    status = await migrate.status(empty)
+    assert (status.version, status.applied, status.pending) == (0, [], list(migrate.migrations()))
+    with pytest.raises(SchemaError, match=f"at version 0, this Headgate needs {migrate.latest()}: run `headgate migr"):
+        await migrate.require_current(empty)
+    async with empty.connection() as connection:  # looking changes nothing
+        assert not await connection.fetchval("select exists (select from pg_namespace where nspname = 'headgate')")
+    assert await migrate.migrate(empty) == list(migrate.migrations())
+    await migrate.require_current(empty)
+
+
+async def test_many_processes_at_once_migrate_once(empty: Database, start_migrator: Start) -> None:
+    processes = await asyncio.gather(*(start_migrator() for _ in range(20)))
+    results = await asyncio.gather(*(process.communicate(b"") for process in processes))
+    assert [error.decode() for _, error in results if error] == []
+    assert [process.returncode for process in processes] == [0] * 20
+    assert sorted(int(out) for out, _ in results) == [0] * 19 + [len(VERSIONS)]
+    assert await applied(empty) == VERSIONS
+
+
+@pytest.mark.parametrize("nth", VERSIONS)
+async def test_killed_mid_migration_leaves_nothing_half_done(empty: Database, start_migrator: Start, nth: int) -> None:
+    process = await start_migrator(f"migrate.mid_migration=kill@{nth}")
+    _, error = await process.communicate(b"")
+    assert (process.returncode, error) == (137, b"")
+    assert await applied(empty) == VERSIONS[: nth - 1]
+    if nth == 1:
+        async with empty.connection() as connection:
+            assert await tables(connection) == {"schema_migrations"}
+    status = await migrate.status(empty)
+    assert [m.version for m in status.pending] == VERSIONS[nth - 1 :]
+    with pytest.raises(SchemaError, match=f"at version {nth - 1}"):
+        await migrate.require_current(empty)
+
+    again = await start_migrator()
+    out, error = await again.communicate(b"")
+    assert (again.returncode, int(out), error) == (0, len(VERSIONS) - nth + 1, b"")
+    await migrate.require_current(empty)
+
+
+async def test_failed_migration_is_undone_and_lets_go_of_the_lock(empty: Database) -> None:
+    failpoints.arm("migrate.mid_migration=raise")
+    with pytest.raises(failpoints.FailpointHit):
+        await migrate.migrate(empty)
+    async with empty.connection() as connection:
+        assert await tables(connection) == {"schema_migrations"}
+        held = "select count(*) from pg_locks where locktype = 'advisory'"
+        assert await connection.fetchval(held) == 0
+    assert await migrate.migrate(empty) == list(migrate.migrations())
+
+
+async def test_newer_schema_is_refused(database: Database) -> None:
+    async with database.connection() as connection:
+        await connection.execute("insert into headgate.schema_migrations values (9999, '9999_future', 'x')")
+    for use in (migrate.status, migrate.migrate, migrate.require_current):
+        with pytest.raises(SchemaError, match=f"at version 9999, but this Headgate knows only up to {VERSIONS[-1]}"):
+            await use(database)
+
+
+async def test_changed_migration_is_refused(database: Database) -> None:
+    first = migrate.migrations()[0]
+    async with database.connection() as connection:
+        await connection.execute("update headgate.schema_migrations set checksum = 'other' where version = 1")
+    for use in (migrate.status, migrate.migrate, migrate.require_current):
+        with pytest.raises(SchemaError, match=f"{first.name} was applied with other content .*other.*{first.checksum}"):
+            await use(database)
+
+
+async def test_ledger_records_name_and_checksum(database: Database) -> None:
+    async with database.connection() as connection:
+        rows = await connection.fetch("select version, name, checksum from headgate.schema_migrations order by 1")
+    assert [tuple(row) for row in rows] == [(m.version, m.name, m.checksum) for m in migrate.migrations()]
+
+
+# The schema ---------------------------------------------------------------------------------------------------------
+
+
+async def test_schema_has_the_contracts_tables_and_columns(connection: Connection) -> None:
+    found = await columns(connection, "true")
+    promised = {f"{table}.{column}" for table, names in CONTRACT.items() for column in names.split()}
+    assert promised - found == set()
+
+
+async def test_all_counter_columns_are_bigint(connection: Connection) -> None:
+    assert await columns(connection, "udt_name in ('int2', 'int4', '_int2', '_int4', 'oid')") == set()
+    rows = await connection.fetch("select data_type::text from pg_sequences where schemaname = 'headgate'")
+    assert {row[0] for row in rows} == {"bigint"}
+    counters = await columns(connection, "udt_name = 'int8'")
+    assert {
+        "workflow_events.ingress_sequence",
+        "event_ingress_retries.attempts",
+        "workflow_trigger_deliveries.retry_attempts",
+        "workflow_run_steps.retry_attempts",
+        "workflow_runs.attempts",
+    } <= counters
+
+
+async def test_all_times_have_a_zone_and_all_documents_are_jsonb(connection: Connection) -> None:
+    assert await columns(connection, "udt_name in ('timestamp', '_timestamp', 'date', 'time', 'json')") == set()
+    assert await columns(connection, "column_name like '%\\_at' and udt_name not in ('timestamptz', 'int8')") == set()
+
+
+async def test_registry_version_is_one_row(connection: Connection) -> None:
+    with pytest.raises(asyncpg.CheckViolationError):
+        await connection.execute("insert into headgate.registry_version values (false)")
+    with pytest.raises(asyncpg.UniqueViolationError):
+        await connection.execute("insert into headgate.registry_version values (true)")
+
+
+async def test_no_delete_cascades(connection: Connection) -> None:
+    rows = await connection.fetch(
+        "select conname, confdeltype::text as on_delete from pg_constraint "
+        "where contype = 'f' and connamespace = 'headgate'::regnamespace"
+    )
+    assert {row["on_delete"] for row in rows} == {"a"}  # no action: a row that is referred to cannot be deleted

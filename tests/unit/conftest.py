@@ -2,5 +2,5 @@
 
 from hypothesis import settings
 
-settings.register_profile("headgate", deadline=None, max_examples=4000)
+settings.register_profile("headgate", deadline=None)
 settings.load_profile("headgate")

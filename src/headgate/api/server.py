@@ -21,6 +21,7 @@ from headgate.api import events, health, openapi, problems, publish, runs, workf
 from headgate.api.problems import Problem
 from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound, SettingsError
+from headgate.flow import control
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
 from headgate.queue.postgres import PostgresQueue
 from headgate.settings import Settings
@@ -91,6 +92,7 @@ class Api:
         """Refuse a database that does not fit before anything is accepted."""
         await migrate.require_current(self._database)
         await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
+        await control.seed_limits(self._database, self._settings.source_rate_limits)
 
     async def close(self) -> None:
         await self.services.ingest.close()

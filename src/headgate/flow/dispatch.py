@@ -1,21 +1,26 @@
-"""Dispatch: the batch. In one transaction: take events from the inbox, gate, match, deliver, create runs.
+"""Dispatch: new events. In one transaction: take them from the inbox, gate, match, deliver, create runs.
 
 A crash anywhere before the commit leaves everything as it was; after it, everything is done. Nothing in between exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from headgate import failpoints
 from headgate.errors import Unavailable
-from headgate.flow import deliver, gate
-from headgate.flow.match import Matcher
-from headgate.store import deliveries, events
+from headgate.flow import batch, gate
+from headgate.flow.batch import Batch
+from headgate.model.ingress_retry import IngressRetry
+from headgate.model.source import SOURCE_BREAKER, BreakerPolicy
+from headgate.store import decisions, events, ingress_retries
 from headgate.store.db import Connection, Database
+from headgate.store.decisions import Recorded
 from headgate.store.events import InboxBatch
+from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
 _log = logger("dispatch")
@@ -27,57 +32,90 @@ class Outcome(NamedTuple):
     events: int = 0
     launched: int = 0
     failed: int = 0
+    held: int = 0
+    expired: int = 0
     quarantined: int = 0
 
 
 class Dispatch:
-    """Decides what is in the inbox. `after_launch` is called after each commit that created runs."""
+    """Decides what is in the inbox. The callbacks hear, after the commit, of new runs and of events that wait."""
 
-    def __init__(self, database: Database, *, batch_size: int, after_launch: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        batch_size: int,
+        after_launch: Callable[[], None],
+        after_hold: Callable[[Sequence[IngressRetry]], None] = lambda _: None,
+        breaker: BreakerPolicy = SOURCE_BREAKER,
+    ) -> None:
         self._database = database
         self._batch_size = batch_size
         self._after_launch = after_launch
-        self._matcher = Matcher()
+        self._after_hold = after_hold
+        self._batch = Batch(breaker)
 
     async def run_once(self) -> Outcome:
         """Decide one batch; an outcome of 0 events means that nothing was waiting."""
         try:
-            outcome = await self._database.run(self._batch)
+            outcome, held = await self._database.run(self._oldest)
         except Unavailable:
             raise
         except Exception as exc:
             _log.warning("dispatch.batch_failed", error=exc, reason="taking it apart to find the event at fault")
-            outcome = await self._one_by_one()
+            return await self._one_by_one()
+        self._committed(outcome, held)
+        return outcome
+
+    def _committed(self, outcome: Outcome, held: Sequence[IngressRetry]) -> None:
         failpoints.hit("dispatch.after_commit")
         if outcome.launched:
             self._after_launch()
-        return outcome
+        for retry in held:
+            metrics.EVENT_RETRIES.labels("scheduled").inc()
+            _log.info(
+                "event.held",
+                event_id=str(retry.event_id),
+                source=retry.source,
+                attempt=retry.attempts,
+                next_attempt_at=retry.next_attempt_at,
+                reason=retry.reason,
+            )
+        if held:
+            self._after_hold(held)
 
-    async def _batch(self, connection: Connection) -> Outcome:
+    async def _oldest(self, connection: Connection) -> tuple[Outcome, list[IngressRetry]]:
         return await self._decide(connection, await events.claim_inbox(connection, self._batch_size))
 
-    async def _decide(self, connection: Connection, batch: InboxBatch) -> Outcome:
-        if not batch.events:
-            return Outcome()
+    async def _decide(self, connection: Connection, inbox: InboxBatch) -> tuple[Outcome, list[IngressRetry]]:
+        if not inbox.events:
+            return Outcome(), []
         failpoints.hit("dispatch.after_claim")
-        allowed = gate.decide(batch.events)
+        gates = await gate.open_gates(connection, (event.source for event in inbox.events))
+        verdict = gate.decide(gates, inbox.events)
         failpoints.hit("dispatch.after_gate")
-        await self._matcher.refresh(connection, batch.registry_version)
-        matches = self._matcher.match(allowed)
-        failpoints.hit("dispatch.after_match")
-        decided = deliver.decide(matches)
-        launched = await deliveries.launch(connection, decided) if decided else []
+        delivered = await self._batch.deliver(connection, gates, verdict.admitted, inbox.registry_version)
+        waiting = [*verdict.held, *verdict.expired]
+        await ingress_retries.hold(connection, waiting)
+        await decisions.insert(connection, [_recorded(retry) for retry in waiting])
+        await gate.close_gates(connection, gates)
+        seen = batch.measure(
+            gates,
+            newcomers=inbox.events,
+            passed=verdict.admitted,
+            throttled=Counter(retry.source for retry in verdict.held),
+            dropped=Counter(retry.source for retry in verdict.expired),
+        )
+        await batch.count(connection, seen)
         failpoints.hit("dispatch.before_commit")
-        failed = [d for d in decided if d.status == "failed"]
-        for delivery in failed:
-            _log.warning(
-                "delivery.failed",
-                event_id=str(delivery.event_id),
-                correlation_id=delivery.correlation_id,
-                trigger_id=str(delivery.trigger_id),
-                reason=delivery.last_error,
-            )
-        return Outcome(events=len(batch.events), launched=len(launched), failed=len(failed))
+        outcome = Outcome(
+            events=len(inbox.events),
+            launched=delivered.launched,
+            failed=delivered.failed,
+            held=len(verdict.held),
+            expired=len(verdict.expired),
+        )
+        return outcome, verdict.held
 
     async def _one_by_one(self) -> Outcome:
         """The oldest events, each in a transaction of its own; one that still fails goes to the dead letters."""
@@ -86,7 +124,8 @@ class Dispatch:
         total = Outcome()
         for sequence in sequences:
             try:
-                one = await self._database.run(partial(self._single, sequence=sequence))
+                one, held = await self._database.run(partial(self._single, sequence=sequence))
+                self._committed(one, held)
             except Unavailable:
                 raise
             except Exception as exc:
@@ -94,7 +133,7 @@ class Dispatch:
             total = Outcome(*(a + b for a, b in zip(total, one, strict=True)))
         return total
 
-    async def _single(self, connection: Connection, sequence: int) -> Outcome:
+    async def _single(self, connection: Connection, sequence: int) -> tuple[Outcome, list[IngressRetry]]:
         return await self._decide(connection, await events.claim_inbox_one(connection, sequence))
 
     async def _quarantine(self, sequence: int, exc: Exception) -> Outcome:
@@ -103,3 +142,10 @@ class Dispatch:
             moved = await events.quarantine(connection, sequence, reason)
         _log.error("event.quarantined", ingress_sequence=sequence, reason=reason, moved=moved)
         return Outcome(events=1, quarantined=int(moved))
+
+
+def _recorded(retry: IngressRetry) -> Recorded:
+    decision = "held" if retry.retry_state == "scheduled" else "expired"
+    return Recorded(
+        retry.event_id, None, "gate", decision, retry.last_error, retry.next_attempt_at, retry.attempts or None
+    )

@@ -11,8 +11,9 @@ from headgate.errors import Conflict, FieldError, NotFound
 from headgate.flow.match import Matcher
 from headgate.model.event import Event
 from headgate.model.run import Run
-from headgate.store import deliveries, events, runs, triggers
+from headgate.store import decisions, deliveries, events, ingress_retries, runs, triggers
 from headgate.store.db import Connection
+from headgate.store.decisions import Recorded
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,6 +28,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trigger: str | None = None
     delivery_id: uuid.UUID | None = None
     run_id: uuid.UUID | None = None
+    until: datetime | None = None
+    attempt: int | None = None
+    actor: str | None = None
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +63,13 @@ async def explain(connection: Connection, event_id: str) -> Explanation:
     event = await find_event(connection, event_id)
     story = [Decision(at=event.received_at, stage="ingest", decision="accepted")]
     undecided, dead_reason = await events.is_waiting(connection, event.id)
+    retry = await ingress_retries.get(connection, event.id)
     if undecided:
         story.append(Decision(at=None, stage="gate", decision="waiting", reason="waits in the inbox for a worker"))
+    elif retry is not None:
+        story += [_recorded_line(line) for line in await decisions.list_of_event(connection, event.id)]
+        if retry.retry_state == "completed":
+            story += await _delivered(connection, event)
     elif dead_reason is not None:
         story.append(Decision(at=None, stage="dispatch", decision="dead_letter", reason=dead_reason))
     else:
@@ -119,6 +128,18 @@ async def _delivered(connection: Connection, event: Event) -> list[Decision]:
         reason = f"no active trigger takes events of type {event.type} from {event.source}"
         story.append(Decision(at=None, stage="match", decision="no_trigger", reason=reason))
     return story
+
+
+def _recorded_line(line: Recorded) -> Decision:
+    return Decision(
+        at=line.at,
+        stage=line.stage,
+        decision=line.decision,
+        reason=line.reason,
+        until=line.until,
+        attempt=line.attempt,
+        actor=line.actor,
+    )
 
 
 def _run_line(run: Run) -> Decision:

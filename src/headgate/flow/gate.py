@@ -1,12 +1,174 @@
-"""Gate: may an event of this source go on now? Every source is open until it has a limit or a pause."""
+"""Gate: may an event of this source go on now? If not, why, and when will it be let through?
+
+Per batch: lock the sources (one short row lock each), decide in memory, write back. Limits are exact because every
+admission of a source is decided under its row lock and stamped with the database's time read after the lock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from headgate.model.event import Event
+from headgate.model.ingress_retry import IngressRetry
+from headgate.model.source import BreakerPolicy, Gate
+from headgate.store import sources as store
+from headgate.store.db import Connection
+from headgate.store.sources import LockedSource
+
+# A newcomer that arrives while its source's waiting events are being given new slots gets its own in a moment.
+PROVISIONAL = timedelta(minutes=1)
+
+EXPIRED = "expired"
 
 
-def decide(events: Sequence[Event]) -> list[Event]:
-    """The events that may go on, in order."""
-    return list(events)
+class OpenGates(NamedTuple):
+    """The sources of one batch under their locks, and the database's time at the decision."""
+
+    now: datetime
+    sources: dict[str, LockedSource]
+
+    def gate(self, source: str) -> Gate | None:
+        locked = self.sources.get(source)
+        return locked.gate if locked else None
+
+
+class Verdict(NamedTuple):
+    """What the gate says about newcomers."""
+
+    admitted: list[Event]
+    held: list[IngressRetry]
+    expired: list[IngressRetry]
+
+
+class BreakerMove(NamedTuple):
+    """A source's breaker that changed in this batch."""
+
+    source: str
+    move: str
+    reason: str | None
+
+
+async def open_gates(connection: Connection, names: Iterable[str]) -> OpenGates:
+    """Lock the sources for this transaction."""
+    wanted = sorted(set(names))
+    await store.share(connection, wanted)
+    locked = await store.lock(connection, wanted)
+    return OpenGates(await store.now(connection), locked)
+
+
+async def close_gates(connection: Connection, gates: OpenGates) -> None:
+    """Write back what the batch changed."""
+    await store.save(connection, [locked.gate for locked in gates.sources.values()])
+
+
+def decide(gates: OpenGates, newcomers: Sequence[Event]) -> Verdict:
+    """Split newcomers, in order of arrival, into those that pass, those that wait, and those that came too late."""
+    verdict = Verdict([], [], [])
+    by_source: dict[str, list[Event]] = {}
+    for event in newcomers:
+        if is_expired(event, gates.now):
+            verdict.expired.append(_expired(event))
+        elif event.source in gates.sources:
+            by_source.setdefault(event.source, []).append(event)
+        else:
+            verdict.admitted.append(event)
+    for source, group in by_source.items():
+        admitted, held = _decide(gates.sources[source], gates.now, group)
+        verdict.admitted.extend(admitted)
+        verdict.held.extend(held)
+    return verdict
+
+
+def is_expired(event: Event, now: datetime) -> bool:
+    """Whether the event's time to live is over."""
+    return event.ttl_ms is not None and now > event.received_at + timedelta(milliseconds=event.ttl_ms)
+
+
+async def record(
+    connection: Connection,
+    gates: OpenGates,
+    *,
+    admitted: Counter[str],
+    failures: Counter[str],
+    policy: BreakerPolicy,
+) -> list[BreakerMove]:
+    """Count how admitted events fared, by source; the breakers that moved."""
+    unknown = sorted(source for source in failures if source not in gates.sources)
+    if unknown:  # a source without limit or pause gets a row with its first failure
+        gates.sources.update(await store.create_and_lock(connection, unknown))
+    moves = []
+    for source, count in admitted.items():
+        gate = gates.gate(source)
+        if gate is None:
+            continue
+        move = gate.record(gates.now, failures=failures[source], admitted=count, policy=policy)
+        if move:
+            moves.append(BreakerMove(source, move, gate.breaker_reason))
+            if move != "closed":  # whoever waits gets a slot behind the breaker's pause
+                await begin_plan(connection, gates, source)
+    return moves
+
+
+async def begin_plan(connection: Connection, gates: OpenGates, source: str) -> None:
+    """Every waiting event of the source is to get a new slot."""
+    await store.begin_plan(connection, source)
+    locked = gates.sources.get(source)
+    if locked is not None:
+        locked.gate.forget_plan()
+
+
+def _decide(locked: LockedSource, now: datetime, group: list[Event]) -> tuple[list[Event], list[IngressRetry]]:
+    gate = locked.gate
+    hold = gate.hold(now)
+    if not locked.has_backlog:
+        gate.forget_backlog()
+    room = 0 if locked.has_backlog or hold is not None else gate.room(now)
+    passing = group if room is None else group[:room]
+    gate.spend(now, len(passing))
+    waiting = group[len(passing) :]
+    if not waiting:
+        return passing, []
+    if locked.is_replanning:
+        slots, plan_version = [now + PROVISIONAL] * len(waiting), locked.plan_version - 1
+    else:
+        slots, plan_version = gate.slots(now, len(waiting)), locked.plan_version
+    reason = hold.reason if hold else "breaker_open" if gate.is_probing(now) else "rate_limit"
+    message = hold.message if hold else _limit_message(gate)
+    held = [
+        IngressRetry(
+            event_id=event.id,
+            source=event.source,
+            ingress_sequence=event.ingress_sequence,
+            retry_state="scheduled",
+            attempts=1,
+            next_attempt_at=slot,
+            reason=reason,
+            last_error=message,
+            metadata={"reason": reason, "message": message, "until": slot},
+            plan_version=plan_version,
+        )
+        for event, slot in zip(waiting, slots, strict=True)
+    ]
+    return passing, held
+
+
+def _limit_message(gate: Gate) -> str:
+    if gate.limit is None:
+        return "waits behind events of the same source"
+    return f"over the limit of {gate.limit.limit} per {gate.limit.interval_ms} ms"
+
+
+def _expired(event: Event) -> IngressRetry:
+    message = f"its ttl_ms of {event.ttl_ms} was over before it could be decided"
+    return IngressRetry(
+        event_id=event.id,
+        source=event.source,
+        ingress_sequence=event.ingress_sequence,
+        retry_state="exhausted",
+        reason=EXPIRED,
+        last_error=message,
+        metadata={"reason": EXPIRED, "message": message},
+    )

@@ -145,6 +145,11 @@ def is_text_id(value: str) -> bool:
     return 0 < len(value) <= 200 and not value.isspace() and not _CONTROL.search(value)
 
 
+def is_name(value: str) -> bool:
+    """Whether `value` may be a type or a source."""
+    return _NAME.fullmatch(value) is not None
+
+
 def _name(value: Any, field: str, errors: list[FieldError]) -> str:
     if isinstance(value, str) and _NAME.fullmatch(value):
         return value

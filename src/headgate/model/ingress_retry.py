@@ -19,8 +19,11 @@ class IngressRetry(msgspec.Struct, frozen=True, kw_only=True):
     retry_state: RetryState = "scheduled"
     attempts: int = 0
     next_attempt_at: datetime | None = None
+    reason: str | None = None
     last_error: str | None = None
     metadata: dict[str, Any] = {}
+    ingress_sequence: int = 0
+    plan_version: int = 0
     claim_generation: int = 0
     claimed_by: str | None = None
     claim_expires_at: datetime | None = None

@@ -4,14 +4,13 @@ takes a lock that all notifying commits of the database share."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 from headgate.errors import Unavailable
+from headgate.queue.port import TOPICS, Topic, Wakeup
 from headgate.store.db import Database
 from headgate.telemetry.logs import logger
-
-Topic = Literal["inbox", "runs"]
-TOPICS: tuple[Topic, ...] = ("inbox", "runs")
 
 _MIN_GAP_SECONDS = 0.005
 _RECONNECT_SECONDS = 1.0
@@ -38,6 +37,15 @@ class PostgresQueue:
         self._wanted.add(topic)
         if self._sender is None:
             self._sender = asyncio.create_task(self._send())
+
+    def schedule(self, wakeups: Sequence[Wakeup]) -> None:
+        """Workers find due rows by themselves; this one looks up anew when the next is due."""
+        for topic in {wakeup.topic for wakeup in wakeups}:
+            self._wakes[topic].set()
+
+    async def missing(self, wakeups: Sequence[Wakeup]) -> list[Wakeup]:
+        """Nothing is kept here, so nothing can be missing."""
+        return []
 
     def start_listening(self) -> None:
         self._listener = asyncio.create_task(self._listen())

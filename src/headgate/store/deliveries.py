@@ -41,10 +41,10 @@ class EventDelivery(NamedTuple):
     workflow: str
 
 
-async def launch(connection: Connection, decided: Sequence[Decided]) -> list[uuid.UUID]:
-    """Record the deliveries and create the runs of those that launch. The runs created."""
+async def launch(connection: Connection, decided: Sequence[Decided], now: datetime) -> list[uuid.UUID]:
+    """Record the deliveries and create the runs of those that launch, stamped with `now`. The runs created."""
     columns = [list(column) for column in zip(*decided, strict=True)]
-    return [row[0] for row in await connection.fetch(_sql["launch"], *columns)]
+    return [row[0] for row in await connection.fetch(_sql["launch"], *columns, now)]
 
 
 async def insert(connection: Connection, deliveries: Sequence[Delivery]) -> set[uuid.UUID]:

@@ -1,13 +1,14 @@
 -- name: launch
 -- Records decided deliveries and creates the runs of those that launch. A delivery that exists already creates
--- nothing, so an event launches a trigger at most once. Returns the runs created.
+-- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($11), which
+-- limits are counted by. Returns the runs created.
 with input as materialized (
   select * from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
                        $8::uuid[], $9::text[], $10::text[])
     as u (id, trigger_id, event_id, trigger_version, status, last_error, run_id, workflow_definition_id,
           correlation_id, parameters)
 ), clock as materialized (
-  select headgate.now() as now
+  select $11::timestamptz as now
 ), recorded as (
   insert into headgate.workflow_trigger_deliveries
     (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, last_error, launched_at,

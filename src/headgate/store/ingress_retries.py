@@ -5,11 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headgate.model.ingress_retry import IngressRetry
-from headgate.model.retry import RetryChange
+from headgate.model.retry import RetryChange, RetryState
 from headgate.store.db import Connection, Row
 from headgate.store.retry_rows import change_columns, json_texts
 from headgate.store.sql import load
@@ -72,3 +73,113 @@ async def list_scheduled(
 
 def _retry(row: Row) -> IngressRetry:
     return msgspec.convert(dict(row), IngressRetry)
+
+
+class DueEvent(NamedTuple):
+    """A waiting event that this transaction has locked."""
+
+    event_id: uuid.UUID
+    attempts: int
+    reason: str | None
+    claim_generation: int
+    next_attempt_at: datetime
+
+
+class StaleEvent(NamedTuple):
+    """A waiting event, locked, whose slot belongs to an older plan."""
+
+    event_id: uuid.UUID
+    attempts: int
+    next_attempt_at: datetime
+    ingress_sequence: int
+    received_at: datetime
+
+
+class Settled(NamedTuple):
+    """What became of a locked row."""
+
+    event_id: uuid.UUID
+    retry_state: RetryState
+    attempts: int
+    next_attempt_at: datetime | None
+    reason: str | None
+    last_error: str | None
+    metadata: dict[str, Any]
+    plan_version: int
+
+
+async def hold(connection: Connection, retries: Sequence[IngressRetry]) -> None:
+    """Keep events that the gate refused, in the transaction that decided so."""
+    if retries:
+        await connection.execute(
+            _sql["hold"],
+            [r.event_id for r in retries],
+            [r.source for r in retries],
+            [r.ingress_sequence for r in retries],
+            [r.retry_state for r in retries],
+            [r.attempts for r in retries],
+            [r.next_attempt_at for r in retries],
+            [r.reason for r in retries],
+            [r.last_error for r in retries],
+            json_texts(r.metadata for r in retries),
+            [r.plan_version for r in retries],
+        )
+
+
+async def due_sources(connection: Connection, limit: int) -> list[str]:
+    """Sources with due events, the longest due first."""
+    return [row[0] for row in await connection.fetch(_sql["due_sources"], limit)]
+
+
+async def take_due(
+    connection: Connection, source: str, *, plan_version: int, now: datetime, limit: int
+) -> list[DueEvent]:
+    """Lock due events of a source, in the order of their slots."""
+    return [DueEvent(*row) for row in await connection.fetch(_sql["take_due"], source, plan_version, now, limit)]
+
+
+async def take_stale(
+    connection: Connection, source: str, *, plan_version: int, after: int, limit: int
+) -> list[StaleEvent]:
+    """Lock waiting events whose slot belongs to an older plan, in the order of arrival."""
+    rows = await connection.fetch(_sql["take_stale"], source, plan_version, after, limit)
+    return [StaleEvent(*row) for row in rows]
+
+
+async def settle(connection: Connection, settled: Sequence[Settled]) -> None:
+    """Write what became of rows that this transaction has locked."""
+    if settled:
+        columns = [list(column) for column in zip(*settled, strict=True)]
+        columns[6] = json_texts(columns[6])
+        await connection.execute(_sql["settle"], *columns)
+
+
+async def next_due_seconds(connection: Connection) -> float | None:
+    """Seconds until the next waiting event that is not due yet."""
+    found: float | None = await connection.fetchval(_sql["next_due"])
+    return found
+
+
+async def cancel(connection: Connection, event_id: uuid.UUID, reason: str) -> tuple[str, int] | None:
+    """Cancel an event that waits; its source and attempts, or None when it does not wait."""
+    row = await connection.fetchrow(_sql["cancel"], event_id, reason)
+    return (row["source"], row["attempts"]) if row else None
+
+
+async def force(connection: Connection, event_id: uuid.UUID) -> tuple[str, int] | None:
+    """Make an event that waits due now; its source and attempts, or None when it does not wait."""
+    row = await connection.fetchrow(_sql["force"], event_id)
+    return (row["source"], row["attempts"]) if row else None
+
+
+async def get(connection: Connection, event_id: uuid.UUID) -> IngressRetry | None:
+    """The retry row of an event."""
+    row = await connection.fetchrow(_sql["get"], event_id)
+    return _retry(row) if row else None
+
+
+async def bury(connection: Connection, letters: Sequence[tuple[uuid.UUID, str, dict[str, Any]]]) -> None:
+    """Dead letters for events that were given up."""
+    if letters:
+        ids, reasons, details = zip(*letters, strict=True)
+        await connection.execute(_sql["bury"], list(ids), list(reasons), json_texts(details))

@@ -67,3 +67,117 @@ select r.* from headgate.event_ingress_retries r
    and ($2::timestamptz is null or (r.next_attempt_at, r.event_id) > ($2, $3::uuid))
  order by r.next_attempt_at, r.event_id
  limit $4
+
+-- name: hold
+-- Keeps events that the gate refused, with their slots, in the transaction that decided so. Returns nothing to check: an
+-- event leaves the inbox once, so it has no row yet.
+insert into headgate.event_ingress_retries
+  (event_id, source, ingress_sequence, retry_state, attempts, next_attempt_at, reason, last_error, metadata,
+   plan_version)
+select u.event_id, u.source, u.ingress_sequence, u.retry_state, u.attempts, u.next_attempt_at, u.reason, u.last_error,
+       u.metadata::jsonb, u.plan_version
+  from unnest($1::uuid[], $2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::timestamptz[], $7::text[],
+              $8::text[], $9::text[], $10::bigint[])
+    as u (event_id, source, ingress_sequence, retry_state, attempts, next_attempt_at, reason, last_error, metadata,
+          plan_version)
+
+-- name: due_sources
+-- Sources with due events, the longest due first. Walks the index from source to source: a backlog costs no more than
+-- a single event.
+with recursive waiting (source) as (
+  (select r.source from headgate.event_ingress_retries r
+    where r.retry_state = 'scheduled' order by r.source limit 1)
+  union all
+  select (select r.source from headgate.event_ingress_retries r
+           where r.retry_state = 'scheduled' and r.source > w.source order by r.source limit 1)
+    from waiting w where w.source is not null
+)
+select w.source
+  from waiting w,
+       lateral (select r.next_attempt_at from headgate.event_ingress_retries r
+                 where r.source = w.source and r.retry_state = 'scheduled'
+                 order by r.next_attempt_at limit 1) first
+ where first.next_attempt_at <= headgate.now()
+ order by first.next_attempt_at
+ limit $1
+
+-- name: take_due
+-- Locks due events of a source that have their slot in the current plan, in the order of their slots.
+select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
+  from headgate.event_ingress_retries r
+ where r.source = $1 and r.retry_state = 'scheduled' and r.plan_version = $2 and r.next_attempt_at <= $3
+ order by r.next_attempt_at, r.ingress_sequence
+ limit $4
+   for update of r skip locked
+
+-- name: take_stale
+-- Locks waiting events of a source whose slot belongs to an older plan, in the order of arrival, after a given one.
+select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence, e.received_at
+  from headgate.event_ingress_retries r join headgate.workflow_events e on e.id = r.event_id
+ where r.source = $1 and r.retry_state = 'scheduled' and r.plan_version < $2 and r.ingress_sequence > $3
+ order by r.ingress_sequence
+ limit $4
+   for update of r
+
+-- name: settle
+-- Writes what became of rows that this transaction has locked.
+update headgate.event_ingress_retries r
+   set retry_state = u.retry_state, attempts = u.attempts, next_attempt_at = u.next_attempt_at, reason = u.reason,
+       last_error = u.last_error, metadata = u.metadata::jsonb, plan_version = u.plan_version,
+       claim_generation = r.claim_generation + 1, updated_at = headgate.now()
+  from unnest($1::uuid[], $2::text[], $3::bigint[], $4::timestamptz[], $5::text[], $6::text[], $7::text[],
+              $8::bigint[])
+    as u (event_id, retry_state, attempts, next_attempt_at, reason, last_error, metadata, plan_version)
+ where r.event_id = u.event_id
+
+-- name: next_due
+-- Seconds until the next waiting event that is not due yet, or null.
+select extract(epoch from min(next_attempt_at) - headgate.now())::float8
+  from headgate.event_ingress_retries
+ where retry_state = 'scheduled' and next_attempt_at > headgate.now()
+
+-- name: cancel
+-- Cancels an event that waits. Returns it when it did.
+update headgate.event_ingress_retries
+   set retry_state = 'cancelled', last_error = $2, claim_generation = claim_generation + 1, updated_at = headgate.now()
+ where event_id = $1 and retry_state = 'scheduled'
+returning event_id, source, attempts
+
+-- name: force
+-- Makes an event that waits due now, in the source's current plan. Returns it when it did.
+update headgate.event_ingress_retries r
+   set next_attempt_at = headgate.now(), plan_version = s.plan_version, claim_generation = r.claim_generation + 1,
+       updated_at = headgate.now()
+  from headgate.event_scheduler_sources s
+ where r.event_id = $1 and r.retry_state = 'scheduled' and s.source = r.source
+returning r.event_id, r.source, r.attempts
+
+-- name: get
+-- The retry row of an event.
+select r.* from headgate.event_ingress_retries r where r.event_id = $1
+
+-- name: list
+-- A page of rows in due order, with how many of the same source are due before each.
+select r.*, e.type, e.external_id, e.correlation_id,
+       greatest(0, extract(epoch from r.next_attempt_at - headgate.now()))::float8 as eta_seconds
+  from headgate.event_ingress_retries r join headgate.workflow_events e on e.id = r.event_id
+ where r.retry_state = $1
+   and ($2::text is null or r.source = $2)
+   and ($3::text is null or r.reason = $3)
+   and ($4::timestamptz is null or (r.next_attempt_at, r.event_id) > ($4, $5::uuid))
+ order by r.next_attempt_at, r.event_id
+ limit $6
+
+-- name: summary
+-- Waiting events by reason, how many are overdue, and the next.
+select coalesce(reason, 'unknown') as reason, count(*) as total,
+       count(*) filter (where next_attempt_at <= headgate.now() - $1::bigint * interval '1 ms') as overdue,
+       min(next_attempt_at) as next_attempt_at
+  from headgate.event_ingress_retries where retry_state = 'scheduled' group by 1 order by 1
+
+-- name: bury
+-- Dead letters for events that were given up.
+insert into headgate.dead_letters (id, kind, subject_id, event_id, reason, detail)
+select headgate.uuid7(), 'event', u.event_id, u.event_id, u.reason, u.detail::jsonb
+  from unnest($1::uuid[], $2::text[], $3::text[]) as u (event_id, reason, detail)
+on conflict (kind, subject_id) do nothing

@@ -23,7 +23,7 @@ class Loop:
         name: str,
         run_once: Callable[[], Awaitable[int]],
         *,
-        rest_seconds: float,
+        rest_seconds: float | Callable[[], float],
         wake: asyncio.Event | None = None,
     ) -> None:
         self.name = name
@@ -56,7 +56,8 @@ class Loop:
                 await self._rest(_PAUSE_SECONDS)
                 continue
             if not done:
-                await self._rest(self._rest_seconds)
+                rest = self._rest_seconds
+                await self._rest(rest() if callable(rest) else rest)
 
     async def _rest(self, seconds: float) -> None:
         if self._stopping:

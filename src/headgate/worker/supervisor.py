@@ -10,9 +10,12 @@ from collections.abc import Mapping
 
 from headgate.flow.dispatch import Dispatch
 from headgate.flow.reconcile import Reconcile
+from headgate.flow.replan import Replan
+from headgate.flow.retry import Retry, Turn
 from headgate.flow.run import Runner
 from headgate.flow.workflow import Workflow
 from headgate.queue.postgres import PostgresQueue
+from headgate.queue.wakeups import event_wakeups
 from headgate.settings import Settings
 from headgate.store import durability, migrate
 from headgate.store.db import Database
@@ -20,6 +23,9 @@ from headgate.telemetry.logs import logger
 from headgate.worker.loop import Loop
 
 _log = logger("worker")
+
+# While a backlog drains, a turn every so often takes what has come due since.
+DRAIN_SECONDS = 0.02
 
 
 class Worker:
@@ -31,8 +37,21 @@ class Worker:
         self._database = Database(settings.require_database_url(), "worker", size=8)
         self._queue = PostgresQueue(self._database)
         self._dispatch = Dispatch(
-            self._database, batch_size=settings.batch_size, after_launch=lambda: self._queue.hint("runs")
+            self._database,
+            batch_size=settings.batch_size,
+            after_launch=lambda: self._queue.hint("runs"),
+            after_hold=lambda held: self._queue.schedule(event_wakeups(held)),
+            breaker=settings.source_error,
         )
+        self._retry = Retry(
+            self._database,
+            batch_size=settings.batch_size,
+            after_launch=lambda: self._queue.hint("runs"),
+            after_plan=lambda: self._queue.hint("plans"),
+            breaker=settings.source_error,
+        )
+        self._replan = Replan(self._database, policy=settings.event_retry, max_age_ms=settings.event_retry_max_age_ms)
+        self._retry_rest = 0.0
         self._runner = Runner(
             self._database,
             workflows,
@@ -59,6 +78,8 @@ class Worker:
         lease = self._settings.lease_ms / 1000
         claiming = [
             Loop("dispatch", self._dispatch_once, rest_seconds=poll, wake=self._queue.wake("inbox")),
+            Loop("retry", self._retry_once, rest_seconds=lambda: self._retry_rest, wake=self._queue.wake("retries")),
+            Loop("replan", self._replan_once, rest_seconds=poll, wake=self._queue.wake("plans")),
             Loop("run", self._run_once, rest_seconds=poll, wake=self._queue.wake("runs")),
             Loop("reconcile", self._reconcile_once, rest_seconds=min(lease / 3, 1.0)),
         ]
@@ -87,6 +108,28 @@ class Worker:
     async def _dispatch_once(self) -> int:
         outcome = await self._dispatch.run_once()
         return outcome.events
+
+    async def _retry_once(self) -> int:
+        turn = await self._retry.run_once()
+        if turn.due == 0 and not turn.replanned:
+            self._retry_rest = await self._until_next_slot(turn)
+            return 0
+        # Slots of a drain lie close together: let some come due, so that each turn is a batch.
+        self._retry_rest = 0 if turn.due >= self._settings.batch_size else DRAIN_SECONDS
+        return 0
+
+    async def _until_next_slot(self, turn: Turn) -> float:
+        poll = self._settings.poll_ms / 1000
+        if turn.look_at is not None and turn.now is not None:
+            return min(poll, max(DRAIN_SECONDS, (turn.look_at - turn.now).total_seconds()))
+        seconds = await self._retry.next_look_seconds()
+        return poll if seconds is None else min(poll, max(DRAIN_SECONDS, seconds))
+
+    async def _replan_once(self) -> int:
+        moved = await self._replan.run_once()
+        if moved:
+            self._queue.hint("retries")
+        return moved
 
     async def _run_once(self) -> int:
         started = await self._runner.run_once()

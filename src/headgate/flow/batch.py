@@ -1,0 +1,109 @@
+"""Batch: what new events and retried ones share once the gate has let them pass: match, deliver, create runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+from headgate import failpoints
+from headgate.flow import deliver, gate
+from headgate.flow.gate import OpenGates
+from headgate.flow.match import Matcher
+from headgate.model.event import Event
+from headgate.model.source import BreakerPolicy
+from headgate.store import deliveries
+from headgate.store import sources as source_store
+from headgate.store.db import Connection
+from headgate.store.deliveries import Decided
+from headgate.store.sources import SourceMetrics
+from headgate.telemetry.logs import logger
+
+_log = logger("dispatch")
+_MS = timedelta(milliseconds=1)
+
+
+class Delivered(NamedTuple):
+    """What became of the events that passed."""
+
+    launched: int = 0
+    failed: int = 0
+
+
+class Batch:
+    """Delivers admitted events inside the caller's transaction."""
+
+    def __init__(self, breaker: BreakerPolicy) -> None:
+        self._matcher = Matcher()
+        self._breaker = breaker
+
+    async def deliver(
+        self, connection: Connection, gates: OpenGates, events: Sequence[Event], registry_version: int
+    ) -> Delivered:
+        """Match, decide and launch; the sources' breakers hear how it went."""
+        if not events:
+            return Delivered()
+        await self._matcher.refresh(connection, registry_version)
+        matches = self._matcher.match(events)
+        failpoints.hit("dispatch.after_match")
+        decided = deliver.decide(matches)
+        launched = await deliveries.launch(connection, decided, gates.now) if decided else []
+        failed = [d for d in decided if d.status == "failed"]
+        await self._tell_breakers(connection, gates, events, failed)
+        return Delivered(len(launched), len(failed))
+
+    async def _tell_breakers(
+        self, connection: Connection, gates: OpenGates, events: Sequence[Event], failed: Sequence[Decided]
+    ) -> None:
+        source_of = {event.id: event.source for event in events}
+        failures = Counter(source_of[delivery.event_id] for delivery in failed)
+        admitted = Counter(event.source for event in events)
+        for delivery in failed:
+            _log.warning(
+                "delivery.failed",
+                event_id=str(delivery.event_id),
+                correlation_id=delivery.correlation_id,
+                source=source_of[delivery.event_id],
+                trigger_id=str(delivery.trigger_id),
+                reason=delivery.last_error,
+            )
+        moves = await gate.record(connection, gates, admitted=admitted, failures=failures, policy=self._breaker)
+        for move in moves:
+            correlation = next((d.correlation_id for d in failed if source_of[d.event_id] == move.source), None)
+            log = _log.info if move.move == "closed" else _log.error
+            log(f"source.breaker_{move.move}", source=move.source, reason=move.reason, correlation_id=correlation)
+
+
+def measure(
+    gates: OpenGates,
+    *,
+    newcomers: Sequence[Event],
+    passed: Sequence[Event],
+    throttled: Counter[str],
+    dropped: Counter[str],
+) -> list[SourceMetrics]:
+    """What a batch saw of each source, for the totals."""
+    total = Counter(event.source for event in newcomers)
+    lags: dict[str, list[int]] = {}
+    for event in passed:
+        lags.setdefault(event.source, []).append(max(0, round((gates.now - event.received_at) / _MS)))
+    return [
+        SourceMetrics(
+            source=source,
+            total=total[source],
+            passed=len(lags.get(source, [])),
+            throttled=throttled[source],
+            dropped=dropped[source],
+            total_lag_ms=sum(lags.get(source, [])),
+            last_lag_ms=lags[source][-1] if source in lags else 0,
+            max_lag_ms=max(lags.get(source, [0])),
+            last_event_at=gates.now,
+        )
+        for source in sorted({*total, *lags, *throttled, *dropped})
+    ]
+
+
+async def count(connection: Connection, metrics: Sequence[SourceMetrics]) -> None:
+    """Add to the sources' totals; last in a transaction, since the rows are shared."""
+    await source_store.count(connection, metrics)

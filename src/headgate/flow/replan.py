@@ -1,0 +1,131 @@
+"""Replan: give the waiting events of a source new slots, in order of arrival, in small batches.
+
+Begun (durably, by raising the source's plan) when a pause begins or ends, a limit changes, a breaker opens, or slots
+did not hold. An event whose slot had come and was refused has used an attempt; too many, or too old, and it is given
+up: `exhausted`, a dead letter. Waiting for a person's pause to end uses no attempt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
+
+from headgate import failpoints
+from headgate.flow import batch, gate
+from headgate.flow.gate import OpenGates
+from headgate.model.retry import RetryPolicy, is_exhausted
+from headgate.model.source import Gate
+from headgate.store import decisions, ingress_retries, sources
+from headgate.store.db import Connection, Database
+from headgate.store.decisions import Recorded
+from headgate.store.ingress_retries import Settled, StaleEvent
+from headgate.telemetry import metrics
+from headgate.telemetry.logs import logger
+
+BATCH = 500
+
+_log = logger("replan")
+
+
+class Planned(NamedTuple):
+    """What one batch of new slots did."""
+
+    moved: int = 0
+    rescheduled: int = 0
+    exhausted: int = 0
+    last_sequence: int = 0
+    is_done: bool = False
+
+
+class Replan:
+    """Gives new slots to the waiting events of sources whose plan has changed."""
+
+    def __init__(self, database: Database, *, policy: RetryPolicy, max_age_ms: int) -> None:
+        self._database = database
+        self._policy = policy
+        self._max_age = timedelta(milliseconds=max_age_ms)
+
+    async def run_once(self) -> int:
+        """Plan every source that asks for it, to its end; how many events got a new slot."""
+        async with self._database.connection() as connection:
+            names = await sources.list_replanning(connection)
+        moved = 0
+        for name in names:
+            after, is_done = 0, False
+            while not is_done:
+                planned = await self._database.run(partial(self._batch, name=name, after=after))
+                after, is_done = planned.last_sequence, planned.is_done
+                moved += planned.moved
+                metrics.EVENT_RETRIES.labels("rescheduled").inc(planned.rescheduled)
+                metrics.EVENT_RETRIES.labels("exhausted").inc(planned.exhausted)
+            _log.info("source.replanned", source=name, count=moved)
+        return moved
+
+    async def _batch(self, connection: Connection, name: str, after: int) -> Planned:
+        gates = await gate.open_gates(connection, [name])
+        locked = gates.sources.get(name)
+        if locked is None or not locked.is_replanning:
+            return Planned(is_done=True)
+        rows = await ingress_retries.take_stale(
+            connection, name, plan_version=locked.plan_version, after=after, limit=BATCH
+        )
+        if not rows:
+            # From the start once more: a row may have come in behind us. None at all: every one has its slot.
+            rows = await ingress_retries.take_stale(
+                connection, name, plan_version=locked.plan_version, after=0, limit=BATCH
+            )
+        if not rows:
+            await sources.end_plan(connection, name, locked.gate.drain_at)
+            return Planned(is_done=True)
+        settled = self._plan(gates, locked.gate, locked.plan_version, rows)
+        await ingress_retries.settle(connection, settled)
+        given_up = [s for s in settled if s.retry_state == "exhausted"]
+        refused = [row for row in rows if row.next_attempt_at <= gates.now]
+        await ingress_retries.bury(
+            connection, [(s.event_id, s.last_error or "", {"attempts": s.attempts}) for s in given_up]
+        )
+        await decisions.insert(connection, self._recorded(settled, {row.event_id for row in refused}))
+        await gate.close_gates(connection, gates)
+        seen = batch.measure(
+            gates, newcomers=[], passed=[], throttled=Counter(), dropped=Counter({name: len(given_up)})
+        )
+        await batch.count(connection, seen if given_up else [])
+        failpoints.hit("replan.before_commit")
+        rescheduled = len(refused) - len(given_up)
+        return Planned(len(rows), rescheduled, len(given_up), rows[-1].ingress_sequence)
+
+    def _plan(self, gates: OpenGates, one: Gate, plan_version: int, rows: list[StaleEvent]) -> list[Settled]:
+        hold = one.hold(gates.now)
+        reason = hold.reason if hold else "rate_limit"
+        message = hold.message if hold else "waits for its turn"
+        is_paused = hold is not None and hold.reason == "paused"
+        given_up, waiting = [], []
+        for row in rows:
+            was_refused = row.next_attempt_at <= gates.now and not is_paused
+            too_old = bool(self._max_age) and gates.now - row.received_at > self._max_age
+            if was_refused and (is_exhausted(self._policy, row.attempts) or too_old):
+                why = f"older than {self._max_age}" if too_old else f"{row.attempts} attempts"
+                text = f"given up after {why}: {message}"
+                given_up.append(
+                    Settled(
+                        row.event_id, "exhausted", row.attempts, None, reason, text, {"reason": reason}, plan_version
+                    )
+                )
+            else:
+                waiting.append((row, row.attempts + int(was_refused)))
+        slots = one.slots(gates.now, len(waiting), is_refusal=False)
+        return given_up + [
+            Settled(row.event_id, "scheduled", attempts, slot, reason, message,
+                    {"reason": reason, "message": message, "until": slot}, plan_version)
+            for (row, attempts), slot in zip(waiting, slots, strict=True)
+        ]  # fmt: skip
+
+    def _recorded(self, settled: list[Settled], refused: set[object]) -> list[Recorded]:
+        return [
+            Recorded(s.event_id, None, "gate", "exhausted" if s.retry_state == "exhausted" else "rescheduled",
+                     s.last_error, s.next_attempt_at, s.attempts)
+            for s in settled
+            if s.event_id in refused
+        ]  # fmt: skip

@@ -1,0 +1,177 @@
+"""Retry: events whose slot has come. They are read from Postgres and the gate is asked again, in order of arrival.
+
+Only as many are taken as there is room for, so late workers cannot bunch over the limit. When there is no room and none
+comes soon (the source was paused meanwhile, or we are late), the source's waiting events get new slots: `replan`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from headgate import failpoints
+from headgate.flow import batch, gate
+from headgate.flow.batch import Batch
+from headgate.flow.gate import OpenGates
+from headgate.model.event import Event
+from headgate.model.source import BUCKETS, SOURCE_BREAKER, BreakerPolicy, Gate
+from headgate.store import decisions, events, ingress_retries, triggers
+from headgate.store.db import Connection, Database
+from headgate.store.decisions import Recorded
+from headgate.store.ingress_retries import DueEvent, Settled
+from headgate.store.sources import LockedSource
+from headgate.telemetry import metrics
+from headgate.telemetry.logs import logger
+
+MAX_SOURCES = 50
+# Waiting for room this long is the ordinary unevenness of a drain; longer means that the slots do not hold.
+GRACE = timedelta(milliseconds=100)
+
+_log = logger("retry")
+
+
+class Turn(NamedTuple):
+    """What one look at the due events did; `look_at` is when room returns for those that found none."""
+
+    due: int = 0
+    delivered: int = 0
+    launched: int = 0
+    expired: int = 0
+    replanned: tuple[str, ...] = ()
+    look_at: datetime | None = None
+    now: datetime | None = None
+
+
+class Retry:
+    """Lets events through whose slot has come."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        batch_size: int,
+        after_launch: Callable[[], None],
+        after_plan: Callable[[], None] = lambda: None,
+        breaker: BreakerPolicy = SOURCE_BREAKER,
+    ) -> None:
+        self._database = database
+        self._batch_size = batch_size
+        self._after_launch = after_launch
+        self._after_plan = after_plan
+        self._batch = Batch(breaker)
+
+    async def run_once(self) -> Turn:
+        """One batch of due events."""
+        turn = await self._database.run(self._turn)
+        metrics.EVENT_RETRIES.labels("due").inc(turn.due)
+        metrics.EVENT_RETRIES.labels("completed").inc(turn.delivered)
+        metrics.EVENT_RETRIES.labels("exhausted").inc(turn.expired)
+        if turn.launched:
+            self._after_launch()
+        if turn.replanned:
+            self._after_plan()
+        return turn
+
+    async def next_look_seconds(self) -> float | None:
+        """Seconds until the next slot, or None when nobody waits."""
+        async with self._database.connection() as connection:
+            return await ingress_retries.next_due_seconds(connection)
+
+    async def _turn(self, connection: Connection) -> Turn:
+        names = await ingress_retries.due_sources(connection, MAX_SOURCES)
+        if not names:
+            return Turn()
+        gates = await gate.open_gates(connection, names)
+        taken: dict[str, list[DueEvent]] = {}
+        replanned: list[str] = []
+        look_at: datetime | None = None
+        left = self._batch_size
+        for name in names:
+            locked = gates.sources.setdefault(name, LockedSource(Gate(name), 0, False, True))
+            if locked.is_replanning or left == 0:
+                continue
+            room = locked.gate.room(gates.now)
+            if room == 0:
+                opens = _room_soon(locked.gate, gates.now)
+                if opens is None:
+                    await gate.begin_plan(connection, gates, name)
+                    replanned.append(name)
+                else:
+                    look_at = min(look_at, opens) if look_at else opens
+                continue
+            limit = left if room is None else min(left, room)
+            found = await ingress_retries.take_due(
+                connection, name, plan_version=locked.plan_version, now=gates.now, limit=limit
+            )
+            taken[name] = found
+            left -= len(found)
+        due = [row for rows in taken.values() for row in rows]
+        delivered, launched, expired = await self._let_through(connection, gates, due)
+        await gate.close_gates(connection, gates)
+        failpoints.hit("retry.before_commit")
+        return Turn(len(due), delivered, launched, expired, tuple(replanned), look_at, gates.now)
+
+    async def _let_through(self, connection: Connection, gates: OpenGates, due: list[DueEvent]) -> tuple[int, int, int]:
+        if not due:
+            return 0, 0, 0
+        found = await events.get_many(connection, (row.event_id for row in due))
+        in_order = [found[row.event_id] for row in due]
+        passing = [event for event in in_order if not gate.is_expired(event, gates.now)]
+        for name, count in Counter(event.source for event in passing).items():
+            gates.sources[name].gate.spend(gates.now, count)
+        version = await triggers.registry_version(connection)
+        delivered = await self._batch.deliver(connection, gates, passing, version)
+        expired = {event.id for event in in_order} - {event.id for event in passing}
+        await ingress_retries.settle(connection, [_settled(row, row.event_id in expired, gates) for row in due])
+        await decisions.insert(connection, [_recorded(row, row.event_id in expired, gates.now) for row in due])
+        seen = batch.measure(
+            gates,
+            newcomers=[],
+            passed=passing,
+            throttled=Counter(),
+            dropped=Counter(found[event_id].source for event_id in expired),
+        )
+        await batch.count(connection, seen)
+        _log_lines(due, found, expired)
+        return len(passing), delivered.launched, len(expired)
+
+
+def _room_soon(one: Gate, now: datetime) -> datetime | None:
+    """When room returns, if waiting for it is all that is needed."""
+    if one.hold(now) is not None or one.limit is None:
+        return None
+    grace = max(GRACE, timedelta(milliseconds=one.limit.interval_ms * 4 / BUCKETS))
+    opens = one.room_at(now)
+    return opens if opens - now <= grace else None
+
+
+def _settled(row: DueEvent, is_expired: bool, gates: OpenGates) -> Settled:
+    if is_expired:
+        message = "its ttl_ms was over before it could be let through"
+        return Settled(
+            row.event_id, "exhausted", row.attempts, None, gate.EXPIRED, message, {"reason": gate.EXPIRED}, 0
+        )
+    metadata = {"reason": row.reason, "let_through_at": gates.now}
+    return Settled(row.event_id, "completed", row.attempts, None, row.reason, None, metadata, 0)
+
+
+def _recorded(row: DueEvent, is_expired: bool, now: datetime) -> Recorded:
+    if is_expired:
+        return Recorded(row.event_id, now, "gate", "expired", "its ttl_ms was over", None, row.attempts)
+    return Recorded(row.event_id, now, "gate", "allowed", "its slot has come", None, row.attempts)
+
+
+def _log_lines(due: list[DueEvent], found: dict[uuid.UUID, Event], expired: set[uuid.UUID]) -> None:
+    for row in due:
+        event = found[row.event_id]
+        _log.info(
+            "event.retry_expired" if row.event_id in expired else "event.retry_completed",
+            event_id=str(row.event_id),
+            source=event.source,
+            correlation_id=event.correlation_id,
+            attempt=row.attempts,
+            reason=row.reason,
+        )

@@ -1,0 +1,43 @@
+"""What a queue is to Headgate: a way to say "look". A hint lost, doubled, early or late costs latency only."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol, get_args
+
+# inbox: new events · retries: held events that come due · plans: sources whose events need new slots · runs: new runs
+Topic = Literal["inbox", "retries", "plans", "runs"]
+TOPICS: tuple[Topic, ...] = get_args(Topic)
+
+
+class Wakeup(NamedTuple):
+    """Look at a row when its time has come. `delay_ms` counts from now; the row itself decides whether it is due."""
+
+    topic: Topic
+    job_id: str
+    row_id: uuid.UUID
+    delay_ms: int
+
+
+class Queue(Protocol):
+    """Both implementations pass one behaviour suite."""
+
+    def wake(self, topic: Topic) -> asyncio.Event:
+        """Set whenever there may be work on the topic; who waits on it clears it before looking."""
+
+    def hint(self, topic: Topic) -> None:
+        """Say that there is work now; returns at once and never fails."""
+
+    def schedule(self, wakeups: Sequence[Wakeup]) -> None:
+        """Say when there will be work; returns at once and never fails."""
+
+    async def missing(self, wakeups: Sequence[Wakeup]) -> list[Wakeup]:
+        """Those of the wake-ups that the queue has lost."""
+
+    def start_listening(self) -> None:
+        """Begin to receive hints."""
+
+    async def close(self) -> None:
+        """Stop sending and receiving."""

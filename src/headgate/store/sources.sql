@@ -1,0 +1,136 @@
+-- name: share
+-- Says that this transaction may launch for the sources. A pause, a resume and a change of limits take the same lock
+-- alone: when their call returns, no launch decided before them is still on its way.
+select pg_advisory_xact_lock_shared(8701, k.key)
+  from (select distinct hashtext(s) as key from unnest($1::text[]) as s order by 1) k
+
+-- name: exclude
+-- Waits until no transaction that may launch for the source is under way, and keeps new ones out until the commit.
+select pg_advisory_xact_lock(8701, hashtext($1))
+
+-- name: default_limit
+-- The limit of sources that have none of their own.
+select rate_limit, interval_ms, pause_ms from headgate.event_scheduler_sources
+ where source = '*' and rate_limit is not null
+
+-- name: ensure
+-- A row for each source that the default limit counts for.
+insert into headgate.event_scheduler_sources (source, updated_by)
+select s, 'default' from unnest($1::text[]) as s order by s
+on conflict (source) do nothing
+
+-- name: lock
+-- The state of sources, locked in a fixed order until the commit, and whether any of their events wait.
+select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.ring, s.ring_at, s.ring_width_us, s.drain_at, s.throttled_until,
+       s.paused_at, s.paused_until, s.pause_reason, s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.failures,
+       s.plan_version, s.is_replanning,
+       exists (select 1 from headgate.event_ingress_retries r
+                where r.source = s.source and r.retry_state = 'scheduled') as has_backlog
+  from headgate.event_scheduler_sources s
+ where s.source = any ($1::text[]) and s.source <> '*'
+ order by s.source
+   for update of s
+
+-- name: now
+-- The database's time, read after the locks are held.
+select headgate.now()
+
+-- name: save
+-- Writes back what a batch changed in the sources it holds.
+update headgate.event_scheduler_sources s
+   set ring = u.ring::bigint[], ring_at = u.ring_at, ring_width_us = u.ring_width_us, drain_at = u.drain_at,
+       throttled_until = u.throttled_until, breaker_state = u.breaker_state, breaker_until = u.breaker_until, breaker_reason = u.breaker_reason,
+       failures = u.failures::timestamptz[], updated_at = headgate.now()
+  from unnest($1::text[], $2::text[], $3::bigint[], $4::bigint[], $5::timestamptz[], $6::timestamptz[], $7::text[],
+              $8::timestamptz[], $9::text[], $10::text[])
+    as u (source, ring, ring_at, ring_width_us, drain_at, throttled_until, breaker_state, breaker_until, breaker_reason, failures)
+ where s.source = u.source
+
+-- name: set_plan
+-- Ends a plan, or begins a new one: every waiting event of the source gets a new slot.
+update headgate.event_scheduler_sources
+   set plan_version = plan_version + $2::bigint, is_replanning = $3, drain_at = $4,
+       throttled_until = case when $3 then null else throttled_until end, updated_at = headgate.now()
+ where source = $1
+
+-- name: list_replanning
+-- Sources whose waiting events are to get new slots.
+select source from headgate.event_scheduler_sources where is_replanning order by source
+
+-- name: list
+-- Every source that has a limit, a pause, a breaker or waiting events.
+select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.limit_set_by, s.paused_at, s.paused_until, s.pause_reason,
+       s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.throttled_until, s.version, s.updated_by,
+       s.created_at, s.updated_at, w.waiting, w.next_attempt_at
+  from headgate.event_scheduler_sources s,
+       lateral (select count(*) as waiting, min(next_attempt_at) as next_attempt_at
+                  from headgate.event_ingress_retries r
+                 where r.source = s.source and r.retry_state = 'scheduled') w
+ order by s.source
+
+-- name: seed_limit
+-- A limit from the settings: created, or changed unless an operator set it.
+insert into headgate.event_scheduler_sources as s
+  (source, rate_limit, interval_ms, pause_ms, limit_set_by, updated_by)
+values ($1, $2, $3, $4, 'settings', 'settings')
+on conflict (source) do update
+   set rate_limit = excluded.rate_limit, interval_ms = excluded.interval_ms, pause_ms = excluded.pause_ms,
+       limit_set_by = 'settings', version = s.version + 1, updated_by = 'settings',
+       updated_at = headgate.now()
+ where s.limit_set_by is distinct from 'operator'
+   and (s.rate_limit, s.interval_ms, s.pause_ms)
+       is distinct from (excluded.rate_limit, excluded.interval_ms, excluded.pause_ms)
+returning source
+
+-- name: set_limit
+-- An operator's limit, or none (nulls).
+insert into headgate.event_scheduler_sources as s
+  (source, rate_limit, interval_ms, pause_ms, limit_set_by, updated_by)
+values ($1, $2, $3, $4, 'operator', $5)
+on conflict (source) do update
+   set rate_limit = excluded.rate_limit, interval_ms = excluded.interval_ms, pause_ms = excluded.pause_ms,
+       limit_set_by = 'operator', version = s.version + 1, updated_by = excluded.updated_by,
+       updated_at = headgate.now()
+
+-- name: pause
+-- Pauses a source until a time, for a duration from now, or until it is resumed (both null).
+insert into headgate.event_scheduler_sources as s
+  (source, paused_at, paused_until, pause_reason, paused_by, updated_by)
+values ($1, headgate.now(), coalesce($2, headgate.now() + $3::bigint * interval '1 ms'), $4, $5, $5)
+on conflict (source) do update
+   set paused_at = excluded.paused_at, paused_until = excluded.paused_until, pause_reason = excluded.pause_reason,
+       paused_by = excluded.paused_by, version = s.version + 1, updated_by = excluded.updated_by,
+       updated_at = headgate.now()
+returning paused_until
+
+-- name: resume
+-- Lifts the pause and closes the breaker. Returns the source when there was one to lift.
+update headgate.event_scheduler_sources
+   set paused_at = null, paused_until = null, pause_reason = null, paused_by = null, breaker_state = 'closed',
+       breaker_until = null, breaker_reason = null, failures = '{}', version = version + 1, updated_by = $2,
+       updated_at = headgate.now()
+ where source = $1
+returning source
+
+-- name: count_metrics
+-- Adds what a batch saw of each source to its totals.
+insert into headgate.event_scheduler_source_metrics as m
+  (source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at, updated_at)
+select u.source, u.total, u.passed, u.throttled, u.dropped, u.failures, u.total_lag_ms, u.last_lag_ms, u.max_lag_ms,
+       u.last_event_at, headgate.now()
+  from unnest($1::text[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[],
+              $8::bigint[], $9::bigint[], $10::timestamptz[])
+    as u (source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at)
+ order by u.source
+on conflict (source) do update
+   set total = m.total + excluded.total, passed = m.passed + excluded.passed, throttled = m.throttled + excluded.throttled,
+       dropped = m.dropped + excluded.dropped, failures = m.failures + excluded.failures,
+       total_lag_ms = m.total_lag_ms + excluded.total_lag_ms, last_lag_ms = excluded.last_lag_ms,
+       max_lag_ms = greatest(m.max_lag_ms, excluded.max_lag_ms),
+       last_event_at = greatest(m.last_event_at, excluded.last_event_at), updated_at = excluded.updated_at
+
+-- name: list_metrics
+-- The totals of every source.
+select source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at,
+       updated_at
+  from headgate.event_scheduler_source_metrics order by source

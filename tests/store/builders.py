@@ -1,0 +1,75 @@
+"""Rows for store tests, and a database clock that stands where the test puts it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from headgate.clock import uuid7
+from headgate.model.event import NewEvent
+from headgate.model.trigger import TriggerSpec
+from headgate.store import events, triggers
+from headgate.store.db import Connection
+
+NOW = datetime(2026, 1, 31, 9, 30, tzinfo=UTC)
+SECOND, MINUTE, HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
+
+
+async def set_clock(connection: Connection, at: datetime = NOW) -> None:
+    """Make the database's clock stand still at `at`."""
+    await connection.execute(
+        "create or replace function headgate.now() returns timestamptz language sql stable parallel safe "
+        f"as $$ select timestamptz '{at.isoformat()}' $$"
+    )
+
+
+def new_event(**changes: Any) -> NewEvent:
+    fields: dict[str, Any] = {
+        "id": uuid7(),
+        "external_id": None,
+        "type": "order.created",
+        "source": "shop.api",
+        "occurred_at": None,
+        "payload": "{}",
+        "correlation_id": None,
+        "ttl_ms": None,
+        "metadata": "{}",
+    }
+    return NewEvent(**fields | changes)
+
+
+async def make_events(connection: Connection, count: int = 1, **changes: Any) -> list[uuid.UUID]:
+    made = [new_event(**changes) for _ in range(count)]
+    await events.insert(connection, made)
+    return [event.id for event in made]
+
+
+async def make_definition(connection: Connection, slug: str = "fulfil") -> uuid.UUID:
+    return await triggers.upsert_definition(
+        connection, slug=slug, kind="python", parameters=["*"], config={}, actor="test"
+    )
+
+
+async def make_triggers(connection: Connection, count: int = 1, slug: str = "fulfil") -> list[uuid.UUID]:
+    definition = await make_definition(connection, slug)
+    for number in range(count):
+        spec = TriggerSpec(name=f"t{number}", event_type="order.created")
+        await triggers.upsert_trigger(connection, definition, spec, "test")
+    return [trigger.id for trigger in await triggers.list_of_workflow(connection, slug)]
+
+
+async def make_runs(connection: Connection, due: Iterable[datetime], slug: str = "fulfil") -> list[uuid.UUID]:
+    """Pending runs, due at the given times."""
+    definition = await make_definition(connection, slug)
+    made = []
+    for at in due:
+        made.append(uuid7())
+        await connection.execute(
+            "insert into headgate.workflow_runs (id, workflow_definition_id, next_attempt_at) values ($1, $2, $3)",
+            made[-1],
+            definition,
+            at,
+        )
+    return made

@@ -1,0 +1,265 @@
+"""Settings: defaults, sources in order, and refusals that say the name, what was expected and what was given."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate import failpoints
+from headgate.errors import SettingsError
+from headgate.model.retry import RetryPolicy
+from headgate.settings import Settings, from_sources
+
+# The numbers of the contract: base_ms, factor, max_ms, jitter_ratio, max_attempts.
+DEFAULT_RETRIES = {
+    "event": (5000, 2, 600_000, 0.2, 50),
+    "trigger": (10_000, 2, 900_000, 0.2, 50),
+    "step": (1000, 2, 300_000, 0.2, 5),
+}
+PARTS = RetryPolicy.__struct_fields__
+
+
+def load(environ: dict[str, str] | None = None, toml: Path = Path("absent.toml"), **overrides: Any) -> Settings:
+    return from_sources(environ or {}, toml, overrides)
+
+
+def refusal(environ: dict[str, str] | None = None, toml: Path = Path("absent.toml"), **overrides: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(environ, toml, **overrides)
+    return str(caught.value)
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    return tmp_path / "headgate.toml"
+
+
+def test_defaults_are_the_contracts() -> None:
+    settings = load()
+    assert settings == Settings()
+    for kind, numbers in DEFAULT_RETRIES.items():
+        assert getattr(settings, f"{kind}_retry") == RetryPolicy(**dict(zip(PARTS, numbers, strict=True)))
+    assert (settings.host, settings.port, settings.url) == ("127.0.0.1", 8700, "http://127.0.0.1:8700")
+    assert (settings.queue, settings.auth, settings.token, settings.database_url) == ("postgres", "off", None, None)
+    assert (settings.log_level, settings.log_format) == ("info", "json")
+    assert settings.limits.max_payload_bytes == 256 * 1024
+    assert settings.allow_unsafe_durability is False
+
+
+@pytest.mark.parametrize("kind", DEFAULT_RETRIES)
+@pytest.mark.parametrize(
+    ("part", "text", "value"),
+    [
+        ("base_ms", "250", 250),
+        ("factor", "1.5", 1.5),
+        ("max_ms", "1000000", 1_000_000),
+        ("jitter_ratio", "0", 0.0),
+        ("max_attempts", "7", 7),
+    ],
+)
+def test_each_retry_variable(kind: str, part: str, text: str, value: float) -> None:
+    settings = load({f"HEADGATE_{kind.upper()}_RETRY_{part.upper()}": text})
+    expected = dict(zip(PARTS, DEFAULT_RETRIES[kind], strict=True)) | {part: value}
+    assert getattr(settings, f"{kind}_retry") == RetryPolicy(**expected)
+    for other in DEFAULT_RETRIES.keys() - {kind}:
+        assert getattr(settings, f"{other}_retry") == getattr(Settings(), f"{other}_retry")
+
+
+@pytest.mark.parametrize("kind", DEFAULT_RETRIES)
+@pytest.mark.parametrize(
+    ("part", "text", "expected"),
+    [
+        ("base_ms", "0", "between 1 and"),
+        ("base_ms", "-5", "between 1 and"),
+        ("base_ms", "5s", "a whole number"),
+        ("base_ms", "1.5", "a whole number"),
+        ("base_ms", "1000000", "below"),
+        ("factor", "0.5", "between 1 and 100"),
+        ("factor", "nan", "between 1 and 100"),
+        ("factor", "inf", "between 1 and 100"),
+        ("factor", "two", "a number"),
+        ("max_ms", "0", "between 1 and"),
+        ("max_ms", "1", "below"),
+        ("max_ms", "9" * 30, "between 1 and"),
+        ("jitter_ratio", "1.1", "between 0 and 1"),
+        ("jitter_ratio", "-0.1", "between 0 and 1"),
+        ("jitter_ratio", "20%", "a number"),
+        ("max_attempts", "0", "between 1 and"),
+        ("max_attempts", "1000001", "between 1 and"),
+        ("max_attempts", "many", "a whole number"),
+    ],
+)
+def test_retry_variable_refused(kind: str, part: str, text: str, expected: str) -> None:
+    variable = f"HEADGATE_{kind.upper()}_RETRY_{part.upper()}"
+    message = refusal({variable: text})
+    assert variable in message
+    assert expected in message
+    assert text in message
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("database_url", "postgresql://u@h/d", "postgresql://u@h/d"),
+        ("database_url", "postgres://u@h/d", "postgres://u@h/d"),
+        ("queue", "Postgres", "postgres"),
+        ("log_level", "WARNING", "warning"),
+        ("log_format", "console", "console"),
+        ("host", "::1", "::1"),
+        ("host", "localhost", "localhost"),
+        ("host", "127.8.0.1", "127.8.0.1"),
+        ("port", "0", 0),
+        ("port", "65535", 65535),
+        ("batch_size", "5000", 5000),
+        ("poll_ms", "10", 10),
+        ("lease_ms", "500", 500),
+        ("worker_concurrency", "1", 1),
+        ("shutdown_ms", "0", 0),
+        ("max_payload_bytes", "1024", 1024),
+        ("allow_unsafe_durability", "TRUE", True),
+        ("allow_unsafe_durability", "0", False),
+        ("token", "secret", "secret"),
+        ("port", "", 8700),
+    ],
+)
+def test_variable(name: str, text: str, value: Any) -> None:
+    assert getattr(load({f"HEADGATE_{name.upper()}": text}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("port", "-1", "between 0 and 65535"),
+        ("port", "65536", "between 0 and 65535"),
+        ("port", "http", "a whole number"),
+        ("port", "8700.0", "a whole number"),
+        ("batch_size", "0", "between 1 and 5000"),
+        ("batch_size", "5001", "between 1 and 5000"),
+        ("poll_ms", "9", "between 10 and 60000"),
+        ("lease_ms", "499", "between 500 and 3600000"),
+        ("worker_concurrency", "0", "between 1 and 1000"),
+        ("shutdown_ms", "-1", "between 0 and 600000"),
+        ("max_body_bytes", "1023", "between 1024 and 67108864"),
+        ("max_batch_events", "10001", "between 1 and 10000"),
+        ("max_payload_bytes", "16777217", "between 1024 and 16777216"),
+        ("ingest_max_waiting", "0", "between 1 and 1000000"),
+        ("queue", "rabbitmq", "postgres"),
+        ("log_level", "loud", "debug or info or warning or error"),
+        ("log_format", "xml", "json or console"),
+        ("allow_unsafe_durability", "maybe", "true or false"),
+        ("host", "0.0.0.0", "loopback only"),
+        ("host", "::", "loopback only"),
+        ("host", "10.0.0.1", "loopback only"),
+        ("host", "example.com", "loopback only"),
+        ("host", "localhost.example.com", "loopback only"),
+    ],
+)
+def test_variable_refused(name: str, text: str, expected: str) -> None:
+    message = refusal({f"HEADGATE_{name.upper()}": text})
+    assert f"HEADGATE_{name.upper()}" in message
+    assert expected in message
+    assert text in message
+
+
+@pytest.mark.parametrize("address", ["mysql://user:hunter2@h/d", "user:hunter2@h/d"])
+def test_refused_address_does_not_show_the_password(address: str) -> None:
+    message = refusal({"HEADGATE_DATABASE_URL": address})
+    assert "HEADGATE_DATABASE_URL must start with postgresql://" in message
+    assert "hunter2" not in message
+
+
+def test_other_variables_are_left_alone() -> None:
+    assert load({"PATH": "/bin", "HEADGATE_URL": "http://h:1", "PORT": "1"}) == Settings(url="http://h:1")
+
+
+def test_toml_is_read(toml: Path) -> None:
+    toml.write_text(
+        """
+        port = 9000
+        log_level = "debug"
+        allow_unsafe_durability = true
+        [event_retry]
+        base_ms = 7000
+        factor = 3
+        jitter_ratio = 0.5
+        """
+    )
+    policy = RetryPolicy(base_ms=7000, factor=3, max_ms=600_000, jitter_ratio=0.5, max_attempts=50)
+    expected = Settings(port=9000, log_level="debug", allow_unsafe_durability=True, event_retry=policy)
+    assert load({}, toml) == expected
+
+
+def test_environment_beats_toml_and_overrides_beat_both(toml: Path) -> None:
+    toml.write_text('port = 9000\nlog_level = "debug"\nbatch_size = 9')
+    settings = load({"HEADGATE_PORT": "9001", "HEADGATE_LOG_LEVEL": "error"}, toml, port=9002)
+    assert (settings.port, settings.log_level, settings.batch_size) == (9002, "error", 9)
+    assert load({"HEADGATE_PORT": "9001"}, toml, port=None).port == 9001
+
+
+def test_variable_beats_its_own_part_of_a_policy_in_toml(toml: Path) -> None:
+    toml.write_text("[step_retry]\nbase_ms = 50\nmax_attempts = 9")
+    policy = load({"HEADGATE_STEP_RETRY_MAX_ATTEMPTS": "3"}, toml).step_retry
+    assert policy == RetryPolicy(base_ms=50, factor=2, max_ms=300_000, jitter_ratio=0.2, max_attempts=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("port = ", ["headgate.toml", "TOML"]),
+        ("prot = 1", ["headgate.toml: prot", "not a setting"]),
+        ("port = 'x'", ["headgate.toml: port", "whole number", "'x'"]),
+        ("port = 1.5", ["headgate.toml: port", "whole number", "1.5"]),
+        ("port = true", ["headgate.toml: port", "whole number", "true"]),
+        ("port = 70000", ["PORT", "between 0 and 65535", "70000"]),
+        ("log_level = 'loud'", ["headgate.toml: log_level", "debug or info", "loud"]),
+        ("host = '0.0.0.0'", ["HOST", "loopback only", "0.0.0.0"]),
+        ("event_retry = 5", ["headgate.toml: event_retry", "base_ms", "5"]),
+        ("[event_retry]\ndelay = 5", ["headgate.toml: event_retry", "base_ms", "delay"]),
+        ("[event_retry]\nbase_ms = 0", ["headgate.toml: event_retry.base_ms", "between 1 and", "0"]),
+        ("[event_retry]\nbase_ms = 'x'", ["headgate.toml: event_retry.base_ms", "whole number", "x"]),
+        ("[event_retry]\nfactor = nan", ["headgate.toml: event_retry.factor", "between 1 and 100", "nan"]),
+    ],
+)
+def test_toml_refused(toml: Path, text: str, parts: list[str]) -> None:
+    toml.write_text(text)
+    message = refusal({}, toml)
+    assert [part for part in parts if part not in message] == []
+
+
+def test_toml_that_is_no_text_is_refused(toml: Path) -> None:
+    toml.write_bytes(b"\xff\xfe")
+    assert "headgate.toml is not valid TOML" in refusal({}, toml)
+
+
+def test_unknown_override_is_refused() -> None:
+    assert "'prot'" in refusal(prot=1)
+
+
+def test_missing_database_url_is_explained() -> None:
+    assert load(database_url="postgresql://u@h/d").require_database_url() == "postgresql://u@h/d"
+    with pytest.raises(SettingsError, match="HEADGATE_DATABASE_URL is not set"):
+        load().require_database_url()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "given"),
+    [
+        ("nosuch=kill", "unknown failpoint", "'nosuch'"),
+        ("migrate.mid_migration=explode", "kill, raise or sleep", "'explode'"),
+    ],
+)
+def test_bad_failpoint_is_refused(text: str, expected: str, given: str) -> None:
+    message = refusal({"HEADGATE_FAILPOINTS": text})
+    assert [part for part in ("HEADGATE_FAILPOINTS", expected, given) if part not in message] == []
+
+
+def test_failpoints_are_armed() -> None:
+    load({"HEADGATE_FAILPOINTS": "migrate.mid_migration=raise@2"})
+    failpoints.hit("migrate.mid_migration")
+    with pytest.raises(failpoints.FailpointHit):
+        failpoints.hit("migrate.mid_migration")
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Settings().port = 1  # type: ignore[misc]
