@@ -210,7 +210,7 @@ class _Publisher:
 def checked(given: dict[str, Any], settings: Settings) -> NewEvent:
     """One event from plain values. InvalidInput names each field that breaks a rule."""
     try:
-        plain = msgspec.to_builtins(given)
+        plain = msgspec.to_builtins(given, str_keys=True)
     except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidInput("the event cannot be published", [FieldError("payload", f"is not JSON: {exc}")]) from exc
     errors: list[FieldError] = []

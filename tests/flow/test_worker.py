@@ -37,7 +37,7 @@ async def test_sigterm_hands_back_what_does_not_finish(
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
     row = await connection.fetchrow("select status, attempts, claimed_by from headgate.workflow_runs")
-    assert row is not None and tuple(row) == ("pending", 0, None)
+    assert row is not None and tuple(row) == ("pending", 1, None)
 
 
 async def test_a_killed_workers_run_is_taken_over_when_its_lease_ends(

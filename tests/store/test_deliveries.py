@@ -146,7 +146,7 @@ async def counts(connection: Connection) -> tuple[int, int]:
 async def test_launch_records_the_delivery_and_creates_a_run_that_is_due(connection: Connection) -> None:
     await set_clock(connection)
     [one] = await decided(connection)
-    assert await deliveries.launch(connection, [one]) == [one.run_id]
+    assert await deliveries.launch(connection, [one], NOW) == [one.run_id]
 
     [shown] = await deliveries.list_of_event(connection, one.event_id)
     assert (shown.trigger_name, shown.workflow) == ("t0", "fulfil")
@@ -175,7 +175,7 @@ async def test_launch_records_the_delivery_and_creates_a_run_that_is_due(connect
 
 async def test_failed_decision_creates_no_run(connection: Connection) -> None:
     [one] = await decided(connection, status="failed", last_error="no such field", run_id=None)
-    assert await deliveries.launch(connection, [one]) == []
+    assert await deliveries.launch(connection, [one], NOW) == []
     [shown] = await deliveries.list_of_event(connection, one.event_id)
     assert (shown.delivery.status, shown.delivery.last_error) == ("failed", "no such field")
     assert (shown.delivery.workflow_run_id, shown.delivery.launched_at) == (None, None)
@@ -184,16 +184,16 @@ async def test_failed_decision_creates_no_run(connection: Connection) -> None:
 
 async def test_launch_again_launches_nothing(connection: Connection) -> None:
     first, second = await decided(connection, 2)
-    await deliveries.launch(connection, [first])
+    await deliveries.launch(connection, [first], NOW)
     again = first._replace(id=uuid7(), run_id=uuid7())
-    assert await deliveries.launch(connection, [again, second]) == [second.run_id]
+    assert await deliveries.launch(connection, [again, second], NOW) == [second.run_id]
     assert await counts(connection) == (2, 2)
 
 
 async def test_same_decision_twice_in_one_batch_launches_once(connection: Connection) -> None:
     [one] = await decided(connection)
     twin = one._replace(id=uuid7(), run_id=uuid7())
-    assert len(await deliveries.launch(connection, [one, twin])) == 1
+    assert len(await deliveries.launch(connection, [one, twin], NOW)) == 1
     assert await counts(connection) == (1, 1)
 
 
@@ -203,7 +203,7 @@ async def test_workers_that_launch_the_same_events_launch_each_once(database: Da
 
     async def launch() -> list[uuid.UUID]:
         mine = [one._replace(id=uuid7(), run_id=uuid7()) for one in all_decided]
-        return await database.run(lambda connection: deliveries.launch(connection, mine))
+        return await database.run(lambda connection: deliveries.launch(connection, mine, NOW))
 
     created = await asyncio.gather(*(launch() for _ in range(6)))
     assert sum(map(len, created)) == 20
@@ -218,19 +218,19 @@ async def test_rolled_back_launch_leaves_nothing(database: Database) -> None:
 
     async def crash() -> None:
         async with database.transaction() as connection:
-            assert await deliveries.launch(connection, [one]) == [one.run_id]
+            assert await deliveries.launch(connection, [one], NOW) == [one.run_id]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         await crash()
     async with database.connection() as connection:
         assert await counts(connection) == (0, 0)
-        assert await deliveries.launch(connection, [one]) == [one.run_id]
+        assert await deliveries.launch(connection, [one], NOW) == [one.run_id]
 
 
 async def test_database_refuses_a_second_delivery_of_an_event_to_a_trigger(connection: Connection) -> None:
     [one] = await decided(connection)
-    await deliveries.launch(connection, [one])
+    await deliveries.launch(connection, [one], NOW)
     with pytest.raises(asyncpg.UniqueViolationError, match="once_key"):
         await connection.execute(
             "insert into headgate.workflow_trigger_deliveries (id, trigger_id, event_id, status) "
@@ -243,7 +243,7 @@ async def test_database_refuses_a_second_delivery_of_an_event_to_a_trigger(conne
 
 async def test_database_refuses_a_second_run_of_a_delivery(connection: Connection) -> None:
     [one] = await decided(connection)
-    await deliveries.launch(connection, [one])
+    await deliveries.launch(connection, [one], NOW)
     with pytest.raises(asyncpg.UniqueViolationError, match="workflow_runs_delivery_key"):
         await connection.execute(
             "insert into headgate.workflow_runs (id, workflow_definition_id, delivery_id, next_attempt_at) "

@@ -49,7 +49,7 @@ ANY_NUMBER = ORDERED | st.just(math.nan)
     [
         (EVENT_RETRY, 0.5, [5000, 10000, 20000, 40000, 80000, 160000, 320000, 600000, 600000]),
         (EVENT_RETRY, 0.0, [4000, 8000, 16000, 32000, 64000, 128000, 256000, 480000, 480000]),
-        (EVENT_RETRY, 1.0, [6000, 12000, 24000, 48000, 96000, 192000, 384000, 600000, 600000]),
+        (EVENT_RETRY, 1.0, [6000, 12000, 24000, 48000, 96000, 192000, 384000, 480000, 480000]),
         (TRIGGER_RETRY, 0.5, [10000, 20000, 40000, 80000, 160000, 320000, 640000, 900000, 900000]),
         (STEP_RETRY, 0.5, [1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 256000, 300000]),
         (policy(factor=1), 0.5, [1000, 1000, 1000]),
@@ -102,8 +102,14 @@ def test_without_jitter_delays_never_shrink(given_policy: RetryPolicy, first: fl
 
 @given(policies(), st.integers(1, 60))
 def test_default_random_source_is_within_the_jitter(given_policy: RetryPolicy, attempt: int) -> None:
-    low, high = (backoff_ms(given_policy, attempt, lambda point=point: point) for point in (0.0, 1.0))
-    assert low <= backoff_ms(given_policy, attempt) <= high
+    plain = backoff_ms(given_policy, attempt, lambda: MIDDLE)
+    assert abs(backoff_ms(given_policy, attempt) - plain) <= plain * given_policy.jitter_ratio + 1
+
+
+def test_waits_at_the_cap_are_spread_below_it() -> None:
+    at_cap = {backoff_ms(EVENT_RETRY, 40, lambda point=n / 100: point) for n in range(101)}
+    assert len(at_cap) > 50
+    assert min(at_cap) >= 480_000 and max(at_cap) == 600_000
 
 
 def test_next_attempt_is_counted_from_the_given_time() -> None:

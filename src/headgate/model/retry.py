@@ -95,6 +95,8 @@ def backoff_ms(policy: RetryPolicy, attempt: float, random: Callable[[], float] 
     point = random()
     point = min(max(point, 0.0), 1.0) if not math.isnan(point) else 0.5
     delay *= 1 + policy.jitter_ratio * (2 * point - 1)
+    if delay > policy.max_ms:  # folded back: at the cap, waits are spread below it instead of all being equal
+        delay = 2 * policy.max_ms - delay
     return max(1, min(policy.max_ms, round(delay)))
 
 

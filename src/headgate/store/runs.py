@@ -42,7 +42,7 @@ async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> set
 
 
 async def hand_back(connection: Connection, held: Sequence[ClaimedRun]) -> set[uuid.UUID]:
-    """Make runs due again at once; the attempt does not count. The ids handed back."""
+    """Make runs due again at once. The ids handed back."""
     rows = await connection.fetch(_sql["hand_back"], [r.id for r in held], [r.claim_generation for r in held])
     return {row[0] for row in rows}
 

@@ -37,11 +37,10 @@ update headgate.workflow_runs r
 returning r.id
 
 -- name: hand_back
--- Gives runs that a stopping worker holds back, due at once and not counted as an attempt. Returns the ids.
+-- Gives runs that a stopping worker holds back, due at once. Returns the ids.
 update headgate.workflow_runs r
-   set status = 'pending', next_attempt_at = headgate.now(), attempts = greatest(r.attempts - 1, 0),
-       claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null,
-       updated_at = headgate.now()
+   set status = 'pending', next_attempt_at = headgate.now(), claim_generation = r.claim_generation + 1,
+       claimed_by = null, claim_expires_at = null, updated_at = headgate.now()
   from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
  where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
 returning r.id

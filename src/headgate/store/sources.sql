@@ -1,12 +1,13 @@
 -- name: share
 -- Says that this transaction may launch for the sources. A pause, a resume and a change of limits take the same lock
--- alone: when their call returns, no launch decided before them is still on its way.
+-- alone: when their call returns, no launch decided before them is still on its way. Sources share 64 locks, so that a
+-- batch of many sources cannot use up the server's lock table.
 select pg_advisory_xact_lock_shared(8701, k.key)
-  from (select distinct hashtext(s) as key from unnest($1::text[]) as s order by 1) k
+  from (select distinct hashtext(s) & 63 as key from unnest($1::text[]) as s order by 1) k
 
 -- name: exclude
 -- Waits until no transaction that may launch for the source is under way, and keeps new ones out until the commit.
-select pg_advisory_xact_lock(8701, hashtext($1))
+select pg_advisory_xact_lock(8701, hashtext($1) & 63)
 
 -- name: default_limit
 -- The limit of sources that have none of their own.

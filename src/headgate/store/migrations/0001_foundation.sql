@@ -75,7 +75,8 @@ create table headgate.event_ingress_retries (
     check (retry_state in ('none', 'scheduled', 'running', 'completed', 'cancelled', 'exhausted')),
   constraint event_ingress_retries_attempts_check check (attempts >= 0),
   constraint event_ingress_retries_waiting_check
-    check (retry_state <> 'scheduled' or (next_attempt_at is not null and isfinite(next_attempt_at))),
+    check (retry_state <> 'scheduled' or (next_attempt_at is not null
+           and next_attempt_at between '1900-01-01' and '9000-01-01')),
   constraint event_ingress_retries_claim_check
     check ((retry_state = 'running') = (claim_expires_at is not null))
 ) with (fillfactor = 70);
@@ -191,7 +192,8 @@ create table headgate.workflow_trigger_deliveries (
     check (retry_state in ('none', 'scheduled', 'running', 'completed', 'cancelled', 'exhausted')),
   constraint workflow_trigger_deliveries_attempts_check check (attempts >= 0 and retry_attempts >= 0),
   constraint workflow_trigger_deliveries_waiting_check
-    check (retry_state <> 'scheduled' or (next_attempt_at is not null and isfinite(next_attempt_at))),
+    check (retry_state <> 'scheduled' or (next_attempt_at is not null
+           and next_attempt_at between '1900-01-01' and '9000-01-01')),
   constraint workflow_trigger_deliveries_claim_check
     check ((retry_state = 'running') = (claim_expires_at is not null))
 ) with (fillfactor = 90);
@@ -225,7 +227,8 @@ create table headgate.workflow_runs (
   constraint workflow_runs_status_check check (status in ('pending', 'running', 'succeeded', 'failed', 'cancelled')),
   constraint workflow_runs_attempts_check check (attempts >= 0),
   constraint workflow_runs_waiting_check
-    check (status <> 'pending' or (next_attempt_at is not null and isfinite(next_attempt_at))),
+    check (status <> 'pending' or (next_attempt_at is not null
+           and next_attempt_at between '1900-01-01' and '9000-01-01')),
   constraint workflow_runs_claim_check check ((status = 'running') = (claim_expires_at is not null)),
   constraint workflow_runs_finished_check
     check ((status in ('succeeded', 'failed', 'cancelled')) = (finished_at is not null))
@@ -258,7 +261,8 @@ create table headgate.workflow_run_steps (
     check (retry_state in ('none', 'scheduled', 'running', 'completed', 'cancelled', 'exhausted')),
   constraint workflow_run_steps_attempts_check check (retry_attempts >= 0),
   constraint workflow_run_steps_waiting_check
-    check (retry_state <> 'scheduled' or (next_attempt_at is not null and isfinite(next_attempt_at))),
+    check (retry_state <> 'scheduled' or (next_attempt_at is not null
+           and next_attempt_at between '1900-01-01' and '9000-01-01')),
   constraint workflow_run_steps_claim_check
     check ((retry_state = 'running') = (claim_expires_at is not null))
 ) with (fillfactor = 80);
