@@ -11,10 +11,10 @@ from pathlib import Path
 
 import uvloop
 
-from bench import commit, floor, neighbours, pipeline, results, single, stage
+from bench import commit, floor, gate, neighbours, pipeline, results, single, stage
 from bench.stage import Stage
 
-FIGURES = ("commit", "throughput", "single")
+FIGURES = ("commit", "throughput", "single", "limit", "drain", "limit_cost")
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
 
@@ -26,10 +26,14 @@ class Size:
     events: int = 20_000
     singles: int = 20_000
     commits: int = 2_000
+    limit: int = 200
+    intervals: int = 10
+    held: int = 10_000
+    drain_limit: int = 1_000
 
 
 FULL = Size()
-QUICK = Size(turns=1, events=1_000, singles=500, commits=50)
+QUICK = Size(turns=1, events=1_000, singles=500, commits=50, limit=50, intervals=3, held=600, drain_limit=200)
 
 
 async def run(figures: tuple[str, ...], size: Size, quick: bool) -> results.Results:
@@ -42,6 +46,9 @@ async def run(figures: tuple[str, ...], size: Size, quick: bool) -> results.Resu
             commit=await commit.measure(ground, size.commits) if "commit" in figures else None,
             throughput=await _throughput(ground, size) if "throughput" in figures else None,
             single=await single.measure(ground, size.singles) if "single" in figures else None,
+            limit=await gate.accuracy(ground, size.limit, size.intervals) if "limit" in figures else None,
+            drain=await gate.drain(ground, size.held, size.drain_limit) if "drain" in figures else None,
+            limit_cost=await gate.cost(ground, size.events) if "limit_cost" in figures else None,
         )
 
 

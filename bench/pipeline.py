@@ -7,21 +7,29 @@ import time
 
 import asyncpg
 
+from bench import workload
 from bench.client import Job
 from bench.stage import Stage, publish
+from headgate.flow import control
+from headgate.model.source import RateLimit
+from headgate.store.db import Database
 
 BATCH = 100
 CONNECTIONS = 8
 WARM_UP = 1000
+# Long enough for any machine: a worker that fails must not make the benchmark wait for ever.
+STALLED_SECONDS = 60
 
 # An event leaves the inbox in the transaction that creates its run, so once all are accepted, empty means done.
 _IS_DONE = "select not exists (select from headgate.event_inbox)"
 _RUNS = "select count(*) from headgate.workflow_runs"
 
 
-async def measure(stage: Stage, events: int) -> float:
+async def measure(stage: Stage, events: int, limit: RateLimit | None = None) -> float:
     """Events per second from the first request to the last run. The worker creates runs and executes none."""
     async with stage.database() as url, stage.api(url) as port:
+        if limit is not None:
+            await set_limit(url, limit)
         with stage.worker(url, "nothing"):
             watcher = await asyncpg.connect(url)
             try:
@@ -38,6 +46,19 @@ async def measure(stage: Stage, events: int) -> float:
     return events / (ended_at - sent.started_at)
 
 
+async def set_limit(url: str, limit: RateLimit) -> None:
+    """A limit for the source of every event."""
+    database = Database(url, "bench", size=1)
+    try:
+        await control.set_limit(database, workload.SOURCE, limit, "bench")
+    finally:
+        await database.close()
+
+
 async def _drained(watcher: asyncpg.Connection) -> None:
-    while not await watcher.fetchval(_IS_DONE):  # noqa: ASYNC110 - the event is in the database
-        await asyncio.sleep(0.01)
+    try:
+        async with asyncio.timeout(STALLED_SECONDS):
+            while not await watcher.fetchval(_IS_DONE):  # noqa: ASYNC110 - the event is in the database
+                await asyncio.sleep(0.01)
+    except TimeoutError as exc:
+        raise RuntimeError(f"the worker left events undecided for {STALLED_SECONDS} s") from exc

@@ -11,6 +11,7 @@ from statistics import median
 
 import msgspec
 
+from bench.gate import Accuracy, Drain, LimitCost
 from bench.latency import Latency
 from bench.single import Single
 
@@ -65,6 +66,9 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     commit: Latency | None = None
     throughput: Throughput | None = None
     single: Single | None = None
+    limit: Accuracy | None = None
+    drain: Drain | None = None
+    limit_cost: LimitCost | None = None
 
 
 def machine(postgres: str) -> Machine:
@@ -115,7 +119,24 @@ def table(results: Results) -> str:
         lines.append(
             ("single POSTs, 64 connections", f"{rate:,.0f}/s, p50 {taken.p50_ms:.1f} ms, p99 {taken.p99_ms:.1f} ms")
         )
-    return "\n".join(f"{name:<34}{value}" for name, value in lines)
+    return "\n".join(f"{name:<34}{value}" for name, value in [*lines, *_gate_lines(results)])
+
+
+def _gate_lines(results: Results) -> list[tuple[str, str]]:
+    lines = []
+    if results.limit:
+        a = results.limit
+        most = f"at most {a.most_in_any_interval} of {a.limit} in any interval"
+        lines.append((f"limit kept by {a.workers} workers", f"{most}, {a.use:.1%} of the allowance used"))
+    if results.drain:
+        d = results.drain
+        lines.append(
+            (f"drain of {d.events:,} at {d.limit:,}/s",
+             f"{d.ratio:.3f} x ideal, {d.attempts_per_event:.2f} attempts per event, {d.out_of_order} out of order")
+        )  # fmt: skip
+    if results.limit_cost:
+        lines.append(("throughput with an idle limit", f"{results.limit_cost.ratio:.2f} of that without"))
+    return lines
 
 
 def _processor() -> str:

@@ -31,7 +31,7 @@ from headgate.store.db import Database
 ROOT = Path(__file__).parent.parent
 APP = Path(__file__).parent / "app.py"
 # Checkpoints in the middle would measure the disk's luck; fsync and the rest stay as the server has them.
-POSTGRES_OPTIONS = {"max_connections": "100", "max_wal_size": "8GB", "checkpoint_timeout": "1h"}
+POSTGRES_OPTIONS = {"max_connections": "300", "max_wal_size": "8GB", "checkpoint_timeout": "1h"}
 
 _START_SECONDS = 60
 _STOP_SECONDS = 30
@@ -82,9 +82,9 @@ class Stage:
             yield await _wait_for_port(process, log)
 
     @contextlib.contextmanager
-    def worker(self, database_url: str, application: str) -> Iterator[None]:
+    def worker(self, database_url: str, application: str, name: str = "worker") -> Iterator[None]:
         """`headgate worker` with the named object of `bench/app.py`. It is ready when it has done something."""
-        with self._headgate("worker", database_url, "worker", f"{APP}:{application}"):
+        with self._headgate(name, database_url, "worker", f"{APP}:{application}"):
             yield
 
     async def _admin(self, statement: str) -> None:

@@ -36,5 +36,9 @@ def test_quick_run_writes_every_figure(tmp_path: Path) -> None:
     assert throughput["pipeline_median"] > 0
     assert throughput["ratio"] > 0
     assert found["single"]["accepted_per_second"] > 0
+    assert found["limit"]["most_in_any_interval"] <= found["limit"]["limit"]
+    assert found["limit"]["use"] > 0
+    assert found["drain"]["ratio"] > 0 and found["drain"]["out_of_order"] == 0
+    assert found["limit_cost"]["ratio"] > 0
     for latency in (found["commit"], found["single"]["latency"]):
         assert 0 < latency["p50_ms"] <= latency["p99_ms"]
