@@ -22,7 +22,7 @@ from headgate.model.predicate import Predicate
 from headgate.model.retry import RetryPolicy
 from headgate.model.trigger import TriggerSpec, check_spec
 from headgate.model.units import rate
-from headgate.queue.postgres import PostgresQueue
+from headgate.queue.choose import open_queue
 from headgate.settings import Settings
 from headgate.store import migrate, triggers
 from headgate.store.db import Connection, Database
@@ -196,7 +196,7 @@ class _Publisher:
         self.loop = loop
         url = settings.require_database_url()
         self._database = Database(url, "publish", size=2, lock_timeout_ms=LOCK_TIMEOUT_MS)
-        self._queue = PostgresQueue(self._database)
+        self._queue = open_queue(settings, self._database)
         self.ingest = Ingest(
             self._database, max_waiting=settings.ingest_max_waiting, after_commit=lambda: self._queue.hint("inbox")
         )

@@ -67,8 +67,10 @@ def _result(response: httpx.Response) -> Any:
     raise RequestRefused(response.status_code, problem)
 
 
-def _options(url: str, token: str | None, timeout: float) -> dict[str, Any]:
+def _options(url: str, token: str | None, timeout: float, actor: str | None) -> dict[str, Any]:
     headers = {"content-type": "application/json"}
+    if actor:
+        headers["x-headgate-actor"] = actor
     if token:
         headers["authorization"] = f"Bearer {token}"
     return {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False}
@@ -85,12 +87,15 @@ def _receipts(answer: Any) -> list[Receipt]:
 class Client:
     """A blocking client. `publish` returns when the server has committed the event.
 
-    Raises RequestRefused (the server said no, and why), Unavailable (try again), InvalidInput (not JSON).
+    `actor` is the name that the audit log shows for what this client changes. Raises RequestRefused (the server said
+    no, and why), Unavailable (try again), InvalidInput (not JSON).
     """
 
-    def __init__(self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10) -> None:
+    def __init__(
+        self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10, *, actor: str | None = None
+    ) -> None:
         self._url = url
-        self._http = httpx.Client(**_options(url, token, timeout))
+        self._http = httpx.Client(**_options(url, token, timeout, actor))
 
     def publish(self, type: str, **fields: Any) -> Receipt:
         """Publish one event: `publish("order.created", source="shop.api", payload={…}, id="o-7")`."""
@@ -124,9 +129,11 @@ class Client:
 class AsyncClient:
     """The same for asyncio."""
 
-    def __init__(self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10) -> None:
+    def __init__(
+        self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10, *, actor: str | None = None
+    ) -> None:
         self._url = url
-        self._http = httpx.AsyncClient(**_options(url, token, timeout))
+        self._http = httpx.AsyncClient(**_options(url, token, timeout, actor))
 
     async def publish(self, type: str, **fields: Any) -> Receipt:
         """Publish one event; returns when the server has committed it."""

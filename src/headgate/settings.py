@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -35,7 +36,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that can be set; `docs/settings.md` describes each."""
 
     database_url: str | None = None
-    queue: Literal["postgres"] = "postgres"
+    queue: Literal["postgres", "bullmq"] = "postgres"
+    redis_url: str | None = None
     auth: Literal["off"] = "off"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
@@ -59,6 +61,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_payload_bytes: int = 256 * 1024
     ingest_max_waiting: int = 20_000
     allow_unsafe_durability: bool = False
+    metrics_port: int = 0
     failpoints: str = ""
 
     def __post_init__(self) -> None:
@@ -74,6 +77,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("max_batch_events", 1, 10_000),
             ("max_payload_bytes", 1024, 16 * 1024 * 1024),
             ("ingest_max_waiting", 1, 1_000_000),
+            ("metrics_port", 0, 65535),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -82,6 +86,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             scheme, found, _ = self.database_url.partition("://")  # the rest may hold a password
             given = f"{scheme[:20]}://" if found else "text without a scheme"
             raise SettingsError(f"{_env('database_url')} must start with postgresql://, not {given}")
+        if self.redis_url is not None and not _is_redis_url(self.redis_url):
+            raise SettingsError(  # without what was given: it may hold a password
+                f"{_env('redis_url')} must be an address such as redis://localhost:6379/0, rediss://… or unix://…"
+            )
+        if self.queue == "bullmq":
+            self.require_redis_url()
         if not _is_loopback(self.host):
             raise SettingsError(
                 f"{_env('host')} is {self.host!r}: without authentication the API listens on loopback only "
@@ -91,6 +101,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limits(self) -> EventLimits:
         return EventLimits(max_payload_bytes=self.max_payload_bytes)
+
+    def require_redis_url(self) -> str:
+        """The address of Redis; a clear refusal when none is set."""
+        if self.redis_url is None:
+            raise SettingsError(
+                "HEADGATE_QUEUE is bullmq and HEADGATE_REDIS_URL is not set; give it a Redis address such as "
+                "redis://localhost:6379/0"
+            )
+        return self.redis_url
 
     def require_database_url(self) -> str:
         """The database's address; a clear refusal when none is set."""
@@ -219,6 +238,15 @@ def _parse(where: str, hint: Any, text: str) -> Any:
             kind = "a whole number" if hint is int else "a number"
             raise SettingsError(f"{where} must be {kind}, not {text!r}") from exc
     return text
+
+
+def _is_redis_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # not a number: most likely a password with a / or # that is not encoded
+    except ValueError:
+        return False
+    return bool(parts.path) if parts.scheme == "unix" else parts.scheme in ("redis", "rediss") and bool(parts.hostname)
 
 
 def _is_loopback(host: str) -> bool:

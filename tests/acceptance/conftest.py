@@ -45,3 +45,12 @@ def demo(shared_url: str, address: str) -> Iterator[str]:
     """An API and a worker with the demo application; the API's address."""
     with worker(shared_url, DEMO):
         yield address
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_http_clients() -> Iterator[None]:
+    yield
+    from tests.acceptance import test_hostile_input, test_publishing
+
+    for module in (test_hostile_input, test_publishing):
+        module._http.close()

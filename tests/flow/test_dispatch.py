@@ -168,3 +168,12 @@ async def test_registering_again_changes_nothing_and_a_change_raises_the_version
 
     await database.run(changed.register)
     assert await versions() == [("audit", 1), ("fulfil", 2)]
+
+
+async def test_many_processes_register_the_same_workflows_at_once(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    await connection.execute("truncate headgate.workflow_definitions cascade")
+    ids = await asyncio.gather(*(database.run(app.register) for _ in range(10)))
+    assert len({tuple(found) for found in ids}) == 1
+    assert await connection.fetchval("select count(*) from headgate.workflow_event_triggers") == 2

@@ -1,4 +1,4 @@
-"""Whether the process lives, and whether it can do its work."""
+"""Whether the process lives, whether it can do its work, and whether everything that should move moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from starlette.responses import Response
 
 from headgate.api.routes import Route, Services, json_response
 from headgate.errors import HeadgateError
+from headgate.flow.health import Snapshot, snapshot
 from headgate.store import durability, migrate
+from headgate.telemetry import metrics
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -43,7 +45,18 @@ async def readyz(_: Request, services: Services) -> Response:
     return json_response(Ready("ok", checks))
 
 
+async def event_health(_: Request, services: Services) -> Snapshot:
+    async with services.database.transaction() as connection:
+        return await snapshot(connection)
+
+
+async def metrics_text(_: Request, services: Services) -> Response:
+    return Response(await services.exposition.text(), media_type=metrics.CONTENT_TYPE)
+
+
 ROUTES = (
     Route("GET", "/livez", livez, "The process lives", (Live,)),
     Route("GET", "/readyz", readyz, "The process can do its work", (Ready,), errors=(503,)),
+    Route("GET", "/admin/event-health", event_health, "The state of the whole cluster, and what is wrong", (Snapshot,)),
+    Route("GET", "/metrics", metrics_text, "Prometheus metrics", (str,), media="text/plain"),
 )

@@ -56,9 +56,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, Any]:
     shapes = [by_type[answer] for answer in route.returns]
     schema = shapes[0] if len(shapes) == 1 else {"oneOf": shapes}
-    answers: dict[str, Any] = {
-        str(route.status): {"description": "done", "content": {"application/json": {"schema": schema}}}
-    }
+    answers: dict[str, Any] = {str(route.status): {"description": "done", "content": {route.media: {"schema": schema}}}}
     for status in sorted({*route.errors, 503} - {route.status}):
         answers[str(status)] = {
             "description": TITLES[status],

@@ -14,7 +14,9 @@ from starlette.responses import Response
 
 from headgate.api.problems import Problem
 from headgate.errors import FieldError, InvalidInput
+from headgate.flow.health import Exposition
 from headgate.flow.ingest import Ingest
+from headgate.queue.port import Queue
 from headgate.settings import Settings
 from headgate.store.db import Database
 
@@ -28,6 +30,8 @@ class Services:
     settings: Settings
     database: Database
     ingest: Ingest
+    queue: Queue
+    exposition: Exposition
 
 
 Handler = Callable[[Request, Services], Awaitable[Any]]
@@ -56,6 +60,7 @@ class Route:
     query: tuple[Query, ...] = ()
     body: dict[str, Any] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
+    media: str = "application/json"
 
 
 def parameters(request: Request, route_query: tuple[Query, ...]) -> dict[str, Any]:

@@ -17,13 +17,14 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headgate.api import events, health, openapi, problems, publish, runs, workflows
+from headgate.api import admin_retries, admin_sources, events, health, openapi, problems, publish, runs, workflows
 from headgate.api.problems import Problem
 from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound, SettingsError
 from headgate.flow import control
+from headgate.flow.health import Exposition
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
-from headgate.queue.postgres import PostgresQueue
+from headgate.queue.choose import open_queue
 from headgate.settings import Settings
 from headgate.store import durability, migrate
 from headgate.store.db import Database
@@ -68,7 +69,15 @@ PUBLISH = Route(
     },
     errors=(400, 408, 409, 413, 415, 422, 503),
 )
-ROUTES: tuple[Route, ...] = (PUBLISH, *events.ROUTES, *workflows.ROUTES, *runs.ROUTES, *health.ROUTES)
+ROUTES: tuple[Route, ...] = (
+    PUBLISH,
+    *events.ROUTES,
+    *workflows.ROUTES,
+    *runs.ROUTES,
+    *admin_sources.ROUTES,
+    *admin_retries.ROUTES,
+    *health.ROUTES,
+)
 
 
 class Api:
@@ -79,13 +88,13 @@ class Api:
         self._settings = settings
         self._database = Database(url, "api", size=6)
         self._ingest_database = Database(url, "ingest", size=3, lock_timeout_ms=LOCK_TIMEOUT_MS)
-        self._queue = PostgresQueue(self._database)
+        self._queue = open_queue(settings, self._database)
         ingest = Ingest(
             self._ingest_database,
             max_waiting=settings.ingest_max_waiting,
             after_commit=lambda: self._queue.hint("inbox"),
         )
-        self.services = Services(settings, self._database, ingest)
+        self.services = Services(settings, self._database, ingest, self._queue, Exposition(self._database))
         self.app = _application(self.services)
 
     async def open(self) -> None:

@@ -24,6 +24,9 @@ class _LazyGroup(click.Group):
         "explain": "events",
         "runs": "runs",
         "workflows": "workflows",
+        "sources": "sources",
+        "retries": "retries",
+        "health": "health",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:

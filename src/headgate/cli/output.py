@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,16 @@ from headgate.client import Client
 def client() -> Client:
     """A client for the API at `HEADGATE_URL`."""
     given = settings.load()
-    return Client(given.url, given.token)
+    return Client(given.url, given.token, actor=_user())
+
+
+def _user() -> str | None:
+    """Who acts, for the audit log."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        return None
+    return name if name.isascii() and name.isprintable() else None
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,6 +74,26 @@ def short_json(value: Any, width: int = 60) -> str:
         return ""
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def short_duration(ms: float) -> str:
+    """`90s`, `5m`, `2h`: as durations are written on the command line, in the largest unit that is whole."""
+    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        if ms >= size and ms % size == 0:
+            return f"{ms // size:.0f}{unit}"
+    return f"{ms:.0f}ms" if ms < 1000 else f"{ms / 1000:.1f}s"
+
+
+def short_eta(seconds: float | None) -> str:
+    """How long from now, for people; empty when nobody can say."""
+    if seconds is None:
+        return ""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    if seconds < 120:
+        return f"{seconds:.0f}s"
+    minutes = round(seconds / 60)
+    return f"{minutes}m" if minutes < 120 else f"{minutes // 60}h {minutes % 60}m"
 
 
 def short_time(text: str | None) -> str:

@@ -25,6 +25,7 @@ from headgate.settings import Settings
 from headgate.store import migrate
 from headgate.store.db import Database
 from headgate.telemetry import logs
+from headgate.worker.scrape import scrapable
 
 
 @click.command()
@@ -130,7 +131,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> None:
 async def _worker(application: Headgate, settings: Settings, stop: asyncio.Event) -> None:
     application.configure(settings)
     working = await application.worker()
-    async with _supervised(working.run(), working.stop) as work:
+    async with scrapable(application.settings), _supervised(working.run(), working.stop) as work:
         await _first(stop.wait(), work)
 
 

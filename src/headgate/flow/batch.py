@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -25,10 +25,11 @@ _MS = timedelta(milliseconds=1)
 
 
 class Delivered(NamedTuple):
-    """What became of the events that passed."""
+    """What became of the events that passed; `failures` by source."""
 
     launched: int = 0
     failed: int = 0
+    failures: Mapping[str, int] = {}
 
 
 class Batch:
@@ -50,12 +51,12 @@ class Batch:
         decided = deliver.decide(matches)
         launched = await deliveries.launch(connection, decided, gates.now) if decided else []
         failed = [d for d in decided if d.status == "failed"]
-        await self._tell_breakers(connection, gates, events, failed)
-        return Delivered(len(launched), len(failed))
+        failures = await self._tell_breakers(connection, gates, events, failed)
+        return Delivered(len(launched), len(failed), failures)
 
     async def _tell_breakers(
         self, connection: Connection, gates: OpenGates, events: Sequence[Event], failed: Sequence[Decided]
-    ) -> None:
+    ) -> Counter[str]:
         source_of = {event.id: event.source for event in events}
         failures = Counter(source_of[delivery.event_id] for delivery in failed)
         admitted = Counter(event.source for event in events)
@@ -73,6 +74,7 @@ class Batch:
             correlation = next((d.correlation_id for d in failed if source_of[d.event_id] == move.source), None)
             log = _log.info if move.move == "closed" else _log.error
             log(f"source.breaker_{move.move}", source=move.source, reason=move.reason, correlation_id=correlation)
+        return failures
 
 
 def measure(
@@ -82,6 +84,7 @@ def measure(
     passed: Sequence[Event],
     throttled: Counter[str],
     dropped: Counter[str],
+    failures: Mapping[str, int] | None = None,
 ) -> list[SourceMetrics]:
     """What a batch saw of each source, for the totals."""
     total = Counter(event.source for event in newcomers)
@@ -95,6 +98,7 @@ def measure(
             passed=len(lags.get(source, [])),
             throttled=throttled[source],
             dropped=dropped[source],
+            failures=(failures or {}).get(source, 0),
             total_lag_ms=sum(lags.get(source, [])),
             last_lag_ms=lags[source][-1] if source in lags else 0,
             max_lag_ms=max(lags.get(source, [0])),
@@ -102,6 +106,11 @@ def measure(
         )
         for source in sorted({*total, *lags, *throttled, *dropped})
     ]
+
+
+def lags(gates: OpenGates, passed: Sequence[Event]) -> list[tuple[str, float]]:
+    """The source of each event that passed, and the seconds since its receipt."""
+    return [(event.source, max(0.0, (gates.now - event.received_at).total_seconds())) for event in passed]
 
 
 async def count(connection: Connection, metrics: Sequence[SourceMetrics]) -> None:

@@ -7,7 +7,7 @@ A verb about a source waits for the batches that may be launching for it and kee
 from __future__ import annotations
 
 import uuid
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Literal
 
@@ -30,10 +30,13 @@ async def seed_limits(database: Database, limits: dict[str, RateLimit]) -> list[
     """The settings' limits into the shared table; what an operator set stays. The sources that changed."""
 
     async def seed(connection: Connection) -> list[str]:
+        # The default's lock keeps every batch out, whatever its sources: rows may be changed in any order.
+        await store.exclude(connection, DEFAULT)
         changed = []
         for source, limit in sorted(limits.items()):
             if await store.seed_limit(connection, source, limit):
-                await _replan(connection, source)
+                await store.end_throttle(connection, source)
+                await store.replan(connection, source)
                 changed.append(source)
         return changed
 
@@ -49,9 +52,10 @@ async def set_limit(database: Database, source: str, limit: RateLimit | None, ac
 
     async def change(connection: Connection) -> SourceRecord:
         await store.exclude(connection, source)
-        before = await _find(connection, source)
+        before = await store.get(connection, source)
         await store.set_limit(connection, source, limit, actor)
-        await _replan(connection, source)
+        await store.end_throttle(connection, source)
+        await store.replan(connection, source)
         after = await _required(connection, source)
         await audit.insert(
             connection, actor=actor, action="source.limit", subject=source, before=_limits(before), after=_limits(after)
@@ -81,11 +85,11 @@ async def pause(
 
     async def change(connection: Connection) -> SourceRecord:
         await store.exclude(connection, source)
-        if until is not None and until <= await store.now(connection):
-            raise InvalidInput("the pause is not valid", [FieldError("until", "lies in the past")])
-        before = await _find(connection, source)
+        if until is not None:
+            _check_until(until, await store.now(connection))
+        before = await store.get(connection, source)
         await store.pause(connection, source, until=until, duration_ms=duration_ms, reason=reason, actor=actor)
-        await _replan(connection, source)
+        await store.replan(connection, source)
         after = await _required(connection, source)
         await audit.insert(
             connection, actor=actor, action="source.pause", subject=source, before=_pauses(before), after=_pauses(after)
@@ -103,11 +107,12 @@ async def resume(database: Database, source: str, actor: str) -> SourceRecord:
 
     async def change(connection: Connection) -> SourceRecord:
         await store.exclude(connection, source)
-        before = await _find(connection, source)
+        before = await store.get(connection, source)
         if before is None:
             raise NotFound(f"no source {source!r} is known: it has no limit, pause or waiting events")
         await store.resume(connection, source, actor)
-        await _replan(connection, source)
+        await store.end_throttle(connection, source)
+        await store.replan(connection, source)
         after = await _required(connection, source)
         await audit.insert(
             connection, actor=actor, action="source.resume", subject=source, before=_pauses(before),
@@ -150,19 +155,8 @@ async def _change_waiting(
     await audit.insert(connection, actor=actor, action=f"event.{verb}", subject=str(event_id))
 
 
-async def _replan(connection: Connection, source: str) -> None:
-    """New slots for who waits; a change of the default concerns every source."""
-    for record in await store.list_all(connection):
-        if record.waiting and source in (record.source, DEFAULT):
-            await store.begin_plan(connection, record.source)
-
-
-async def _find(connection: Connection, source: str) -> SourceRecord | None:
-    return next((s for s in await store.list_all(connection) if s.source == source), None)
-
-
 async def _required(connection: Connection, source: str) -> SourceRecord:
-    found = await _find(connection, source)
+    found = await store.get(connection, source)
     assert found is not None, f"{source} was just written"
     return found
 
@@ -170,6 +164,13 @@ async def _required(connection: Connection, source: str) -> SourceRecord:
 def _check_source(source: str, *, allow_default: bool) -> None:
     if not is_name(source) and not (allow_default and source == DEFAULT):
         raise InvalidInput("the source is not valid", [FieldError("source", "is not the name of a source")])
+
+
+def _check_until(until: datetime, now: datetime) -> None:
+    if until <= now:
+        raise InvalidInput("the pause is not valid", [FieldError("until", "lies in the past")])
+    if until - now > timedelta(milliseconds=MAX_DURATION_MS):
+        raise InvalidInput("the pause is not valid", [FieldError("until", "is more than 366 days away")])
 
 
 def _limits(record: SourceRecord | None) -> dict[str, int | None] | None:

@@ -27,7 +27,7 @@ _log = logger("dispatch")
 
 
 class Outcome(NamedTuple):
-    """What one batch did."""
+    """What one batch did, in numbers."""
 
     events: int = 0
     launched: int = 0
@@ -35,6 +35,14 @@ class Outcome(NamedTuple):
     held: int = 0
     expired: int = 0
     quarantined: int = 0
+
+
+class Decided(NamedTuple):
+    """What one batch decided: the numbers, who waits, and how late those came that passed."""
+
+    outcome: Outcome = Outcome()
+    held: Sequence[IngressRetry] = ()
+    lags: Sequence[tuple[str, float]] = ()
 
 
 class Dispatch:
@@ -58,20 +66,22 @@ class Dispatch:
     async def run_once(self) -> Outcome:
         """Decide one batch; an outcome of 0 events means that nothing was waiting."""
         try:
-            outcome, held = await self._database.run(self._oldest)
+            decided = await self._database.run(self._oldest)
         except Unavailable:
             raise
         except Exception as exc:
             _log.warning("dispatch.batch_failed", error=exc, reason="taking it apart to find the event at fault")
             return await self._one_by_one()
-        self._committed(outcome, held)
-        return outcome
+        self._committed(decided)
+        return decided.outcome
 
-    def _committed(self, outcome: Outcome, held: Sequence[IngressRetry]) -> None:
+    def _committed(self, decided: Decided) -> None:
         failpoints.hit("dispatch.after_commit")
-        if outcome.launched:
+        if decided.outcome.launched:
             self._after_launch()
-        for retry in held:
+        metrics.allowed(decided.lags)
+        metrics.refused((retry.source, retry.reason) for retry in decided.held)
+        for retry in decided.held:
             metrics.EVENT_RETRIES.labels("scheduled").inc()
             _log.info(
                 "event.held",
@@ -81,15 +91,15 @@ class Dispatch:
                 next_attempt_at=retry.next_attempt_at,
                 reason=retry.reason,
             )
-        if held:
-            self._after_hold(held)
+        if decided.held:
+            self._after_hold(decided.held)
 
-    async def _oldest(self, connection: Connection) -> tuple[Outcome, list[IngressRetry]]:
+    async def _oldest(self, connection: Connection) -> Decided:
         return await self._decide(connection, await events.claim_inbox(connection, self._batch_size))
 
-    async def _decide(self, connection: Connection, inbox: InboxBatch) -> tuple[Outcome, list[IngressRetry]]:
+    async def _decide(self, connection: Connection, inbox: InboxBatch) -> Decided:
         if not inbox.events:
-            return Outcome(), []
+            return Decided()
         failpoints.hit("dispatch.after_claim")
         gates = await gate.open_gates(connection, (event.source for event in inbox.events))
         verdict = gate.decide(gates, inbox.events)
@@ -105,6 +115,7 @@ class Dispatch:
             passed=verdict.admitted,
             throttled=Counter(retry.source for retry in verdict.held),
             dropped=Counter(retry.source for retry in verdict.expired),
+            failures=delivered.failures,
         )
         await batch.count(connection, seen)
         failpoints.hit("dispatch.before_commit")
@@ -115,7 +126,7 @@ class Dispatch:
             held=len(verdict.held),
             expired=len(verdict.expired),
         )
-        return outcome, verdict.held
+        return Decided(outcome, verdict.held, batch.lags(gates, verdict.admitted))
 
     async def _one_by_one(self) -> Outcome:
         """The oldest events, each in a transaction of its own; one that still fails goes to the dead letters."""
@@ -124,8 +135,9 @@ class Dispatch:
         total = Outcome()
         for sequence in sequences:
             try:
-                one, held = await self._database.run(partial(self._single, sequence=sequence))
-                self._committed(one, held)
+                decided = await self._database.run(partial(self._single, sequence=sequence))
+                self._committed(decided)
+                one = decided.outcome
             except Unavailable:
                 raise
             except Exception as exc:
@@ -133,7 +145,7 @@ class Dispatch:
             total = Outcome(*(a + b for a, b in zip(total, one, strict=True)))
         return total
 
-    async def _single(self, connection: Connection, sequence: int) -> tuple[Outcome, list[IngressRetry]]:
+    async def _single(self, connection: Connection, sequence: int) -> Decided:
         return await self._decide(connection, await events.claim_inbox_one(connection, sequence))
 
     async def _quarantine(self, sequence: int, exc: Exception) -> Outcome:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from headgate.model.event import Event
 from headgate.model.ingress_retry import IngressRetry
 from headgate.model.source import BreakerPolicy, Gate
+from headgate.store import ingress_retries
 from headgate.store import sources as store
 from headgate.store.db import Connection
 from headgate.store.sources import LockedSource
@@ -25,10 +26,14 @@ EXPIRED = "expired"
 
 
 class OpenGates(NamedTuple):
-    """The sources of one batch under their locks, and the database's time at the decision."""
+    """The sources of one batch under their locks, and the database's time at the decision.
+
+    `overtaken` is filled by the decision: sources in whose line later events stand already, and who came late.
+    """
 
     now: datetime
     sources: dict[str, LockedSource]
+    overtaken: dict[str, int]
 
     def gate(self, source: str) -> Gate | None:
         locked = self.sources.get(source)
@@ -56,11 +61,13 @@ async def open_gates(connection: Connection, names: Iterable[str]) -> OpenGates:
     wanted = sorted(set(names))
     await store.share(connection, wanted)
     locked = await store.lock(connection, wanted)
-    return OpenGates(await store.now(connection), locked)
+    return OpenGates(await store.now(connection), locked, {})
 
 
 async def close_gates(connection: Connection, gates: OpenGates) -> None:
     """Write back what the batch changed."""
+    for source, sequence in sorted(gates.overtaken.items()):
+        await ingress_retries.keep_order(connection, source, sequence)
     await store.save(connection, [locked.gate for locked in gates.sources.values()])
 
 
@@ -76,9 +83,12 @@ def decide(gates: OpenGates, newcomers: Sequence[Event]) -> Verdict:
         else:
             verdict.admitted.append(event)
     for source, group in by_source.items():
-        admitted, held = _decide(gates.sources[source], gates.now, group)
+        locked = gates.sources[source]
+        admitted, held = _decide(locked, gates.now, group)
         verdict.admitted.extend(admitted)
         verdict.held.extend(held)
+        if held and locked.last_waiting is not None and held[0].ingress_sequence < locked.last_waiting:
+            gates.overtaken[source] = held[0].ingress_sequence  # two workers took batches at once, the later one first
     return verdict
 
 
@@ -98,7 +108,7 @@ async def record(
     """Count how admitted events fared, by source; the breakers that moved."""
     unknown = sorted(source for source in failures if source not in gates.sources)
     if unknown:  # a source without limit or pause gets a row with its first failure
-        gates.sources.update(await store.create_and_lock(connection, unknown))
+        gates.sources.update(await store.create(connection, unknown))
     moves = []
     for source, count in admitted.items():
         gate = gates.gate(source)

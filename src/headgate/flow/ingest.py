@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -16,6 +17,7 @@ from headgate.model.event import NewEvent
 from headgate.store import events as store
 from headgate.store.db import Database, TransientConflict, is_data_error
 from headgate.store.group_commit import GroupCommit
+from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
 # While the database is away, requests are refused; the first of them waits this long for it to come back.
@@ -134,6 +136,7 @@ class Ingest:
             failpoints.hit("ingest.before_commit")
         if new:
             self._after_commit()
+            metrics.received(Counter(event.source for event in events if event.id in new))
         return [[_answer(event, new, resolved) for event in request] for request in requests]
 
 

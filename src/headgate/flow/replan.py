@@ -8,11 +8,13 @@ up: `exhausted`, a dead letter. Waiting for a person's pause to end uses no atte
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
 from headgate import failpoints
+from headgate.errors import Unavailable
 from headgate.flow import batch, gate
 from headgate.flow.gate import OpenGates
 from headgate.model.retry import RetryPolicy, is_exhausted
@@ -29,58 +31,89 @@ BATCH = 500
 _log = logger("replan")
 
 
+class Cursor(NamedTuple):
+    """How far a plan has come. With a newer plan, everyone is to be looked at again, from the first."""
+
+    plan_version: int = 0
+    after: int = 0
+
+
 class Planned(NamedTuple):
     """What one batch of new slots did."""
 
     moved: int = 0
     rescheduled: int = 0
     exhausted: int = 0
-    last_sequence: int = 0
+    cursor: Cursor = Cursor()
     is_done: bool = False
+    waiting: Sequence[Settled] = ()
 
 
 class Replan:
-    """Gives new slots to the waiting events of sources whose plan has changed."""
+    """Gives new slots to the waiting events of sources whose plan has changed. `after_move` hears, after the commit, of
+    the events that have one."""
 
-    def __init__(self, database: Database, *, policy: RetryPolicy, max_age_ms: int) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        policy: RetryPolicy,
+        max_age_ms: int,
+        after_move: Callable[[Sequence[Settled]], None] = lambda _: None,
+    ) -> None:
         self._database = database
+        self._after_move = after_move
         self._policy = policy
         self._max_age = timedelta(milliseconds=max_age_ms)
 
     async def run_once(self) -> int:
-        """Plan every source that asks for it, to its end; how many events got a new slot."""
+        """Plan every source that asks for it, to its end; how many events got a new slot.
+
+        The sources take turns, batch by batch: a short line does not wait for a long one. A source that cannot be
+        planned is left for the next look; the others go on.
+        """
         async with self._database.connection() as connection:
-            names = await sources.list_replanning(connection)
-        moved = 0
-        for name in names:
-            after, is_done = 0, False
-            while not is_done:
-                planned = await self._database.run(partial(self._batch, name=name, after=after))
-                after, is_done = planned.last_sequence, planned.is_done
-                moved += planned.moved
+            cursors = {name: Cursor() for name in await sources.list_replanning(connection)}
+        moved: Counter[str] = Counter()
+        while cursors:
+            for name, cursor in list(cursors.items()):
+                try:
+                    planned = await self._database.run(partial(self._batch, name=name, cursor=cursor))
+                except Unavailable:
+                    raise
+                except Exception as exc:
+                    _log.error("source.replan_failed", source=name, error=exc, exc_info=exc)
+                    del cursors[name]
+                    continue
+                cursors[name] = planned.cursor
+                moved[name] += planned.moved
+                if planned.waiting:
+                    self._after_move(planned.waiting)
                 metrics.EVENT_RETRIES.labels("rescheduled").inc(planned.rescheduled)
                 metrics.EVENT_RETRIES.labels("exhausted").inc(planned.exhausted)
-            _log.info("source.replanned", source=name, count=moved)
-        return moved
+                if planned.is_done:
+                    del cursors[name]
+                    _log.info("source.replanned", source=name, count=moved[name])
+        return moved.total()
 
-    async def _batch(self, connection: Connection, name: str, after: int) -> Planned:
+    async def _batch(self, connection: Connection, name: str, cursor: Cursor) -> Planned:
         gates = await gate.open_gates(connection, [name])
         locked = gates.sources.get(name)
         if locked is None or not locked.is_replanning:
             return Planned(is_done=True)
-        rows = await ingress_retries.take_stale(
-            connection, name, plan_version=locked.plan_version, after=after, limit=BATCH
-        )
-        if not rows:
-            # From the start once more: a row may have come in behind us. None at all: every one has its slot.
-            rows = await ingress_retries.take_stale(
-                connection, name, plan_version=locked.plan_version, after=0, limit=BATCH
-            )
+        after = cursor.after if cursor.plan_version == locked.plan_version else 0
+        take = partial(ingress_retries.take_stale, connection, name, plan_version=locked.plan_version, limit=BATCH)
+        rows = await take(after=after)
+        is_behind = not rows and after > 0
+        if is_behind:
+            rows = await take(after=0)  # one may have come in behind us; none at all: every one has its slot
         if not rows:
             await sources.end_plan(connection, name, locked.gate.drain_at)
             return Planned(is_done=True)
         settled = self._plan(gates, locked.gate, locked.plan_version, rows)
         await ingress_retries.settle(connection, settled)
+        if is_behind:
+            gates.overtaken[name] = rows[0].ingress_sequence
         given_up = [s for s in settled if s.retry_state == "exhausted"]
         refused = [row for row in rows if row.next_attempt_at <= gates.now]
         await ingress_retries.bury(
@@ -94,7 +127,9 @@ class Replan:
         await batch.count(connection, seen if given_up else [])
         failpoints.hit("replan.before_commit")
         rescheduled = len(refused) - len(given_up)
-        return Planned(len(rows), rescheduled, len(given_up), rows[-1].ingress_sequence)
+        waiting = [s for s in settled if s.retry_state == "scheduled"]
+        cursor = Cursor(locked.plan_version, max(after, rows[-1].ingress_sequence))
+        return Planned(len(rows), rescheduled, len(given_up), cursor, waiting=waiting)
 
     def _plan(self, gates: OpenGates, one: Gate, plan_version: int, rows: list[StaleEvent]) -> list[Settled]:
         hold = one.hold(gates.now)

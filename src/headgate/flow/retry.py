@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import NamedTuple
 
 from headgate import failpoints
+from headgate.errors import Unavailable
 from headgate.flow import batch, gate
 from headgate.flow.batch import Batch
 from headgate.flow.gate import OpenGates
@@ -27,8 +29,11 @@ from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
 MAX_SOURCES = 50
-# Waiting for room this long is the ordinary unevenness of a drain; longer means that the slots do not hold.
+FAILED = "failed"
+# Waiting for room this long is the ordinary unevenness of a drain; longer means that the slots do not hold. Whoever
+# waits for room takes one of the MAX_SOURCES places, so even with a long interval it keeps it only for a moment.
 GRACE = timedelta(milliseconds=100)
+MAX_GRACE = timedelta(seconds=2)
 
 _log = logger("retry")
 
@@ -43,6 +48,16 @@ class Turn(NamedTuple):
     replanned: tuple[str, ...] = ()
     look_at: datetime | None = None
     now: datetime | None = None
+    lags: Sequence[tuple[str, float]] = ()
+
+    def plus(self, other: Turn) -> Turn:
+        """Both together; the times are the later turn's, and the look is the sooner one."""
+        looks = [at for at in (self.look_at, other.look_at) if at is not None]
+        return Turn(
+            self.due + other.due, self.delivered + other.delivered, self.launched + other.launched,
+            self.expired + other.expired, (*self.replanned, *other.replanned), min(looks, default=None),
+            other.now or self.now, (*self.lags, *other.lags),
+        )  # fmt: skip
 
 
 class Retry:
@@ -65,10 +80,17 @@ class Retry:
 
     async def run_once(self) -> Turn:
         """One batch of due events."""
-        turn = await self._database.run(self._turn)
+        try:
+            turn = await self._database.run(self._turn)
+        except Unavailable:
+            raise
+        except Exception as exc:
+            _log.warning("retry.batch_failed", error=exc, reason="taking it apart to find the event at fault")
+            turn = await self._one_by_one()
         metrics.EVENT_RETRIES.labels("due").inc(turn.due)
         metrics.EVENT_RETRIES.labels("completed").inc(turn.delivered)
         metrics.EVENT_RETRIES.labels("exhausted").inc(turn.expired)
+        metrics.allowed(turn.lags)
         if turn.launched:
             self._after_launch()
         if turn.replanned:
@@ -80,19 +102,50 @@ class Retry:
         async with self._database.connection() as connection:
             return await ingress_retries.next_due_seconds(connection)
 
+    async def _one_by_one(self) -> Turn:
+        """The next due event of each source in a transaction of its own; one that still fails is given up."""
+        async with self._database.connection() as connection:
+            names = await ingress_retries.due_sources(connection, MAX_SOURCES)
+        total = Turn()
+        for name in names:
+            try:
+                one = await self._database.run(partial(self._take, names=[name], batch_size=1))
+            except Unavailable:
+                raise
+            except Exception as exc:
+                one = Turn(due=await self._database.run(partial(self._give_up, name=name, exc=exc)))
+            total = total.plus(one)
+        return total
+
+    async def _give_up(self, connection: Connection, name: str, exc: Exception) -> int:
+        gates = await gate.open_gates(connection, [name])
+        reason = f"{type(exc).__name__}: {exc}"[:1000]
+        rows = await ingress_retries.take_due(connection, name, now=gates.now, limit=1)
+        for row in rows:
+            given_up = Settled(row.event_id, "exhausted", row.attempts, None, FAILED, reason, {"reason": FAILED}, 0)
+            await ingress_retries.settle(connection, [given_up])
+            await ingress_retries.bury(connection, [(row.event_id, reason, {"attempts": row.attempts})])
+            decided = Recorded(row.event_id, gates.now, "gate", "exhausted", reason, None, row.attempts)
+            await decisions.insert(connection, [decided])
+            _log.error("event.retry_failed", event_id=str(row.event_id), source=name, reason=reason)
+        return len(rows)
+
     async def _turn(self, connection: Connection) -> Turn:
         names = await ingress_retries.due_sources(connection, MAX_SOURCES)
-        if not names:
-            return Turn()
+        return await self._take(connection, names, self._batch_size) if names else Turn()
+
+    async def _take(self, connection: Connection, names: list[str], batch_size: int) -> Turn:
         gates = await gate.open_gates(connection, names)
         taken: dict[str, list[DueEvent]] = {}
         replanned: list[str] = []
         look_at: datetime | None = None
-        left = self._batch_size
-        for name in names:
-            locked = gates.sources.setdefault(name, LockedSource(Gate(name), 0, False, True))
-            if locked.is_replanning or left == 0:
+        left = batch_size
+        # Each source may take its part of what is left, the longest due last: a long line takes what the others leave.
+        for others, name in reversed(list(enumerate(names))):
+            locked = gates.sources.setdefault(name, LockedSource(Gate(name), 0, False, 0))
+            if locked.is_replanning:
                 continue
+            share = max(1, left // (others + 1))
             room = locked.gate.room(gates.now)
             if room == 0:
                 opens = _room_soon(locked.gate, gates.now)
@@ -102,21 +155,22 @@ class Retry:
                 else:
                     look_at = min(look_at, opens) if look_at else opens
                 continue
-            limit = left if room is None else min(left, room)
-            found = await ingress_retries.take_due(
-                connection, name, plan_version=locked.plan_version, now=gates.now, limit=limit
-            )
+            limit = share if room is None else min(share, room)
+            found = await ingress_retries.take_due(connection, name, now=gates.now, limit=limit)
             taken[name] = found
             left -= len(found)
         due = [row for rows in taken.values() for row in rows]
-        delivered, launched, expired = await self._let_through(connection, gates, due)
+        passed, launched, expired = await self._let_through(connection, gates, due)
         await gate.close_gates(connection, gates)
         failpoints.hit("retry.before_commit")
-        return Turn(len(due), delivered, launched, expired, tuple(replanned), look_at, gates.now)
+        lags = batch.lags(gates, passed)
+        return Turn(len(due), len(passed), launched, expired, tuple(replanned), look_at, gates.now, lags)
 
-    async def _let_through(self, connection: Connection, gates: OpenGates, due: list[DueEvent]) -> tuple[int, int, int]:
+    async def _let_through(
+        self, connection: Connection, gates: OpenGates, due: list[DueEvent]
+    ) -> tuple[list[Event], int, int]:
         if not due:
-            return 0, 0, 0
+            return [], 0, 0
         found = await events.get_many(connection, (row.event_id for row in due))
         in_order = [found[row.event_id] for row in due]
         passing = [event for event in in_order if not gate.is_expired(event, gates.now)]
@@ -133,17 +187,18 @@ class Retry:
             passed=passing,
             throttled=Counter(),
             dropped=Counter(found[event_id].source for event_id in expired),
+            failures=delivered.failures,
         )
         await batch.count(connection, seen)
         _log_lines(due, found, expired)
-        return len(passing), delivered.launched, len(expired)
+        return passing, delivered.launched, len(expired)
 
 
 def _room_soon(one: Gate, now: datetime) -> datetime | None:
     """When room returns, if waiting for it is all that is needed."""
     if one.hold(now) is not None or one.limit is None:
         return None
-    grace = max(GRACE, timedelta(milliseconds=one.limit.interval_ms * 4 / BUCKETS))
+    grace = min(MAX_GRACE, max(GRACE, timedelta(milliseconds=one.limit.interval_ms * 4 / BUCKETS)))
     opens = one.room_at(now)
     return opens if opens - now <= grace else None
 

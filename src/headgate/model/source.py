@@ -25,6 +25,8 @@ MAX_LIMIT = 10**9
 MAX_INTERVAL_MS = 366 * 86_400_000
 # How long a pause without an end is taken to last when slots are given; resuming plans them anew.
 OPEN_PAUSE = timedelta(days=1)
+# No slot lies further ahead: a long line at a slow limit would leave the calendar. Who gets there is given a new one.
+HORIZON = timedelta(days=3660)
 
 BreakerState = Literal["closed", "open", "half_open"]
 BREAKER_STATES: tuple[BreakerState, ...] = get_args(BreakerState)
@@ -162,14 +164,17 @@ class Gate:
         With a refusal of newcomers the limit's pause begins, unless a backlog is draining already.
         """
         hold = self.hold(now)
-        paces = self.limit is not None and self.limit.pause_ms > 0
-        if is_refusal and paces and hold is None and not self._is_draining(now) and self.limit is not None:
-            self.throttled_until = now + timedelta(milliseconds=self.limit.pause_ms)
-        start = max(self._opens_at(now), self.drain_at or now)
+        if is_refusal and hold is None and self._is_exceeded(now) and not self._is_draining(now):
+            assert self.limit is not None
+            if self.limit.pause_ms:
+                self.throttled_until = now + timedelta(milliseconds=self.limit.pause_ms)
+        last = now + HORIZON
+        start = min(max(self._opens_at(now), self.drain_at or now), last)
         pace = self.limit.pace if self.limit is not None else timedelta(0)
-        found = [start + pace * i for i in range(count)]
+        ahead = (last - start) // pace if pace else count  # how many paces there are to the horizon
+        found = [start + pace * i if i <= ahead else last for i in range(count)]
         if count:
-            self.drain_at = start + pace * count
+            self.drain_at = start + pace * count if count <= ahead else last
             self.is_changed = True
         return found
 
@@ -180,9 +185,8 @@ class Gate:
             self.is_changed = True
 
     def forget_plan(self) -> None:
-        """The places given so far count no more: who waits is about to get a new one."""
+        """The places given so far count no more: who waits is about to get a new one. The limit's pause stays."""
         self.drain_at = None
-        self.throttled_until = None
 
     def record(self, now: datetime, *, failures: int, admitted: int, policy: BreakerPolicy) -> str | None:
         """Count how admitted events fared; `opened`, `closed` or `reopened` when the breaker moved."""
@@ -228,6 +232,9 @@ class Gate:
             at = max(at, hold.until if hold.until is not None else now + OPEN_PAUSE)
         return at
 
+    def _is_exceeded(self, now: datetime) -> bool:
+        return self.limit is not None and self._used(now) >= self.limit.limit
+
     def _is_draining(self, now: datetime) -> bool:
         return self.drain_at is not None and self.drain_at > now
 
@@ -240,6 +247,7 @@ class Gate:
         if self.limit is None or len(stored) != RING:
             return
         old, new = self.ring_width_us, self._width_us()
+        self.ring_width_us = new  # what is written back from now on, whether or not anything is spent
         if old == new:
             self.ring = list(stored)
             return

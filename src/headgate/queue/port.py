@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Literal, NamedTuple, Protocol, get_args
 
 # inbox: new events · retries: held events that come due · plans: sources whose events need new slots · runs: new runs
@@ -13,16 +14,20 @@ TOPICS: tuple[Topic, ...] = get_args(Topic)
 
 
 class Wakeup(NamedTuple):
-    """Look at a row when its time has come. `delay_ms` counts from now; the row itself decides whether it is due."""
+    """Look at a row when its time has come; the row itself decides whether it is due."""
 
     topic: Topic
     job_id: str
     row_id: uuid.UUID
-    delay_ms: int
+    due_at: datetime
 
 
 class Queue(Protocol):
     """Both implementations pass one behaviour suite."""
+
+    @property
+    def holds_wakeups(self) -> bool:
+        """Whether `schedule` leaves something behind that can be lost."""
 
     def wake(self, topic: Topic) -> asyncio.Event:
         """Set whenever there may be work on the topic; who waits on it clears it before looking."""
@@ -34,7 +39,7 @@ class Queue(Protocol):
         """Say when there will be work; returns at once and never fails."""
 
     async def missing(self, wakeups: Sequence[Wakeup]) -> list[Wakeup]:
-        """Those of the wake-ups that the queue has lost."""
+        """Those of the wake-ups that the queue does not hold; none when it cannot be asked. Never fails."""
 
     def start_listening(self) -> None:
         """Begin to receive hints."""

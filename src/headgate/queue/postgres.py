@@ -27,6 +27,11 @@ class PostgresQueue:
         self._listener: asyncio.Task[None] | None = None
         self._wakes: dict[Topic, asyncio.Event] = {topic: asyncio.Event() for topic in TOPICS}
 
+    @property
+    def holds_wakeups(self) -> bool:
+        """The rows are the wake-ups."""
+        return False
+
     def wake(self, topic: Topic) -> asyncio.Event:
         """Set whenever there may be work on the topic; who waits on it clears it before looking."""
         return self._wakes[topic]

@@ -1,27 +1,65 @@
-"""Wake-ups for waiting rows, with the job ids that operators see."""
+"""Wake-ups for waiting rows: the job ids that operators see, and how many are worth having."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable
 from datetime import datetime, timedelta
+from typing import Protocol
 
-from headgate.clock import utc_now
-from headgate.model.ingress_retry import IngressRetry
 from headgate.queue.port import Wakeup
 
-_MS = timedelta(milliseconds=1)
+# Later rows get their wake-up when they come within the hour; until then the row alone is enough.
+HORIZON = timedelta(hours=1)
+# One look takes every due row, so that more looks within a second start nothing earlier and cost a millisecond each.
+MAX_PER_SECOND = 50
 
 
-def event_wakeups(retries: Sequence[IngressRetry], now: datetime | None = None) -> list[Wakeup]:
-    """`event-retry:<event_id>:<attempt>` for each held event. A wrong clock here makes hints early or late, no more."""
-    now = now or utc_now()
+class WaitingEvent(Protocol):
+    """What a wake-up needs to know of a held event."""
+
+    @property
+    def event_id(self) -> uuid.UUID: ...
+    @property
+    def attempts(self) -> int: ...
+    @property
+    def next_attempt_at(self) -> datetime | None: ...
+
+
+def event_wakeups(retries: Iterable[WaitingEvent]) -> list[Wakeup]:
+    """`event-retry:<event_id>:<attempt>` for each held event."""
     return [
-        Wakeup(
-            "retries",
-            f"event-retry:{retry.event_id}:{retry.attempts}",
-            retry.event_id,
-            max(0, round((retry.next_attempt_at - now) / _MS)),
-        )
+        Wakeup("retries", f"event-retry:{retry.event_id}:{retry.attempts}", retry.event_id, retry.next_attempt_at)
         for retry in retries
         if retry.next_attempt_at is not None
     ]
+
+
+class Spacing:
+    """Knows the wake-ups of each topic and second, and says which are one too many."""
+
+    def __init__(self) -> None:
+        self._known: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+
+    def count(self, wakeup: Wakeup) -> None:
+        """This one exists."""
+        self._known[_second(wakeup)].add(hash(wakeup.job_id))
+
+    def admit(self, wakeup: Wakeup) -> bool:
+        """Whether there is room for it, or it is known already."""
+        known, job = self._known[_second(wakeup)], hash(wakeup.job_id)
+        if len(known) >= MAX_PER_SECOND and job not in known:
+            return False
+        known.add(job)
+        return True
+
+    def forget_before(self, now: datetime) -> None:
+        """Let go of seconds that are over."""
+        limit = int(now.timestamp())
+        for key in [key for key in self._known if key[1] < limit]:
+            del self._known[key]
+
+
+def _second(wakeup: Wakeup) -> tuple[str, int]:
+    return wakeup.topic, int(wakeup.due_at.timestamp())

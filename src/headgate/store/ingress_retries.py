@@ -17,6 +17,9 @@ from headgate.store.sql import load
 
 _sql = load("ingress_retries")
 
+# An event that more than so many stand behind of came very late, and takes its place at the end.
+MAX_REORDERED = 2_000
+
 
 async def upsert(connection: Connection, retries: Sequence[IngressRetry]) -> set[uuid.UUID]:
     """Schedule retries; running and final rows stay as they are. The ids written."""
@@ -131,11 +134,9 @@ async def due_sources(connection: Connection, limit: int) -> list[str]:
     return [row[0] for row in await connection.fetch(_sql["due_sources"], limit)]
 
 
-async def take_due(
-    connection: Connection, source: str, *, plan_version: int, now: datetime, limit: int
-) -> list[DueEvent]:
+async def take_due(connection: Connection, source: str, *, now: datetime, limit: int) -> list[DueEvent]:
     """Lock due events of a source, in the order of their slots."""
-    return [DueEvent(*row) for row in await connection.fetch(_sql["take_due"], source, plan_version, now, limit)]
+    return [DueEvent(*row) for row in await connection.fetch(_sql["take_due"], source, now, limit)]
 
 
 async def take_stale(
@@ -144,6 +145,11 @@ async def take_stale(
     """Lock waiting events whose slot belongs to an older plan, in the order of arrival."""
     rows = await connection.fetch(_sql["take_stale"], source, plan_version, after, limit)
     return [StaleEvent(*row) for row in rows]
+
+
+async def keep_order(connection: Connection, source: str, since_sequence: int) -> None:
+    """Give the events of a source from `since_sequence` on their slots in the order of arrival."""
+    await connection.execute(_sql["keep_order"], source, since_sequence, MAX_REORDERED)
 
 
 async def settle(connection: Connection, settled: Sequence[Settled]) -> None:
@@ -176,6 +182,52 @@ async def get(connection: Connection, event_id: uuid.UUID) -> IngressRetry | Non
     """The retry row of an event."""
     row = await connection.fetchrow(_sql["get"], event_id)
     return _retry(row) if row else None
+
+
+class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A held event as operators see it. `eta_seconds` is null when it waits no more, or for someone to resume it."""
+
+    event_id: uuid.UUID
+    external_id: str | None
+    type: str
+    source: str
+    correlation_id: str
+    retry_state: RetryState
+    reason: str | None
+    attempts: int
+    next_attempt_at: datetime | None
+    eta_seconds: float | None
+    last_error: str | None
+    metadata: dict[str, Any]
+    created_at: datetime
+    updated_at: datetime
+
+
+async def list_waiting(
+    connection: Connection,
+    *,
+    source: str | None = None,
+    reason: str | None = None,
+    after: tuple[datetime, uuid.UUID] | None = None,
+    limit: int,
+) -> list[HeldEvent]:
+    """Waiting events in due order, after `(next_attempt_at, event_id)`."""
+    rows = await connection.fetch(_sql["list_waiting"], source, reason, *(after or (None, None)), limit)
+    return [HeldEvent(**dict(row)) for row in rows]
+
+
+async def list_settled(
+    connection: Connection,
+    state: RetryState,
+    *,
+    source: str | None = None,
+    reason: str | None = None,
+    before_id: uuid.UUID | None = None,
+    limit: int,
+) -> list[HeldEvent]:
+    """Events that wait no more, newest first."""
+    rows = await connection.fetch(_sql["list_settled"], state, source, reason, before_id, limit)
+    return [HeldEvent(**dict(row)) for row in rows]
 
 
 async def bury(connection: Connection, letters: Sequence[tuple[uuid.UUID, str, dict[str, Any]]]) -> None:

@@ -41,8 +41,7 @@ with due as materialized (
 update headgate.event_ingress_retries r
    set retry_state = 'running', claim_generation = r.claim_generation + 1, claimed_by = $2,
        claim_expires_at = headgate.now() + $3::bigint * interval '1 ms', updated_at = headgate.now()
-  from due
- where r.event_id = due.event_id
+ where r.event_id = any (array(select event_id from due))
 returning r.*
 
 -- name: release_expired
@@ -55,8 +54,7 @@ with expired as materialized (
 update headgate.event_ingress_retries r
    set retry_state = 'scheduled', next_attempt_at = headgate.now(), claim_generation = r.claim_generation + 1,
        claimed_by = null, claim_expires_at = null, updated_at = headgate.now()
-  from expired
- where r.event_id = expired.event_id
+ where r.event_id = any (array(select event_id from expired))
 returning r.event_id
 
 -- name: list_scheduled
@@ -82,42 +80,78 @@ select u.event_id, u.source, u.ingress_sequence, u.retry_state, u.attempts, u.ne
           plan_version)
 
 -- name: due_sources
--- Sources with due events, the longest due first. Walks the index from source to source: a backlog costs no more than
--- a single event.
-with recursive waiting (source) as (
+-- Sources with due events, the longest due first. The first of what is due tells, unless a few sources have so much due
+-- that others may stand behind them: then the index is walked from source to source, and a backlog costs no more than a
+-- single event.
+with recursive first_due as materialized (
+  select r.source, r.next_attempt_at from headgate.event_ingress_retries r
+   where r.retry_state = 'scheduled' and r.next_attempt_at <= headgate.now()
+   order by r.next_attempt_at limit 500
+), enough as materialized (
+  select count(*) < 500 or count(distinct source) >= $1 as is_enough from first_due
+), waiting (source) as (
   (select r.source from headgate.event_ingress_retries r
-    where r.retry_state = 'scheduled' order by r.source limit 1)
+    where r.retry_state = 'scheduled' and not (select is_enough from enough) order by r.source limit 1)
   union all
   select (select r.source from headgate.event_ingress_retries r
            where r.retry_state = 'scheduled' and r.source > w.source order by r.source limit 1)
     from waiting w where w.source is not null
 )
-select w.source
-  from waiting w,
-       lateral (select r.next_attempt_at from headgate.event_ingress_retries r
-                 where r.source = w.source and r.retry_state = 'scheduled'
-                 order by r.next_attempt_at limit 1) first
- where first.next_attempt_at <= headgate.now()
- order by first.next_attempt_at
+select found.source
+  from (
+    select source, min(next_attempt_at) as due_at from first_due where (select is_enough from enough) group by source
+    union all
+    select w.source, first.next_attempt_at
+      from waiting w,
+           lateral (select r.next_attempt_at from headgate.event_ingress_retries r
+                     where r.source = w.source and r.retry_state = 'scheduled'
+                     order by r.next_attempt_at limit 1) first
+     where first.next_attempt_at <= headgate.now()
+  ) found
+ order by found.due_at
  limit $1
 
 -- name: take_due
--- Locks due events of a source that have their slot in the current plan, in the order of their slots.
+-- Locks due events of a source, in the order of their slots. The caller knows that no new plan is being made.
 select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
   from headgate.event_ingress_retries r
- where r.source = $1 and r.retry_state = 'scheduled' and r.plan_version = $2 and r.next_attempt_at <= $3
+ where r.source = $1 and r.retry_state = 'scheduled' and r.next_attempt_at <= $2
  order by r.next_attempt_at, r.ingress_sequence
- limit $4
+ limit $3
    for update of r skip locked
 
 -- name: take_stale
 -- Locks waiting events of a source whose slot belongs to an older plan, in the order of arrival, after a given one.
-select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence, e.received_at
-  from headgate.event_ingress_retries r join headgate.workflow_events e on e.id = r.event_id
+-- The time is looked up row by row: as a join, a plan made while the tables were small reads all history.
+select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence,
+       (select e.received_at from headgate.workflow_events e where e.id = r.event_id) as received_at
+  from headgate.event_ingress_retries r
  where r.source = $1 and r.retry_state = 'scheduled' and r.plan_version < $2 and r.ingress_sequence > $3
  order by r.ingress_sequence
  limit $4
    for update of r
+
+-- name: keep_order
+-- Deals the slots of a source's waiting events out anew from a given one on, in the order of arrival: workers that took
+-- batches at once may have given the later events the earlier slots. Not when more than $3 stand behind it (it came very
+-- late). Only rows of the current plan take part: the others get new slots anyway. One that changes meanwhile stays.
+with waiting as materialized (
+  select r.event_id, r.claim_generation, r.next_attempt_at, r.ingress_sequence
+    from headgate.event_ingress_retries r
+   where r.source = $1 and r.retry_state = 'scheduled' and r.ingress_sequence >= $2
+     and r.plan_version = (select s.plan_version from headgate.event_scheduler_sources s where s.source = $1)
+   order by r.ingress_sequence limit $3::int + 1
+), line as materialized (
+  select w.*, row_number() over (order by w.ingress_sequence) as place,
+         row_number() over (order by w.next_attempt_at, w.ingress_sequence) as turn
+    from waiting w where (select count(*) from waiting) <= $3::int
+)
+update headgate.event_ingress_retries r
+   set next_attempt_at = slot.next_attempt_at, claim_generation = r.claim_generation + 1, updated_at = headgate.now(),
+       metadata = r.metadata || jsonb_build_object('until', slot.next_attempt_at)
+  from line mine join line slot on slot.turn = mine.place
+ where r.event_id = mine.event_id and r.claim_generation = mine.claim_generation and r.retry_state = 'scheduled'
+   and r.next_attempt_at <> slot.next_attempt_at
 
 -- name: settle
 -- Writes what became of rows that this transaction has locked.
@@ -156,24 +190,36 @@ returning r.event_id, r.source, r.attempts
 -- The retry row of an event.
 select r.* from headgate.event_ingress_retries r where r.event_id = $1
 
--- name: list
--- A page of rows in due order, with how many of the same source are due before each.
-select r.*, e.type, e.external_id, e.correlation_id,
-       greatest(0, extract(epoch from r.next_attempt_at - headgate.now()))::float8 as eta_seconds
-  from headgate.event_ingress_retries r join headgate.workflow_events e on e.id = r.event_id
+-- name: list_waiting
+-- A page of waiting rows in the order in which they become due. When a row's source is paused without an end, nobody can
+-- say when it goes on: its ETA is null.
+select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_state, r.reason, r.attempts,
+       r.next_attempt_at, r.last_error, r.metadata, r.created_at, r.updated_at,
+       case when s.paused_at is not null and s.paused_until is null then null
+            else greatest(0, extract(epoch from r.next_attempt_at - headgate.now()))::float8 end as eta_seconds
+  from headgate.event_ingress_retries r
+  join headgate.workflow_events e on e.id = r.event_id
+  left join headgate.event_scheduler_sources s on s.source = r.source
+ where r.retry_state = 'scheduled'
+   and ($1::text is null or r.source = $1)
+   and ($2::text is null or r.reason = $2)
+   and ($3::timestamptz is null or (r.next_attempt_at, r.event_id) > ($3, $4::uuid))
+ order by r.next_attempt_at, r.event_id
+ limit $5
+
+-- name: list_settled
+-- A page of rows that wait no more, newest event first.
+select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_state, r.reason, r.attempts,
+       null::timestamptz as next_attempt_at, r.last_error, r.metadata, r.created_at, r.updated_at,
+       null::float8 as eta_seconds
+  from headgate.event_ingress_retries r
+  join headgate.workflow_events e on e.id = r.event_id
  where r.retry_state = $1
    and ($2::text is null or r.source = $2)
    and ($3::text is null or r.reason = $3)
-   and ($4::timestamptz is null or (r.next_attempt_at, r.event_id) > ($4, $5::uuid))
- order by r.next_attempt_at, r.event_id
- limit $6
-
--- name: summary
--- Waiting events by reason, how many are overdue, and the next.
-select coalesce(reason, 'unknown') as reason, count(*) as total,
-       count(*) filter (where next_attempt_at <= headgate.now() - $1::bigint * interval '1 ms') as overdue,
-       min(next_attempt_at) as next_attempt_at
-  from headgate.event_ingress_retries where retry_state = 'scheduled' group by 1 order by 1
+   and ($4::uuid is null or r.event_id < $4)
+ order by r.event_id desc
+ limit $5
 
 -- name: bury
 -- Dead letters for events that were given up.

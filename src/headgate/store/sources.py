@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headgate.model.source import BreakerState, Gate, RateLimit
-from headgate.store.db import Connection, Row
+from headgate.store.db import Connection, Row, TransientConflict
 from headgate.store.sql import load
 
 _sql = load("sources")
@@ -23,7 +23,12 @@ class LockedSource(NamedTuple):
     gate: Gate
     plan_version: int
     is_replanning: bool
-    has_backlog: bool
+    last_waiting: int | None
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether any of its events wait."""
+        return self.last_waiting is not None
 
 
 class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,14 +92,23 @@ async def lock(connection: Connection, sources: Sequence[str]) -> dict[str, Lock
     row = await connection.fetchrow(_sql["default_limit"])
     default = _limit(row) if row else None
     if default is not None:
-        await connection.execute(_sql["ensure"], sorted(set(sources)))
+        await connection.fetch(_sql["ensure"], sorted(set(sources)))
     rows = await connection.fetch(_sql["lock"], list(sources))
-    return {row["source"]: _locked(row, default) for row in rows}
+    if not rows:
+        return {}
+    waiting = await connection.fetch(_sql["backlogs"], [row["source"] for row in rows])
+    last = {row["source"]: row["ingress_sequence"] for row in waiting}
+    return {row["source"]: _locked(row, default, last.get(row["source"])) for row in rows}
 
 
-async def create_and_lock(connection: Connection, sources: Sequence[str]) -> dict[str, LockedSource]:
-    """Rows for sources that had none, locked until the commit."""
-    await connection.execute(_sql["ensure"], sorted(set(sources)))
+async def create(connection: Connection, sources: Sequence[str]) -> dict[str, LockedSource]:
+    """Rows, locked until the commit, for sources that had none when this transaction locked its sources.
+
+    A row that someone else has made meanwhile would be locked out of order: the transaction begins again and finds it.
+    """
+    made = {row["source"] for row in await connection.fetch(_sql["ensure"], sorted(set(sources)))}
+    if made != set(sources):
+        raise TransientConflict(f"another worker has just made {', '.join(sorted(set(sources) - made))}")
     return await lock(connection, sources)
 
 
@@ -133,9 +147,25 @@ async def list_replanning(connection: Connection) -> list[str]:
     return [row[0] for row in await connection.fetch(_sql["list_replanning"])]
 
 
+async def replan(connection: Connection, source: str) -> None:
+    """Whoever waits is to get a new slot; `*` means the events of every source."""
+    await connection.execute(_sql["replan"], source)
+
+
+async def end_throttle(connection: Connection, source: str) -> None:
+    """The pause after an exceeded limit is over; `*` means for every source that has no limit of its own."""
+    await connection.execute(_sql["end_throttle"], source)
+
+
 async def list_all(connection: Connection) -> list[SourceRecord]:
     """Every source that has a limit, a pause, a breaker or waiting events."""
-    return [msgspec.convert(dict(row), SourceRecord) for row in await connection.fetch(_sql["list"])]
+    return [msgspec.convert(dict(row), SourceRecord) for row in await connection.fetch(_sql["list"], None)]
+
+
+async def get(connection: Connection, source: str) -> SourceRecord | None:
+    """One source."""
+    row = await connection.fetchrow(_sql["list"], source)
+    return msgspec.convert(dict(row), SourceRecord) if row else None
 
 
 async def seed_limit(connection: Connection, source: str, limit: RateLimit) -> bool:
@@ -187,11 +217,10 @@ def _limit(row: Row) -> RateLimit | None:
     return RateLimit(limit=row["rate_limit"], interval_ms=row["interval_ms"], pause_ms=row["pause_ms"])
 
 
-def _locked(row: Row, default: RateLimit | None) -> LockedSource:
+def _locked(row: Row, default: RateLimit | None, last_waiting: int | None) -> LockedSource:
     fields: dict[str, Any] = dict(row)
     for name in ("rate_limit", "interval_ms", "pause_ms"):
         del fields[name]
     plan_version, is_replanning = fields.pop("plan_version"), fields.pop("is_replanning")
-    has_backlog = fields.pop("has_backlog")
     gate = Gate(limit=_limit(row) or default, **fields)
-    return LockedSource(gate, plan_version, is_replanning, has_backlog)
+    return LockedSource(gate, plan_version, is_replanning, last_waiting)

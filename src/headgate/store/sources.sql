@@ -15,22 +15,30 @@ select rate_limit, interval_ms, pause_ms from headgate.event_scheduler_sources
  where source = '*' and rate_limit is not null
 
 -- name: ensure
--- A row for each source that the default limit counts for.
+-- A row for each source that has none. Returns those made here.
 insert into headgate.event_scheduler_sources (source, updated_by)
 select s, 'default' from unnest($1::text[]) as s order by s
 on conflict (source) do nothing
+returning source
 
 -- name: lock
--- The state of sources, locked in a fixed order until the commit, and whether any of their events wait.
+-- The state of sources, locked in a fixed order until the commit.
 select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.ring, s.ring_at, s.ring_width_us, s.drain_at, s.throttled_until,
        s.paused_at, s.paused_until, s.pause_reason, s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.failures,
-       s.plan_version, s.is_replanning,
-       exists (select 1 from headgate.event_ingress_retries r
-                where r.source = s.source and r.retry_state = 'scheduled') as has_backlog
+       s.plan_version, s.is_replanning
   from headgate.event_scheduler_sources s
  where s.source = any ($1::text[]) and s.source <> '*'
  order by s.source
    for update of s
+
+-- name: backlogs
+-- The last event in line of each source that has any waiting. A statement of its own, after the locks: the one that
+-- waited for them still sees the tables as they were before it waited.
+select s.source, w.ingress_sequence
+  from unnest($1::text[]) as s (source),
+       lateral (select r.ingress_sequence from headgate.event_ingress_retries r
+                 where r.source = s.source and r.retry_state = 'scheduled'
+                 order by r.ingress_sequence desc limit 1) w
 
 -- name: now
 -- The database's time, read after the locks are held.
@@ -50,16 +58,29 @@ update headgate.event_scheduler_sources s
 -- name: set_plan
 -- Ends a plan, or begins a new one: every waiting event of the source gets a new slot.
 update headgate.event_scheduler_sources
-   set plan_version = plan_version + $2::bigint, is_replanning = $3, drain_at = $4,
-       throttled_until = case when $3 then null else throttled_until end, updated_at = headgate.now()
+   set plan_version = plan_version + $2::bigint, is_replanning = $3, drain_at = $4, updated_at = headgate.now()
  where source = $1
+
+-- name: replan
+-- A new plan for a source, or (`*`) for every source, if any of its events wait.
+update headgate.event_scheduler_sources s
+   set plan_version = s.plan_version + 1, is_replanning = true, drain_at = null, updated_at = headgate.now()
+ where (s.source = $1 or $1 = '*')
+   and exists (select 1 from headgate.event_ingress_retries r
+                where r.source = s.source and r.retry_state = 'scheduled')
+
+-- name: end_throttle
+-- Ends the pause after an exceeded limit, of a source or (`*`) of every source without a limit of its own.
+update headgate.event_scheduler_sources s
+   set throttled_until = null, updated_at = headgate.now()
+ where s.throttled_until is not null and (s.source = $1 or ($1 = '*' and s.rate_limit is null))
 
 -- name: list_replanning
 -- Sources whose waiting events are to get new slots.
 select source from headgate.event_scheduler_sources where is_replanning order by source
 
 -- name: list
--- Every source that has a limit, a pause, a breaker or waiting events.
+-- Every source that has a limit, a pause, a breaker or waiting events; or (not null) one of them.
 select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.limit_set_by, s.paused_at, s.paused_until, s.pause_reason,
        s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.throttled_until, s.version, s.updated_by,
        s.created_at, s.updated_at, w.waiting, w.next_attempt_at
@@ -67,6 +88,7 @@ select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.limit_set_by, s.paus
        lateral (select count(*) as waiting, min(next_attempt_at) as next_attempt_at
                   from headgate.event_ingress_retries r
                  where r.source = s.source and r.retry_state = 'scheduled') w
+ where $1::text is null or s.source = $1
  order by s.source
 
 -- name: seed_limit

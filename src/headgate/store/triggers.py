@@ -9,7 +9,7 @@ import msgspec
 
 from headgate.clock import uuid7
 from headgate.model.trigger import Trigger, TriggerSpec, WorkflowDefinition
-from headgate.store.db import Connection
+from headgate.store.db import Connection, TransientConflict
 from headgate.store.sql import load
 
 _sql = load("triggers")
@@ -40,10 +40,16 @@ async def upsert_definition(
     connection: Connection, *, slug: str, kind: str, parameters: list[str], config: dict[str, Any], actor: str
 ) -> uuid.UUID:
     """Create or update a workflow; its id."""
-    found: uuid.UUID = await connection.fetchval(
+    written: uuid.UUID | None = await connection.fetchval(
         _sql["upsert_definition"], uuid7(), slug, kind, _json(parameters), _json(config), actor
     )
-    return found
+    if written is not None:
+        return written
+    # The same already, perhaps since a moment ago: a statement of its own sees what another process has just made.
+    found = await get_definition(connection, slug)
+    if found is None:
+        raise TransientConflict(f"workflow {slug} is changing right now")
+    return found.id
 
 
 async def upsert_trigger(connection: Connection, definition_id: uuid.UUID, spec: TriggerSpec, actor: str) -> None:

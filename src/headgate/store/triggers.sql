@@ -25,20 +25,14 @@ select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type,
  order by t.created_at, t.id
 
 -- name: upsert_definition
--- Creates or updates a definition; one that is the same already is left alone. Returns its id.
-with given as (
-  insert into headgate.workflow_definitions as w (id, slug, kind, parameters, config, created_by, updated_by)
-  values ($1, $2, $3, $4::text::jsonb, $5::text::jsonb, $6, $6)
-  on conflict (slug) do update
-     set kind = excluded.kind, parameters = excluded.parameters, config = excluded.config, version = w.version + 1,
-         updated_by = excluded.updated_by, updated_at = headgate.now()
-   where (w.kind, w.parameters, w.config) is distinct from (excluded.kind, excluded.parameters, excluded.config)
-  returning id
-)
-select id from given
-union all
-select id from headgate.workflow_definitions where slug = $2
-limit 1
+-- Creates or updates a definition; one that is the same already is left alone. Returns its id when it wrote.
+insert into headgate.workflow_definitions as w (id, slug, kind, parameters, config, created_by, updated_by)
+values ($1, $2, $3, $4::text::jsonb, $5::text::jsonb, $6, $6)
+on conflict (slug) do update
+   set kind = excluded.kind, parameters = excluded.parameters, config = excluded.config, version = w.version + 1,
+       updated_by = excluded.updated_by, updated_at = headgate.now()
+ where (w.kind, w.parameters, w.config) is distinct from (excluded.kind, excluded.parameters, excluded.config)
+returning id
 
 -- name: upsert_trigger
 -- Creates or updates a workflow's trigger of that name; one that is the same already is left alone.

@@ -1,15 +1,30 @@
-"""Prometheus metrics: every name declared once."""
+"""Prometheus metrics: every name declared once.
+
+Counters and histograms tell what this process did. Gauges tell the state that all processes share: they are read from
+Postgres before a scrape (`flow.health`), so every process reports the same.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+MAX_SOURCES = 200
+OTHER = "other"
 REGISTRY = CollectorRegistry()
 
 EVENTS_RECEIVED = Counter("headgate_events_received", "Events accepted", ["source"], registry=REGISTRY)
 SOURCE_DECISIONS = Counter(
     "headgate_source_decisions", "What the gate said: allowed, throttled, paused", ["source", "decision"],
     registry=REGISTRY,
+)  # fmt: skip
+INGRESS_LAG = Histogram(
+    "headgate_event_ingress_lag_seconds", "From the receipt of an event to the gate letting it through", ["source"],
+    registry=REGISTRY,
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300, 900, 3600, 21_600, 86_400),
 )  # fmt: skip
 EVENT_RETRIES = Counter(
     "headgate_event_retries", "Held events: scheduled, due, completed, rescheduled, cancelled, exhausted", ["outcome"],
@@ -18,11 +33,92 @@ EVENT_RETRIES = Counter(
 RECONCILE_REQUEUED = Counter(
     "headgate_reconcile_requeued", "Wake-ups and claims recreated, by kind", ["kind"], registry=REGISTRY
 )
+PAUSED_SOURCES = Gauge("headgate_paused_sources", "Sources that an operator has paused", registry=REGISTRY)
+PAUSED_TRIGGERS = Gauge("headgate_paused_triggers", "Triggers that are paused", registry=REGISTRY)
+DEFERRED = Gauge("headgate_deferred", "What waits, by kind and reason", ["kind", "reason"], registry=REGISTRY)
+QUEUE_DEPTH = Gauge(
+    "headgate_queue_depth", "Work by queue and state: ready, delayed, active", ["queue", "state"], registry=REGISTRY
+)
+OLDEST_DUE_AGE = Gauge(
+    "headgate_oldest_due_age_seconds", "How long the oldest due work has been due", ["queue"], registry=REGISTRY
+)
+DEAD_LETTERS = Gauge("headgate_dead_letters", "What was given up and not replayed, by kind", ["kind"],
+                     registry=REGISTRY)  # fmt: skip
+LAST_PROCESSED = Gauge(
+    "headgate_last_processed_event_timestamp_seconds", "When the gate last decided an event", registry=REGISTRY
+)
+DATABASE_UP = Gauge("headgate_database_up", "Whether the shared state could be read for this scrape", registry=REGISTRY)
 
 for _outcome in ("scheduled", "due", "completed", "rescheduled", "cancelled", "exhausted"):
     EVENT_RETRIES.labels(_outcome)
 for _kind in ("events", "deliveries", "steps", "runs"):
     RECONCILE_REQUEUED.labels(_kind)
+
+_DECISIONS = {"rate_limit": "throttled", "paused": "paused", "breaker_open": "paused"}
+_sources: set[str] = set()
+
+
+class SharedState(NamedTuple):
+    """What the gauges show."""
+
+    paused_sources: int
+    paused_triggers: int
+    deferred: Mapping[tuple[str, str], int]
+    queue_depth: Mapping[tuple[str, str], int]
+    oldest_due_age_seconds: Mapping[str, float]
+    dead_letters: Mapping[str, int]
+    last_processed: float | None
+
+
+def source_label(source: str) -> str:
+    """The label of a source. The first `MAX_SOURCES` keep their name, so that no producer can grow us without end."""
+    if source in _sources:
+        return source
+    if len(_sources) < MAX_SOURCES:
+        _sources.add(source)
+        return source
+    return OTHER
+
+
+def received(counts: Mapping[str, int]) -> None:
+    """Events accepted, by source."""
+    for source, count in counts.items():
+        EVENTS_RECEIVED.labels(source_label(source)).inc(count)
+
+
+def allowed(lags: Iterable[tuple[str, float]]) -> None:
+    """Events that the gate let through: the source, and the seconds since the receipt."""
+    for source, seconds in lags:
+        label = source_label(source)
+        SOURCE_DECISIONS.labels(label, "allowed").inc()
+        INGRESS_LAG.labels(label).observe(seconds)
+
+
+def refused(holds: Iterable[tuple[str, str | None]]) -> None:
+    """Events that the gate holds back: the source, and the reason. An open breaker counts as a pause."""
+    for source, reason in holds:
+        SOURCE_DECISIONS.labels(source_label(source), _DECISIONS.get(reason or "", "throttled")).inc()
+
+
+def show(state: SharedState | None) -> None:
+    """Set the gauges; None (the database is away) shows none of them rather than old ones."""
+    for gauge in (DEFERRED, QUEUE_DEPTH, OLDEST_DUE_AGE, DEAD_LETTERS):
+        gauge.clear()
+    DATABASE_UP.set(state is not None)
+    unknown = float("nan")
+    PAUSED_SOURCES.set(state.paused_sources if state else unknown)
+    PAUSED_TRIGGERS.set(state.paused_triggers if state else unknown)
+    LAST_PROCESSED.set(state.last_processed if state and state.last_processed is not None else unknown)
+    if state is None:
+        return
+    for (kind, reason), count in state.deferred.items():
+        DEFERRED.labels(kind, reason).set(count)
+    for (queue, depth), count in state.queue_depth.items():
+        QUEUE_DEPTH.labels(queue, depth).set(count)
+    for queue, seconds in state.oldest_due_age_seconds.items():
+        OLDEST_DUE_AGE.labels(queue).set(seconds)
+    for kind, count in state.dead_letters.items():
+        DEAD_LETTERS.labels(kind).set(count)
 
 
 def text() -> bytes:

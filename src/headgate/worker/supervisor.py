@@ -9,12 +9,12 @@ import uuid
 from collections.abc import Mapping
 
 from headgate.flow.dispatch import Dispatch
-from headgate.flow.reconcile import Reconcile
+from headgate.flow.reconcile import Reconcile, Requeue
 from headgate.flow.replan import Replan
 from headgate.flow.retry import Retry, Turn
 from headgate.flow.run import Runner
 from headgate.flow.workflow import Workflow
-from headgate.queue.postgres import PostgresQueue
+from headgate.queue.choose import open_queue
 from headgate.queue.wakeups import event_wakeups
 from headgate.settings import Settings
 from headgate.store import durability, migrate
@@ -26,6 +26,8 @@ _log = logger("worker")
 
 # While a backlog drains, a turn every so often takes what has come due since.
 DRAIN_SECONDS = 0.02
+# A pass over the waiting events, a page at a time so that a large backlog costs little; then a rest.
+REQUEUE_PAGE_SECONDS, REQUEUE_PASS_SECONDS = 0.25, 3.0
 
 
 class Worker:
@@ -35,7 +37,7 @@ class Worker:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         self._settings = settings
         self._database = Database(settings.require_database_url(), "worker", size=8)
-        self._queue = PostgresQueue(self._database)
+        self._queue = open_queue(settings, self._database)
         self._dispatch = Dispatch(
             self._database,
             batch_size=settings.batch_size,
@@ -50,7 +52,12 @@ class Worker:
             after_plan=lambda: self._queue.hint("plans"),
             breaker=settings.source_error,
         )
-        self._replan = Replan(self._database, policy=settings.event_retry, max_age_ms=settings.event_retry_max_age_ms)
+        self._replan = Replan(
+            self._database,
+            policy=settings.event_retry,
+            max_age_ms=settings.event_retry_max_age_ms,
+            after_move=lambda moved: self._queue.schedule(event_wakeups(moved)),
+        )
         self._retry_rest = 0.0
         self._runner = Runner(
             self._database,
@@ -61,6 +68,7 @@ class Worker:
         )
         self._runner.serve(definitions)
         self._reconcile = Reconcile(self._database, batch_size=settings.batch_size)
+        self._requeue = Requeue(self._database, self._queue, batch_size=settings.batch_size)
         self._workflows = sorted(workflows)
         self._stopping = asyncio.Event()
 
@@ -82,6 +90,7 @@ class Worker:
             Loop("replan", self._replan_once, rest_seconds=poll, wake=self._queue.wake("plans")),
             Loop("run", self._run_once, rest_seconds=poll, wake=self._queue.wake("runs")),
             Loop("reconcile", self._reconcile_once, rest_seconds=min(lease / 3, 1.0)),
+            Loop("requeue", self._requeue_once, rest_seconds=self._requeue_rest),
         ]
         renewing = Loop("renew", self._renew_once, rest_seconds=lease / 3)
         _log.info("worker.started", worker=self.name, workflows=self._workflows)
@@ -148,3 +157,10 @@ class Worker:
         if released["runs"]:
             self._queue.hint("runs")
         return 0
+
+    async def _requeue_once(self) -> int:
+        await self._requeue.run_once()
+        return 0
+
+    def _requeue_rest(self) -> float:
+        return REQUEUE_PAGE_SECONDS if self._requeue.is_between_pages else REQUEUE_PASS_SECONDS

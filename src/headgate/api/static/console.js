@@ -7,7 +7,7 @@ const TONES = {
   good: ["succeeded", "launched"],
   bad: ["failed", "exhausted", "dead_letter"],
   busy: ["running", "matched"],
-  wait: ["pending", "waiting", "throttled", "paused", "held", "scheduled"],
+  wait: ["pending", "waiting", "throttled", "paused", "held", "scheduled", "rate_limit", "breaker_open", "rescheduled"],
 };
 
 const $ = (selector, inside = document) => inside.querySelector(selector);
@@ -101,11 +101,16 @@ function prepare(name, cells) {
   const on = (button, act) => $(button, section).addEventListener("click", () => (act(), schedule(0)));
   on(".clear", () => inputs.forEach((input) => (input.value = "")));
   on(".more", () => (list.size = SIZES.find((size) => size > list.size)));
-  list.body.addEventListener("click", (click) => {
-    const target = $("a", click.target.closest("tr"));
-    if (!click.target.closest("a") && getSelection().isCollapsed) target.focus(), target.click();
-  });
+  followRows(list.section);
   return list;
+}
+
+// A click anywhere in a row follows its link.
+function followRows(section) {
+  section.addEventListener("click", (click) => {
+    const target = click.target.closest("tbody tr")?.querySelector("a");
+    if (target && !click.target.closest("a") && getSelection().isCollapsed) target.focus(), target.click();
+  });
 }
 
 const filters = (list) => list.inputs.map((input) => [input.name, input.value.trim()]).filter(([, value]) => value);
@@ -157,6 +162,37 @@ function drawCounts() {
   const isEmpty = !isFiltered(runs, events) && !runs.items.length && !events.items.length;
   runs.section.hidden = events.section.hidden = isEmpty;
   $("#welcome").hidden = !isEmpty;
+}
+
+// What waits, and which sources are paused; nothing is shown while nothing waits
+
+function eta(seconds) {
+  if (seconds === null) return "when resumed";
+  if (seconds < 120) return `${Math.round(seconds)} s`;
+  const minutes = Math.round(seconds / 60);
+  return minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+function drawHeld(retries, sources) {
+  const paused = sources.filter((source) => source.paused || source.breaker_state !== "closed");
+  const waiting = sources.reduce((sum, source) => sum + source.waiting, 0);
+  const rows = retries.map((retry) => el("tr", {},
+    cell("c-time", link("event", retry.event_id, retry.eta_seconds === null ? "when resumed" : time(retry.next_attempt_at))),
+    cell("c-name", visible(retry.type)),
+    cell("c-source", visible(retry.source)),
+    cell("c-status", pill(visible(retry.reason ?? "unknown"))),
+    cell("c-text", visible(retry.last_error ?? "")),
+    cell("c-end", retry.eta_seconds === null ? "" : eta(retry.eta_seconds))));
+  const why = ({ source, paused, paused_until, pause_reason }) =>
+    `${source}: ${paused ? `paused until ${paused_until ? time(paused_until).textContent : "resumed"}` : "breaker open"}` +
+    (paused && pause_reason ? ` (${pause_reason})` : "");
+  const section = $("#held");
+  section.hidden = !rows.length && !paused.length;
+  $("#held-title").textContent = waiting > rows.length ? `Held: ${waiting}, the next ${rows.length}` : "Held";
+  $("#paused").textContent = visible(paused.map(why).join(" · "));
+  $("table", section).hidden = !rows.length;
+  const fresh = el("tbody", {}, ...rows);
+  if (!$("tbody", section).isEqualNode(fresh) && !section.contains(document.activeElement)) $("tbody", section).replaceWith(fresh);
 }
 
 function suggest(into, values) {
@@ -261,13 +297,14 @@ async function tick() {
   const mine = generation;
   const query = `?${new URLSearchParams([...filters(runs), ...filters(events)])}`.replace(/^\?$/, "");
   if (query !== location.search) history.replaceState(null, "", location.pathname + query + location.hash);
-  const asked = [get("/readyz"), load(runs), load(events), get("/v1/workflows")];
-  const [ready, runPage, eventPage, workflows] = await Promise.allSettled(asked);
+  const asked = [get("/readyz"), load(runs), load(events), get("/v1/workflows"), get("/admin/retries?limit=10"), get("/admin/sources")];
+  const [ready, runPage, eventPage, workflows, held, sources] = await Promise.allSettled(asked);
   if (mine !== generation) return;
   try {
     drawHealth(ready.reason, runPage.reason ?? eventPage.reason);
     if (runPage.value) drawList(runs, runPage.value);
     if (eventPage.value) drawList(events, eventPage.value);
+    if (held.value && sources.value) drawHeld(held.value.retries, sources.value.sources);
     drawCounts();
     drawPanel();
     suggest($("[name=workflow]"), workflows.value?.workflows.map((workflow) => workflow.slug));
@@ -293,6 +330,7 @@ const isDefault = ["http://127.0.0.1:8700", "http://localhost:8700"].includes(lo
 $("#command").textContent = (isDefault ? "" : `HEADGATE_URL=${location.origin} `) + COMMAND;
 $("#zone").textContent = `Times are local (${Intl.DateTimeFormat().resolvedOptions().timeZone}); hover for UTC.`;
 $("#close").addEventListener("click", close);
+followRows($("#held"));
 addEventListener("keydown", (key) => key.key === "Escape" && !panel.hidden && close());
 addEventListener("hashchange", drawPanel);
 document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : schedule(0)));

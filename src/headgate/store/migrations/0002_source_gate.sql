@@ -49,3 +49,10 @@ create table headgate.event_decisions (
   actor    text
 );
 create index event_decisions_event_idx on headgate.event_decisions (event_id, id);
+
+-- Exactly one row: tells installations apart where they share something (a Redis).
+create table headgate.installation (
+  id          uuid    not null default gen_random_uuid(),
+  is_only_row boolean primary key default true check (is_only_row)
+);
+insert into headgate.installation default values;

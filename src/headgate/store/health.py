@@ -1,0 +1,132 @@
+"""What all processes share, read for operators: depths, what waits, what was given up. Nothing here decides."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+
+import msgspec
+
+from headgate.store.db import Connection
+from headgate.store.sql import load
+
+_sql = load("health")
+
+KINDS = ("events", "deliveries", "steps")
+
+
+class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
+    """One queue: due now, due later, claimed, and for how long the oldest due one has been due."""
+
+    ready: int
+    delayed: int
+    active: int
+    oldest_due_age_seconds: float
+
+
+class RetrySummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What waits of one kind; `overdue` ones should have gone on by now."""
+
+    total: int = 0
+    overdue: int = 0
+    next_attempt_at: datetime | None = None
+    by_reason: dict[str, int] = {}
+
+
+class DeadLetterCount(msgspec.Struct, frozen=True, kw_only=True):
+    """What was given up and not replayed."""
+
+    total: int = 0
+    last_24h: int = 0
+
+
+class PausedTrigger(msgspec.Struct, frozen=True, kw_only=True):
+    """A trigger that is paused; `until` null means until it is resumed."""
+
+    trigger_id: uuid.UUID
+    workflow: str
+    until: datetime | None
+    reason: str | None
+    paused_by: str | None
+    since: datetime
+
+
+class TriggerCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a trigger decided what."""
+
+    filtered: int
+    matched: int
+    launched: int
+    throttled: int
+    skipped: int
+    failed: int
+    paused: int
+
+
+class TriggerMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """The totals of one trigger."""
+
+    trigger_id: uuid.UUID
+    workflow: str
+    counts: TriggerCounts
+    last_status: str | None
+    last_error: str | None
+    updated_at: datetime
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """How many are paused, and when the gate last decided an event."""
+
+    paused_sources: int
+    paused_triggers: int
+    last_processed_event_at: datetime | None
+
+
+async def queues(connection: Connection) -> dict[str, QueueDepth]:
+    """The depths of `ingress`, `triggers` and `runs`."""
+    found = {}
+    for row in await connection.fetch(_sql["queues"]):
+        fields = dict(row)
+        queue = fields.pop("queue")
+        found[queue] = QueueDepth(**fields)
+    return found
+
+
+async def retries(connection: Connection, overdue_after_ms: int) -> dict[str, RetrySummary]:
+    """What waits, by kind."""
+    rows = await connection.fetch(_sql["retries"], overdue_after_ms)
+    return {
+        kind: RetrySummary(
+            total=sum(row["total"] for row in rows if row["kind"] == kind),
+            overdue=sum(row["overdue"] for row in rows if row["kind"] == kind),
+            next_attempt_at=min((row["next_attempt_at"] for row in rows if row["kind"] == kind), default=None),
+            by_reason={row["reason"]: row["total"] for row in rows if row["kind"] == kind},
+        )
+        for kind in KINDS
+    }
+
+
+async def dead_letters(connection: Connection) -> dict[str, DeadLetterCount]:
+    """What was given up, by kind."""
+    rows = await connection.fetch(_sql["dead_letters"])
+    return {row["kind"]: DeadLetterCount(total=row["total"], last_24h=row["last_24h"]) for row in rows}
+
+
+async def paused_triggers(connection: Connection) -> list[PausedTrigger]:
+    """Triggers whose pause is not over."""
+    return [PausedTrigger(**dict(row)) for row in await connection.fetch(_sql["paused_triggers"])]
+
+
+async def trigger_metrics(connection: Connection) -> list[TriggerMetrics]:
+    """The totals of every trigger that has any."""
+    found = []
+    for row in await connection.fetch(_sql["trigger_metrics"]):
+        fields = dict(row)
+        counts = TriggerCounts(**{name: fields.pop(name) for name in TriggerCounts.__struct_fields__})
+        found.append(TriggerMetrics(counts=counts, **fields))
+    return found
+
+
+async def overview(connection: Connection) -> Overview:
+    """How many are paused, and when the gate last decided an event."""
+    return Overview(**dict(await connection.fetchrow(_sql["overview"]) or {}))
