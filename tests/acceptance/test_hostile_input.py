@@ -232,3 +232,12 @@ def test_what_is_accepted_comes_back_as_sent(address: str, payload: dict[str, An
 async def test_numbers_are_kept_exactly(address: str, number: float) -> None:
     answer = post(address, GOOD | {"payload": {"n": number}}).json()
     assert _http.get(f"{address}/v1/events/{answer['id']}").json()["payload"] == {"n": number}
+
+
+@pytest.mark.parametrize("path", ["/v1/events", "/admin/sources/s/pause", "/admin/sources/s/resume"])
+async def test_a_page_of_another_site_cannot_change_anything(address: str, shared_url: str, path: str) -> None:
+    before = await stored(shared_url)
+    response = _http.post(f"{address}{path}", json=GOOD, headers={"sec-fetch-site": "cross-site"})
+    assert response.status_code == 403
+    assert await stored(shared_url) == before
+    assert _http.get(f"{address}/livez", headers={"sec-fetch-site": "cross-site"}).status_code == 200

@@ -122,6 +122,7 @@ async def test_an_event_that_cannot_be_read_is_quarantined_and_the_others_go_on(
     letter = await connection.fetchrow("select kind, subject_id::text, reason from headgate.dead_letters")
     assert letter is not None and (letter["kind"], letter["subject_id"]) == ("event", bad)
     assert letter["reason"]
+    assert await connection.fetchval("select cardinality(failures) from headgate.event_scheduler_sources") == 1
     launched = await connection.fetch("select distinct event_id::text from headgate.workflow_runs")
     assert {row[0] for row in launched} == set(good)
 
@@ -144,7 +145,7 @@ async def test_explain_says_why_not(database: Database, connection: Connection, 
     await dispatcher(database).run_once()
     story = await explain(connection, waiting)
     filtered = [d for d in story.decisions if d.decision == "filtered"]
-    assert [(d.workflow, d.reason) for d in filtered] == [("fulfil", "where: is false")]
+    assert [(d.workflow, d.reason) for d in filtered] == [("fulfil", "where is false: event.payload.amount > 100")]
     story = await explain(connection, unknown)
     assert story.summary == "no_trigger: no active trigger takes events of type nobody.cares from shop.api"
 

@@ -209,9 +209,9 @@ async def test_quarantined_event_leaves_the_inbox_with_its_reason(connection: Co
     [event_id, other] = await make_events(connection, 2)
     [sequence, _] = await events.list_inbox(connection, 10)
     assert await events.is_waiting(connection, event_id) == (True, None)
-    assert await events.quarantine(connection, sequence, "ValueError: x") is True
+    assert await events.quarantine(connection, sequence, "ValueError: x") is not None
     assert await events.is_waiting(connection, event_id) == (False, "ValueError: x")
-    assert await events.quarantine(connection, sequence, "again") is False
+    assert await events.quarantine(connection, sequence, "again") is None
     assert await events.is_waiting(connection, event_id) == (False, "ValueError: x")
     assert [e.id for e in (await events.claim_inbox(connection, 10)).events] == [other]
     assert await events.is_waiting(connection, other) == (False, None)

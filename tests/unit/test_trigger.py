@@ -159,7 +159,7 @@ def test_all_checks_must_hold_and_the_first_that_does_not_is_the_reason() -> Non
     reasons = {
         120: None,
         50: "$.payload.amount gt 100 does not hold for 50",
-        2000: "where: is false",
+        2000: "where is false: event.payload.amount < 1000",
     }
     assert {n: compiled.reason(event(amount=n, vip=True).envelope()) for n in reasons} == reasons
     assert compiled.reason(event(amount=120).envelope()) == "$.payload.vip is not in the event"

@@ -19,6 +19,7 @@ from headgate.telemetry.logs import logger
 
 TITLES = {
     400: "Bad request",
+    403: "Forbidden",
     404: "Not found",
     405: "Method not allowed",
     408: "Request timed out",

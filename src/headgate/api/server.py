@@ -133,7 +133,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
-                server_header=False, date_header=False, timeout_keep_alive=75, h11_max_incomplete_event_size=16384,
+                server_header=False, date_header=False, proxy_headers=False, timeout_keep_alive=75,
                 timeout_graceful_shutdown=10,
             )
         )  # fmt: skip
@@ -195,12 +195,21 @@ def _application(services: Services) -> ASGIApp:
     framework = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == "/v1/events" and scope["method"] == "POST":
+        if _is_cross_site(scope):
+            await problems.response(Problem(403, "requests from other web sites are refused"))(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == "/v1/events" and scope["method"] == "POST":
             await publish.handle(services, scope, receive, send)
         else:
             await framework(scope, receive, send)
 
     return application
+
+
+def _is_cross_site(scope: Scope) -> bool:
+    """Whether a browser sends this on behalf of another site's page: reading is harmless, changing is not."""
+    if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        return False
+    return (b"sec-fetch-site", b"cross-site") in scope["headers"]
 
 
 def _endpoint(handler: Any, services: Services) -> Any:

@@ -69,12 +69,32 @@ class Batch:
                 trigger_id=str(delivery.trigger_id),
                 reason=delivery.last_error,
             )
+        first = {source_of[d.event_id]: d.correlation_id for d in reversed(failed)}
+        await self._record(connection, gates, admitted, failures, first)
+        return failures
+
+    async def record_failure(self, connection: Connection, gates: OpenGates, source: str) -> None:
+        """An event of the source could not be processed at all."""
+        await self._record(connection, gates, Counter([source]), Counter([source]), {})
+        await count(connection, [SourceMetrics(source=source, total=1, dropped=1, failures=1, last_event_at=gates.now)])
+
+    async def _record(
+        self,
+        connection: Connection,
+        gates: OpenGates,
+        admitted: Counter[str],
+        failures: Counter[str],
+        correlation_ids: Mapping[str, str],
+    ) -> None:
         moves = await gate.record(connection, gates, admitted=admitted, failures=failures, policy=self._breaker)
         for move in moves:
-            correlation = next((d.correlation_id for d in failed if source_of[d.event_id] == move.source), None)
             log = _log.info if move.move == "closed" else _log.error
-            log(f"source.breaker_{move.move}", source=move.source, reason=move.reason, correlation_id=correlation)
-        return failures
+            log(
+                f"source.breaker_{move.move}",
+                source=move.source,
+                reason=move.reason,
+                correlation_id=correlation_ids.get(move.source),
+            )
 
 
 def measure(

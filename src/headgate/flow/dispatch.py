@@ -150,10 +150,17 @@ class Dispatch:
 
     async def _quarantine(self, sequence: int, exc: Exception) -> Outcome:
         reason = f"{type(exc).__name__}: {exc}"[:1000]
-        async with self._database.transaction() as connection:
-            moved = await events.quarantine(connection, sequence, reason)
-        _log.error("event.quarantined", ingress_sequence=sequence, reason=reason, moved=moved)
-        return Outcome(events=1, quarantined=int(moved))
+        source = await self._database.run(partial(self._bury, sequence=sequence, reason=reason))
+        _log.error("event.quarantined", ingress_sequence=sequence, source=source, reason=reason)
+        return Outcome(events=1, quarantined=int(source is not None))
+
+    async def _bury(self, connection: Connection, sequence: int, reason: str) -> str | None:
+        source = await events.quarantine(connection, sequence, reason)
+        if source is not None:  # a failure of its source
+            gates = await gate.open_gates(connection, [source])
+            await self._batch.record_failure(connection, gates, source)
+            await gate.close_gates(connection, gates)
+        return source
 
 
 def _recorded(retry: IngressRetry) -> Recorded:

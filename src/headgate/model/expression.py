@@ -29,7 +29,8 @@ class CompiledExpression:
             return f"where: {(str(exc).splitlines() or [type(exc).__name__])[0][:200]}"
         if result is True:
             return None
-        return "where: is false" if result is False else "where: gives neither true nor false"
+        shown = self.source if len(self.source) <= 200 else f"{self.source[:199]}…"
+        return f"where is false: {shown}" if result is False else f"where gives neither true nor false: {shown}"
 
 
 def compile_expression(source: str, field: str, errors: list[FieldError]) -> CompiledExpression | None:

@@ -56,9 +56,10 @@ async def list_inbox(connection: Connection, limit: int) -> list[int]:
     return [row[0] for row in await connection.fetch(_sql["list_inbox"], limit)]
 
 
-async def quarantine(connection: Connection, ingress_sequence: int, reason: str) -> bool:
-    """Move an event that cannot be processed from the inbox to the dead letters."""
-    return bool(await connection.execute(_sql["quarantine"], ingress_sequence, reason) == "INSERT 0 1")
+async def quarantine(connection: Connection, ingress_sequence: int, reason: str) -> str | None:
+    """Move an event that cannot be processed from the inbox to the dead letters; its source, if it was there."""
+    source: str | None = await connection.fetchval(_sql["quarantine"], ingress_sequence, reason)
+    return source
 
 
 async def find(connection: Connection, event_id: str) -> list[Event]:
