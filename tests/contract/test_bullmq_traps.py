@@ -49,16 +49,16 @@ async def raw(client: Any) -> bullmq.Queue:
 
 
 @pytest.fixture
-async def queue(server: RedisServer, database: Database) -> AsyncIterator[BullmqQueue]:
-    made = BullmqQueue(server.url, database)
+async def queue(server: RedisServer, quiet: Database) -> AsyncIterator[BullmqQueue]:
+    made = BullmqQueue(server.url, quiet)
     yield made
     await made.close()
 
 
 @pytest.fixture
-async def listener(server: RedisServer, database: Database, client: Any) -> AsyncIterator[BullmqQueue]:
+async def listener(server: RedisServer, quiet: Database, client: Any) -> AsyncIterator[BullmqQueue]:
     """A queue of another process, connected and quiet."""
-    made = BullmqQueue(server.url, database)
+    made = BullmqQueue(server.url, quiet)
     made.start_listening()
     await eventually(lambda: _fetching(client))
     for topic in QUEUES:
@@ -155,7 +155,7 @@ async def test_nothing_leaves_our_handler(
 
 
 async def test_a_listener_whose_loop_ended_is_started_again(
-    client: Any, queue: BullmqQueue, database: Database, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    client: Any, queue: BullmqQueue, quiet: Database, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = []
 
@@ -168,7 +168,7 @@ async def test_a_listener_whose_loop_ended_is_started_again(
 
     monkeypatch.setattr(ours.bullmq, "Worker", Dies)
     monkeypatch.setattr(ours, "_RESTART_SECONDS", (0.01,))
-    listener = BullmqQueue(server.url, database)
+    listener = BullmqQueue(server.url, quiet)
     listener.start_listening()
     await eventually(lambda: _fetching(client))
     assert len(ended) == 2
@@ -176,7 +176,7 @@ async def test_a_listener_whose_loop_ended_is_started_again(
 
 
 async def test_a_listener_that_is_silent_is_started_again(
-    client: Any, database: Database, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    client: Any, quiet: Database, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung: list[str] = []
 
@@ -192,7 +192,7 @@ async def test_a_listener_that_is_silent_is_started_again(
     monkeypatch.setattr(ours, "_WATCH_SECONDS", 0.05)
     monkeypatch.setattr(ours, "_RESTART_SECONDS", (0.01,))
     monkeypatch.setattr(ours, "WORKER_OPTIONS", {**ours.WORKER_OPTIONS, "drainDelay": 0.05})
-    listener = BullmqQueue(server.url, database)
+    listener = BullmqQueue(server.url, quiet)
     listener.start_listening()
     await eventually(lambda: _fetching(client))
     assert sorted(hung) == sorted(set(QUEUES.values()))

@@ -54,7 +54,7 @@ def own_postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedP
 
 @pytest.fixture(params=["postgres", "bullmq"])
 async def backend(
-    request: pytest.FixtureRequest, database: Database, own_postgres: EmbeddedPostgres
+    request: pytest.FixtureRequest, quiet: Database, own_postgres: EmbeddedPostgres
 ) -> AsyncIterator[Backend]:
     if request.param == "postgres":
         own = Database(own_postgres.url(), "test", size=4)
@@ -64,7 +64,7 @@ async def backend(
         await own.close()
     else:
         with redis_server() as server:
-            made = Backend(server, database, server.url)
+            made = Backend(server, quiet, server.url)
             yield made
             await asyncio.gather(*(queue.close() for queue in made.opened))
 

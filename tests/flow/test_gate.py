@@ -228,6 +228,22 @@ async def test_a_pause_without_an_end_lasts_until_resumed(
     assert len(await launched(connection)) == 3
 
 
+async def test_a_pause_longer_than_the_maximum_age_gives_nobody_up(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    await limit(database, 1)
+    await control.pause(database, "noisy", actor="ann")
+    ids = await ticks(connection, 3)
+    await worker.turn()
+    await clock.advance(10 * 86_400_000)  # no worker looked; the slots of the open pause have long come
+    await control.resume(database, "noisy", "ann")
+    for _ in range(100):
+        await worker.turn()
+        await clock.advance(50)
+    assert [event_id for event_id, _ in await launched(connection)] == ids
+    assert await states(connection) == {"completed": 3}
+
+
 async def test_a_pause_during_a_drain_moves_everyone_behind_it_in_order(
     database: Database, connection: Connection, clock: Clock, worker: Worker
 ) -> None:

@@ -118,13 +118,13 @@ async def record(
         if move:
             moves.append(BreakerMove(source, move, gate.breaker_reason))
             if move != "closed":  # whoever waits gets a slot behind the breaker's pause
-                await begin_plan(connection, gates, source)
+                await begin_plan(connection, gates, source, is_refusal=False)
     return moves
 
 
-async def begin_plan(connection: Connection, gates: OpenGates, source: str) -> None:
+async def begin_plan(connection: Connection, gates: OpenGates, source: str, *, is_refusal: bool) -> None:
     """Every waiting event of the source is to get a new slot."""
-    await store.begin_plan(connection, source)
+    await store.begin_plan(connection, source, gates.now if is_refusal else None)
     locked = gates.sources.get(source)
     if locked is not None:
         locked.gate.forget_plan()

@@ -18,11 +18,11 @@ from headgate.errors import Unavailable
 from headgate.flow import batch, gate
 from headgate.flow.gate import OpenGates
 from headgate.model.retry import RetryPolicy, is_exhausted
-from headgate.model.source import Gate
 from headgate.store import decisions, ingress_retries, sources
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
 from headgate.store.ingress_retries import Settled, StaleEvent
+from headgate.store.sources import LockedSource
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
@@ -110,12 +110,12 @@ class Replan:
         if not rows:
             await sources.end_plan(connection, name, locked.gate.drain_at)
             return Planned(is_done=True)
-        settled = self._plan(gates, locked.gate, locked.plan_version, rows)
+        settled = self._plan(gates, locked, rows)
         await ingress_retries.settle(connection, settled)
         if is_behind:
             gates.overtaken[name] = rows[0].ingress_sequence
         given_up = [s for s in settled if s.retry_state == "exhausted"]
-        refused = [row for row in rows if row.next_attempt_at <= gates.now]
+        refused = [row for row in rows if _was_refused(row, locked)]
         await ingress_retries.bury(
             connection, [(s.event_id, s.last_error or "", {"attempts": s.attempts}) for s in given_up]
         )
@@ -131,14 +131,15 @@ class Replan:
         cursor = Cursor(locked.plan_version, max(after, rows[-1].ingress_sequence))
         return Planned(len(rows), rescheduled, len(given_up), cursor, waiting=waiting)
 
-    def _plan(self, gates: OpenGates, one: Gate, plan_version: int, rows: list[StaleEvent]) -> list[Settled]:
+    def _plan(self, gates: OpenGates, locked: LockedSource, rows: list[StaleEvent]) -> list[Settled]:
+        one, plan_version = locked.gate, locked.plan_version
         hold = one.hold(gates.now)
         reason = hold.reason if hold else "rate_limit"
         message = hold.message if hold else "waits for its turn"
         is_paused = hold is not None and hold.reason == "paused"
         given_up, waiting = [], []
         for row in rows:
-            was_refused = row.next_attempt_at <= gates.now and not is_paused
+            was_refused = _was_refused(row, locked) and not is_paused
             too_old = bool(self._max_age) and gates.now - row.received_at > self._max_age
             if was_refused and (is_exhausted(self._policy, row.attempts) or too_old):
                 why = f"older than {self._max_age}" if too_old else f"{row.attempts} attempts"
@@ -164,3 +165,8 @@ class Replan:
             for s in settled
             if s.event_id in refused
         ]  # fmt: skip
+
+
+def _was_refused(row: StaleEvent, locked: LockedSource) -> bool:
+    """Whether the row's slot had come and there was no room; a plan that an operator began refuses nobody."""
+    return locked.refused_at is not None and row.next_attempt_at <= locked.refused_at

@@ -150,7 +150,7 @@ class Retry:
             if room == 0:
                 opens = _room_soon(locked.gate, gates.now)
                 if opens is None:
-                    await gate.begin_plan(connection, gates, name)
+                    await gate.begin_plan(connection, gates, name, is_refusal=True)
                     replanned.append(name)
                 else:
                     look_at = min(look_at, opens) if look_at else opens

@@ -24,6 +24,7 @@ class LockedSource(NamedTuple):
     plan_version: int
     is_replanning: bool
     last_waiting: int | None
+    refused_at: datetime | None = None
 
     @property
     def has_backlog(self) -> bool:
@@ -132,14 +133,14 @@ async def save(connection: Connection, gates: Sequence[Gate]) -> None:
     )
 
 
-async def begin_plan(connection: Connection, source: str) -> None:
+async def begin_plan(connection: Connection, source: str, refused_at: datetime | None) -> None:
     """Every waiting event of the source is to get a new slot, in order of arrival."""
-    await connection.execute(_sql["set_plan"], source, 1, True, None)
+    await connection.execute(_sql["set_plan"], source, 1, True, None, refused_at)
 
 
 async def end_plan(connection: Connection, source: str, drain_at: datetime | None) -> None:
     """Every waiting event has its slot."""
-    await connection.execute(_sql["set_plan"], source, 0, False, drain_at)
+    await connection.execute(_sql["set_plan"], source, 0, False, drain_at, None)
 
 
 async def list_replanning(connection: Connection) -> list[str]:
@@ -222,5 +223,6 @@ def _locked(row: Row, default: RateLimit | None, last_waiting: int | None) -> Lo
     for name in ("rate_limit", "interval_ms", "pause_ms"):
         del fields[name]
     plan_version, is_replanning = fields.pop("plan_version"), fields.pop("is_replanning")
+    refused_at = fields.pop("refused_at")
     gate = Gate(limit=_limit(row) or default, **fields)
-    return LockedSource(gate, plan_version, is_replanning, last_waiting)
+    return LockedSource(gate, plan_version, is_replanning, last_waiting, refused_at)

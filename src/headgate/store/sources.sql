@@ -25,7 +25,7 @@ returning source
 -- The state of sources, locked in a fixed order until the commit.
 select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.ring, s.ring_at, s.ring_width_us, s.drain_at, s.throttled_until,
        s.paused_at, s.paused_until, s.pause_reason, s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.failures,
-       s.plan_version, s.is_replanning
+       s.plan_version, s.is_replanning, s.refused_at
   from headgate.event_scheduler_sources s
  where s.source = any ($1::text[]) and s.source <> '*'
  order by s.source
@@ -56,15 +56,18 @@ update headgate.event_scheduler_sources s
  where s.source = u.source
 
 -- name: set_plan
--- Ends a plan, or begins a new one: every waiting event of the source gets a new slot.
+-- Ends a plan, or begins a new one: every waiting event of the source gets a new slot. $5 is when due events were
+-- refused, if that is why: those due by then have used an attempt.
 update headgate.event_scheduler_sources
-   set plan_version = plan_version + $2::bigint, is_replanning = $3, drain_at = $4, updated_at = headgate.now()
+   set plan_version = plan_version + $2::bigint, is_replanning = $3, drain_at = $4, refused_at = $5,
+       updated_at = headgate.now()
  where source = $1
 
 -- name: replan
 -- A new plan for a source, or (`*`) for every source, if any of its events wait.
 update headgate.event_scheduler_sources s
-   set plan_version = s.plan_version + 1, is_replanning = true, drain_at = null, updated_at = headgate.now()
+   set plan_version = s.plan_version + 1, is_replanning = true, drain_at = null, refused_at = null,
+       updated_at = headgate.now()
  where (s.source = $1 or $1 = '*')
    and exists (select 1 from headgate.event_ingress_retries r
                 where r.source = s.source and r.retry_state = 'scheduled')

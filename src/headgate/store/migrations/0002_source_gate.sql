@@ -12,6 +12,7 @@ alter table headgate.event_scheduler_sources
   add column failures         timestamptz[] not null default '{}',
   add column plan_version     bigint        not null default 0,
   add column is_replanning    boolean       not null default false,
+  add column refused_at       timestamptz,
   add constraint event_scheduler_sources_whole_limit_check
     check ((rate_limit is null) = (interval_ms is null) and (rate_limit is null) = (pause_ms is null)),
   add constraint event_scheduler_sources_limit_origin_check check (limit_set_by in ('settings', 'operator')),
