@@ -21,33 +21,6 @@ TriggerStatus = Literal["active", "disabled"]
 MAX_PREDICATES = 50
 
 
-class Trigger(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `workflow_event_triggers`, with the workflow it launches."""
-
-    id: uuid.UUID
-    workflow_definition_id: uuid.UUID
-    workflow: str
-    name: str
-    event_type: str
-    event_source: str = "*"
-    predicates: list[Predicate] = []
-    where: str | None = None
-    parameter_template: dict[str, Any] | None = None
-    idempotency_key: str | None = None
-    idempotency_window_ms: int = 86_400_000
-    concurrency_key: str | None = None
-    throttle_count: int | None = None
-    throttle_window_ms: int | None = None
-    max_concurrency: int | None = None
-    retry: RetryPolicy | None = None
-    status: TriggerStatus = "active"
-    version: int = 1
-    created_by: str = ""
-    updated_by: str = ""
-    created_at: datetime | None = None
-    updated_at: datetime | None = None
-
-
 class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a user says about a trigger; the rest of its row is ours."""
 
@@ -64,6 +37,20 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
     throttle_window_ms: int | None = None
     max_concurrency: int | None = None
     retry: RetryPolicy | None = None
+
+
+class Trigger(TriggerSpec, frozen=True, kw_only=True):
+    """A row of `workflow_event_triggers`, with the workflow it launches."""
+
+    id: uuid.UUID
+    workflow_definition_id: uuid.UUID
+    workflow: str
+    status: TriggerStatus = "active"
+    version: int = 1
+    created_by: str = ""
+    updated_by: str = ""
+    created_at: datetime | None = None
+    updated_at: datetime | None = None
 
 
 class WorkflowDefinition(msgspec.Struct, frozen=True, kw_only=True):

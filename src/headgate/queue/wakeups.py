@@ -13,7 +13,7 @@ from headgate.queue.port import Wakeup
 # Later rows get their wake-up when they come within the hour; until then the row alone is enough.
 HORIZON = timedelta(hours=1)
 # One look takes every due row, so that more looks within a second start nothing earlier and cost a millisecond each.
-MAX_PER_SECOND = 50
+MAX_PER_SECOND = 200
 
 
 class WaitingEvent(Protocol):
