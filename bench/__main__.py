@@ -13,6 +13,7 @@ import uvloop
 
 from bench import commit, floor, gate, neighbours, pipeline, results, single, stage
 from bench.stage import Stage
+from headgate.telemetry import logs
 
 FIGURES = ("commit", "throughput", "single", "limit", "drain", "limit_cost")
 LATEST = Path(__file__).parent / "results" / "latest.json"
@@ -48,7 +49,7 @@ async def run(figures: tuple[str, ...], size: Size, quick: bool) -> results.Resu
             single=await single.measure(ground, size.singles) if "single" in figures else None,
             limit=await gate.accuracy(ground, size.limit, size.intervals) if "limit" in figures else None,
             drain=await gate.drain(ground, size.held, size.drain_limit) if "drain" in figures else None,
-            limit_cost=await gate.cost(ground, size.events) if "limit_cost" in figures else None,
+            limit_cost=await gate.cost(ground, size.events, 2 * size.turns) if "limit_cost" in figures else None,
         )
 
 
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=LATEST, help="where the results go as JSON [%(default)s]")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything we started is taken down
+    logs.configure("warning", "console")
     figures = (arguments.only,) if arguments.only else FIGURES
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(run(figures, QUICK if arguments.quick else FULL, arguments.quick))

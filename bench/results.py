@@ -135,7 +135,9 @@ def _gate_lines(results: Results) -> list[tuple[str, str]]:
              f"{d.ratio:.3f} x ideal, {d.attempts_per_event:.2f} attempts per event, {d.out_of_order} out of order")
         )  # fmt: skip
     if results.limit_cost:
-        lines.append(("throughput with an idle limit", f"{results.limit_cost.ratio:.2f} of that without"))
+        c = results.limit_cost
+        spread = f"(turns: {min(c.turns):.2f} to {max(c.turns):.2f})"
+        lines.append(("throughput with an idle limit", f"{c.ratio:.2f} of that without {spread}"))
     return lines
 
 

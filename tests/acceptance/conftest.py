@@ -50,7 +50,7 @@ def demo(shared_url: str, address: str) -> Iterator[str]:
 @pytest.fixture(scope="session", autouse=True)
 def _close_http_clients() -> Iterator[None]:
     yield
-    from tests.acceptance import test_hostile_input, test_publishing
+    from tests.acceptance import test_hostile_input, test_publishing, test_sources
 
-    for module in (test_hostile_input, test_publishing):
+    for module in (test_hostile_input, test_publishing, test_sources):
         module._http.close()
