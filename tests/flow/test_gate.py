@@ -101,7 +101,7 @@ async def test_over_the_limit_is_held_with_its_slot_and_reason(
     assert min(gaps) >= timedelta(milliseconds=100)
     story = await explain(connection, ids[12])
     assert [(d.stage, d.decision) for d in story.decisions] == [("ingest", "accepted"), ("gate", "held")]
-    assert story.summary.startswith("held: over the limit")
+    assert story.summary.startswith("held, to go on at 2026-06-01 12:00:01 UTC: over the limit of 10")
 
 
 async def test_a_backlog_drains_in_order_at_the_allowed_rate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from urllib.parse import quote
 
 import click
@@ -65,8 +66,17 @@ def explain(event_id: str, as_json: bool) -> None:
         return
     click.echo(f"{story['type']} from {story['source']}, event {story['event_id']}")
     rows = [
-        (short_time(d.get("at")), d["stage"], d["decision"], d.get("workflow") or "", d.get("reason") or "")
+        (short_time(d.get("at")), d["stage"], d["decision"], d.get("workflow") or "", _why(d))
         for d in story["decisions"]
     ]
     print_table(("AT", "STAGE", "DECISION", "WORKFLOW", "REASON"), rows, "Nothing was decided yet.")
     click.echo(f"=> {story['summary']}")
+
+
+def _why(decision: dict[str, Any]) -> str:
+    parts = [decision.get("reason") or ""]
+    if decision.get("until"):
+        parts.append(f"(until {short_time(decision['until'])})")
+    if decision.get("actor"):
+        parts.append(f"by {decision['actor']}")
+    return " ".join(filter(None, parts))

@@ -10,6 +10,7 @@ import msgspec
 from headgate.errors import Conflict, FieldError, NotFound
 from headgate.flow.match import Matcher
 from headgate.model.event import Event
+from headgate.model.ingress_retry import IngressRetry
 from headgate.model.run import Run
 from headgate.store import decisions, deliveries, events, ingress_retries, runs, triggers
 from headgate.store.db import Connection
@@ -81,7 +82,7 @@ async def explain(connection: Connection, event_id: str) -> Explanation:
         type=event.type,
         source=event.source,
         correlation_id=event.correlation_id,
-        summary=_summary(story),
+        summary=_held_summary(retry) if retry is not None and retry.retry_state == "scheduled" else _summary(story),
         decisions=story,
     )
 
@@ -151,6 +152,11 @@ def _run_line(run: Run) -> Decision:
         workflow=run.workflow,
         run_id=run.id,
     )
+
+
+def _held_summary(retry: IngressRetry) -> str:
+    assert retry.next_attempt_at is not None
+    return f"held, to go on at {retry.next_attempt_at:%Y-%m-%d %H:%M:%S} UTC: {retry.last_error}"
 
 
 def _summary(story: list[Decision]) -> str:
