@@ -47,6 +47,7 @@ class Planned(NamedTuple):
     cursor: Cursor = Cursor()
     is_done: bool = False
     waiting: Sequence[Settled] = ()
+    refused: Sequence[Settled] = ()
 
 
 class Replan:
@@ -89,8 +90,7 @@ class Replan:
                 moved[name] += planned.moved
                 if planned.waiting:
                     self._after_move(planned.waiting)
-                metrics.EVENT_RETRIES.labels("rescheduled").inc(planned.rescheduled)
-                metrics.EVENT_RETRIES.labels("exhausted").inc(planned.exhausted)
+                _tell(name, planned)
                 if planned.is_done:
                     del cursors[name]
                     _log.info("source.replanned", source=name, count=moved[name])
@@ -115,11 +115,12 @@ class Replan:
         if is_behind:
             gates.overtaken[name] = rows[0].ingress_sequence
         given_up = [s for s in settled if s.retry_state == "exhausted"]
-        refused = [row for row in rows if _was_refused(row, locked)]
+        had_come = {row.event_id for row in rows if _was_refused(row, locked)}
+        refused = [s for s in settled if s.event_id in had_come]
         await ingress_retries.bury(
             connection, [(s.event_id, s.last_error or "", {"attempts": s.attempts}) for s in given_up]
         )
-        await decisions.insert(connection, self._recorded(settled, {row.event_id for row in refused}))
+        await decisions.insert(connection, [_recorded(s) for s in refused])
         await gate.close_gates(connection, gates)
         seen = batch.measure(
             gates, newcomers=[], passed=[], throttled=Counter(), dropped=Counter({name: len(given_up)})
@@ -129,7 +130,7 @@ class Replan:
         rescheduled = len(refused) - len(given_up)
         waiting = [s for s in settled if s.retry_state == "scheduled"]
         cursor = Cursor(locked.plan_version, max(after, rows[-1].ingress_sequence))
-        return Planned(len(rows), rescheduled, len(given_up), cursor, waiting=waiting)
+        return Planned(len(rows), rescheduled, len(given_up), cursor, waiting=waiting, refused=refused)
 
     def _plan(self, gates: OpenGates, locked: LockedSource, rows: list[StaleEvent]) -> list[Settled]:
         one, plan_version = locked.gate, locked.plan_version
@@ -158,13 +159,29 @@ class Replan:
             for (row, attempts), slot in zip(waiting, slots, strict=True)
         ]  # fmt: skip
 
-    def _recorded(self, settled: list[Settled], refused: set[object]) -> list[Recorded]:
-        return [
-            Recorded(s.event_id, None, "gate", "exhausted" if s.retry_state == "exhausted" else "rescheduled",
-                     s.last_error, s.next_attempt_at, s.attempts)
-            for s in settled
-            if s.event_id in refused
-        ]  # fmt: skip
+
+def _recorded(settled: Settled) -> Recorded:
+    decision = "exhausted" if settled.retry_state == "exhausted" else "rescheduled"
+    return Recorded(
+        settled.event_id, None, "gate", decision, settled.last_error, settled.next_attempt_at, settled.attempts
+    )
+
+
+def _tell(source: str, planned: Planned) -> None:
+    """Count and log, after the commit, the events whose slot had come and was refused."""
+    metrics.EVENT_RETRIES.labels("rescheduled").inc(planned.rescheduled)
+    metrics.EVENT_RETRIES.labels("exhausted").inc(planned.exhausted)
+    for settled in planned.refused:
+        given_up = settled.retry_state == "exhausted"
+        log = _log.error if given_up else _log.info
+        log(
+            "event.retry_exhausted" if given_up else "event.retry_rescheduled",
+            event_id=str(settled.event_id),
+            source=source,
+            attempt=settled.attempts,
+            next_attempt_at=settled.next_attempt_at,
+            reason=settled.last_error,
+        )
 
 
 def _was_refused(row: StaleEvent, locked: LockedSource) -> bool:
