@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from headgate.errors import Unavailable
 from headgate.queue.port import TOPICS, Topic, Wakeup
 from headgate.store.db import Database
 from headgate.telemetry.logs import logger
@@ -70,7 +69,7 @@ class PostgresQueue:
                     async with self._database.connection(wait_seconds=1) as connection:
                         for topic in topics:
                             await connection.execute(f"notify headgate_{topic}")
-                except Unavailable as exc:
+                except Exception as exc:
                     _log.debug("queue.hint_lost", error=exc)  # the next look finds the rows
                 await asyncio.sleep(_MIN_GAP_SECONDS)
         finally:
@@ -89,7 +88,7 @@ class PostgresQueue:
                     wake.set()
                 await lost.wait()
                 _log.warning("queue.listener_lost")
-            except Unavailable as exc:
+            except Exception as exc:  # whatever it is, the workers' own look goes on
                 _log.warning("queue.listener_unavailable", error=exc)
             finally:
                 if connection is not None and not connection.is_closed():

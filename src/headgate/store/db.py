@@ -35,6 +35,7 @@ _DOWN = (
     asyncpg.QueryCanceledError,
     asyncpg.IdleInTransactionSessionTimeoutError,
     asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
     OSError,
     TimeoutError,
 )
@@ -119,18 +120,26 @@ class Database:
     @asynccontextmanager
     async def connection(self, wait_seconds: float = 5) -> AsyncIterator[Connection]:
         """A connection outside any transaction: each statement is one of its own."""
-        if self._pool is None:
-            await self.open()
-        async with translated(), self._pool.acquire(timeout=wait_seconds) as connection:
+        async with translated(), self._acquired(wait_seconds) as connection:
             yield connection
 
     @asynccontextmanager
     async def transaction(self, wait_seconds: float = 5) -> AsyncIterator[Connection]:
         """One transaction: committed when the block ends, rolled back when it raises."""
+        async with translated(), self._acquired(wait_seconds) as connection, connection.transaction():
+            yield connection
+
+    @asynccontextmanager
+    async def _acquired(self, wait_seconds: float) -> AsyncIterator[Any]:
         if self._pool is None:
             await self.open()
-        async with translated(), self._pool.acquire(timeout=wait_seconds) as connection, connection.transaction():
-            yield connection
+        async with self._pool.acquire(timeout=wait_seconds) as connection:
+            try:
+                yield connection
+            except asyncpg.InternalClientError:
+                # A dying server left it in the middle of something: it must not go back to the pool.
+                connection.terminate()
+                raise
 
     async def run(self, work: Callable[[Connection], Awaitable[T]], attempts: int = 5) -> T:
         """`work` in a transaction, again from the start while other transactions are in its way."""
