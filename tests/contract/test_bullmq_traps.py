@@ -8,38 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import bullmq
 import pytest
-import redis.asyncio
 
 from headgate.queue import bullmq as ours
-from headgate.queue.bullmq import HINT_IDS, INGRESS, QUEUES, BullmqQueue
-from headgate.queue.port import Wakeup
+from headgate.queue.bullmq import HINT_IDS, INGRESS, QUEUES, TRIGGERS, BullmqQueue
+from headgate.queue.port import Topic, Wakeup
 from headgate.queue.wakeups import MAX_PER_SECOND
 from headgate.store.db import Database
-from tests.redis_server import RedisServer, RunningRedis, redis_server
+from tests.redis_server import RedisServer, client_fixture, server_fixture  # noqa: F401
 
 PATIENCE_SECONDS = 60
 OTHERS = {"removeOnComplete": True, "removeOnFail": True}
 RawWorker = Callable[[Callable[[Any], Awaitable[None]]], Any]
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer | RunningRedis]:
-    with redis_server() as started:
-        yield started
-
-
-@pytest.fixture
-async def client(server: RedisServer) -> AsyncIterator[Any]:
-    made = redis.asyncio.Redis.from_url(server.url, decode_responses=True)
-    await made.flushall()
-    yield made
-    await made.aclose()
 
 
 @pytest.fixture
@@ -68,7 +53,7 @@ async def listener(server: RedisServer, quiet: Database, client: Any) -> AsyncIt
 
 
 async def _fetching(client: Any) -> bool:
-    """Both listeners wait for jobs."""
+    """All listeners wait for jobs."""
     blocked = [c for c in await client.client_list() if c["cmd"] == "bzpopmin"]
     return len(blocked) == len(set(QUEUES.values()))
 
@@ -81,13 +66,15 @@ async def eventually(holds: Callable[[], Awaitable[Any]]) -> None:
             await asyncio.sleep(0.01)
 
 
-def wakeup(seconds: float, attempt: int = 1, row_id: uuid.UUID | None = None) -> Wakeup:
+def wakeup(seconds: float, attempt: int = 1, row_id: uuid.UUID | None = None, topic: Topic = "retries") -> Wakeup:
     row_id = row_id or uuid.uuid4()
-    return Wakeup("retries", f"event-retry:{row_id}:{attempt}", row_id, datetime.now(UTC) + timedelta(seconds=seconds))
+    name = {"retries": "event-retry", "deliveries": "event-trigger-retry"}[topic]
+    return Wakeup(topic, f"{name}:{row_id}:{attempt}", row_id, datetime.now(UTC) + timedelta(seconds=seconds))
 
 
 async def jobs(client: Any) -> list[str]:
-    return sorted(await client.keys("*:event-retry:*")) + sorted(await client.keys("*:wake:*"))
+    kinds = ("event-retry", "event-trigger-retry", "wake")
+    return sorted([key for kind in kinds for key in await client.keys(f"*:{kind}:*")])
 
 
 async def run_raw(client: Any, name: str, handler: Any) -> asyncio.Task[None]:
@@ -249,23 +236,28 @@ async def test_ours_keeps_none(client: Any, queue: BullmqQueue, listener: Bullmq
     await eventually(lambda: _count(client, 0))
 
 
-async def test_a_wakeup_comes_at_about_its_time(queue: BullmqQueue, listener: BullmqQueue) -> None:
-    due = wakeup(0.7)
+@pytest.mark.parametrize("topic", ["retries", "deliveries"])
+async def test_a_wakeup_comes_at_about_its_time(queue: BullmqQueue, listener: BullmqQueue, topic: Topic) -> None:
+    due = wakeup(0.7, topic=topic)
     queue.schedule([due])
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await listener.wake("retries").wait()
+        await listener.wake(topic).wait()
     assert datetime.now(UTC) >= due.due_at - timedelta(milliseconds=5)
+    assert [other for other in QUEUES if listener.wake(other).is_set()] == [topic]
 
 
-async def test_job_data_is_ids_only_and_options_are_pinned(client: Any, queue: BullmqQueue) -> None:
-    one = wakeup(60)
+@pytest.mark.parametrize(("topic", "name"), [("retries", INGRESS), ("deliveries", TRIGGERS)])
+async def test_job_data_is_ids_only_and_options_are_pinned(
+    client: Any, queue: BullmqQueue, topic: Topic, name: str
+) -> None:
+    one = wakeup(60, topic=topic)
     queue.schedule([one])
     await eventually(lambda: _count(client, 1))
     [key] = await jobs(client)
     prefix = key.partition(":")[0]
-    assert key == f"{prefix}:{INGRESS}:{one.job_id}"
+    assert key == f"{prefix}:{name}:{one.job_id}"
     job = await client.hgetall(key)
-    assert (job["name"], job["data"]) == ("retries", f'{{"installation":"{prefix}","ids":["{one.row_id}"]}}')
+    assert (job["name"], job["data"]) == (topic, f'{{"installation":"{prefix}","ids":["{one.row_id}"]}}')
     assert 50_000 < int(job["delay"]) <= 60_000
     options = queue._client.connection_pool.connection_kwargs
     assert (options["socket_timeout"], options["socket_keepalive"], options["health_check_interval"]) == (30, True, 15)

@@ -19,6 +19,8 @@ from headgate.store.db import Database
 from tests.redis_server import redis_server
 
 PATIENCE_SECONDS = 60
+JOBS: dict[Topic, str] = {"retries": "event-retry", "deliveries": "event-trigger-retry"}
+for_each_kind = pytest.mark.parametrize("topic", JOBS)
 
 
 class Server(Protocol):
@@ -71,7 +73,7 @@ async def backend(
 
 def wakeup(topic: Topic = "retries", seconds: float = 0.0, attempt: int = 1) -> Wakeup:
     row_id = uuid.uuid4()
-    return Wakeup(topic, f"event-retry:{row_id}:{attempt}", row_id, datetime.now(UTC) + timedelta(seconds=seconds))
+    return Wakeup(topic, f"{JOBS[topic]}:{row_id}:{attempt}", row_id, datetime.now(UTC) + timedelta(seconds=seconds))
 
 
 async def woken(queue: Queue, topic: Topic) -> None:
@@ -120,26 +122,27 @@ async def test_what_was_said_before_anybody_listened_is_not_waited_for(backend: 
     await asyncio.gather(*(woken(listener, topic) for topic in TOPICS))  # all: it cannot know what it missed
 
 
-async def test_schedule_makes_this_process_look_up_when_the_next_is_due(backend: Backend) -> None:
+@for_each_kind
+async def test_schedule_makes_this_process_look_up_when_the_next_is_due(backend: Backend, topic: Topic) -> None:
     queue = backend.queue()
-    queue.schedule([wakeup(seconds=30)])
-    assert queue.wake("retries").is_set()
-    assert not queue.wake("inbox").is_set()
+    queue.schedule([wakeup(topic, seconds=30)])
+    assert [other for other in TOPICS if queue.wake(other).is_set()] == [topic]
 
 
-async def test_any_wakeup_may_be_scheduled_any_number_of_times(backend: Backend) -> None:
+@for_each_kind
+async def test_any_wakeup_may_be_scheduled_any_number_of_times(backend: Backend, topic: Topic) -> None:
     speaker, listener = backend.queue(), backend.queue(listens=True)
-    await hears(listener, speaker, "retries")
-    same = wakeup(seconds=0.2)
-    for wakeups in ([], [same, same], [same], [wakeup(seconds=-3600)], [wakeup(seconds=86_400 * 365)]):
+    await hears(listener, speaker, topic)
+    same = wakeup(topic, seconds=0.2)
+    for wakeups in ([], [same, same], [same], [wakeup(topic, -3600)], [wakeup(topic, 86_400 * 365)]):
         speaker.schedule(wakeups)
-    speaker.schedule([wakeup(seconds=n / 1000) for n in range(20_000)])
-    await hears(listener, speaker, "retries")
+    speaker.schedule([wakeup(topic, n / 1000) for n in range(20_000)])
+    await hears(listener, speaker, topic)
 
 
 async def test_nothing_is_missing_that_was_just_scheduled_or_cannot_be(backend: Backend) -> None:
     queue = backend.queue()
-    made = [wakeup(seconds=60) for _ in range(3)]
+    made = [wakeup(topic, seconds=60) for topic in JOBS for _ in range(3)]
     queue.schedule(made)
     assert await queue.missing([]) == []
     async with asyncio.timeout(PATIENCE_SECONDS):

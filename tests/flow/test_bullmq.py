@@ -1,29 +1,30 @@
-"""HEADGATE_QUEUE=bullmq with real processes: held events become delayed jobs, and losing Redis loses nothing."""
+"""HEADGATE_QUEUE=bullmq with real processes: what is held becomes delayed jobs, and losing Redis loses nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import pytest
-import redis.asyncio
 
 from headgate.client import Client
 from headgate.flow import control
 from headgate.flow.reconcile import Requeue
-from headgate.model.ingress_retry import IngressRetry
-from headgate.queue.bullmq import BullmqQueue
-from headgate.store import ingress_retries
+from headgate.queue.bullmq import INGRESS, TRIGGERS, BullmqQueue
+from headgate.queue.wakeups import delivery_wakeups
+from headgate.store import deliveries
 from headgate.store.db import Connection, Database
 from headgate.telemetry import metrics
 from tests.flow.conftest import APP, PATIENCE_SECONDS, eventually
 from tests.processes import Process, api, worker
-from tests.redis_server import RedisServer, RunningRedis, redis_server
+from tests.redis_server import RedisServer, client_fixture, server_fixture  # noqa: F401
+from tests.store.builders import make_events, make_triggers
 
 Effects = Callable[[], Awaitable[list[tuple[Any, str]]]]
 Start = Callable[..., AbstractContextManager[Process]]
@@ -31,20 +32,7 @@ Start = Callable[..., AbstractContextManager[Process]]
 SUCCEEDED = "select count(*) = $1 from headgate.workflow_runs where status = 'succeeded'"
 WAITING = "select count(*) = $1 from headgate.event_ingress_retries where retry_state = 'scheduled'"
 ALL_MET = "select count(*) = 0 from headgate.event_inbox"
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer | RunningRedis]:
-    with redis_server() as started:
-        yield started
-
-
-@pytest.fixture
-async def client(server: RedisServer) -> AsyncIterator[Any]:
-    made = redis.asyncio.Redis.from_url(server.url, decode_responses=True)
-    await made.flushall()
-    yield made
-    await made.aclose()
+QUEUE_OF = {"events": INGRESS, "deliveries": TRIGGERS}
 
 
 @pytest.fixture
@@ -67,10 +55,51 @@ async def publish(connection: Connection, count: int, source: str = "noisy") -> 
         await connection.execute("select headgate.publish('work.quick', $1, $2)", source, {"n": n})
 
 
-async def jobs(client: Any) -> dict[str, dict[str, str]]:
-    """The wake-ups in Redis, by job id."""
-    keys = [key for key in await client.keys("*:event-retry:*") if not key.endswith(":lock")]
+async def jobs(client: Any, queue: str = INGRESS) -> dict[str, dict[str, str]]:
+    """The wake-ups in a queue of Redis, by job id."""
+    keys = [key for key in await client.keys(f"*:{queue}:event-*") if not key.endswith(":lock")]
     return {key.split(":", 2)[2]: await client.hgetall(key) for key in keys}
+
+
+async def hold(connection: Connection, kind: str, offsets: Sequence[timedelta]) -> list[str]:
+    """Rows that wait for so long from now, written just now; the ids that their jobs should have, in order."""
+    [trigger] = await make_triggers(connection)
+    events = await make_events(connection, len(offsets), source="noisy")
+    await connection.execute("delete from headgate.event_inbox")
+    now = await connection.fetchval("select headgate.now()")
+    due = [now + offset for offset in offsets]
+    if kind == "events":
+        await connection.executemany(
+            "insert into headgate.event_ingress_retries (event_id, source, attempts, next_attempt_at) "
+            "values ($1, 'noisy', 1, $2)",
+            list(zip(events, due, strict=True)),
+        )
+        return [f"event-retry:{event}:1" for event in events]
+    held = [uuid.uuid4() for _ in events]
+    await connection.executemany(
+        "insert into headgate.workflow_trigger_deliveries "
+        "(id, trigger_id, event_id, status, attempts, retry_state, next_attempt_at, retry_attempts) "
+        "values ($1, $2, $3, 'throttled', 1, 'scheduled', $4, 2)",
+        [(delivery, trigger, event, at) for delivery, event, at in zip(held, events, due, strict=True)],
+    )
+    return [f"event-trigger-retry:{delivery}:2" for delivery in held]
+
+
+async def settle(connection: Connection) -> None:
+    """Make what waits older, so that its jobs cannot be on their way."""
+    for table in ("event_ingress_retries", "workflow_trigger_deliveries"):
+        await connection.execute(f"update headgate.{table} set updated_at = headgate.now() - interval '9 s'")
+
+
+async def rows_of_deliveries(connection: Connection) -> list[Any]:
+    return list(await connection.fetch("select * from headgate.workflow_trigger_deliveries order by id"))
+
+
+async def one_pass(requeue: Requeue) -> int:
+    total = await requeue.run_once()
+    while requeue.is_between_pages:
+        total += await requeue.run_once()
+    return total
 
 
 async def until(holds: Callable[[], Awaitable[Any]]) -> None:
@@ -163,7 +192,7 @@ async def test_flushed_redis_is_refilled_and_nothing_is_lost(
     database: Database, connection: Connection, client: Any, start: Start, effects: Effects
 ) -> None:
     with start(5, 1000) as process:
-        await publish(connection, 40)
+        await publish(connection, 60)  # twelve seconds: several passes of the comparison
         await eventually(database, ALL_MET)
         await until(lambda: jobs(client))
         await eventually(database, "select count(*) > 6 from headgate.workflow_runs")
@@ -171,43 +200,88 @@ async def test_flushed_redis_is_refilled_and_nothing_is_lost(
         found = process.wait_for_line(r"reconcile\.requeued")
         assert '"kind": "events"' in found.string
         await until(lambda: jobs(client))
-        await eventually(database, SUCCEEDED, 40)
-    assert len({run for run, _ in await effects()}) == len(await effects()) == 40
+        await eventually(database, SUCCEEDED, 60)
+    assert len({run for run, _ in await effects()}) == len(await effects()) == 60
 
 
+@pytest.mark.parametrize("kind", QUEUE_OF)
 async def test_requeue_counts_what_was_lost_and_only_that(
-    database: Database, connection: Connection, client: Any, server: RedisServer
+    database: Database, connection: Connection, client: Any, server: RedisServer, kind: str
 ) -> None:
-    await publish(connection, 12)
-    ids = [row["id"] for row in await connection.fetch("select id from headgate.workflow_events")]
-    await connection.execute("delete from headgate.event_inbox")
-    now = await connection.fetchval("select headgate.now()")
     offsets = [timedelta(seconds=-5), *(timedelta(minutes=n) for n in range(1, 11)), timedelta(hours=3)]
-    rows = [
-        IngressRetry(event_id=event_id, source="noisy", attempts=1, next_attempt_at=now + offset)
-        for event_id, offset in zip(ids, offsets, strict=True)
-    ]
-    await ingress_retries.upsert(connection, rows)
+    expected = await hold(connection, kind, offsets)
     queue = BullmqQueue(server.url, database)
     requeue = Requeue(database, queue, batch_size=4)
-    count = metrics.RECONCILE_REQUEUED.labels("events")._value
+    count = metrics.RECONCILE_REQUEUED.labels(kind)._value
 
-    async def one_pass() -> int:
-        total = await requeue.run_once()
-        while requeue.is_between_pages:
-            total += await requeue.run_once()
-        return total
+    async def are_back() -> bool:
+        return set(await jobs(client, QUEUE_OF[kind])) == set(expected[1:11])
 
-    assert await one_pass() == 0  # written just now: their jobs may be on the way
-    await connection.execute("update headgate.event_ingress_retries set updated_at = headgate.now() - interval '9 s'")
+    assert await one_pass(requeue) == 0  # written just now: their jobs may be on the way
+    await settle(connection)
     before = count.get()
-    assert await one_pass() == 10  # neither the one that is due nor the one beyond the hour
-    await until(lambda: has_jobs_for(client, [{"event_id": r.event_id, "attempts": 1} for r in rows[1:11]]))
-    assert await one_pass() == 0
+    assert await one_pass(requeue) == 10  # neither the one that is due nor the one beyond the hour
+    await until(are_back)
+    assert await one_pass(requeue) == 0
     await client.flushall()
-    assert await one_pass() == 10
+    assert await one_pass(requeue) == 10
+    await until(are_back)
     assert count.get() - before == 20
     await queue.close()
+
+
+@pytest.mark.parametrize(("events", "deliveries"), [(9, 2), (2, 9), (8, 8)])
+async def test_lines_of_different_length_are_gone_through_together(
+    database: Database, connection: Connection, client: Any, server: RedisServer, events: int, deliveries: int
+) -> None:
+    expected = {
+        kind: await hold(connection, kind, [timedelta(minutes=5)] * count)
+        for kind, count in (("events", events), ("deliveries", deliveries))
+    }
+    await settle(connection)
+    before = await rows_of_deliveries(connection)
+    queue = BullmqQueue(server.url, database)
+    requeue = Requeue(database, queue, batch_size=4)
+
+    async def are_back() -> bool:
+        return all([set(await jobs(client, QUEUE_OF[kind])) == set(expected[kind]) for kind in expected])
+
+    for _ in range(2):
+        assert await requeue.run_once() == min(events, 4) + min(deliveries, 4)
+        assert requeue.is_between_pages
+        assert await requeue.run_once() == min(max(events, deliveries) - 4, 4) * (2 if events == deliveries else 1)
+        assert await one_pass(requeue) == max(events, deliveries) - 8
+        await until(are_back)
+        assert await one_pass(requeue) == 0
+        await client.flushall()
+    assert await rows_of_deliveries(connection) == before
+    await queue.close()
+
+
+async def test_waiting_deliveries_have_jobs_again_after_a_flush(
+    database: Database, connection: Connection, client: Any, start: Start, effects: Effects
+) -> None:
+    expected = set(await hold(connection, "deliveries", [timedelta(minutes=30 + n) for n in range(5)]))
+    await settle(connection)
+    before = await rows_of_deliveries(connection)
+
+    async def are_back() -> bool:
+        return set(await jobs(client, TRIGGERS)) == expected
+
+    with start() as process:
+        await until(are_back)
+        await client.flushall()
+        await until(are_back)
+        assert '"kind": "deliveries"' in process.wait_for_line(r"reconcile\.requeued").string
+        for row in before:
+            job = (await jobs(client, TRIGGERS))[f"event-trigger-retry:{row['id']}:2"]
+            assert job["name"] == "deliveries"
+            assert json.loads(job["data"])["ids"] == [str(row["id"])]
+            fires_at = (int(job["timestamp"]) + int(job["delay"])) / 1000
+            assert fires_at == pytest.approx(row["next_attempt_at"].timestamp(), abs=1)
+    assert await jobs(client, INGRESS) == {}
+    assert await rows_of_deliveries(connection) == before
+    assert await effects() == []
 
 
 async def test_a_start_refills_redis(database: Database, connection: Connection, client: Any, start: Start) -> None:
@@ -260,6 +334,14 @@ async def test_redis_dies_while_publishing_and_draining(
     assert len({run for run, _ in await effects()}) == len(await effects()) == 80
 
 
+async def fire_early(client: Any, queue: str) -> None:
+    """Make every delayed job of a queue due since 1970."""
+    for delayed in await client.keys(f"*:{queue}:delayed"):
+        for job in await client.zrange(delayed, 0, -1):
+            await client.zadd(delayed, {job: 1}, xx=True)
+        await client.zadd(delayed.replace(":delayed", ":marker"), {"1": 0})
+
+
 async def test_early_and_repeated_jobs_start_nothing_early(
     database: Database, connection: Connection, client: Any, start: Start, effects: Effects
 ) -> None:
@@ -268,11 +350,7 @@ async def test_early_and_repeated_jobs_start_nothing_early(
         await eventually(database, WAITING, 2)
         rows = await held(connection)
         await until(lambda: has_jobs_for(client, rows))
-        [delayed] = await client.keys("*:headgate-event-ingress:delayed")
-        marker = delayed.replace(":delayed", ":marker")
-        for job in await client.zrange(delayed, 0, -1):
-            await client.zadd(delayed, {job: 1})  # due since 1970
-        await client.zadd(marker, {"1": 0})
+        await fire_early(client, INGRESS)
         await until(lambda: _gone(client, str(rows[0]["event_id"])))
         await publish(connection, 1, "other")
         await eventually(database, SUCCEEDED, 2)
@@ -281,6 +359,36 @@ async def test_early_and_repeated_jobs_start_nothing_early(
         (r["event_id"], r["attempts"], r["next_attempt_at"]) for r in rows
     ]
     assert len(await effects()) == 2
+
+
+async def test_early_and_repeated_jobs_leave_waiting_deliveries_alone(
+    database: Database, connection: Connection, client: Any, server: RedisServer, start: Start, effects: Effects
+) -> None:
+    expected = set(await hold(connection, "deliveries", [timedelta(minutes=30)] * 3))
+    await settle(connection)
+    before = await rows_of_deliveries(connection)
+    other = BullmqQueue(server.url, database)
+    doubled = delivery_wakeups(await deliveries.list_scheduled(connection))
+
+    async def all_there() -> bool:
+        return set(await jobs(client, TRIGGERS)) == expected
+
+    async def all_fired() -> bool:
+        await fire_early(client, TRIGGERS)
+        return not expected & set(await jobs(client, TRIGGERS))
+
+    with start() as process:
+        for _ in range(3):
+            other.schedule(doubled)
+            other.schedule(doubled)
+            await until(all_there)
+            await until(all_fired)
+        await publish(connection, 1)
+        await eventually(database, SUCCEEDED, 1)
+        assert not re.search(r"Traceback|loop_failed|bad_job|foreign_job", process.output), process.output
+    await other.close()
+    assert [row for row in await rows_of_deliveries(connection) if row["status"] != "launched"] == before
+    assert len(await effects()) == 1
 
 
 async def test_a_wrong_or_dead_redis_does_not_keep_a_worker_from_starting(

@@ -17,12 +17,12 @@ from headgate.flow.explain import explain
 from headgate.flow.replan import Replan
 from headgate.flow.retry import Retry
 from headgate.model.retry import RetryPolicy
-from headgate.model.source import BreakerPolicy, RateLimit
+from headgate.model.source import Breaker, BreakerPolicy, RateLimit
 from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.test_dispatch import publish
 
-POLICY = RetryPolicy(base_ms=100, factor=2, max_ms=1000, jitter_ratio=0, max_attempts=3)
+POLICY = RetryPolicy(base_ms=100, factor=2, max_ms=1000, jitter_ratio=0, max_attempts=3, max_age_ms=3_600_000)
 BREAKER = BreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000)
 
 
@@ -32,7 +32,7 @@ class Worker:
     def __init__(self, database: Database) -> None:
         self.dispatch = Dispatch(database, batch_size=500, after_launch=lambda: None, breaker=BREAKER)
         self.retry = Retry(database, batch_size=500, after_launch=lambda: None, breaker=BREAKER)
-        self.replan = Replan(database, policy=POLICY, max_age_ms=3_600_000)
+        self.replan = Replan(database, policy=POLICY)
 
     async def turn(self) -> Outcome:
         """One look at everything."""
@@ -49,7 +49,8 @@ async def worker(database: Database, clock: Clock) -> Worker:
     @hg.workflow(on="tick")
     async def tick(ctx: Any) -> None: ...
 
-    @hg.workflow(on="bad", params={"x": "{{ event.payload.missing }}"})
+    # Its own breaker stays out of the way: these tests are about the source's.
+    @hg.workflow(on="bad", params={"x": "{{ event.payload.missing }}"}, breaker=Breaker(threshold=10_000))
     async def bad(ctx: Any, x: int) -> None: ...
 
     await database.run(hg.register)

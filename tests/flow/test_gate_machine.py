@@ -35,7 +35,7 @@ from headgate.flow.dispatch import Dispatch
 from headgate.flow.replan import Replan
 from headgate.flow.retry import Retry
 from headgate.model.retry import RetryPolicy
-from headgate.model.source import BreakerPolicy, RateLimit
+from headgate.model.source import Breaker, BreakerPolicy, RateLimit
 from headgate.store.db import Database
 from tests.conftest import Clock
 from tests.flow.checker import Epoch, carry_breaches, limit_breaches
@@ -46,9 +46,8 @@ STEPS = int(os.environ.get("HEADGATE_TEST_STEPS", "40"))
 # Making a failing example smaller takes minutes: asked for when it is wanted.
 PHASES = set(Phase) - (set() if os.environ.get("HEADGATE_TEST_SHRINK") else {Phase.shrink})
 
-POLICY = RetryPolicy(base_ms=100, factor=2, max_ms=1000, jitter_ratio=0, max_attempts=6)
+POLICY = RetryPolicy(base_ms=100, factor=2, max_ms=1000, jitter_ratio=0, max_attempts=6, max_age_ms=5 * 86_400_000)
 BREAKER = BreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000)
-MAX_AGE_MS = 5 * 86_400_000
 SOURCES = ("a", "b", "c")
 POINTS = {
     "dispatch": ["dispatch.after_claim", "dispatch.after_gate", "dispatch.after_match", "dispatch.before_commit",
@@ -119,7 +118,7 @@ class Worker:
     def __init__(self, database: Database) -> None:
         self.dispatch = Dispatch(database, batch_size=7, after_launch=lambda: None, breaker=BREAKER)
         self.retry = Retry(database, batch_size=5, after_launch=lambda: None, breaker=BREAKER)
-        self.replan = Replan(database, policy=POLICY, max_age_ms=MAX_AGE_MS)
+        self.replan = Replan(database, policy=POLICY)
 
 
 class GateMachine(RuleBasedStateMachine):
@@ -442,7 +441,8 @@ def world(postgres: EmbeddedPostgres, template: str, monkeypatch: pytest.MonkeyP
         @hg.workflow(on="tick")
         async def tick(ctx: Any) -> None: ...
 
-        @hg.workflow(on="bad", params={"x": "{{ event.payload.missing }}"})
+        # Its own breaker stays out of the way: these tests are about the source's.
+        @hg.workflow(on="bad", params={"x": "{{ event.payload.missing }}"}, breaker=Breaker(threshold=10_000))
         async def bad(ctx: Any, x: int) -> None: ...
 
         await database.run(hg.register)

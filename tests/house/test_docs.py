@@ -55,6 +55,7 @@ async def test_every_table_and_column_is_documented(connection: Connection) -> N
 def test_public_names() -> None:
     assert sorted(n for n in headgate.__all__ if n != "__version__") == [
         "AsyncClient",
+        "Breaker",
         "Client",
         "Conflict",
         "Context",

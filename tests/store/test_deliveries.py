@@ -95,7 +95,8 @@ class TestDeliveries(RetryTable):
         await self.schedule(connection, [NOW])
         for status in DELIVERY_STATUSES:
             await connection.execute(
-                "update headgate.workflow_trigger_deliveries set status = $1, workflow_run_id = $2, launched_at = $3",
+                "update headgate.workflow_trigger_deliveries "
+                "set status = $1, workflow_run_id = $2, launched_at = $3, retry_state = 'none'",
                 status,
                 uuid7(),
                 NOW,
@@ -109,7 +110,16 @@ class TestDeliveries(RetryTable):
     async def test_launched_without_its_run_is_refused(self, connection: Connection, rest: str) -> None:
         await self.schedule(connection, [NOW])
         with pytest.raises(asyncpg.CheckViolationError, match="launched_check"):
-            await connection.execute(f"update headgate.workflow_trigger_deliveries set status = 'launched', {rest}")
+            await connection.execute(
+                "update headgate.workflow_trigger_deliveries "
+                f"set status = 'launched', retry_state = 'completed', {rest}"
+            )
+
+    @pytest.mark.parametrize("status", ["skipped", "failed", "exhausted", "cancelled"])
+    async def test_what_is_decided_waits_no_more(self, connection: Connection, status: str) -> None:
+        await self.schedule(connection, [NOW])
+        with pytest.raises(asyncpg.CheckViolationError, match="final_check"):
+            await connection.execute("update headgate.workflow_trigger_deliveries set status = $1", status)
 
 
 async def decided(connection: Connection, count: int = 1, **changes: Any) -> list[Decided]:

@@ -119,14 +119,14 @@ async def test_holder_finishes_its_run_and_final_is_final(connection: Connection
     [held] = await claim(connection)
     await set_clock(connection, NOW + SECOND)
     done = finished(held, status, output='{"receipt":1}', error="none")
-    assert await runs.finish(connection, [done]) == {run_id}
+    assert {r.id for r in await runs.finish(connection, [done])} == {run_id}
     run = await runs.get(connection, run_id)
     assert run is not None
     assert (run.status, run.output, run.error) == (status, {"receipt": 1}, "none")
     assert (run.started_at, run.finished_at) == (NOW, NOW + SECOND)
 
     before = await row(connection, run_id)
-    assert await runs.finish(connection, [finished(held, "failed")]) == set()
+    assert {r.id for r in await runs.finish(connection, [finished(held, "failed")])} == set()
     assert await runs.renew(connection, [held], 1000) == set()
     assert await runs.hand_back(connection, [held]) == set()
     await set_clock(connection, NOW + HOUR)
@@ -150,7 +150,7 @@ async def test_wrong_generation_changes_nothing(connection: Connection) -> None:
             attempts=1,
             claim_generation=generation,
         )
-        assert await runs.finish(connection, [finished(wrong)]) == set()
+        assert {r.id for r in await runs.finish(connection, [finished(wrong)])} == set()
         assert await runs.renew(connection, [wrong], 60_000) == set()
         assert await runs.hand_back(connection, [wrong]) == set()
     assert await row(connection, run_id) == before
@@ -161,9 +161,9 @@ async def test_a_batch_finishes_those_still_held_and_says_which(connection: Conn
     await make_runs(connection, [NOW] * 3)
     kept, lost, other = await claim(connection)
     results = [finished(kept), finished(lost, claim_generation=0), finished(other, "failed", error="boom")]
-    assert await runs.finish(connection, results) == {kept.id, other.id}
+    assert {r.id for r in await runs.finish(connection, results)} == {kept.id, other.id}
     assert (await row(connection, lost.id))["status"] == "running"
-    assert await runs.finish(connection, []) == set()
+    assert {r.id for r in await runs.finish(connection, [])} == set()
 
 
 async def test_renewed_lease_lasts_longer(connection: Connection) -> None:
@@ -188,7 +188,7 @@ async def test_zombie_changes_nothing(connection: Connection) -> None:
 
     async def writes_nothing() -> None:
         before = await row(connection, run_id)
-        assert await runs.finish(connection, [finished(zombie, output="1")]) == set()
+        assert {r.id for r in await runs.finish(connection, [finished(zombie, output="1")])} == set()
         assert await runs.renew(connection, [zombie], 1000) == set()
         assert await runs.hand_back(connection, [zombie]) == set()
         assert await row(connection, run_id) == before
@@ -197,7 +197,7 @@ async def test_zombie_changes_nothing(connection: Connection) -> None:
     [heir] = await claim(connection, worker="heir")
     assert (heir.attempts, heir.claim_generation > zombie.claim_generation) == (2, True)
     await writes_nothing()
-    assert await runs.finish(connection, [finished(heir, output="2")]) == {run_id}
+    assert {r.id for r in await runs.finish(connection, [finished(heir, output="2")])} == {run_id}
     await writes_nothing()
     assert (await row(connection, run_id))["output"] == 2
 
@@ -216,7 +216,7 @@ async def test_run_handed_back_is_due_at_once(connection: Connection) -> None:
     [run_id] = await make_runs(connection, [NOW - HOUR])
     [held] = await claim(connection)
     assert await runs.hand_back(connection, [held]) == {run_id}
-    assert await runs.finish(connection, [finished(held)]) == set()
+    assert {r.id for r in await runs.finish(connection, [finished(held)])} == set()
     [again] = await claim(connection)
     assert (again.attempts, again.claim_generation > held.claim_generation) == (2, True)
 

@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from headgate.errors import SettingsError
+from headgate.model.delivery import Delivery
+from headgate.model.ingress_retry import IngressRetry
 from headgate.queue import sender as sender_module
+from headgate.queue.bullmq import QUEUES, TRIGGERS
 from headgate.queue.choose import open_queue
-from headgate.queue.port import Topic, Wakeup
+from headgate.queue.port import TOPICS, Topic, Wakeup
 from headgate.queue.postgres import PostgresQueue
 from headgate.queue.sender import BULK, MAX_BUFFERED, Sender
-from headgate.queue.wakeups import MAX_PER_SECOND, Spacing
+from headgate.queue.wakeups import MAX_PER_SECOND, Spacing, delivery_wakeups, event_wakeups
 from headgate.settings import Settings
 from headgate.store.db import Database
 
@@ -66,6 +70,28 @@ def test_wrong_address_of_redis_is_refused_without_showing_it(address: str) -> N
     assert "hunter2" not in str(caught.value)
 
 
+def test_a_held_event_has_a_wakeup_when_it_has_a_time() -> None:
+    held = IngressRetry(event_id=uuid.uuid4(), source="s", attempts=3, next_attempt_at=AT)
+    assert event_wakeups([held, msgspec.structs.replace(held, next_attempt_at=None)]) == [
+        Wakeup("retries", f"event-retry:{held.event_id}:3", held.event_id, AT)
+    ]
+
+
+def test_a_held_delivery_has_a_wakeup_when_it_has_a_time() -> None:
+    held = Delivery(
+        id=uuid.uuid4(), trigger_id=uuid.uuid4(), event_id=uuid.uuid4(), status="throttled", attempts=7,
+        retry_state="scheduled", retry_attempts=2, next_attempt_at=AT,
+    )  # fmt: skip
+    assert delivery_wakeups([held, msgspec.structs.replace(held, next_attempt_at=None)]) == [
+        Wakeup("deliveries", f"event-trigger-retry:{held.id}:2", held.id, AT)
+    ]
+
+
+def test_every_topic_has_a_queue_in_redis() -> None:
+    assert tuple(QUEUES) == TOPICS
+    assert [topic for topic, name in QUEUES.items() if name == TRIGGERS] == ["deliveries"]
+
+
 def test_spacing_has_room_for_so_many_in_a_second() -> None:
     spacing = Spacing()
     crowd = [wakeup(AT + timedelta(microseconds=n)) for n in range(MAX_PER_SECOND)]
@@ -73,7 +99,7 @@ def test_spacing_has_room_for_so_many_in_a_second() -> None:
     assert not spacing.admit(wakeup())
     assert spacing.admit(crowd[0])  # the same again is no more
     assert spacing.admit(wakeup(AT + timedelta(seconds=1)))
-    assert spacing.admit(wakeup(topic="runs"))
+    assert spacing.admit(wakeup(topic="deliveries"))
     spacing.forget_before(AT + timedelta(seconds=1))
     assert spacing.admit(wakeup())
 

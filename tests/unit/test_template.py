@@ -7,12 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.errors import FieldError
-from headgate.model.template import MAX_DEPTH, MAX_LENGTH, MAX_TEXT, Render, TemplateError, compile_template
+from headgate.model.template import (
+    MAX_DEPTH,
+    MAX_LENGTH,
+    MAX_STEPS,
+    MAX_TEXT,
+    Render,
+    TemplateError,
+    compile_template,
+)
 
 from .json_values import EVENTS, JSON
 
 EVENT = {
     "type": "order.created",
+    "metadata": {},
     "payload": {
         "id": 7,
         "price": 1.5,
@@ -21,9 +30,12 @@ EVENT = {
         "yes": True,
         "list": [1, "a", None],
         "object": {"a": {"b": [1]}},
+        "now": "now",
         "evil": "{{ event.payload.id }}{% for i in (1..9) %}x{% endfor %}",
     },
 }
+
+STEPS = f"more than {MAX_STEPS} steps"
 
 
 def compiled(source: Any) -> Render:
@@ -107,7 +119,7 @@ def test_any_event_text_comes_out_as_it_went_in(text: str) -> None:
         "event.payload.nope.deeper",
         "event.payload.name.first_name",
         "event.payload.list[9]",
-        "event.nope",
+        "event.metadata.nope",
         "event.payload.nope | upcase",
     ],
 )
@@ -125,7 +137,9 @@ def test_what_is_not_in_the_event_fails_with_the_field(expression: str, text: st
         "{{ event.payload.name | uniq: event.payload.id }}",
         "{{ event.payload.object | compact: event.payload.id }}",
         "{{ event.payload.list | sort }}",
-        "{{ event.payload.name | date: event.payload.id, 1, 2 }}",
+        "{{ event.payload.list | where: 'a', 1 }}",
+        "{{ event.payload.now | date: '%Y' }}",
+        "{{ event.payload.evil | append: event.payload.evil | date: '%Y' }}",
     ],
 )
 def test_filter_that_fails_is_a_template_error(source: str) -> None:
@@ -137,19 +151,37 @@ def test_filter_that_fails_is_a_template_error(source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{{ payload.id }}", "uses `payload`; only `event` is known"),
-        ("{% if foo %}{% endif %}", "uses `foo`"),
-        ("{{ event.x | nosuch }}", "unknown filter `nosuch`"),
-        ("{{ event.x", "not a Liquid template"),
-        ("{% for x in event.l %}", "not a Liquid template"),
-        ("{% nosuch %}", "not a Liquid template"),
-        ("{% include 'x' %}", "not a Liquid template"),
-        ("{% render 'x' %}", "not a Liquid template"),
-        ("{{ event.x }}" + "y" * MAX_LENGTH, f"longer than {MAX_LENGTH}"),
+        ("{{ payload.id }}", "uses `payload`; only `event` is known here (line 1, column 4)"),
+        ("a\n{% if foo %}{% endif %}", "uses `foo`; only `event` is known here (line 2, column 7)"),
+        ("{{ x }}{% assign x = 1 %}", "uses `x`"),
+        ("{{ forloop.index }}", "uses `forloop`"),
+        ("{% assign event = 1 %}{{ event }}", "gives the name `event` to something else"),
+        ("{{ event.payloda.x }}", "names `payloda`, which no event has; the fields of an event are id, "),
+        ("{{ event.event.type }}", "names `event`"),
+        ("{{ event['payloda'] }}", "names `payloda`"),
+        ("{{ event[0] }}", "names `0`"),
+        ("{% for x in event.items %}{% endfor %}", "names `items`"),
+        ("{{ event.type | append: event.nope }}", "names `nope`, which no event has"),
+        ("{{ event.type | nosuch }}", "uses the unknown filter `nosuch` (line 1, column 17)"),
+        ("{{ event.type | strip_html }}", "unknown filter `strip_html`"),
+        ("{% assign x = event.type | nosuch %}", "unknown filter `nosuch` (line 1, column 28)"),
+        ("{% if true %}{% echo event.type | nosuch %}{% endif %}", "unknown filter `nosuch`"),
+        ("{{ event.type | upcase: 1 }}", "the filter `upcase` with wrong arguments: too many"),
+        ("{{ event.type | replace }}", "the filter `replace` with wrong arguments: missing"),
+        ("{{ event.type | date }}", "the filter `date` with wrong arguments: missing"),
+        ("{{ event.type | default: 1, nosuch: 2 }}", "unexpected keyword argument 'nosuch'"),
+        ("{{ event.type", "not a Liquid template: expected '}}'"),
+        ("{{ event.type ! }}", "not a Liquid template"),
+        ("{% for x in event.payload.l %}", "not a Liquid template"),
+        ("x\n {% nosuch %}", "not a Liquid template: unexpected tag 'nosuch' (line 2, column 5)"),
+        ("{% include 'x' %}", "not a Liquid template: unexpected tag"),
+        ("{% render 'x' %}", "not a Liquid template: unexpected tag"),
+        ("{{ event.type }}" + "y" * MAX_LENGTH, f"longer than {MAX_LENGTH}"),
         ("{{ (1..1000000000) | join: ',' }}", "range"),
         ("{{ (1..event.payload.id) }}", "range"),
         ("{% assign r = (1..1000000000) %}{{ r | reverse }}", "range"),
-        ("{% for i in event.l %}{% if true %}{{ event.x | concat: (1..1000000000) }}{% endif %}{% endfor %}", "range"),
+        ("{% for i in event.payload.l %}{% if true %}{{ i | concat: (1..10000) }}{% endif %}{% endfor %}", "range"),
+        ("{% for i in (1..event.nope) %}{% endfor %}", "names `nope`"),
     ],
 )
 def test_refused(source: str, message: str) -> None:
@@ -169,18 +201,47 @@ def test_depth_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% for i in (1..1000000000) %}{% endfor %}", "loop iteration limit"),
-        ("{% for i in (1..999) %}{% for j in (1..999) %}x{% endfor %}{% endfor %}", "loop iteration limit"),
-        ("{% tablerow i in (1..1000000000) %}{% endtablerow %}", "loop iteration limit"),
-        ("{% for i in (1..9000) %}{{ event.t }}{% endfor %}", "output stream limit"),
-        ("{% assign a = event.t %}" + "{% assign a = a | append: a %}" * 60, "local namespace limit"),
-        ("{{ event.t | replace: '', event.t }}", f"longer than {MAX_TEXT}"),
-        ("{{ event.t | split: '' | join: event.t }}", f"longer than {MAX_TEXT}"),
+        ("{% for i in (1..1000000000) %}{% endfor %}", STEPS),
+        ("{% for i in (1..999) %}{% for j in (1..999) %}x{% endfor %}{% endfor %}", STEPS),
+        ("{% tablerow i in (1..1000000000) %}{% endtablerow %}", STEPS),
+        ("{% for i in (1..2000) %}{{ event.payload.t }}{% endfor %}", "output stream limit"),
+        ("{% for i in (1..4000) %}{% if 1 == 1 and 2 == 2 and 3 == 3 %}{% endif %}{% endfor %}", STEPS),
+        ("{% for i in (1..100) %}" * 2 + "{% endfor %}" * 2 + "{% for i in (1..9000) %}{% endfor %}", STEPS),
+        ("{% for i in (1..500) %}{% if event.payload.l == event.payload.m %}{% endif %}{% endfor %}", STEPS),
+        ("{% assign l = event.payload.l %}{% for i in (1..500) %}{% if l == l %}{% endif %}{% endfor %}", STEPS),
+        ("{% assign a = event.payload.t %}" + "{% assign a = a | append: a %}" * 60, STEPS),
+        ("{{ event.payload.l" + " | concat: event.payload.l" * 30 + " }}", STEPS),
+        ("{{ event.payload.l" + " | sort" * 30 + " }}", STEPS),
+        ("{{ event.payload.t | replace: '', event.payload.t }}", f"longer than {MAX_TEXT}"),
+        ("{{ event.payload.t | split: '' | join: event.payload.t }}", f"longer than {MAX_TEXT}"),
+        ("{{ event.payload.long | split: '' }}", "pieces"),
+        (["{{ event.type }}"] * MAX_STEPS, STEPS),
     ],
 )
-def test_work_and_output_are_bounded(source: str, message: str) -> None:
-    with pytest.raises(TemplateError, match=f"parameter_template: .*{message}"):
-        compiled(source)({"t": "x" * 2000})
+def test_work_and_output_are_bounded(source: Any, message: str) -> None:
+    payload = {"t": "x" * 2000, "long": "x" * 100_000, "l": list(range(2000)), "m": list(range(2000))}
+    with pytest.raises(TemplateError, match=f"parameter_template.*: .*{message}"):
+        compiled(source)({"type": "t", "payload": payload})
+
+
+def test_all_texts_of_a_template_share_the_work() -> None:
+    loop = "{% for i in (1..4000) %}{% endfor %}"
+    assert compiled([loop])(EVENT) == [""]
+    with pytest.raises(TemplateError, match=STEPS):
+        compiled([loop] * 10)(EVENT)
+
+
+def test_a_large_value_may_be_passed_on_whole() -> None:
+    event = {"payload": {"l": list(range(120_000))}}
+    assert compiled({"all": "{{ event.payload }}"})(event) == {"all": event["payload"]}
+
+
+def test_uniq_tells_values_apart_without_comparing_each_with_each() -> None:
+    event = {"payload": {"l": [2, 1, "1", True, 2, {"a": 1}, {"a": 1}], "o": [{"k": 1, "n": 1}, {"k": 1, "n": 2}, {}]}}
+    assert compiled("{{ event.payload.l | uniq }}")(event) == [2, 1, "1", True, {"a": 1}]
+    assert compiled("{{ event.payload.o | uniq: 'k' }}")(event) == [{"k": 1, "n": 1}, {}]
+    many = {"payload": {"l": list(range(10_000))}}
+    assert compiled("{{ event.payload.l | uniq | size }}")(many) == 10_000
 
 
 FILTERS = ["upcase", "first", "last", "sort", "uniq", "compact", "sum", "size", "reverse", "join", "split: 'a'", "abs"]
@@ -212,7 +273,7 @@ def test_rendering_gives_a_value_or_a_template_error(event: dict[str, Any], name
         assert str(exc).startswith("parameter_template: ")
 
 
-@given(JSON | st.text("{}%|.: ()[]'event1for in assign if end", max_size=40).map("{{{{ event.{}".format))
+@given(JSON | st.text("{}%|.: ()[]'event1for in assign if end", max_size=40).map("{{{{ event.payload.{}".format))
 def test_any_template_compiles_or_is_refused(source: Any) -> None:
     errors: list[FieldError] = []
     render = compile_template(source, "t", errors)

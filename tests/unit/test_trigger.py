@@ -189,7 +189,10 @@ def test_everything_wrong_is_named() -> None:
         name="code",
         event_type="",
         event_source=" ",
-        predicates=[Predicate(path="$.a", operator="exists"), Predicate(path="$[", operator="regex", value="(")],
+        predicates=[
+            Predicate(path="$.payload.a", operator="exists"),
+            Predicate(path="$[", operator="regex", value="("),
+        ],
         where="1 >",
         parameter_template={"a": ["{{ nope }}"]},
     )

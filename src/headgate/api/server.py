@@ -17,7 +17,19 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headgate.api import admin_retries, admin_sources, events, health, openapi, problems, publish, runs, workflows
+from headgate.api import (
+    admin_retries,
+    admin_sources,
+    admin_triggers,
+    events,
+    health,
+    openapi,
+    problems,
+    publish,
+    runs,
+    triggers,
+    workflows,
+)
 from headgate.api.problems import Problem
 from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound, SettingsError
@@ -73,8 +85,10 @@ ROUTES: tuple[Route, ...] = (
     PUBLISH,
     *events.ROUTES,
     *workflows.ROUTES,
+    *triggers.ROUTES,
     *runs.ROUTES,
     *admin_sources.ROUTES,
+    *admin_triggers.ROUTES,
     *admin_retries.ROUTES,
     *health.ROUTES,
 )

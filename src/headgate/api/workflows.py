@@ -1,4 +1,4 @@
-"""Workflow definitions and their triggers."""
+"""Workflow definitions. (Their triggers are in `triggers`.)"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from starlette.requests import Request
 
 from headgate.api.routes import Route, Services
 from headgate.errors import NotFound
-from headgate.model.trigger import Trigger, WorkflowDefinition
+from headgate.model.trigger import WorkflowDefinition
 from headgate.store import triggers
 
 
@@ -15,12 +15,6 @@ class WorkflowList(msgspec.Struct, frozen=True):
     """Every workflow, by slug."""
 
     workflows: list[WorkflowDefinition]
-
-
-class TriggerList(msgspec.Struct, frozen=True):
-    """The triggers of a workflow."""
-
-    triggers: list[Trigger]
 
 
 async def list_workflows(_: Request, services: Services) -> WorkflowList:
@@ -37,16 +31,7 @@ async def show_workflow(request: Request, services: Services) -> WorkflowDefinit
     return found
 
 
-async def list_triggers(request: Request, services: Services) -> TriggerList:
-    await show_workflow(request, services)
-    async with services.database.connection() as connection:
-        return TriggerList(await triggers.list_of_workflow(connection, request.path_params["slug"]))
-
-
 ROUTES = (
     Route("GET", "/v1/workflows", list_workflows, "List workflows", (WorkflowList,)),
     Route("GET", "/v1/workflows/{slug}", show_workflow, "One workflow", (WorkflowDefinition,), errors=(404,)),
-    Route(
-        "GET", "/v1/workflows/{slug}/triggers", list_triggers, "A workflow's triggers", (TriggerList,), errors=(404,)
-    ),
 )

@@ -25,6 +25,8 @@ class _LazyGroup(click.Group):
         "runs": "runs",
         "workflows": "workflows",
         "sources": "sources",
+        "triggers": "triggers",
+        "deliveries": "deliveries",
         "retries": "retries",
         "health": "health",
     }

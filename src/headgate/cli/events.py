@@ -77,6 +77,6 @@ def _why(decision: dict[str, Any]) -> str:
     parts = [decision.get("reason") or ""]
     if decision.get("until"):
         parts.append(f"(until {short_time(decision['until'])})")
-    if decision.get("actor"):
+    if decision.get("actor") and not parts[0].endswith(f"by {decision['actor']}"):
         parts.append(f"by {decision['actor']}")
     return " ".join(filter(None, parts))

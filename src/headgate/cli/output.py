@@ -84,6 +84,12 @@ def short_duration(ms: float) -> str:
     return f"{ms:.0f}ms" if ms < 1000 else f"{ms / 1000:.1f}s"
 
 
+def short_rate(count: int, window_ms: int) -> str:
+    """`20/s`, `500/min`, `20/10s`: as rates are written."""
+    window = short_duration(window_ms)
+    return f"{count}/{ {'1s': 's', '1m': 'min', '1h': 'h', '1d': 'd'}.get(window, window) }"
+
+
 def short_eta(seconds: float | None) -> str:
     """How long from now, for people; empty when nobody can say."""
     if seconds is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
 import click
-import msgspec
 
-from headgate.cli.output import client, json_option, print_json, print_table, short_duration, short_time
+from headgate.cli.output import client, json_option, print_json, print_table, short_duration, short_rate, short_time
+from headgate.cli.pauses import parsed, pause_body, pause_options
 from headgate.model import units
 
 
@@ -49,27 +48,18 @@ def limit_source(source: str, rate: str | None, pause: str | None, remove: bool,
     if rate is None:
         _act("DELETE", path, None, as_json)
         return
-    count, interval_ms = _parsed(units.rate, rate)
-    pause_ms = _parsed(units.duration_ms, pause) if pause is not None else 0
+    count, interval_ms = parsed(units.rate, rate)
+    pause_ms = parsed(units.duration_ms, pause) if pause is not None else 0
     _act("PUT", path, {"limit": count, "interval_ms": interval_ms, "pause_ms": pause_ms}, as_json)
 
 
 @sources.command("pause")
 @click.argument("source")
-@click.option("--for", "duration", default=None, metavar="DURATION", help="For so long: 30s, 10m, 2h.")
-@click.option("--until", default=None, metavar="TIME", help="Until a time: 2026-01-31T09:30:00Z.")
-@click.option("--reason", default=None, help="Shown to whoever asks why events wait.")
+@pause_options
 @json_option
 def pause_source(source: str, duration: str | None, until: str | None, reason: str | None, as_json: bool) -> None:
     """Hold every event of SOURCE: for a time, until a time, or until it is resumed."""
-    if duration is not None and until is not None:
-        raise click.UsageError("give --for or --until, not both")
-    body: dict[str, Any] = {"reason": reason}
-    if duration is not None:
-        body["duration_ms"] = _parsed(units.duration_ms, duration)
-    if until is not None:
-        body["until"] = _time(until)
-    _act("POST", _path(source, "pause"), {k: v for k, v in body.items() if v is not None}, as_json)
+    _act("POST", _path(source, "pause"), pause_body(duration, until, reason), as_json)
 
 
 @sources.command("resume")
@@ -94,28 +84,10 @@ def _path(source: str, verb: str) -> str:
     return f"/admin/sources/{quote(source, safe='')}/{verb}"
 
 
-def _parsed(parse: Any, text: str) -> Any:
-    try:
-        return parse(text)
-    except ValueError as exc:
-        raise click.UsageError(str(exc)) from exc
-
-
-def _time(text: str) -> str:
-    try:
-        parsed = msgspec.convert(text, datetime)
-    except msgspec.ValidationError as exc:
-        raise click.UsageError(f"a time is written like 2026-01-31T09:30:00Z, not {text!r}") from exc
-    if parsed.tzinfo is None:
-        raise click.UsageError(f"a time needs its zone, as in {text}Z or {text}+02:00")
-    return text
-
-
 def _limit(source: dict[str, Any]) -> str:
     if source["limit"] is None:
         return "no limit"
-    window = short_duration(source["interval_ms"])
-    text = f"{source['limit']}/{window[1:] if window in ('1s', '1m', '1h', '1d') else window}"
+    text = short_rate(source["limit"], source["interval_ms"])
     return f"{text}, pause {short_duration(source['pause_ms'])}" if source["pause_ms"] else text
 
 

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
 
 from headgate import failpoints
+from headgate.clock import uuid7
 from headgate.flow import deliver, gate
+from headgate.flow.board import close_board, open_board
+from headgate.flow.board import count as count_triggers
+from headgate.flow.deliver import Candidate
 from headgate.flow.gate import OpenGates
-from headgate.flow.match import Matcher
+from headgate.flow.match import Filtered, Match, Matcher, match
+from headgate.flow.tell import held_line, tell, tell_moves, trigger_name
 from headgate.model.event import Event
-from headgate.model.source import BreakerPolicy
-from headgate.store import deliveries
+from headgate.model.retry import TRIGGER_RETRY, RetryPolicy
+from headgate.model.source import TRIGGER_BREAKER, BreakerPolicy
+from headgate.model.trigger_gate import TriggerMove
+from headgate.store import decisions, deliveries, trigger_gates
 from headgate.store import sources as source_store
 from headgate.store.db import Connection
+from headgate.store.decisions import Recorded
 from headgate.store.deliveries import Decided
 from headgate.store.sources import SourceMetrics
+from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
 _log = logger("dispatch")
 _MS = timedelta(milliseconds=1)
+
+
+# So many of the triggers that an event did not fire are recorded with the reason.
+MAX_FILTERED = 20
 
 
 class Delivered(NamedTuple):
@@ -30,53 +44,79 @@ class Delivered(NamedTuple):
     launched: int = 0
     failed: int = 0
     failures: Mapping[str, int] = {}
+    decided: Sequence[Decided] = ()
+    filtered: Sequence[Filtered] = ()
+    names: Mapping[uuid.UUID, str] = {}
+    moves: Sequence[TriggerMove] = ()
 
 
 class Batch:
-    """Delivers admitted events inside the caller's transaction."""
+    """Delivers admitted events inside the caller's transaction. `after_hold` hears, after the commit, who waits."""
 
-    def __init__(self, breaker: BreakerPolicy) -> None:
-        self._matcher = Matcher()
+    def __init__(
+        self,
+        breaker: BreakerPolicy,
+        *,
+        matcher: Matcher | None = None,
+        trigger_breaker: BreakerPolicy = TRIGGER_BREAKER,
+        trigger_retry: RetryPolicy = TRIGGER_RETRY,
+        after_hold: Callable[[Sequence[Decided]], None] = lambda _: None,
+    ) -> None:
+        self._matcher = matcher or Matcher()
         self._breaker = breaker
+        self._trigger_breaker = trigger_breaker
+        self._trigger_retry = trigger_retry
+        self._after_hold = after_hold
 
-    async def deliver(
-        self, connection: Connection, gates: OpenGates, events: Sequence[Event], registry_version: int
-    ) -> Delivered:
-        """Match, decide and launch; the sources' breakers hear how it went."""
+    async def deliver(self, connection: Connection, gates: OpenGates, events: Sequence[Event]) -> Delivered:
+        """Match, decide and launch; the breakers hear how it went."""
         if not events:
             return Delivered()
-        await self._matcher.refresh(connection, registry_version)
-        matches = self._matcher.match(events)
+        index = await self._matcher.at(connection, gates.registry_version)
+        fired, filtered = match(index, events)
         failpoints.hit("dispatch.after_match")
-        decided = deliver.decide(matches)
-        launched = await deliveries.launch(connection, decided, gates.now) if decided else []
-        failed = [d for d in decided if d.status == "failed"]
-        failures = await self._tell_breakers(connection, gates, events, failed)
-        return Delivered(len(launched), len(failed), failures)
+        candidates = [_candidate(one) for one in fired]
+        board = await open_board(connection, candidates, policy=self._trigger_retry, now=gates.now)
+        decided = deliver.decide(board, candidates, are_newcomers=True)
+        held = [d for d in decided if d.retry_state == "scheduled"]
+        launched = await deliveries.launch(connection, [d for d in decided if d.retry_state != "scheduled"], board.now)
+        await deliveries.hold(connection, held, board.now)
+        await decisions.insert(connection, [*_why_not(filtered, board.now), *(held_line(d, board.now) for d in held)])
+        moves = await close_board(connection, board, candidates, decided, breaker=self._trigger_breaker)
+        failures = await self._tell_sources(connection, gates, events, decided)
+        unfired = (one.trigger.trigger.id for one in filtered)
+        await trigger_gates.count(connection, count_triggers(decided, unfired, are_newcomers=True))
+        failed = sum(d.status == "failed" for d in decided)
+        names = {c.trigger_id: trigger_name(c.trigger) for c in candidates}
+        return Delivered(len(launched), failed, failures, decided, filtered, names, moves)
 
-    async def _tell_breakers(
-        self, connection: Connection, gates: OpenGates, events: Sequence[Event], failed: Sequence[Decided]
+    def committed(self, delivered: Delivered) -> None:
+        """Count and log, after the commit, what was decided."""
+        tell(delivered.decided, delivered.names, are_newcomers=True)
+        tell_moves(delivered.moves)
+        for one in delivered.filtered:
+            metrics.evaluated(trigger_name(one.trigger), "filtered")
+        held = [d for d in delivered.decided if d.retry_state == "scheduled"]
+        if held:
+            self._after_hold(held)
+
+    async def _tell_sources(
+        self, connection: Connection, gates: OpenGates, events: Sequence[Event], decided: Sequence[Decided]
     ) -> Counter[str]:
-        source_of = {event.id: event.source for event in events}
-        failures = Counter(source_of[delivery.event_id] for delivery in failed)
-        admitted = Counter(event.source for event in events)
-        for delivery in failed:
-            _log.warning(
-                "delivery.failed",
-                event_id=str(delivery.event_id),
-                correlation_id=delivery.correlation_id,
-                source=source_of[delivery.event_id],
-                trigger_id=str(delivery.trigger_id),
-                reason=delivery.last_error,
-            )
-        first = {source_of[d.event_id]: d.correlation_id for d in reversed(failed)}
-        await self._record(connection, gates, admitted, failures, first)
+        """An event of which every delivery failed is a failure of its source; one bad trigger among others is not."""
+        failed = {d.event_id for d in decided if d.status == "failed"}
+        failed -= {d.event_id for d in decided if d.status != "failed"}
+        failures = Counter(event.source for event in events if event.id in failed)
+        first = {event.source: event.correlation_id for event in reversed(events) if event.id in failed}
+        await self._record(connection, gates, Counter(event.source for event in events), failures, first)
         return failures
 
     async def record_failure(self, connection: Connection, gates: OpenGates, source: str) -> None:
         """An event of the source could not be processed at all."""
         await self._record(connection, gates, Counter([source]), Counter([source]), {})
-        await count(connection, [SourceMetrics(source=source, total=1, dropped=1, failures=1, last_event_at=gates.now)])
+        await count_sources(
+            connection, [SourceMetrics(source=source, total=1, dropped=1, failures=1, last_event_at=gates.now)]
+        )
 
     async def _record(
         self,
@@ -133,6 +173,24 @@ def lags(gates: OpenGates, passed: Sequence[Event]) -> list[tuple[str, float]]:
     return [(event.source, max(0.0, (gates.now - event.received_at).total_seconds())) for event in passed]
 
 
-async def count(connection: Connection, metrics: Sequence[SourceMetrics]) -> None:
+async def count_sources(connection: Connection, metrics: Sequence[SourceMetrics]) -> None:
     """Add to the sources' totals; last in a transaction, since the rows are shared."""
     await source_store.count(connection, metrics)
+
+
+def _candidate(one: Match) -> Candidate:
+    if one.error is not None:
+        return Candidate(uuid7(), one.event, one.trigger, error=one.error)
+    return deliver.render(one.event, one.envelope, one.trigger)
+
+
+def _why_not(filtered: Sequence[Filtered], now: datetime) -> list[Recorded]:
+    """One line for each event that some of its type's triggers did not take."""
+    by_event: dict[uuid.UUID, list[dict[str, Any]]] = {}
+    for event, trigger, reason in filtered:
+        found = by_event.setdefault(event.id, [])
+        if len(found) < MAX_FILTERED:
+            one = trigger.trigger
+            found.append({"trigger_id": one.id, "trigger": one.name, "workflow": one.workflow, "version": one.version,
+                          "reason": reason})  # fmt: skip
+    return [Recorded(event_id, now, "match", "filtered", detail=detail) for event_id, detail in by_event.items()]

@@ -1,44 +1,224 @@
-"""Deliver: one decision for each event and trigger that match: launch a run, or say why not."""
+"""Deliver: one decision for each event and trigger that match: launch a run, wait for a reason, skip, or fail.
+
+Pure: everything it asks lies on the `Board`, which the caller has read under the triggers' locks. In this order: the
+idempotency key, the trigger's pause and breaker, its throttle, its concurrency.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headgate.clock import uuid7
 from headgate.model.event import Event
+from headgate.model.retry import RetryPolicy, next_attempt_at, why_given_up
 from headgate.model.template import TemplateError
-from headgate.model.trigger import CompiledTrigger
+from headgate.model.trigger import CompiledTrigger, Keys
 from headgate.store.deliveries import Decided
+from headgate.store.trigger_gates import LockedTrigger, Slots
 
 MAX_PARAMETER_BYTES = 256 * 1024
+# A newcomer that comes while the waiting deliveries of its trigger are being given new times gets its own in a moment.
+PROVISIONAL = timedelta(minutes=1)
+
+NO_KEYS = Keys(None, "")
 
 
-def decide(matches: Sequence[tuple[Event, dict[str, Any], CompiledTrigger]]) -> list[Decided]:
-    """The deliveries of a batch. A trigger that fails on an event is that delivery's failure, nobody else's."""
-    return [_decide(event, envelope, compiled) for event, envelope, compiled in matches]
+class Candidate(NamedTuple):
+    """An event that fires a trigger, with what its templates gave. `attempts` counts how often it has waited."""
+
+    id: uuid.UUID
+    event: Event
+    trigger: CompiledTrigger
+    parameters: str = "{}"
+    keys: Keys = NO_KEYS
+    error: str | None = None
+    attempts: int = 0
+
+    @property
+    def trigger_id(self) -> uuid.UUID:
+        return self.trigger.trigger.id
+
+    @property
+    def dedupe(self) -> tuple[uuid.UUID, str] | None:
+        """The idempotency key, with its trigger."""
+        key = self.keys.dedupe_key
+        return None if key is None else (self.trigger_id, key)
+
+    @property
+    def slot(self) -> tuple[uuid.UUID, str] | None:
+        """Whose concurrency slots it needs one of."""
+        return None if self.trigger.trigger.max_concurrency is None else (self.trigger_id, self.keys.concurrency_key)
 
 
-def _decide(event: Event, envelope: dict[str, Any], compiled: CompiledTrigger) -> Decided:
-    trigger = compiled.trigger
-    error = None
+@dataclass(slots=True)
+class Board:
+    """What the decisions of one transaction depend on, and change: read under the triggers' locks.
+
+    `keys` says which run holds an idempotency key (None: nobody, and this transaction has it `taken`); `lines` are the
+    triggers whose deliveries stand in line.
+    """
+
+    now: datetime
+    policy: RetryPolicy
+    gates: Mapping[uuid.UUID, LockedTrigger] = field(default_factory=dict)
+    lines: Mapping[uuid.UUID, int] = field(default_factory=dict)
+    slots: dict[tuple[uuid.UUID, str], Slots] = field(default_factory=dict)
+    keys: dict[tuple[uuid.UUID, str], uuid.UUID | None] = field(default_factory=dict)
+    taken: set[tuple[uuid.UUID, str]] = field(default_factory=set)
+
+    def policy_of(self, candidate: Candidate) -> RetryPolicy:
+        return candidate.trigger.trigger.retry or self.policy
+
+
+class Wait(NamedTuple):
+    """Why a delivery cannot be launched now, and what it waits for."""
+
+    reason: str
+    message: str
+    waits_for: dict[str, Any]
+
+
+def render(
+    event: Event, envelope: dict[str, Any], trigger: CompiledTrigger, *, id: uuid.UUID | None = None, attempts: int = 0
+) -> Candidate:
+    """The parameters and keys for an event; a template that fails on it is that delivery's failure, nobody else's."""
+    candidate = Candidate(id or uuid7(), event, trigger, attempts=attempts)
     try:
-        parameters = msgspec.json.encode(compiled.parameters(event, envelope)).decode()
-        if len(parameters) > MAX_PARAMETER_BYTES:
-            error = f"the parameters are {len(parameters)} bytes; at most {MAX_PARAMETER_BYTES} are allowed"
+        parameters = msgspec.json.encode(trigger.parameters(event, envelope)).decode()
+        keys = trigger.keys(envelope)
     except (TemplateError, TypeError, ValueError, RecursionError) as exc:
-        error = str(exc)
+        return candidate._replace(error=str(exc))
+    if len(parameters) > MAX_PARAMETER_BYTES:
+        size = len(parameters)
+        return candidate._replace(
+            error=f"the parameters are {size} bytes; at most {MAX_PARAMETER_BYTES} are allowed", keys=keys
+        )
+    return candidate._replace(parameters=parameters, keys=keys)
+
+
+def decide(board: Board, candidates: Sequence[Candidate], *, are_newcomers: bool) -> list[Decided]:
+    """The deliveries of a batch, in order. Newcomers stand behind those that wait already."""
+    return [_decide(board, candidate, are_newcomers) for candidate in candidates]
+
+
+def _decide(board: Board, candidate: Candidate, is_newcomer: bool) -> Decided:
+    done = "none" if is_newcomer else "completed"
+    if candidate.error is not None:
+        held = _why_held(board, candidate)
+        if held is not None:
+            return _wait(board, candidate, held, is_newcomer)
+        return decided(candidate, "failed", last_error=candidate.error, retry_state=done)
+    holder = board.keys.get(candidate.dedupe) if candidate.dedupe else None
+    if holder is not None:
+        message = f"run {holder} was launched with the same idempotency key"
+        return decided(candidate, "skipped", last_error=message, run_id=holder, reason="idempotency", retry_state=done)
+    wait = _why_wait(board, candidate, is_newcomer)
+    if wait is not None:
+        return _wait(board, candidate, wait, is_newcomer)
+    run_id = uuid7()
+    gate = board.gates[candidate.trigger_id].gate if candidate.trigger_id in board.gates else None
+    is_probe = gate is not None and gate.is_probing(board.now)
+    if gate is not None:
+        gate.spend(board.now, 1)
+        if is_probe:
+            gate.begin_probe(run_id)
+    if candidate.slot is not None:
+        slots = board.slots[candidate.slot]
+        board.slots[candidate.slot] = slots._replace(in_use=slots.in_use + 1)
+    if candidate.dedupe is not None:
+        board.keys[candidate.dedupe] = run_id
+    return decided(candidate, "launched", run_id=run_id, is_probe=is_probe, retry_state=done)
+
+
+def _why_held(board: Board, candidate: Candidate) -> Wait | None:
+    """A pause or an open breaker."""
+    locked = board.gates.get(candidate.trigger_id)
+    hold = locked.gate.hold(board.now) if locked is not None else None
+    return None if hold is None else Wait(hold.reason, hold.message, {hold.reason: {"until": hold.until}})
+
+
+def _why_wait(board: Board, candidate: Candidate, is_newcomer: bool) -> Wait | None:
+    held = _why_held(board, candidate)
+    if held is not None:
+        return held
+    locked = board.gates.get(candidate.trigger_id)
+    if locked is not None:
+        gate, limit = locked.gate, locked.gate.limit
+        if is_newcomer and candidate.trigger_id in board.lines:
+            message = "waits behind earlier deliveries of the same trigger"
+            return Wait("throttle", message, {"throttle": {"behind": board.lines[candidate.trigger_id]}})
+        if limit is not None and gate.room(board.now) == 0:
+            message = f"over the throttle of {limit.limit} per {limit.interval_ms} ms"
+            return Wait("throttle", message, {"throttle": {"count": limit.limit, "window_ms": limit.interval_ms}})
+    most = candidate.trigger.trigger.max_concurrency
+    if candidate.slot is None or most is None:
+        return None
+    slots, key = board.slots[candidate.slot], candidate.keys.concurrency_key
+    if slots.in_use >= most or (is_newcomer and slots.has_waiting):
+        board.slots[candidate.slot] = slots._replace(has_waiting=True)
+        of_key = f" of key {key}" if key else ""
+        message = f"{slots.in_use} of {most} slots{of_key} are in use"
+        return Wait("concurrency", message, {"concurrency": {"max": most, "key": key or None}})
+    return None
+
+
+def _wait(board: Board, candidate: Candidate, wait: Wait, is_newcomer: bool) -> Decided:
+    policy, now = board.policy_of(candidate), board.now
+    is_paused = wait.reason == "paused"
+    why = why_given_up(policy, candidate.attempts, now - candidate.event.received_at)
+    if why and not is_newcomer and not is_paused:
+        text = f"given up after {why}: {wait.message}"
+        return decided(candidate, "exhausted", last_error=text, retry_state="exhausted", reason=wait.reason)
+    attempts = candidate.attempts + int(is_newcomer or not is_paused)
+    locked = board.gates.get(candidate.trigger_id)
+    plan_version = locked.plan_version if locked else 0
+    if wait.reason == "concurrency":
+        at = next_attempt_at(policy, attempts, now)
+    elif locked is not None and not locked.is_replanning:
+        at = locked.gate.slots(now, 1)[0]
+    else:
+        at, plan_version = now + PROVISIONAL, plan_version - 1
+    return decided(
+        candidate,
+        "paused" if wait.reason in ("paused", "breaker_open") else "throttled",
+        last_error=wait.message,
+        retry_state="scheduled",
+        next_attempt_at=at,
+        retry_attempts=attempts,
+        reason=wait.reason,
+        plan_version=plan_version,
+        metadata={"reason": wait.reason, "message": wait.message, "until": at, "waits_for": wait.waits_for},
+    )
+
+
+def decided(candidate: Candidate, status: Any, **rest: Any) -> Decided:
+    """The decision about a candidate."""
+    trigger = candidate.trigger.trigger
+    metadata = {"reason": rest["reason"]} if rest.get("reason") else {}
+    fields = {
+        "last_error": None,
+        "run_id": None,
+        "retry_attempts": candidate.attempts,
+        "metadata": metadata,
+        "concurrency_key": candidate.slot[1] if candidate.slot else None,
+    } | rest
     return Decided(
-        id=uuid7(),
+        id=candidate.id,
         trigger_id=trigger.id,
-        event_id=event.id,
+        event_id=candidate.event.id,
         trigger_version=trigger.version,
-        status="failed" if error else "launched",
-        last_error=error,
-        run_id=None if error else uuid7(),
+        status=status,
         workflow_definition_id=trigger.workflow_definition_id,
-        correlation_id=event.correlation_id,
-        parameters="{}" if error else parameters,
+        correlation_id=candidate.event.correlation_id,
+        parameters=candidate.parameters,
+        dedupe_key=candidate.keys.dedupe_key,
+        source=candidate.event.source,
+        ingress_sequence=candidate.event.ingress_sequence,
+        **fields,
     )

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from headgate import failpoints
 from headgate.errors import Unavailable
 from headgate.flow import batch, gate
-from headgate.flow.batch import Batch
+from headgate.flow.batch import Batch, Delivered
+from headgate.model.event import Event
 from headgate.model.ingress_retry import IngressRetry
 from headgate.model.source import SOURCE_BREAKER, BreakerPolicy
 from headgate.store import decisions, events, ingress_retries
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
-from headgate.store.events import InboxBatch
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
@@ -43,6 +43,7 @@ class Decided(NamedTuple):
     outcome: Outcome = Outcome()
     held: Sequence[IngressRetry] = ()
     lags: Sequence[tuple[str, float]] = ()
+    delivered: Delivered = Delivered()
 
 
 class Dispatch:
@@ -56,12 +57,13 @@ class Dispatch:
         after_launch: Callable[[], None],
         after_hold: Callable[[Sequence[IngressRetry]], None] = lambda _: None,
         breaker: BreakerPolicy = SOURCE_BREAKER,
+        batch: Batch | None = None,
     ) -> None:
         self._database = database
         self._batch_size = batch_size
         self._after_launch = after_launch
         self._after_hold = after_hold
-        self._batch = Batch(breaker)
+        self._batch = batch or Batch(breaker)
 
     async def run_once(self) -> Outcome:
         """Decide one batch; an outcome of 0 events means that nothing was waiting."""
@@ -79,6 +81,7 @@ class Dispatch:
         failpoints.hit("dispatch.after_commit")
         if decided.outcome.launched:
             self._after_launch()
+        self._batch.committed(decided.delivered)
         metrics.allowed(decided.lags)
         metrics.refused((retry.source, retry.reason) for retry in decided.held)
         for retry in decided.held:
@@ -97,36 +100,36 @@ class Dispatch:
     async def _oldest(self, connection: Connection) -> Decided:
         return await self._decide(connection, await events.claim_inbox(connection, self._batch_size))
 
-    async def _decide(self, connection: Connection, inbox: InboxBatch) -> Decided:
-        if not inbox.events:
+    async def _decide(self, connection: Connection, newcomers: Sequence[Event]) -> Decided:
+        if not newcomers:
             return Decided()
         failpoints.hit("dispatch.after_claim")
-        gates = await gate.open_gates(connection, (event.source for event in inbox.events))
-        verdict = gate.decide(gates, inbox.events)
+        gates = await gate.open_gates(connection, (event.source for event in newcomers))
+        verdict = gate.decide(gates, newcomers)
         failpoints.hit("dispatch.after_gate")
-        delivered = await self._batch.deliver(connection, gates, verdict.admitted, inbox.registry_version)
+        delivered = await self._batch.deliver(connection, gates, verdict.admitted)
         waiting = [*verdict.held, *verdict.expired]
         await ingress_retries.hold(connection, waiting)
         await decisions.insert(connection, [_recorded(retry) for retry in waiting])
         await gate.close_gates(connection, gates)
         seen = batch.measure(
             gates,
-            newcomers=inbox.events,
+            newcomers=newcomers,
             passed=verdict.admitted,
             throttled=Counter(retry.source for retry in verdict.held),
             dropped=Counter(retry.source for retry in verdict.expired),
             failures=delivered.failures,
         )
-        await batch.count(connection, seen)
+        await batch.count_sources(connection, seen)
         failpoints.hit("dispatch.before_commit")
         outcome = Outcome(
-            events=len(inbox.events),
+            events=len(newcomers),
             launched=delivered.launched,
             failed=delivered.failed,
             held=len(verdict.held),
             expired=len(verdict.expired),
         )
-        return Decided(outcome, verdict.held, batch.lags(gates, verdict.admitted))
+        return Decided(outcome, verdict.held, batch.lags(gates, verdict.admitted), delivered)
 
     async def _one_by_one(self) -> Outcome:
         """The oldest events, each in a transaction of its own; one that still fails goes to the dead letters."""

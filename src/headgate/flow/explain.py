@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection
 from datetime import datetime
 
 import msgspec
@@ -68,7 +69,8 @@ async def explain(connection: Connection, event_id: str) -> Explanation:
     if undecided:
         story.append(Decision(at=None, stage="gate", decision="waiting", reason="waits in the inbox for a worker"))
     elif retry is not None:
-        story += [_recorded_line(line) for line in await decisions.list_of_event(connection, event.id)]
+        lines = await decisions.list_of_event(connection, event.id)
+        story += [_recorded_line(line) for line in lines if line.stage not in ("match", "deliver")]
         if retry.retry_state == "completed":
             story += await _delivered(connection, event)
     elif dead_reason is not None:
@@ -90,11 +92,17 @@ async def explain(connection: Connection, event_id: str) -> Explanation:
 async def _delivered(connection: Connection, event: Event) -> list[Decision]:
     story = []
     decided = await deliveries.list_of_event(connection, event.id)
+    names = {delivery.trigger_id: (trigger_name, workflow) for delivery, trigger_name, workflow in decided}
+    lines = await decisions.list_of_event(connection, event.id)
     found_runs = {run.id: run for run in await runs.list_page(connection, event_id=event.id, limit=500)}
     for delivery, trigger_name, workflow in decided:
+        told = [line for line in lines if line.stage == "deliver" and line.trigger_id == delivery.trigger_id]
+        last = told.pop() if told and told[-1].decision in (delivery.status, "rescheduled") else None
+        story += [_delivery_line(line, names) for line in told]
         story.append(
             Decision(
-                at=delivery.created_at,
+                at=last.at if last else delivery.created_at,
+                actor=last.actor if last else None,
                 stage="deliver",
                 decision=delivery.status,
                 reason=delivery.last_error,
@@ -103,32 +111,52 @@ async def _delivered(connection: Connection, event: Event) -> list[Decision]:
                 trigger=trigger_name,
                 delivery_id=delivery.id,
                 run_id=delivery.workflow_run_id,
+                until=delivery.next_attempt_at,
+                attempt=delivery.retry_attempts or None,
             )
         )
         run = found_runs.get(delivery.workflow_run_id) if delivery.workflow_run_id else None
         if run:
             story.append(_run_line(run))
-    matcher = Matcher()
-    await matcher.refresh(connection, await triggers.registry_version(connection))
-    known = {delivery.trigger_id for delivery, _, _ in decided}
-    for trigger, reason in matcher.explain(event):
-        if trigger.id in known:
-            continue
-        story.append(
-            Decision(
-                at=None,
-                stage="match",
-                decision="filtered",
-                reason=reason or "it would match now; it was created or changed after the event was decided",
-                workflow=trigger.workflow,
-                trigger_id=trigger.id,
-                trigger=trigger.name,
-            )
-        )
+    story += await _filtered(connection, event, known=names.keys(), lines=lines)
     if len(story) == 0:
         reason = f"no active trigger takes events of type {event.type} from {event.source}"
         story.append(Decision(at=None, stage="match", decision="no_trigger", reason=reason))
     return story
+
+
+async def _filtered(
+    connection: Connection, event: Event, *, known: Collection[uuid.UUID], lines: list[Recorded]
+) -> list[Decision]:
+    """The triggers that the event did not fire: as recorded, and those that nothing was recorded of as they are now."""
+    found = {
+        uuid.UUID(one["trigger_id"]): _filtered_line(
+            uuid.UUID(one["trigger_id"]), one["trigger"], one["workflow"], line.at, one["reason"]
+        )
+        for line in lines
+        if line.stage == "match"
+        for one in line.detail or []
+    }
+    index = await Matcher().at(connection, await triggers.registry_version(connection))
+    envelope = event.envelope()
+    for compiled in index.candidates(event.type, event.source):
+        trigger = compiled.trigger
+        if trigger.id not in known and trigger.id not in found:
+            now = compiled.reason(envelope)
+            text = now or "it would match now; it was created or changed after the event was decided"
+            found[trigger.id] = _filtered_line(trigger.id, trigger.name, trigger.workflow, None, text)
+    return list(found.values())
+
+
+def _filtered_line(trigger_id: uuid.UUID, name: str, workflow: str, at: datetime | None, reason: str) -> Decision:
+    return Decision(
+        at=at, stage="match", decision="filtered", reason=reason, workflow=workflow, trigger_id=trigger_id, trigger=name
+    )
+
+
+def _delivery_line(line: Recorded, names: dict[uuid.UUID, tuple[str, str]]) -> Decision:
+    name, workflow = names.get(line.trigger_id, (None, None)) if line.trigger_id else (None, None)
+    return msgspec.structs.replace(_recorded_line(line), trigger_id=line.trigger_id, trigger=name, workflow=workflow)
 
 
 def _recorded_line(line: Recorded) -> Decision:

@@ -28,12 +28,14 @@ EXPIRED = "expired"
 class OpenGates(NamedTuple):
     """The sources of one batch under their locks, and the database's time at the decision.
 
-    `overtaken` is filled by the decision: sources in whose line later events stand already, and who came late.
+    `overtaken` is filled by the decision: sources in whose line later events stand already, and who came late. The
+    triggers of `registry_version` are current until the commit.
     """
 
     now: datetime
     sources: dict[str, LockedSource]
     overtaken: dict[str, int]
+    registry_version: int = 0
 
     def gate(self, source: str) -> Gate | None:
         locked = self.sources.get(source)
@@ -61,7 +63,8 @@ async def open_gates(connection: Connection, names: Iterable[str]) -> OpenGates:
     wanted = sorted(set(names))
     await store.share(connection, wanted)
     locked = await store.lock(connection, wanted)
-    return OpenGates(await store.now(connection), locked, {})
+    now, registry_version = await store.moment(connection)
+    return OpenGates(now, locked, {}, registry_version)
 
 
 async def close_gates(connection: Connection, gates: OpenGates) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headgate.errors import InvalidInput
 from headgate.model.event import Event
-from headgate.model.trigger import CompiledTrigger, Trigger, TriggerIndex
+from headgate.model.trigger import CompiledTrigger, TriggerIndex
 from headgate.store import triggers as store
 from headgate.store.db import Connection
 from headgate.telemetry.logs import logger
@@ -16,45 +17,70 @@ _log = logger("match")
 
 
 class Match(NamedTuple):
-    """An event that fires a trigger."""
+    """An event that fires a trigger; `error` when the trigger failed on it."""
 
     event: Event
     envelope: dict[str, Any]
     trigger: CompiledTrigger
+    error: str | None = None
+
+
+class Filtered(NamedTuple):
+    """A trigger of the event's type and source that does not fire, and the check that stops it."""
+
+    event: Event
+    trigger: CompiledTrigger
+    reason: str
 
 
 class Matcher:
-    """The compiled triggers of one registry version."""
+    """The compiled triggers of the registry, compiled anew only where something changed."""
 
     def __init__(self) -> None:
         self._version = -1
         self._index = TriggerIndex([])
+        self._compiled: dict[uuid.UUID, tuple[int, list[str], CompiledTrigger | None]] = {}
 
-    async def refresh(self, connection: Connection, registry_version: int) -> None:
-        """Compile the triggers anew when the registry has changed since."""
-        if registry_version == self._version:
-            return
-        compiled = []
-        for trigger, parameter_names in await store.list_active(connection):
-            try:
-                compiled.append(CompiledTrigger(trigger, parameter_names))
-            except InvalidInput as exc:  # written past our checks; the others go on
-                _log.error("match.trigger_invalid", trigger_id=str(trigger.id), workflow=trigger.workflow, error=exc)
-        self._index = TriggerIndex(compiled)
-        self._version = registry_version
+    async def at(self, connection: Connection, registry_version: int) -> TriggerIndex:
+        """The active triggers as of that version, which is current while the caller's transaction lasts."""
+        if registry_version != self._version:
+            listed = await store.list_active(connection)
+            known, self._compiled = self._compiled, {}
+            for trigger, names in listed:
+                version, old_names, compiled = known.get(trigger.id, (0, [], None))
+                if version != trigger.version or old_names != names:
+                    compiled = _compile(trigger, names)
+                self._compiled[trigger.id] = (trigger.version, names, compiled)
+            self._index = TriggerIndex([one for _, _, one in self._compiled.values() if one is not None])
+            self._version = registry_version
+        return self._index
 
-    def match(self, events: Sequence[Event]) -> list[Match]:
-        """Every trigger that every event fires, in order."""
-        found = []
-        for event in events:
-            candidates = list(self._index.candidates(event.type, event.source))
-            if candidates:
-                envelope = event.envelope()
-                found += [Match(event, envelope, trigger) for trigger in candidates if trigger.reason(envelope) is None]
-        return found
 
-    def explain(self, event: Event) -> list[tuple[Trigger, str | None]]:
-        """The triggers of the event's type and source, each with why it does not fire (None: it does)."""
+def match(index: TriggerIndex, events: Sequence[Event]) -> tuple[list[Match], list[Filtered]]:
+    """Every trigger that every event fires, in order; and those of its type and source that it does not."""
+    fired: list[Match] = []
+    filtered: list[Filtered] = []
+    for event in events:
+        candidates = list(index.candidates(event.type, event.source))
+        if not candidates:
+            continue
         envelope = event.envelope()
-        candidates = self._index.candidates(event.type, event.source)
-        return [(compiled.trigger, compiled.reason(envelope)) for compiled in candidates]
+        for trigger in candidates:
+            try:
+                reason = trigger.reason(envelope)
+            except Exception as exc:  # that trigger's failure; the others go on
+                fired.append(Match(event, envelope, trigger, f"{type(exc).__name__}: {exc}"[:1000]))
+                continue
+            if reason is None:
+                fired.append(Match(event, envelope, trigger))
+            else:
+                filtered.append(Filtered(event, trigger, reason))
+    return fired, filtered
+
+
+def _compile(trigger: Any, parameter_names: list[str]) -> CompiledTrigger | None:
+    try:
+        return CompiledTrigger(trigger, parameter_names)
+    except InvalidInput as exc:  # written past our checks; the others go on
+        _log.error("match.trigger_invalid", trigger_id=str(trigger.id), workflow=trigger.workflow, error=exc)
+        return None

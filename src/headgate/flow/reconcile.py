@@ -4,13 +4,13 @@ wake-ups that the queue has lost are sent again."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from headgate import failpoints
-from headgate.model.ingress_retry import IngressRetry
-from headgate.queue.port import Queue
-from headgate.queue.wakeups import HORIZON, Spacing, event_wakeups
+from headgate.queue.port import Queue, Wakeup
+from headgate.queue.wakeups import HORIZON, Spacing, delivery_wakeups, event_wakeups
 from headgate.store import deliveries, ingress_retries, runs, sources, steps
 from headgate.store.db import Connection, Database
 from headgate.telemetry import metrics
@@ -49,59 +49,97 @@ class Reconcile:
         return released
 
 
+Place = tuple[datetime, uuid.UUID]
+
+
+class Waiting(NamedTuple):
+    """A waiting row: the wake-up that it should have, and when it was written."""
+
+    wakeup: Wakeup
+    updated_at: datetime | None
+
+    @property
+    def place(self) -> Place:
+        """Where it stands in its line."""
+        return self.wakeup.due_at, self.wakeup.row_id
+
+    def is_settled(self, now: datetime) -> bool:
+        """Whether its wake-up has had the time to arrive."""
+        return self.updated_at is None or now - self.updated_at >= SETTLING
+
+    def had_wakeup(self) -> bool:
+        """Whether it was near enough when it was last written; a later one gets its first wake-up only now."""
+        return self.updated_at is None or self.wakeup.due_at - self.updated_at <= HORIZON
+
+
+async def _events(connection: Connection, after: Place, limit: int) -> list[Waiting]:
+    rows = await ingress_retries.list_scheduled(connection, after=after, limit=limit)
+    return [Waiting(wakeup, row.updated_at) for wakeup, row in zip(event_wakeups(rows), rows, strict=True)]
+
+
+async def _deliveries(connection: Connection, after: Place, limit: int) -> list[Waiting]:
+    rows = await deliveries.list_scheduled(connection, after=after, limit=limit)
+    return [Waiting(wakeup, row.updated_at) for wakeup, row in zip(delivery_wakeups(rows), rows, strict=True)]
+
+
+# What waits, by kind: each a line in due order, read from a place on.
+_LINES: dict[str, Callable[[Connection, Place, int], Awaitable[list[Waiting]]]] = {
+    "events": _events,
+    "deliveries": _deliveries,
+}
+
+
 class Requeue:
-    """Compares the events that wait with the queue's wake-ups, page by page, over and over."""
+    """Compares the rows that wait with the queue's wake-ups, page by page, over and over."""
 
     def __init__(self, database: Database, queue: Queue, *, batch_size: int) -> None:
         self._database = database
         self._queue = queue
         self._batch_size = batch_size
-        self._after: tuple[datetime, uuid.UUID] | None = None
+        # The lines that have further pages, and how far each has come.
+        self._places: dict[str, Place | None] = {}
         self._spacing = Spacing()
 
     @property
     def is_between_pages(self) -> bool:
         """Whether the present pass has further pages."""
-        return self._after is not None
+        return bool(self._places)
 
     async def run_once(self) -> int:
-        """One page; how many lost wake-ups were sent again."""
+        """One page of each line; how many lost wake-ups were sent again."""
         if not self._queue.holds_wakeups:
             return 0
+        if not self._places:
+            self._places, self._spacing = dict.fromkeys(_LINES), Spacing()
+        return sum([await self._page(kind) for kind in list(self._places)])
+
+    async def _page(self, kind: str) -> int:
         async with self._database.connection() as connection:
             now = await sources.now(connection)
             # From a whole second on: of a part of one it could not be told whether it has enough wake-ups.
             near = ((now + NEAR).replace(microsecond=0) + timedelta(seconds=1), uuid.UUID(int=0))
-            rows = await ingress_retries.list_scheduled(
-                connection, after=max(self._after or near, near), limit=self._batch_size
-            )
-        within = [row for row in rows if row.next_attempt_at is not None and row.next_attempt_at - now <= HORIZON]
-        requeued = await self._compare(within, now)
-        if len(within) == self._batch_size and within[-1].next_attempt_at is not None:
-            self._after = (within[-1].next_attempt_at, within[-1].event_id)
+            rows = await _LINES[kind](connection, max(self._places[kind] or near, near), self._batch_size)
+        within = [row for row in rows if row.wakeup.due_at - now <= HORIZON]
+        requeued = await self._compare(kind, within, now)
+        if len(within) == self._batch_size:
+            self._places[kind] = within[-1].place
         else:
-            self._after, self._spacing = None, Spacing()
+            del self._places[kind]
         return requeued
 
-    async def _compare(self, rows: Sequence[IngressRetry], now: datetime) -> int:
-        wakeups = event_wakeups(rows)
-        absent = await self._queue.missing(wakeups)
-        for wakeup in set(wakeups) - set(absent):
-            self._spacing.count(wakeup)
-        settled = {row.event_id: row for row in rows if row.updated_at is None or now - row.updated_at >= SETTLING}
-        wanted = [wakeup for wakeup in absent if wakeup.row_id in settled and self._spacing.admit(wakeup)]
+    async def _compare(self, kind: str, rows: Sequence[Waiting], now: datetime) -> int:
+        absent = set(await self._queue.missing([row.wakeup for row in rows]))
+        for row in rows:
+            if row.wakeup not in absent:
+                self._spacing.count(row.wakeup)
+        wanted = [
+            row for row in rows if row.wakeup in absent and row.is_settled(now) and self._spacing.admit(row.wakeup)
+        ]
         if not wanted:
             return 0
-        self._queue.schedule(wanted)
-        lost = sum(_had_wakeup(settled[wakeup.row_id]) for wakeup in wanted)
+        self._queue.schedule([row.wakeup for row in wanted])
+        lost = sum(row.had_wakeup() for row in wanted)
         if lost:
-            metrics.RECONCILE_REQUEUED.labels("events").inc(lost)
-            _log.warning("reconcile.requeued", kind="events", count=lost, reason="the queue had lost their wake-ups")
+            metrics.RECONCILE_REQUEUED.labels(kind).inc(lost)
+            _log.warning("reconcile.requeued", kind=kind, count=lost, reason="the queue had lost their wake-ups")
         return lost
-
-
-def _had_wakeup(row: IngressRetry) -> bool:
-    """Whether it was near enough when it was last written; a later one gets its first wake-up only now."""
-    if row.next_attempt_at is None or row.updated_at is None:
-        return True
-    return row.next_attempt_at - row.updated_at <= HORIZON

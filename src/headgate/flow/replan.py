@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from headgate import failpoints
 from headgate.errors import Unavailable
 from headgate.flow import batch, gate
 from headgate.flow.gate import OpenGates
-from headgate.model.retry import RetryPolicy, is_exhausted
+from headgate.model.retry import RetryPolicy, why_given_up
 from headgate.store import decisions, ingress_retries, sources
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
@@ -59,13 +58,11 @@ class Replan:
         database: Database,
         *,
         policy: RetryPolicy,
-        max_age_ms: int,
         after_move: Callable[[Sequence[Settled]], None] = lambda _: None,
     ) -> None:
         self._database = database
         self._after_move = after_move
         self._policy = policy
-        self._max_age = timedelta(milliseconds=max_age_ms)
 
     async def run_once(self) -> int:
         """Plan every source that asks for it, to its end; how many events got a new slot.
@@ -125,7 +122,7 @@ class Replan:
         seen = batch.measure(
             gates, newcomers=[], passed=[], throttled=Counter(), dropped=Counter({name: len(given_up)})
         )
-        await batch.count(connection, seen if given_up else [])
+        await batch.count_sources(connection, seen if given_up else [])
         failpoints.hit("replan.before_commit")
         rescheduled = len(refused) - len(given_up)
         waiting = [s for s in settled if s.retry_state == "scheduled"]
@@ -141,9 +138,8 @@ class Replan:
         given_up, waiting = [], []
         for row in rows:
             was_refused = _was_refused(row, locked) and not is_paused
-            too_old = bool(self._max_age) and gates.now - row.received_at > self._max_age
-            if was_refused and (is_exhausted(self._policy, row.attempts) or too_old):
-                why = f"older than {self._max_age}" if too_old else f"{row.attempts} attempts"
+            why = why_given_up(self._policy, row.attempts, gates.now - row.received_at)
+            if was_refused and why:
                 text = f"given up after {why}: {message}"
                 given_up.append(
                     Settled(

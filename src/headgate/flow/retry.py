@@ -9,18 +9,18 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from typing import NamedTuple
 
 from headgate import failpoints
 from headgate.errors import Unavailable
 from headgate.flow import batch, gate
-from headgate.flow.batch import Batch
+from headgate.flow.batch import Batch, Delivered
 from headgate.flow.gate import OpenGates
 from headgate.model.event import Event
-from headgate.model.source import BUCKETS, SOURCE_BREAKER, BreakerPolicy, Gate
-from headgate.store import decisions, events, ingress_retries, triggers
+from headgate.model.source import SOURCE_BREAKER, BreakerPolicy, Gate, room_soon
+from headgate.store import decisions, events, ingress_retries
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
 from headgate.store.ingress_retries import DueEvent, Settled
@@ -30,10 +30,6 @@ from headgate.telemetry.logs import logger
 
 MAX_SOURCES = 50
 FAILED = "failed"
-# Waiting for room this long is the ordinary unevenness of a drain; longer means that the slots do not hold. Whoever
-# waits for room takes one of the MAX_SOURCES places, so even with a long interval it keeps it only for a moment.
-GRACE = timedelta(milliseconds=100)
-MAX_GRACE = timedelta(seconds=2)
 
 _log = logger("retry")
 
@@ -49,6 +45,7 @@ class Turn(NamedTuple):
     look_at: datetime | None = None
     now: datetime | None = None
     lags: Sequence[tuple[str, float]] = ()
+    batches: Sequence[Delivered] = ()
 
     def plus(self, other: Turn) -> Turn:
         """Both together; the times are the later turn's, and the look is the sooner one."""
@@ -56,7 +53,7 @@ class Turn(NamedTuple):
         return Turn(
             self.due + other.due, self.delivered + other.delivered, self.launched + other.launched,
             self.expired + other.expired, (*self.replanned, *other.replanned), min(looks, default=None),
-            other.now or self.now, (*self.lags, *other.lags),
+            other.now or self.now, (*self.lags, *other.lags), (*self.batches, *other.batches),
         )  # fmt: skip
 
 
@@ -71,12 +68,13 @@ class Retry:
         after_launch: Callable[[], None],
         after_plan: Callable[[], None] = lambda: None,
         breaker: BreakerPolicy = SOURCE_BREAKER,
+        batch: Batch | None = None,
     ) -> None:
         self._database = database
         self._batch_size = batch_size
         self._after_launch = after_launch
         self._after_plan = after_plan
-        self._batch = Batch(breaker)
+        self._batch = batch or Batch(breaker)
 
     async def run_once(self) -> Turn:
         """One batch of due events."""
@@ -91,6 +89,8 @@ class Retry:
         metrics.EVENT_RETRIES.labels("completed").inc(turn.delivered)
         metrics.EVENT_RETRIES.labels("exhausted").inc(turn.expired)
         metrics.allowed(turn.lags)
+        for delivered in turn.batches:
+            self._batch.committed(delivered)
         if turn.launched:
             self._after_launch()
         if turn.replanned:
@@ -148,7 +148,7 @@ class Retry:
             share = max(1, left // (others + 1))
             room = locked.gate.room(gates.now)
             if room == 0:
-                opens = _room_soon(locked.gate, gates.now)
+                opens = room_soon(locked.gate, gates.now)
                 if opens is None:
                     await gate.begin_plan(connection, gates, name, is_refusal=True)
                     replanned.append(name)
@@ -160,24 +160,24 @@ class Retry:
             taken[name] = found
             left -= len(found)
         due = [row for rows in taken.values() for row in rows]
-        passed, launched, expired = await self._let_through(connection, gates, due)
+        passed, delivered, expired = await self._let_through(connection, gates, due)
         await gate.close_gates(connection, gates)
         failpoints.hit("retry.before_commit")
         lags = batch.lags(gates, passed)
-        return Turn(len(due), len(passed), launched, expired, tuple(replanned), look_at, gates.now, lags)
+        launched = delivered.launched
+        return Turn(len(due), len(passed), launched, expired, tuple(replanned), look_at, gates.now, lags, (delivered,))
 
     async def _let_through(
         self, connection: Connection, gates: OpenGates, due: list[DueEvent]
-    ) -> tuple[list[Event], int, int]:
+    ) -> tuple[list[Event], Delivered, int]:
         if not due:
-            return [], 0, 0
+            return [], Delivered(), 0
         found = await events.get_many(connection, (row.event_id for row in due))
         in_order = [found[row.event_id] for row in due]
         passing = [event for event in in_order if not gate.is_expired(event, gates.now)]
         for name, count in Counter(event.source for event in passing).items():
             gates.sources[name].gate.spend(gates.now, count)
-        version = await triggers.registry_version(connection)
-        delivered = await self._batch.deliver(connection, gates, passing, version)
+        delivered = await self._batch.deliver(connection, gates, passing)
         expired = {event.id for event in in_order} - {event.id for event in passing}
         await ingress_retries.settle(connection, [_settled(row, row.event_id in expired, gates) for row in due])
         await decisions.insert(connection, [_recorded(row, row.event_id in expired, gates.now) for row in due])
@@ -189,18 +189,9 @@ class Retry:
             dropped=Counter(found[event_id].source for event_id in expired),
             failures=delivered.failures,
         )
-        await batch.count(connection, seen)
+        await batch.count_sources(connection, seen)
         _log_lines(due, found, expired)
-        return passing, delivered.launched, len(expired)
-
-
-def _room_soon(one: Gate, now: datetime) -> datetime | None:
-    """When room returns, if waiting for it is all that is needed."""
-    if one.hold(now) is not None or one.limit is None:
-        return None
-    grace = min(MAX_GRACE, max(GRACE, timedelta(milliseconds=one.limit.interval_ms * 4 / BUCKETS)))
-    opens = one.room_at(now)
-    return opens if opens - now <= grace else None
+        return passing, delivered, len(expired)
 
 
 def _settled(row: DueEvent, is_expired: bool, gates: OpenGates) -> Settled:

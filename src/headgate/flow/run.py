@@ -6,19 +6,25 @@ import asyncio
 import re
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from headgate import failpoints
 from headgate.errors import NonRetryable, Unavailable
+from headgate.flow import slots
+from headgate.flow.slots import Fill, Freed
+from headgate.flow.tell import tell_moves
 from headgate.flow.workflow import Context, Workflow
 from headgate.model.event import Event
 from headgate.model.run import ClaimedRun, FinishedRun
+from headgate.model.source import TRIGGER_BREAKER, BreakerPolicy
 from headgate.store import events, runs
-from headgate.store.db import Database
+from headgate.store.db import Connection, Database
+from headgate.store.deliveries import Claim
 from headgate.store.group_commit import GroupCommit
 from headgate.telemetry.logs import logger
 
@@ -33,16 +39,32 @@ _log = logger("run")
 
 
 class Runner:
-    """Runs the workflows of one worker process, at most `concurrency` at a time."""
+    """Runs the workflows of one worker process, at most `concurrency` at a time.
+
+    The transaction that ends a run launches what waits for its slot (`fill`) and claims it: the next begins at once.
+    `after_free` hears of it after the commit.
+    """
 
     def __init__(
-        self, database: Database, workflows: Mapping[str, Workflow], *, worker: str, concurrency: int, lease_ms: int
+        self,
+        database: Database,
+        workflows: Mapping[str, Workflow],
+        *,
+        worker: str,
+        concurrency: int,
+        lease_ms: int,
+        breaker: BreakerPolicy = TRIGGER_BREAKER,
+        fill: Fill | None = None,
+        after_free: Callable[[Freed], None] = lambda _: None,
     ) -> None:
         self._database = database
         self._workflows = workflows
         self._worker = worker
         self._concurrency = concurrency
         self._lease_ms = lease_ms
+        self._breaker = breaker
+        self._fill = fill
+        self._after_free = after_free
         self._definitions: list[uuid.UUID] = []
         self._held: dict[uuid.UUID, tuple[ClaimedRun, asyncio.Task[None]]] = {}
         self._free = asyncio.Event()
@@ -85,9 +107,11 @@ class Runner:
             found = await events.get_many(connection, ids) if ids else {}
         failpoints.hit("run.after_claim")
         for run in claimed:
-            event = found.get(run.event_id) if run.event_id else None
-            self._held[run.id] = (run, asyncio.create_task(self._execute(run, event)))
+            self._start(run, found.get(run.event_id) if run.event_id else None)
         return len(claimed)
+
+    def _start(self, run: ClaimedRun, event: Event | None) -> None:
+        self._held[run.id] = (run, asyncio.create_task(self._execute(run, event)))
 
     async def renew(self) -> int:
         """Extend the leases of what is running; a run that belongs to someone else now is stopped here."""
@@ -157,19 +181,45 @@ class Runner:
             attempt=run.attempts,
             **({"reason": error.splitlines()[-1]} if error else {}),
         )
-        return FinishedRun(id=run.id, claim_generation=run.claim_generation, status=status, output=output, error=error)
+        return FinishedRun(
+            id=run.id,
+            claim_generation=run.claim_generation,
+            status=status,
+            output=output,
+            error=error,
+            trigger_id=run.trigger_id,
+            concurrency_key=run.concurrency_key,
+            is_probe=run.is_probe,
+        )
 
     async def _write_finished(self, finished: list[FinishedRun]) -> list[bool]:
+        fill = None if self._closing else self._fill
         while True:
             try:
-                written = await self._database.run(lambda connection: runs.finish(connection, finished))
+                freed = await self._database.run(partial(self._finish, finished=finished, fill=fill))
             except Unavailable as exc:
                 # The work is done; keep its result until the database is back. If the lease ends first, another
                 # worker runs it again, and this write will change nothing.
                 _log.warning("run.finish_waits", count=len(finished), error=exc)
                 await asyncio.sleep(_WRITE_RETRY_SECONDS)
                 continue
-            return [f.id in written for f in finished]
+            except Exception as exc:
+                if fill is None:
+                    raise
+                # What waits for the slots cannot be decided; that must not keep these runs from ending.
+                _log.warning("run.fill_failed", count=len(finished), error=exc)
+                fill = None
+                continue
+            for run, event in freed.filled.claimed if freed.filled else ():
+                self._start(run, event)
+            tell_moves(freed.moves)
+            if freed.woken or freed.filled or freed.moves:
+                self._after_free(freed)
+            return [f.id in freed.written for f in finished]
+
+    async def _finish(self, connection: Connection, finished: list[FinishedRun], fill: Fill | None) -> Freed:
+        claim = Claim(self._worker, self._lease_ms, self._definitions)
+        return await slots.finish(connection, finished, breaker=self._breaker, fill=fill, claim=claim)
 
 
 def _output(result: Any) -> str | None:

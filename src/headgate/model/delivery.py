@@ -35,5 +35,10 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     claim_generation: int = 0
     claimed_by: str | None = None
     claim_expires_at: datetime | None = None
+    reason: str | None = None
+    source: str | None = None
+    concurrency_key: str | None = None
+    ingress_sequence: int = 0
+    plan_version: int = 0
     created_at: datetime | None = None
     updated_at: datetime | None = None

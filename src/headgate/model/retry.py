@@ -18,16 +18,21 @@ RETRY_STATES: tuple[RetryState, ...] = get_args(RetryState)
 FINAL_RETRY_STATES: tuple[RetryState, ...] = ("completed", "cancelled", "exhausted")
 
 MAX_ATTEMPTS = 1_000_000
+MAX_AGE_MS = 3650 * 86_400_000
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exponential backoff: `base_ms * factor ** (attempt - 1)`, at most `max_ms`, spread by ± `jitter_ratio`."""
+    """Exponential backoff: `base_ms * factor ** (attempt - 1)`, at most `max_ms`, spread by ± `jitter_ratio`.
 
-    base_ms: int
-    factor: float
-    max_ms: int
-    jitter_ratio: float
-    max_attempts: int
+    What has used `max_attempts`, or has become older than `max_age_ms` (0: no bound), is given up.
+    """
+
+    base_ms: int = 10_000
+    factor: float = 2
+    max_ms: int = 900_000
+    jitter_ratio: float = 0.2
+    max_attempts: int = 50
+    max_age_ms: int = 7 * 86_400_000
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -36,6 +41,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ("max_ms", 1, MAX_DURATION_MS),
             ("jitter_ratio", 0, 1),
             ("max_attempts", 1, MAX_ATTEMPTS),
+            ("max_age_ms", 0, MAX_AGE_MS),
         ):
             value = getattr(self, name)
             if not low <= value <= high:  # NaN fails every comparison
@@ -69,6 +75,7 @@ def Retry(  # noqa: N802 - read as a noun where it is used: retry=Retry(max_atte
     factor: float = 2,
     cap: str | int | float = "5m",
     jitter: float = 0.2,
+    max_age: str | int | float = "7d",
 ) -> RetryPolicy:
     """A retry policy as people write it: `Retry(max_attempts=8, base="5s", factor=2, cap="10m")`."""
     return RetryPolicy(
@@ -77,6 +84,7 @@ def Retry(  # noqa: N802 - read as a noun where it is used: retry=Retry(max_atte
         max_ms=duration_ms(cap),
         jitter_ratio=jitter,
         max_attempts=max_attempts,
+        max_age_ms=duration_ms(max_age),
     )
 
 
@@ -110,3 +118,10 @@ def next_attempt_at(
 def is_exhausted(policy: RetryPolicy, attempts: int) -> bool:
     """Whether `attempts` made so far use the policy up."""
     return attempts >= policy.max_attempts
+
+
+def why_given_up(policy: RetryPolicy, attempts: int, age: timedelta) -> str | None:
+    """What the policy says against another attempt; None: there may be one."""
+    if policy.max_age_ms and age > timedelta(milliseconds=policy.max_age_ms):
+        return f"older than {timedelta(milliseconds=policy.max_age_ms)}"
+    return f"{attempts} attempts" if is_exhausted(policy, attempts) else None

@@ -47,6 +47,9 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any]
     attempts: int
     claim_generation: int
+    trigger_id: uuid.UUID | None = None
+    concurrency_key: str | None = None
+    is_probe: bool = False
 
 
 class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +60,14 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     status: RunStatus
     output: str | None = None
     error: str | None = None
+    trigger_id: uuid.UUID | None = None
+    concurrency_key: str | None = None
+    is_probe: bool = False
+
+    @property
+    def matters_to_trigger(self) -> bool:
+        """Whether a slot becomes free, a failure counts, or a probe ends."""
+        return self.concurrency_key is not None or self.is_probe or self.status == "failed"
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from headgate.model.units import duration_ms
+
 BUCKETS = 64
 RING = BUCKETS + 2
 MAX_LIMIT = 10**9
@@ -27,6 +29,10 @@ MAX_INTERVAL_MS = 366 * 86_400_000
 OPEN_PAUSE = timedelta(days=1)
 # No slot lies further ahead: a long line at a slow limit would leave the calendar. Who gets there is given a new one.
 HORIZON = timedelta(days=3660)
+# Waiting for room this long is the ordinary unevenness of a drain; longer means that the slots do not hold. Whoever
+# waits for room takes one of the few places of a look, so even with a long interval it keeps it only for a moment.
+GRACE = timedelta(milliseconds=100)
+MAX_GRACE = timedelta(seconds=2)
 
 BreakerState = Literal["closed", "open", "half_open"]
 BREAKER_STATES: tuple[BreakerState, ...] = get_args(BreakerState)
@@ -61,9 +67,9 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`threshold` failures within `window_ms` open the breaker for `pause_ms`."""
 
-    threshold: int
-    window_ms: int
-    pause_ms: int
+    threshold: int = 5
+    window_ms: int = 300_000
+    pause_ms: int = 300_000
 
     def __post_init__(self) -> None:
         for name, low, high in (("threshold", 1, 10_000), ("window_ms", 1, MAX_INTERVAL_MS),
@@ -75,6 +81,13 @@ class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 SOURCE_BREAKER = BreakerPolicy(threshold=5, window_ms=300_000, pause_ms=300_000)
 TRIGGER_BREAKER = BreakerPolicy(threshold=5, window_ms=300_000, pause_ms=300_000)
+
+
+def Breaker(  # noqa: N802 - read as a noun where it is used: breaker=Breaker(threshold=3)
+    *, threshold: int = 5, window: str | int | float = "5m", pause: str | int | float = "5m"
+) -> BreakerPolicy:
+    """A trigger's breaker as people write it: `Breaker(threshold=3, window="1m", pause="30s")`."""
+    return BreakerPolicy(threshold=threshold, window_ms=duration_ms(window), pause_ms=duration_ms(pause))
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -273,6 +286,15 @@ class Gate:
         oldest = (_to_us(now) - self.limit.interval_ms * 1000) // width  # its end is at or before now - interval
         for expired in range(number - RING + 1, min(oldest, number - 1)):
             self.ring[expired % RING] = 0
+
+
+def room_soon(gate: Gate, now: datetime) -> datetime | None:
+    """When room returns, if waiting for it is all that is needed."""
+    if gate.hold(now) is not None or gate.limit is None:
+        return None
+    grace = min(MAX_GRACE, max(GRACE, timedelta(milliseconds=gate.limit.interval_ms * 4 / BUCKETS)))
+    opens = gate.room_at(now)
+    return opens if opens - now <= grace else None
 
 
 def _to_us(at: datetime) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import re2
@@ -15,10 +15,17 @@ from headgate.model.event import Event
 from headgate.model.expression import compile_expression
 from headgate.model.predicate import Predicate, compile_predicate
 from headgate.model.retry import RetryPolicy
-from headgate.model.template import TemplateError, compile_template
+from headgate.model.source import MAX_INTERVAL_MS, MAX_LIMIT, BreakerPolicy, RateLimit
+from headgate.model.template import Render, TemplateError, compile_template
 
 TriggerStatus = Literal["active", "disabled"]
 MAX_PREDICATES = 50
+MAX_NAME = 100
+MAX_KEY = 500
+MAX_CONCURRENCY = 1_000_000
+MAX_IDEMPOTENCY_WINDOW_MS = 3650 * 86_400_000
+# So many event types are remembered with the triggers that take them; a producer of endless types must not grow us.
+MAX_CACHED_TYPES = 10_000
 
 
 class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +44,19 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
     throttle_window_ms: int | None = None
     max_concurrency: int | None = None
     retry: RetryPolicy | None = None
+    breaker: BreakerPolicy | None = None
+
+    @property
+    def throttle(self) -> RateLimit | None:
+        """At most so many launches in any sliding window."""
+        if self.throttle_count is None or self.throttle_window_ms is None:
+            return None
+        return RateLimit(limit=self.throttle_count, interval_ms=self.throttle_window_ms)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a launch must be decided under the trigger's lock."""
+        return self.throttle_count is not None or self.max_concurrency is not None
 
 
 class Trigger(TriggerSpec, frozen=True, kw_only=True):
@@ -68,16 +88,33 @@ class WorkflowDefinition(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: datetime
 
 
+class Keys(NamedTuple):
+    """What the key templates gave for an event; a concurrency key is empty when there is no template for it."""
+
+    dedupe_key: str | None
+    concurrency_key: str
+
+
 class CompiledTrigger:
     """A trigger ready to judge events. Raises InvalidInput, naming each field, when it cannot be compiled."""
 
-    __slots__ = ("_checks", "_names", "_parameters", "_source", "trigger")
+    __slots__ = (
+        "_checks",
+        "_concurrency_key",
+        "_idempotency_key",
+        "_names",
+        "_parameters",
+        "_source",
+        "_type",
+        "trigger",
+    )
 
     def __init__(self, trigger: Trigger, parameter_names: list[str]) -> None:
         errors: list[FieldError] = []
         self.trigger = trigger
+        _check_numbers(trigger, errors)
         self._source = compile_pattern(trigger.event_source, "event_source", errors)
-        compile_pattern(trigger.event_type, "event_type", errors)
+        self._type = compile_pattern(trigger.event_type, "event_type", errors)
         if len(trigger.predicates) > MAX_PREDICATES:
             errors.append(FieldError("predicates", f"are more than {MAX_PREDICATES}"))
         compiled = [compile_predicate(p, f"predicates[{i}]", errors) for i, p in enumerate(trigger.predicates)]
@@ -86,8 +123,13 @@ class CompiledTrigger:
         template = trigger.parameter_template
         self._parameters = compile_template(template, "parameter_template", errors) if template is not None else None
         self._names = parameter_names
+        self._idempotency_key = _compile_key(trigger.idempotency_key, "idempotency_key", errors)
+        self._concurrency_key = _compile_key(trigger.concurrency_key, "concurrency_key", errors)
         if errors:
             raise InvalidInput(f"trigger {trigger.name} is not valid", errors)
+
+    def takes_type(self, event_type: str) -> bool:
+        return self._type is None or self._type.fullmatch(event_type) is not None
 
     def takes_source(self, source: str) -> bool:
         return self._source is None or self._source.fullmatch(source) is not None
@@ -99,6 +141,26 @@ class CompiledTrigger:
             if reason is not None:
                 return reason
         return None
+
+    def results(self, envelope: dict[str, Any]) -> list[str | None]:
+        """What each predicate says, and last `where` if there is one: None when it holds, else why not."""
+        return [check.reason(envelope) for check in self._checks]
+
+    def why_not(self, event: Event, envelope: dict[str, Any]) -> str | None:
+        """None when the event fires this trigger as it is now, type and source included."""
+        if not self.takes_type(event.type):
+            return f"the trigger takes events of type {self.trigger.event_type}"
+        if not self.takes_source(event.source):
+            return f"the trigger takes events from {self.trigger.event_source}"
+        return self.reason(envelope)
+
+    def keys(self, envelope: dict[str, Any]) -> Keys:
+        """The rendered keys. TemplateError says which one cannot be had from the event."""
+        dedupe, concurrency = self._idempotency_key, self._concurrency_key
+        return Keys(
+            _key(dedupe(envelope), "idempotency_key") if dedupe else None,
+            _key(concurrency(envelope), "concurrency_key") if concurrency else "",
+        )
 
     def parameters(self, event: Event, envelope: dict[str, Any]) -> dict[str, Any]:
         """The run's arguments: the rendered template, else the payload's fields by argument name."""
@@ -124,22 +186,32 @@ class TriggerIndex:
 
     def __init__(self, triggers: list[CompiledTrigger]) -> None:
         self._exact: dict[str, list[CompiledTrigger]] = {}
-        self._patterns: list[tuple[Any, CompiledTrigger]] = []
+        self._patterns: list[CompiledTrigger] = []
+        self._of_type: dict[str, list[CompiledTrigger]] = {}
+        self._by_id = {compiled.trigger.id: compiled for compiled in triggers}
         for compiled in triggers:
             event_type = compiled.trigger.event_type
             if "*" in event_type:
-                self._patterns.append((compile_pattern(event_type, "event_type", []), compiled))
+                self._patterns.append(compiled)
             else:
                 self._exact.setdefault(event_type, []).append(compiled)
 
+    def get(self, trigger_id: uuid.UUID) -> CompiledTrigger | None:
+        """One trigger, if it is active."""
+        return self._by_id.get(trigger_id)
+
     def candidates(self, event_type: str, source: str) -> Iterator[CompiledTrigger]:
         """The triggers whose type and source take the event, in a stable order."""
-        for compiled in self._exact.get(event_type, ()):
-            if compiled.takes_source(source):
-                yield compiled
-        for pattern, compiled in self._patterns:
-            if (pattern is None or pattern.fullmatch(event_type)) and compiled.takes_source(source):
-                yield compiled
+        return (compiled for compiled in self._taking(event_type) if compiled.takes_source(source))
+
+    def _taking(self, event_type: str) -> list[CompiledTrigger]:
+        found = self._of_type.get(event_type)
+        if found is None:
+            if len(self._of_type) >= MAX_CACHED_TYPES:
+                self._of_type.clear()
+            found = [*self._exact.get(event_type, ()), *(c for c in self._patterns if c.takes_type(event_type))]
+            self._of_type[event_type] = found
+        return found
 
 
 def compile_pattern(pattern: str, field: str, errors: list[FieldError]) -> Any:
@@ -150,3 +222,41 @@ def compile_pattern(pattern: str, field: str, errors: list[FieldError]) -> Any:
         errors.append(FieldError(field, "must be 1 to 200 characters, exact or with *"))
         return None
     return re2.compile(".*".join(re2.escape(part) for part in pattern.split("*")))
+
+
+def _check_numbers(spec: TriggerSpec, errors: list[FieldError]) -> None:
+    if not 0 < len(spec.name.strip()) <= MAX_NAME or not spec.name.isprintable():
+        errors.append(FieldError("name", f"must be 1 to {MAX_NAME} printable characters"))
+    for field, low, high in (
+        ("throttle_count", 1, MAX_LIMIT),
+        ("throttle_window_ms", 1, MAX_INTERVAL_MS),
+        ("max_concurrency", 1, MAX_CONCURRENCY),
+        ("idempotency_window_ms", 0, MAX_IDEMPOTENCY_WINDOW_MS),
+    ):
+        value = getattr(spec, field)
+        if value is not None and not low <= value <= high:
+            errors.append(FieldError(field, f"must be a whole number from {low} to {high}"))
+    if (spec.throttle_count is None) != (spec.throttle_window_ms is None):
+        missing = "throttle_count" if spec.throttle_count is None else "throttle_window_ms"
+        errors.append(FieldError(missing, "is required: throttle_count and throttle_window_ms go together"))
+
+
+def _compile_key(source: str | None, field: str, errors: list[FieldError]) -> Render | None:
+    if source is None:
+        return None
+    if not source.strip():
+        errors.append(FieldError(field, "must not be empty; leave it out for none"))
+        return None
+    return compile_template(source, field, errors)
+
+
+def _key(value: Any, field: str) -> str:
+    """A key as text: numbers and texts as they are written, so that 7 and "7" are one key."""
+    if value is None:
+        raise TemplateError(f"{field}: gives null for this event")
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    if not text.strip():
+        raise TemplateError(f"{field}: gives an empty text for this event")
+    if len(text) > MAX_KEY:
+        raise TemplateError(f"{field}: gives {len(text)} characters for this event; at most {MAX_KEY} are allowed")
+    return text

@@ -27,7 +27,13 @@ from headgate.telemetry.logs import logger
 INGRESS: Final = "headgate-event-ingress"
 TRIGGERS: Final = "headgate-event-triggers"
 RUNS: Final = "headgate-workflow-runs"
-QUEUES: dict[Topic, str] = {"inbox": INGRESS, "retries": INGRESS, "plans": INGRESS, "runs": RUNS}
+QUEUES: dict[Topic, str] = {
+    "inbox": INGRESS,
+    "retries": INGRESS,
+    "plans": INGRESS,
+    "deliveries": TRIGGERS,
+    "runs": RUNS,
+}
 
 # A read must be able to outlast a blocking wait (10 s): with redis-py's default of 5 s jobs come minutes late.
 SOCKET_OPTIONS: dict[str, Any] = {"socket_timeout": 30, "socket_connect_timeout": 5, "health_check_interval": 15}

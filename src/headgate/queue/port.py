@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Literal, NamedTuple, Protocol, get_args
 
-# inbox: new events · retries: held events that come due · plans: sources whose events need new slots · runs: new runs
-Topic = Literal["inbox", "retries", "plans", "runs"]
+# inbox: new events · retries: held events that come due · plans: sources whose events need new slots ·
+# deliveries: held deliveries that come due · runs: new runs
+Topic = Literal["inbox", "retries", "plans", "deliveries", "runs"]
 TOPICS: tuple[Topic, ...] = get_args(Topic)
 
 

@@ -27,12 +27,32 @@ class WaitingEvent(Protocol):
     def next_attempt_at(self) -> datetime | None: ...
 
 
+class WaitingDelivery(Protocol):
+    """What a wake-up needs to know of a held delivery."""
+
+    @property
+    def id(self) -> uuid.UUID: ...
+    @property
+    def retry_attempts(self) -> int: ...
+    @property
+    def next_attempt_at(self) -> datetime | None: ...
+
+
 def event_wakeups(retries: Iterable[WaitingEvent]) -> list[Wakeup]:
     """`event-retry:<event_id>:<attempt>` for each held event."""
     return [
         Wakeup("retries", f"event-retry:{retry.event_id}:{retry.attempts}", retry.event_id, retry.next_attempt_at)
         for retry in retries
         if retry.next_attempt_at is not None
+    ]
+
+
+def delivery_wakeups(deliveries: Iterable[WaitingDelivery]) -> list[Wakeup]:
+    """`event-trigger-retry:<delivery_id>:<attempt>` for each held delivery."""
+    return [
+        Wakeup("deliveries", f"event-trigger-retry:{held.id}:{held.retry_attempts}", held.id, held.next_attempt_at)
+        for held in deliveries
+        if held.next_attempt_at is not None
     ]
 
 

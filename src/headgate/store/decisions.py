@@ -5,7 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from headgate.store.db import Connection
 from headgate.store.sql import load
@@ -14,7 +16,7 @@ _sql = load("decisions")
 
 
 class Recorded(NamedTuple):
-    """One decision; `at` None means now."""
+    """One decision; `at` None means now. `detail` holds the triggers that an event did not fire."""
 
     event_id: uuid.UUID
     at: datetime | None
@@ -24,12 +26,16 @@ class Recorded(NamedTuple):
     until: datetime | None = None
     attempt: int | None = None
     actor: str | None = None
+    trigger_id: uuid.UUID | None = None
+    detail: Any = None
 
 
 async def insert(connection: Connection, decisions: Sequence[Recorded]) -> None:
     """Record decisions, in the transaction that took them."""
     if decisions:
-        await connection.execute(_sql["insert"], *(list(column) for column in zip(*decisions, strict=True)))
+        columns = [list(column) for column in zip(*decisions, strict=True)]
+        columns[-1] = [None if d is None else msgspec.json.encode(d).decode() for d in columns[-1]]
+        await connection.execute(_sql["insert"], *columns)
 
 
 async def list_of_event(connection: Connection, event_id: uuid.UUID) -> list[Recorded]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headgate.model.delivery import Delivery, DeliveryStatus
-from headgate.model.retry import RetryChange
+from headgate.model.retry import RetryChange, RetryState
 from headgate.store.db import Connection, Row
 from headgate.store.retry_rows import change_columns, json_texts
 from headgate.store.sql import load
@@ -19,7 +20,8 @@ _sql = load("deliveries")
 
 
 class Decided(NamedTuple):
-    """A delivery that was decided in the batch: launched, with its run, or failed, with the error."""
+    """A delivery that was decided: launched with its run, skipped with the run that its key had launched before, failed
+    with the error, given up, or kept waiting until a time for a reason."""
 
     id: uuid.UUID
     trigger_id: uuid.UUID
@@ -31,6 +33,71 @@ class Decided(NamedTuple):
     workflow_definition_id: uuid.UUID
     correlation_id: str
     parameters: str
+    dedupe_key: str | None = None
+    concurrency_key: str | None = None
+    is_probe: bool = False
+    retry_state: RetryState = "none"
+    next_attempt_at: datetime | None = None
+    retry_attempts: int = 0
+    reason: str | None = None
+    plan_version: int = 0
+    metadata: Mapping[str, Any] = MappingProxyType({})
+    source: str = ""
+    ingress_sequence: int = 0
+
+
+class Due(NamedTuple):
+    """A waiting delivery that is due, not locked."""
+
+    id: uuid.UUID
+    trigger_id: uuid.UUID
+    source: str | None
+
+
+class Taken(NamedTuple):
+    """A due delivery that this transaction has locked."""
+
+    id: uuid.UUID
+    trigger_id: uuid.UUID
+    event_id: uuid.UUID
+    status: DeliveryStatus
+    reason: str | None
+    retry_attempts: int
+    next_attempt_at: datetime
+    source: str | None
+
+
+class Stale(NamedTuple):
+    """A waiting delivery, locked, whose time belongs to an older plan."""
+
+    id: uuid.UUID
+    event_id: uuid.UUID
+    retry_attempts: int
+    next_attempt_at: datetime
+    ingress_sequence: int
+    reason: str | None
+    concurrency_key: str | None
+    received_at: datetime
+
+
+class Moved(NamedTuple):
+    """The new time of a waiting delivery, or that it was given up."""
+
+    id: uuid.UUID
+    status: DeliveryStatus
+    retry_state: RetryState
+    next_attempt_at: datetime | None
+    retry_attempts: int
+    reason: str | None
+    last_error: str | None
+    metadata: dict[str, Any]
+    plan_version: int
+
+
+_LAUNCH = Decided._fields[: Decided._fields.index("retry_state")]
+_SETTLE = Decided._fields[: Decided._fields.index("metadata")]
+_HOLD = ("id", "trigger_id", "event_id", "trigger_version", "status", "dedupe_key", "last_error", "next_attempt_at",
+         "retry_attempts", "reason", "source", "concurrency_key", "ingress_sequence", "plan_version")  # fmt: skip
 
 
 class EventDelivery(NamedTuple):
@@ -43,8 +110,86 @@ class EventDelivery(NamedTuple):
 
 async def launch(connection: Connection, decided: Sequence[Decided], now: datetime) -> list[uuid.UUID]:
     """Record the deliveries and create the runs of those that launch, stamped with `now`. The runs created."""
-    columns = [list(column) for column in zip(*decided, strict=True)]
-    return [row[0] for row in await connection.fetch(_sql["launch"], *columns, now)]
+    if not decided:
+        return []
+    return [row[0] for row in await connection.fetch(_sql["launch"], *_columns(decided, _LAUNCH), now)]
+
+
+async def hold(connection: Connection, held: Sequence[Decided], now: datetime) -> None:
+    """Record deliveries that must wait."""
+    if held:
+        await connection.execute(_sql["hold"], *_columns(held, _HOLD), json_texts(dict(d.metadata) for d in held), now)
+
+
+async def due_triggers(connection: Connection, limit: int) -> list[uuid.UUID]:
+    """Triggers with due deliveries, the longest due first."""
+    return [row[0] for row in await connection.fetch(_sql["due_triggers"], limit)]
+
+
+async def list_due(connection: Connection, trigger_ids: Sequence[uuid.UUID], of_each: int) -> list[Due]:
+    """Due deliveries of the triggers, in the order of their times; not locked."""
+    return [Due(*row) for row in await connection.fetch(_sql["list_due"], trigger_ids, of_each)]
+
+
+async def take(connection: Connection, ids: Sequence[uuid.UUID]) -> list[Taken]:
+    """Lock those of the deliveries that are still due, oldest event first."""
+    return [Taken(*row) for row in await connection.fetch(_sql["take"], ids)] if ids else []
+
+
+class Claim(NamedTuple):
+    """A worker that claims the runs of these definitions in the transaction that creates them."""
+
+    worker: str | None
+    lease_ms: int
+    definitions: Sequence[uuid.UUID]
+
+
+NOBODY = Claim(None, 0, ())
+
+
+async def settle(
+    connection: Connection, decided: Sequence[Decided], now: datetime, claim: Claim = NOBODY
+) -> list[uuid.UUID]:
+    """Write what became of deliveries that this transaction has locked. The runs created."""
+    if not decided:
+        return []
+    columns = _columns(decided, _SETTLE)
+    metadata = json_texts(dict(d.metadata) for d in decided)
+    return [row[0] for row in await connection.fetch(_sql["settle"], *columns, metadata, now, *claim)]
+
+
+async def take_stale(
+    connection: Connection, trigger_id: uuid.UUID, *, plan_version: int, after: int, limit: int
+) -> list[Stale]:
+    """Lock waiting deliveries whose time belongs to an older plan, in the order of arrival."""
+    rows = await connection.fetch(_sql["take_stale"], trigger_id, plan_version, after, limit)
+    return [Stale(*row) for row in rows]
+
+
+async def move(connection: Connection, moved: Sequence[Moved]) -> None:
+    """Give waiting deliveries that this transaction has locked a new time, or give them up."""
+    if moved:
+        columns = _columns(moved, Moved._fields)
+        columns[7] = json_texts(m.metadata for m in moved)
+        await connection.execute(_sql["move"], *columns)
+
+
+async def release_sources(connection: Connection, limit: int) -> int:
+    """Make deliveries due that waited for their source to be resumed, once it is; how many."""
+    return len(await connection.fetch(_sql["release_sources"], limit))
+
+
+async def next_due_seconds(connection: Connection) -> float | None:
+    """Seconds until the next waiting delivery that is not due yet."""
+    found: float | None = await connection.fetchval(_sql["next_due"])
+    return found
+
+
+async def bury(connection: Connection, letters: Sequence[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]) -> None:
+    """Dead letters (delivery, event, reason, detail) for deliveries that were given up."""
+    if letters:
+        ids, event_ids, reasons, details = zip(*letters, strict=True)
+        await connection.execute(_sql["bury"], list(ids), list(event_ids), list(reasons), json_texts(details))
 
 
 async def insert(connection: Connection, deliveries: Sequence[Delivery]) -> set[uuid.UUID]:
@@ -105,6 +250,10 @@ async def list_of_event(connection: Connection, event_id: uuid.UUID) -> list[Eve
     """The deliveries of one event, in order."""
     rows = await connection.fetch(_sql["list_of_event"], event_id)
     return [EventDelivery(_delivery(row), row["trigger_name"], row["workflow"]) for row in rows]
+
+
+def _columns(rows: Sequence[Any], fields: Sequence[str]) -> list[list[object]]:
+    return [[getattr(row, field) for row in rows] for field in fields]
 
 
 def _delivery(row: Row) -> Delivery:

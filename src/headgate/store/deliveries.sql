@@ -1,31 +1,176 @@
 -- name: launch
 -- Records decided deliveries and creates the runs of those that launch. A delivery that exists already creates
--- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($11), which
+-- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($14), which
 -- limits are counted by. Returns the runs created.
 with input as materialized (
   select * from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
-                       $8::uuid[], $9::text[], $10::text[])
+                       $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[])
     as u (id, trigger_id, event_id, trigger_version, status, last_error, run_id, workflow_definition_id,
-          correlation_id, parameters)
+          correlation_id, parameters, dedupe_key, concurrency_key, is_probe)
 ), clock as materialized (
-  select $11::timestamptz as now
+  select $14::timestamptz as now
 ), recorded as (
   insert into headgate.workflow_trigger_deliveries
-    (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, last_error, launched_at,
+    (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, dedupe_key, last_error, launched_at,
      created_at, updated_at)
-  select id, trigger_id, event_id, trigger_version, case when status = 'launched' then run_id end, status, 1,
-         last_error, case when status = 'launched' then now end, now, now
+  select id, trigger_id, event_id, trigger_version, run_id, status, 1, dedupe_key, last_error,
+         case when status = 'launched' then now end, now, now
     from input, clock
   on conflict (event_id, trigger_id) do nothing
   returning id
 )
 insert into headgate.workflow_runs
-  (id, workflow_definition_id, delivery_id, event_id, correlation_id, parameters, next_attempt_at, created_at,
-   updated_at)
-select run_id, workflow_definition_id, id, event_id, correlation_id, parameters::jsonb, now, now, now
+  (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
+   next_attempt_at, created_at, updated_at)
+select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
+       parameters::jsonb, now, now, now
   from input join recorded using (id), clock
  where status = 'launched'
 returning id
+
+-- name: hold
+-- Keeps deliveries that must wait, with their time, in the transaction that decided so ($16 is its time). One that exists
+-- for the trigger and event stays. Returns the ids.
+insert into headgate.workflow_trigger_deliveries
+  (id, trigger_id, event_id, trigger_version, status, attempts, dedupe_key, last_error, throttled_until, retry_state,
+   next_attempt_at, retry_attempts, retry_metadata, reason, source, concurrency_key, ingress_sequence, plan_version,
+   created_at, updated_at)
+select u.id, u.trigger_id, u.event_id, u.trigger_version, u.status, 1, u.dedupe_key, u.last_error,
+       case when u.status = 'throttled' then u.next_attempt_at end, 'scheduled', u.next_attempt_at, u.retry_attempts,
+       u.metadata::jsonb, u.reason, u.source, u.concurrency_key, u.ingress_sequence, u.plan_version, $16, $16
+  from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::text[], $8::timestamptz[],
+              $9::bigint[], $10::text[], $11::text[], $12::text[], $13::bigint[], $14::bigint[], $15::text[])
+    as u (id, trigger_id, event_id, trigger_version, status, dedupe_key, last_error, next_attempt_at, retry_attempts,
+          reason, source, concurrency_key, ingress_sequence, plan_version, metadata)
+on conflict (event_id, trigger_id) do nothing
+returning id
+
+-- name: due_triggers
+-- Triggers with due deliveries, the longest due first. The index is walked from trigger to trigger, so that a backlog
+-- costs no more than a single delivery.
+with recursive waiting (trigger_id) as (
+  (select d.trigger_id from headgate.workflow_trigger_deliveries d
+    where d.retry_state = 'scheduled' order by d.trigger_id limit 1)
+  union all
+  select (select d.trigger_id from headgate.workflow_trigger_deliveries d
+           where d.retry_state = 'scheduled' and d.trigger_id > w.trigger_id order by d.trigger_id limit 1)
+    from waiting w where w.trigger_id is not null
+)
+select w.trigger_id
+  from waiting w,
+       lateral (select d.next_attempt_at from headgate.workflow_trigger_deliveries d
+                 where d.trigger_id = w.trigger_id and d.retry_state = 'scheduled'
+                 order by d.next_attempt_at limit 1) first
+ where first.next_attempt_at <= headgate.now()
+ order by first.next_attempt_at
+ limit $1
+
+-- name: list_due
+-- Due deliveries of each of the triggers, at most $2 of each, in the order of their times, not locked.
+select d.id, t.trigger_id, d.source
+  from unnest($1::uuid[]) as t (trigger_id),
+       lateral (select d.id, d.source from headgate.workflow_trigger_deliveries d
+                 where d.trigger_id = t.trigger_id and d.retry_state = 'scheduled'
+                   and d.next_attempt_at <= headgate.now()
+                 order by d.next_attempt_at, d.ingress_sequence limit $2) d
+
+-- name: take
+-- Locks those of the given deliveries that are still due, oldest event first.
+select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source
+  from headgate.workflow_trigger_deliveries d
+ where d.id = any ($1::uuid[]) and d.retry_state = 'scheduled' and d.next_attempt_at <= headgate.now()
+ order by d.ingress_sequence, d.id
+   for update of d skip locked
+
+-- name: settle
+-- Writes what became of deliveries that this transaction has locked, and creates the runs of those that launch, stamped
+-- with the time of the decision ($20). Runs of the definitions $23 are claimed by the worker $21 for $22 ms at once.
+-- Returns the runs created.
+with input as materialized (
+  select * from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
+                       $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::text[],
+                       $15::timestamptz[], $16::bigint[], $17::text[], $18::bigint[], $19::text[])
+    as u (id, trigger_id, event_id, trigger_version, status, last_error, run_id, workflow_definition_id,
+          correlation_id, parameters, dedupe_key, concurrency_key, is_probe, retry_state, next_attempt_at,
+          retry_attempts, reason, plan_version, metadata)
+), clock as materialized (
+  select $20::timestamptz as now
+), settled as (
+  update headgate.workflow_trigger_deliveries d
+     set status = u.status, retry_state = u.retry_state, trigger_version = u.trigger_version,
+         workflow_run_id = u.run_id, launched_at = case when u.status = 'launched' then now end,
+         last_error = u.last_error, next_attempt_at = u.next_attempt_at,
+         throttled_until = case when u.status = 'throttled' then u.next_attempt_at end,
+         attempts = d.attempts + 1, retry_attempts = u.retry_attempts, retry_metadata = u.metadata::jsonb,
+         reason = u.reason, dedupe_key = u.dedupe_key, concurrency_key = u.concurrency_key,
+         plan_version = u.plan_version, claim_generation = d.claim_generation + 1, updated_at = now
+    from input u, clock
+   where d.id = u.id and d.retry_state = 'scheduled'
+  returning d.id
+), launched as (
+  select i.*, coalesce(i.workflow_definition_id = any ($23::uuid[]), false) as is_claimed
+    from input i join settled using (id) where i.status = 'launched'
+)
+insert into headgate.workflow_runs
+  (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
+   next_attempt_at, created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at)
+select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
+       parameters::jsonb, now, now, now, case when is_claimed then 'running' else 'pending' end, is_claimed::int,
+       is_claimed::int, case when is_claimed then $21 end,
+       case when is_claimed then now + $22::bigint * interval '1 ms' end, case when is_claimed then now end
+  from launched, clock
+returning id
+
+-- name: take_stale
+-- Locks waiting deliveries of a trigger whose time belongs to an older plan, in the order of arrival, after a given one.
+select d.id, d.event_id, d.retry_attempts, d.next_attempt_at, d.ingress_sequence, d.reason, d.concurrency_key,
+       (select e.received_at from headgate.workflow_events e where e.id = d.event_id) as received_at
+  from headgate.workflow_trigger_deliveries d
+ where d.trigger_id = $1 and d.retry_state = 'scheduled' and d.plan_version < $2 and d.ingress_sequence > $3
+ order by d.ingress_sequence
+ limit $4
+   for update of d
+
+-- name: move
+-- Gives waiting deliveries that this transaction has locked a new time, or gives them up.
+update headgate.workflow_trigger_deliveries d
+   set status = u.status, retry_state = u.retry_state, next_attempt_at = u.next_attempt_at,
+       throttled_until = case when u.status = 'throttled' then u.next_attempt_at end,
+       retry_attempts = u.retry_attempts, reason = u.reason, last_error = u.last_error,
+       retry_metadata = u.metadata::jsonb, plan_version = u.plan_version, claim_generation = d.claim_generation + 1,
+       updated_at = headgate.now()
+  from unnest($1::uuid[], $2::text[], $3::text[], $4::timestamptz[], $5::bigint[], $6::text[], $7::text[], $8::text[],
+              $9::bigint[])
+    as u (id, status, retry_state, next_attempt_at, retry_attempts, reason, last_error, metadata, plan_version)
+ where d.id = u.id
+
+-- name: release_sources
+-- Makes deliveries due now that waited for their source to be resumed, once it is. Returns how many.
+with freed as materialized (
+  select d.id from headgate.workflow_trigger_deliveries d
+   where d.retry_state = 'scheduled' and d.reason = 'source_paused' and d.next_attempt_at > headgate.now()
+     and not exists (select 1 from headgate.event_scheduler_sources s
+                      where s.source = d.source and s.paused_at is not null
+                        and (s.paused_until is null or s.paused_until > headgate.now()))
+   limit $1 for update of d skip locked
+)
+update headgate.workflow_trigger_deliveries d
+   set next_attempt_at = headgate.now(), claim_generation = d.claim_generation + 1, updated_at = headgate.now()
+  from freed where d.id = freed.id
+returning d.id
+
+-- name: next_due
+-- Seconds until the next waiting delivery that is not due yet, or null.
+select extract(epoch from min(next_attempt_at) - headgate.now())::float8
+  from headgate.workflow_trigger_deliveries
+ where retry_state = 'scheduled' and next_attempt_at > headgate.now()
+
+-- name: bury
+-- Dead letters for deliveries that were given up.
+insert into headgate.dead_letters (id, kind, subject_id, event_id, reason, detail)
+select headgate.uuid7(), 'delivery', u.id, u.event_id, u.reason, u.detail::jsonb
+  from unnest($1::uuid[], $2::uuid[], $3::text[], $4::text[]) as u (id, event_id, reason, detail)
+on conflict (kind, subject_id) do nothing
 
 -- name: insert
 -- Records deliveries as given, retry state included; one that exists for the trigger and event stays. Returns the ids.

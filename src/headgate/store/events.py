@@ -21,13 +21,6 @@ class Resolved(NamedTuple):
     same_body: bool
 
 
-class InboxBatch(NamedTuple):
-    """Events taken out of the inbox in this transaction, oldest first."""
-
-    events: list[Event]
-    registry_version: int
-
-
 async def insert(connection: Connection, events: Sequence[NewEvent]) -> set[uuid.UUID]:
     """Store events with their inbox rows; the ids of those that are new."""
     request = ([e.correlation_id for e in events], [e.traceparent for e in events])
@@ -41,14 +34,14 @@ async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[uu
     return {row["given_id"]: Resolved(row["id"], row["same_body"]) for row in rows}
 
 
-async def claim_inbox(connection: Connection, limit: int) -> InboxBatch:
+async def claim_inbox(connection: Connection, limit: int) -> list[Event]:
     """Take the oldest undecided events, for this transaction alone."""
-    return _batch(await connection.fetch(_sql["claim_inbox"], limit))
+    return [_event(row) for row in await connection.fetch(_sql["claim_inbox"], limit)]
 
 
-async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> InboxBatch:
+async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> list[Event]:
     """Take one undecided event; empty when another worker has it or it is decided."""
-    return _batch(await connection.fetch(_sql["claim_inbox_one"], ingress_sequence))
+    return [_event(row) for row in await connection.fetch(_sql["claim_inbox_one"], ingress_sequence)]
 
 
 async def list_inbox(connection: Connection, limit: int) -> list[int]:
@@ -113,10 +106,6 @@ def _columns(events: Sequence[NewEvent]) -> tuple[list[object], ...]:
         [e.ttl_ms for e in events],
         [e.metadata for e in events],
     )
-
-
-def _batch(rows: Sequence[Row]) -> InboxBatch:
-    return InboxBatch([_event(row) for row in rows], rows[0]["registry_version"] if rows else 0)
 
 
 def _event(row: Row) -> Event:

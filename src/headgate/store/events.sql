@@ -43,7 +43,6 @@ select u.id as given_id, e.id,
 
 -- name: claim_inbox
 -- Takes the oldest undecided events out of the inbox, for this transaction alone; rolled back, they are there again.
--- Each row carries the database's time and the registry's version, so that a batch decides by current triggers.
 -- The array and `offset 0` keep to index look-ups: as joins, a plan made while the tables were small reads all history.
 with oldest as materialized (
   select ingress_sequence from headgate.event_inbox order by ingress_sequence limit $1 for update skip locked
@@ -51,7 +50,7 @@ with oldest as materialized (
   delete from headgate.event_inbox where ingress_sequence = any (array(select ingress_sequence from oldest))
   returning event_id
 )
-select e.*, (select version from headgate.registry_version) as registry_version
+select e.*
   from claimed, lateral (
     select id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
            metadata, traceparent
@@ -67,8 +66,7 @@ with given as materialized (
   delete from headgate.event_inbox where ingress_sequence in (select ingress_sequence from given) returning event_id
 )
 select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent,
-       (select version from headgate.registry_version) as registry_version
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
   from claimed join headgate.workflow_events e on e.id = claimed.event_id
 
 -- name: list_inbox

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,8 +29,18 @@ async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: in
     return {row[0] for row in rows}
 
 
-async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> set[uuid.UUID]:
-    """End runs that are still held. The ids ended."""
+class EndedRun(NamedTuple):
+    """A run that has just ended, as its row says: the limits of its trigger may have changed while it was running."""
+
+    id: uuid.UUID
+    status: RunStatus
+    trigger_id: uuid.UUID | None
+    concurrency_key: str | None
+    is_probe: bool
+
+
+async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> list[EndedRun]:
+    """End runs that are still held; those ended."""
     rows = await connection.fetch(
         _sql["finish"],
         [f.id for f in finished],
@@ -38,7 +49,7 @@ async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> set
         [f.output for f in finished],
         [f.error for f in finished],
     )
-    return {row[0] for row in rows}
+    return [EndedRun(*row) for row in rows]
 
 
 async def hand_back(connection: Connection, held: Sequence[ClaimedRun]) -> set[uuid.UUID]:
@@ -56,6 +67,20 @@ async def next_due_seconds(connection: Connection, definitions: Sequence[uuid.UU
     """Seconds until the next pending run is due (negative when overdue), or None."""
     seconds: float | None = await connection.fetchval(_sql["next_due"], definitions)
     return seconds
+
+
+async def list_unfinished(
+    connection: Connection, trigger_id: uuid.UUID, *, after: uuid.UUID, limit: int
+) -> list[tuple[uuid.UUID, uuid.UUID | None]]:
+    """A trigger's unfinished runs with their events, locked, in the order of their ids."""
+    return [(row[0], row[1]) for row in await connection.fetch(_sql["list_unfinished"], trigger_id, after, limit)]
+
+
+async def set_concurrency_keys(
+    connection: Connection, run_ids: Sequence[uuid.UUID], keys: Sequence[str | None]
+) -> None:
+    """Say whose concurrency slots unfinished runs hold; None: nobody's."""
+    await connection.execute(_sql["set_concurrency_keys"], run_ids, keys)
 
 
 async def get(connection: Connection, run_id: uuid.UUID) -> Run | None:

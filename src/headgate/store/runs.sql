@@ -13,7 +13,8 @@ update headgate.workflow_runs r
        updated_at = now
   from due, clock, headgate.workflow_definitions w
  where r.id = due.id and w.id = r.workflow_definition_id
-returning r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation
+returning r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation,
+          r.trigger_id, r.concurrency_key, r.is_probe
 
 -- name: renew
 -- Extends the leases a worker still holds. Returns the ids; a run that is missing there belongs to someone else.
@@ -24,7 +25,7 @@ update headgate.workflow_runs r
 returning r.id
 
 -- name: finish
--- Ends runs that their worker still holds. Returns the ids; a worker that lost its claim changes nothing.
+-- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing.
 with clock as materialized (
   select headgate.now() as now
 )
@@ -34,7 +35,7 @@ update headgate.workflow_runs r
   from unnest($1::uuid[], $2::bigint[], $3::text[], $4::text[], $5::text[])
          as u (id, claim_generation, status, output, error), clock
  where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
-returning r.id
+returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
 
 -- name: hand_back
 -- Gives runs that a stopping worker holds back, due at once. Returns the ids.
@@ -64,6 +65,19 @@ returning r.id
 select extract(epoch from min(next_attempt_at) - headgate.now())::float8
   from headgate.workflow_runs
  where status = 'pending' and workflow_definition_id = any ($1::uuid[])
+
+-- name: list_unfinished
+-- A page of a trigger's unfinished runs with their events, locked, after a given one.
+select id, event_id from headgate.workflow_runs
+ where trigger_id = $1 and status in ('pending', 'running') and id > $2
+ order by id limit $3 for update
+
+-- name: set_concurrency_keys
+-- Says whose concurrency slots unfinished runs hold; null: nobody's.
+update headgate.workflow_runs r
+   set concurrency_key = u.concurrency_key
+  from unnest($1::uuid[], $2::text[]) as u (id, concurrency_key)
+ where r.id = u.id and r.concurrency_key is distinct from u.concurrency_key
 
 -- name: get
 -- One run.

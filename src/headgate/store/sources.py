@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headgate.model.source import BreakerState, Gate, RateLimit
+from headgate.model.source import BreakerState, Gate, Hold, RateLimit
 from headgate.store.db import Connection, Row, TransientConflict
 from headgate.store.sql import load
 
@@ -73,8 +73,14 @@ class SourceMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def share(connection: Connection, sources: Sequence[str]) -> None:
-    """Say that this transaction may launch for the sources: a pause waits for it, and it for a pause."""
+    """Say that this transaction may launch for the sources, by the triggers as they are: a pause, or a change of a
+    trigger, waits for it, and it for them."""
     await connection.fetch(_sql["share"], [*sources, DEFAULT])
+
+
+async def share_all(connection: Connection) -> None:
+    """Say that this transaction may launch for any source."""
+    await connection.fetch(_sql["share_all"])
 
 
 async def exclude(connection: Connection, source: str) -> None:
@@ -86,6 +92,25 @@ async def now(connection: Connection) -> datetime:
     """The database's time."""
     found: datetime = await connection.fetchval(_sql["now"])
     return found
+
+
+async def moment(connection: Connection) -> tuple[datetime, int]:
+    """The database's time, and the version of the registry of triggers."""
+    row = await connection.fetchrow(_sql["moment"])
+    assert row is not None
+    return row[0], row[1]
+
+
+async def paused(connection: Connection, sources: Sequence[str]) -> dict[str, Hold]:
+    """Those of the sources that someone has paused; stable once this transaction shares their locks."""
+    rows = await connection.fetch(_sql["paused"], list(sources))
+    return {row["source"]: source_hold(row) for row in rows}
+
+
+def source_hold(row: Row) -> Hold:
+    """The pause of a source, as a row tells it."""
+    reason = row["pause_reason"] or "no reason given"
+    return Hold("paused", row["paused_until"], f"source {row['source']} is paused by {row['paused_by']}: {reason}")
 
 
 async def lock(connection: Connection, sources: Sequence[str]) -> dict[str, LockedSource]:

@@ -1,9 +1,16 @@
 -- name: share
 -- Says that this transaction may launch for the sources. A pause, a resume and a change of limits take the same lock
 -- alone: when their call returns, no launch decided before them is still on its way. Sources share 64 locks, so that a
--- batch of many sources cannot use up the server's lock table.
-select pg_advisory_xact_lock_shared(8701, k.key)
-  from (select distinct hashtext(s) & 63 as key from unnest($1::text[]) as s order by 1) k
+-- batch of many sources cannot use up the server's lock table. The same for the triggers (8702): whoever changes or
+-- pauses one takes that lock alone.
+select pg_advisory_xact_lock_shared(k.class, k.key)
+  from (select distinct 8701 as class, hashtext(s) & 63 as key from unnest($1::text[]) as s
+        union all select 8702, 0 order by 1, 2) k
+
+-- name: share_all
+-- The same for whatever source: for a transaction that learns only later what it launches.
+select pg_advisory_xact_lock_shared(k.class, k.key)
+  from (select 8701 as class, generate_series(0, 63) as key union all select 8702, 0 order by 1, 2) k
 
 -- name: exclude
 -- Waits until no transaction that may launch for the source is under way, and keeps new ones out until the commit.
@@ -43,6 +50,15 @@ select s.source, w.ingress_sequence
 -- name: now
 -- The database's time, read after the locks are held.
 select headgate.now()
+
+-- name: moment
+-- The database's time and the version of the registry of triggers, read after the locks are held.
+select headgate.now(), (select version from headgate.registry_version)
+
+-- name: paused
+-- Those of the sources that someone has paused, and until when. The caller has said that it may launch for them.
+select s.source, s.paused_until, s.pause_reason, s.paused_by from headgate.event_scheduler_sources s
+ where s.source = any ($1::text[]) and s.paused_at is not null and (s.paused_until is null or s.paused_until > headgate.now())
 
 -- name: save
 -- Writes back what a batch changed in the sources it holds.

@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_SOURCES = 200
+MAX_TRIGGERS = 200
 OTHER = "other"
 REGISTRY = CollectorRegistry()
 
@@ -28,6 +29,15 @@ INGRESS_LAG = Histogram(
 )  # fmt: skip
 EVENT_RETRIES = Counter(
     "headgate_event_retries", "Held events: scheduled, due, completed, rescheduled, cancelled, exhausted", ["outcome"],
+    registry=REGISTRY,
+)  # fmt: skip
+DELIVERY_RETRIES = Counter(
+    "headgate_delivery_retries", "Held deliveries: scheduled, due, completed, rescheduled, cancelled, exhausted",
+    ["outcome"], registry=REGISTRY,
+)  # fmt: skip
+TRIGGER_EVALUATIONS = Counter(
+    "headgate_trigger_evaluations",
+    "What triggers decided: filtered, matched, launched, throttled, skipped, failed, paused", ["trigger", "status"],
     registry=REGISTRY,
 )  # fmt: skip
 RECONCILE_REQUEUED = Counter(
@@ -51,11 +61,13 @@ DATABASE_UP = Gauge("headgate_database_up", "Whether the shared state could be r
 
 for _outcome in ("scheduled", "due", "completed", "rescheduled", "cancelled", "exhausted"):
     EVENT_RETRIES.labels(_outcome)
+    DELIVERY_RETRIES.labels(_outcome)
 for _kind in ("events", "deliveries", "steps", "runs"):
     RECONCILE_REQUEUED.labels(_kind)
 
 _DECISIONS = {"rate_limit": "throttled", "paused": "paused", "breaker_open": "paused"}
 _sources: set[str] = set()
+_triggers: set[str] = set()
 
 
 class SharedState(NamedTuple):
@@ -72,11 +84,20 @@ class SharedState(NamedTuple):
 
 def source_label(source: str) -> str:
     """The label of a source. The first `MAX_SOURCES` keep their name, so that no producer can grow us without end."""
-    if source in _sources:
-        return source
-    if len(_sources) < MAX_SOURCES:
-        _sources.add(source)
-        return source
+    return _capped(source, _sources, MAX_SOURCES)
+
+
+def trigger_label(trigger: str) -> str:
+    """The label of a trigger; the first `MAX_TRIGGERS` keep theirs."""
+    return _capped(trigger, _triggers, MAX_TRIGGERS)
+
+
+def _capped(name: str, known: set[str], limit: int) -> str:
+    if name in known:
+        return name
+    if len(known) < limit:
+        known.add(name)
+        return name
     return OTHER
 
 
@@ -98,6 +119,11 @@ def refused(holds: Iterable[tuple[str, str | None]]) -> None:
     """Events that the gate holds back: the source, and the reason. An open breaker counts as a pause."""
     for source, reason in holds:
         SOURCE_DECISIONS.labels(source_label(source), _DECISIONS.get(reason or "", "throttled")).inc()
+
+
+def evaluated(trigger: str, status: str, count: int = 1) -> None:
+    """What a trigger decided about events."""
+    TRIGGER_EVALUATIONS.labels(trigger_label(trigger), status).inc(count)
 
 
 def show(state: SharedState | None) -> None:

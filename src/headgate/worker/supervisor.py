@@ -7,15 +7,23 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping
+from datetime import datetime
+from typing import Literal
 
+from headgate.flow.batch import Batch
+from headgate.flow.delivery_replan import DeliveryReplan
+from headgate.flow.delivery_retry import DeliveryRetry
+from headgate.flow.delivery_retry import Turn as DeliveryTurn
 from headgate.flow.dispatch import Dispatch
+from headgate.flow.match import Matcher
 from headgate.flow.reconcile import Reconcile, Requeue
 from headgate.flow.replan import Replan
-from headgate.flow.retry import Retry, Turn
+from headgate.flow.retry import Retry
 from headgate.flow.run import Runner
+from headgate.flow.slots import Freed
 from headgate.flow.workflow import Workflow
 from headgate.queue.choose import open_queue
-from headgate.queue.wakeups import event_wakeups
+from headgate.queue.wakeups import delivery_wakeups, event_wakeups
 from headgate.settings import Settings
 from headgate.store import durability, migrate
 from headgate.store.db import Database
@@ -23,6 +31,8 @@ from headgate.telemetry.logs import logger
 from headgate.worker.loop import Loop
 
 _log = logger("worker")
+
+RetryTopic = Literal["retries", "deliveries"]
 
 # While a backlog drains, a turn every so often takes what has come due since.
 DRAIN_SECONDS = 0.02
@@ -38,39 +48,74 @@ class Worker:
         self._settings = settings
         self._database = Database(settings.require_database_url(), "worker", size=8)
         self._queue = open_queue(settings, self._database)
-        self._dispatch = Dispatch(
-            self._database,
-            batch_size=settings.batch_size,
-            after_launch=lambda: self._queue.hint("runs"),
-            after_hold=lambda held: self._queue.schedule(event_wakeups(held)),
-            breaker=settings.source_error,
-        )
-        self._retry = Retry(
-            self._database,
-            batch_size=settings.batch_size,
-            after_launch=lambda: self._queue.hint("runs"),
-            after_plan=lambda: self._queue.hint("plans"),
-            breaker=settings.source_error,
-        )
-        self._replan = Replan(
-            self._database,
-            policy=settings.event_retry,
-            max_age_ms=settings.event_retry_max_age_ms,
-            after_move=lambda moved: self._queue.schedule(event_wakeups(moved)),
-        )
-        self._retry_rest = 0.0
+        matcher = Matcher()  # one for all stages: a thousand triggers are compiled once
+        self._dispatch, self._retry, self._replan = self._event_stages(matcher)
+        self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
+        self._rests = {"retries": 0.0, "deliveries": 0.0}
         self._runner = Runner(
             self._database,
             workflows,
             worker=self.name,
             concurrency=settings.worker_concurrency,
             lease_ms=settings.lease_ms,
+            breaker=settings.trigger_error,
+            fill=self._delivery_retry.fill,
+            after_free=self._after_free,
         )
         self._runner.serve(definitions)
         self._reconcile = Reconcile(self._database, batch_size=settings.batch_size)
         self._requeue = Requeue(self._database, self._queue, batch_size=settings.batch_size)
         self._workflows = sorted(workflows)
         self._stopping = asyncio.Event()
+
+    def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, Retry, Replan]:
+        settings, queue = self._settings, self._queue
+        batch = Batch(
+            settings.source_error,
+            matcher=matcher,
+            trigger_breaker=settings.trigger_error,
+            trigger_retry=settings.trigger_retry,
+            after_hold=lambda held: queue.schedule(delivery_wakeups(held)),
+        )
+        dispatch = Dispatch(
+            self._database,
+            batch_size=settings.batch_size,
+            after_launch=lambda: queue.hint("runs"),
+            after_hold=lambda held: queue.schedule(event_wakeups(held)),
+            batch=batch,
+        )
+        retry = Retry(
+            self._database,
+            batch_size=settings.batch_size,
+            after_launch=lambda: queue.hint("runs"),
+            after_plan=lambda: queue.hint("plans"),
+            batch=batch,
+        )
+        replan = Replan(
+            self._database,
+            policy=settings.event_retry,
+            after_move=lambda moved: queue.schedule(event_wakeups(moved)),
+        )
+        return dispatch, retry, replan
+
+    def _delivery_stages(self, matcher: Matcher) -> tuple[DeliveryRetry, DeliveryReplan]:
+        settings, queue = self._settings, self._queue
+        retry = DeliveryRetry(
+            self._database,
+            batch_size=settings.batch_size,
+            after_launch=lambda: queue.hint("runs"),
+            after_hold=lambda held: queue.schedule(delivery_wakeups(held)),
+            after_plan=lambda: queue.hint("plans"),
+            matcher=matcher,
+            breaker=settings.trigger_error,
+            policy=settings.trigger_retry,
+        )
+        replan = DeliveryReplan(
+            self._database,
+            policy=settings.trigger_retry,
+            after_move=lambda moved: queue.schedule(delivery_wakeups(moved)),
+        )
+        return retry, replan
 
     def stop(self) -> None:
         """Begin to stop; `run` returns when everything is finished or handed back."""
@@ -86,7 +131,8 @@ class Worker:
         lease = self._settings.lease_ms / 1000
         claiming = [
             Loop("dispatch", self._dispatch_once, rest_seconds=poll, wake=self._queue.wake("inbox")),
-            Loop("retry", self._retry_once, rest_seconds=lambda: self._retry_rest, wake=self._queue.wake("retries")),
+            self._retry_loop("retries", self._retry),
+            self._retry_loop("deliveries", self._delivery_retry),
             Loop("replan", self._replan_once, rest_seconds=poll, wake=self._queue.wake("plans")),
             Loop("run", self._run_once, rest_seconds=poll, wake=self._queue.wake("runs")),
             Loop("reconcile", self._reconcile_once, rest_seconds=min(lease / 3, 1.0)),
@@ -118,27 +164,44 @@ class Worker:
         outcome = await self._dispatch.run_once()
         return outcome.events
 
-    async def _retry_once(self) -> int:
-        turn = await self._retry.run_once()
-        if turn.due == 0 and not turn.replanned:
-            self._retry_rest = await self._until_next_slot(turn)
-            return 0
-        # Slots of a drain lie close together: let some come due, so that each turn is a batch.
-        self._retry_rest = 0 if turn.due >= self._settings.batch_size else DRAIN_SECONDS
-        return 0
+    def _retry_loop(self, topic: RetryTopic, retry: Retry | DeliveryRetry) -> Loop:
+        """Looks at what is due, and rests until the next slot."""
 
-    async def _until_next_slot(self, turn: Turn) -> float:
+        async def once() -> int:
+            turn = await retry.run_once()
+            if turn.due == 0 and not turn.replanned:
+                self._rests[topic] = await self._until_next_slot(retry, turn.look_at, turn.now)
+            else:
+                # Slots of a drain lie close together: let some come due, so that each turn is a batch.
+                self._rests[topic] = 0 if turn.due >= self._settings.batch_size else DRAIN_SECONDS
+            return 0
+
+        return Loop(topic, once, rest_seconds=lambda: self._rests[topic], wake=self._queue.wake(topic))
+
+    async def _until_next_slot(
+        self, retry: Retry | DeliveryRetry, look_at: datetime | None, now: datetime | None
+    ) -> float:
         poll = self._settings.poll_ms / 1000
-        if turn.look_at is not None and turn.now is not None:
-            return min(poll, max(DRAIN_SECONDS, (turn.look_at - turn.now).total_seconds()))
-        seconds = await self._retry.next_look_seconds()
+        if look_at is not None and now is not None:
+            return min(poll, max(DRAIN_SECONDS, (look_at - now).total_seconds()))
+        seconds = await retry.next_look_seconds()
         return poll if seconds is None else min(poll, max(DRAIN_SECONDS, seconds))
 
     async def _replan_once(self) -> int:
-        moved = await self._replan.run_once()
+        moved, deliveries_moved = await self._replan.run_once(), await self._delivery_replan.run_once()
         if moved:
             self._queue.hint("retries")
-        return moved
+        if deliveries_moved:
+            self._queue.hint("deliveries")
+        return moved + deliveries_moved
+
+    def _after_free(self, freed: Freed) -> None:
+        if isinstance(freed.filled, DeliveryTurn):
+            self._delivery_retry.committed(freed.filled)
+        if freed.woken:
+            self._queue.hint("deliveries")
+        if freed.moves:
+            self._queue.hint("plans")
 
     async def _run_once(self) -> int:
         started = await self._runner.run_once()

@@ -1,0 +1,66 @@
+"""The operator's verbs about deliveries that wait: exactly one of cancelling and launching wins."""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+from typing import Literal
+
+from headgate.errors import Conflict, NotFound
+from headgate.store import audit, decisions, held_deliveries, trigger_gates
+from headgate.store.db import Connection, Database
+from headgate.store.decisions import Recorded
+from headgate.store.held_deliveries import Changed, HeldDelivery
+from headgate.telemetry import metrics
+from headgate.telemetry.logs import logger
+
+_log = logger("control")
+
+
+async def cancel_delivery(database: Database, delivery_id: uuid.UUID, actor: str) -> None:
+    """Cancel a delivery that waits: it will not launch, whatever was in flight. Conflict when it does not wait."""
+    changed = await database.run(partial(_change_waiting, delivery_id=delivery_id, actor=actor, verb="cancel"))
+    metrics.DELIVERY_RETRIES.labels("cancelled").inc()
+    _log.info("delivery.retry_cancelled", delivery_id=str(delivery_id), event_id=str(changed.event_id),
+              trigger_id=str(changed.trigger_id), actor=actor)  # fmt: skip
+
+
+async def force_delivery(database: Database, delivery_id: uuid.UUID, actor: str) -> None:
+    """Make a delivery that waits due now; its trigger's gate is still asked. Conflict when it does not wait."""
+    changed = await database.run(partial(_change_waiting, delivery_id=delivery_id, actor=actor, verb="force"))
+    _log.info("delivery.retry_forced", delivery_id=str(delivery_id), event_id=str(changed.event_id),
+              trigger_id=str(changed.trigger_id), actor=actor)  # fmt: skip
+
+
+async def _change_waiting(
+    connection: Connection, *, delivery_id: uuid.UUID, actor: str, verb: Literal["cancel", "force"]
+) -> Changed:
+    known = await held_deliveries.get(connection, delivery_id)
+    if known is None:
+        raise NotFound(f"no delivery {delivery_id}")
+    reason = f"cancelled by {actor}" if verb == "cancel" else None
+    if reason is not None:
+        changed = await _cancel(connection, known, reason)
+    else:
+        changed = await held_deliveries.force(connection, delivery_id)
+    if changed is None:
+        now = await held_deliveries.get(connection, delivery_id)
+        raise Conflict(f"delivery {delivery_id} is no longer waiting: it is {(now or known).status}")
+    done = "cancelled" if verb == "cancel" else "forced"
+    recorded = Recorded(
+        changed.event_id, None, "deliver", done, reason=reason, attempt=changed.retry_attempts, actor=actor,
+        trigger_id=changed.trigger_id,
+    )  # fmt: skip
+    await decisions.insert(connection, [recorded])
+    await audit.insert(connection, actor=actor, action=f"delivery.{verb}", subject=str(delivery_id))
+    return changed
+
+
+async def _cancel(connection: Connection, known: HeldDelivery, reason: str) -> Changed | None:
+    if known.reason != "concurrency" or known.concurrency_key is None:
+        return await held_deliveries.cancel(connection, known.id, reason)
+    # A slot may have been meant for it: then the next in line has to be told.
+    await trigger_gates.lock(connection, always=[known.trigger_id])
+    changed = await held_deliveries.cancel(connection, known.id, reason)
+    await trigger_gates.wake(connection, [(known.trigger_id, known.concurrency_key)])
+    return changed

@@ -1,0 +1,46 @@
+"""The operator's verbs about events that their source holds back: exactly one of cancelling and launching wins."""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+from typing import Literal
+
+from headgate.errors import Conflict, NotFound
+from headgate.store import audit, decisions, ingress_retries
+from headgate.store.db import Connection, Database
+from headgate.store.decisions import Recorded
+from headgate.telemetry import metrics
+from headgate.telemetry.logs import logger
+
+_log = logger("control")
+
+
+async def cancel_event(database: Database, event_id: uuid.UUID, actor: str) -> None:
+    """Cancel an event that waits: it will not be launched, whatever was in flight. Conflict when it does not wait."""
+    await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="cancel"))
+    metrics.EVENT_RETRIES.labels("cancelled").inc()
+    _log.info("event.retry_cancelled", event_id=str(event_id), actor=actor)
+
+
+async def force_event(database: Database, event_id: uuid.UUID, actor: str) -> None:
+    """Make an event that waits due now; the gate is still asked. Conflict when it does not wait."""
+    await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="force"))
+    _log.info("event.retry_forced", event_id=str(event_id), actor=actor)
+
+
+async def _change_waiting(
+    connection: Connection, *, event_id: uuid.UUID, actor: str, verb: Literal["cancel", "force"]
+) -> None:
+    if verb == "cancel":
+        found = await ingress_retries.cancel(connection, event_id, f"cancelled by {actor}")
+    else:
+        found = await ingress_retries.force(connection, event_id)
+    if found is None:
+        row = await ingress_retries.get(connection, event_id)
+        if row is None:
+            raise NotFound(f"event {event_id} is not held: it has no retry")
+        raise Conflict(f"event {event_id} is no longer waiting: its retry is {row.retry_state}")
+    done = "cancelled" if verb == "cancel" else "forced"
+    await decisions.insert(connection, [Recorded(event_id, None, "gate", done, None, None, found[1], actor)])
+    await audit.insert(connection, actor=actor, action=f"event.{verb}", subject=str(event_id))

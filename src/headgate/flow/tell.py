@@ -1,0 +1,77 @@
+"""Tell: the lines, counters and log entries about deliveries, the same whichever stage decided them."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+
+from headgate.model.trigger import CompiledTrigger
+from headgate.model.trigger_gate import TriggerMove
+from headgate.store.decisions import Recorded
+from headgate.store.deliveries import Decided
+from headgate.telemetry import metrics
+from headgate.telemetry.logs import logger
+
+_log = logger("deliver")
+
+
+def trigger_name(trigger: CompiledTrigger) -> str:
+    """A trigger as metrics call it."""
+    return f"{trigger.trigger.workflow}/{trigger.trigger.name}"
+
+
+def held_line(one: Decided, now: datetime) -> Recorded:
+    """The line of the event's story about a delivery that waits, or waits no more."""
+    decision = "rescheduled" if one.retry_state == "scheduled" and one.retry_attempts > 1 else one.status
+    return Recorded(
+        one.event_id,
+        now,
+        "deliver",
+        decision,
+        one.last_error,
+        one.next_attempt_at,
+        one.retry_attempts or None,
+        trigger_id=one.trigger_id,
+    )
+
+
+def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newcomers: bool) -> None:
+    """Count and log, after the commit, what was decided about deliveries."""
+    for (trigger_id, status), count in Counter((d.trigger_id, d.status) for d in decided).items():
+        metrics.evaluated(names.get(trigger_id, str(trigger_id)), status, count)
+    outcomes = Counter(_outcome(d, are_newcomers) for d in decided)
+    for outcome, count in outcomes.items():
+        if outcome is not None:
+            metrics.DELIVERY_RETRIES.labels(outcome).inc(count)
+    for one in decided:
+        if are_newcomers and one.status == "launched":
+            continue  # the run itself tells
+        log = _log.warning if one.status in ("failed", "exhausted") else _log.info
+        log(
+            f"delivery.{one.status}",
+            delivery_id=str(one.id),
+            event_id=str(one.event_id),
+            trigger_id=str(one.trigger_id),
+            correlation_id=one.correlation_id,
+            source=one.source,
+            attempt=one.retry_attempts,
+            next_attempt_at=one.next_attempt_at,
+            reason=one.last_error,
+        )
+
+
+def tell_moves(moves: Iterable[TriggerMove]) -> None:
+    """Log, after the commit, the triggers whose breaker moved."""
+    for one in moves:
+        log = _log.info if one.move == "closed" else _log.error
+        log(f"trigger.breaker_{one.move}", trigger_id=str(one.trigger_id), reason=one.reason)
+
+
+def _outcome(one: Decided, is_newcomer: bool) -> str | None:
+    if one.retry_state == "scheduled":
+        return "scheduled" if is_newcomer else "rescheduled"
+    if is_newcomer:
+        return None
+    return one.retry_state

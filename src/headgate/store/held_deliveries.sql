@@ -1,0 +1,115 @@
+-- name: list_waiting
+-- A page of waiting deliveries in the order in which they become due. Nobody can say when one goes on whose trigger (or
+-- source, if that is why it waits) is paused without an end, that waits for a trial run to end, or for a slot: its ETA
+-- is null.
+select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at,
+       case when (g.paused_at is not null and g.paused_until is null) or g.breaker_state = 'half_open'
+              or (d.reason = 'source_paused' and s.paused_at is not null and s.paused_until is null)
+              or (d.reason = 'concurrency' and d.next_attempt_at > headgate.now()) then null
+            else greatest(0, extract(epoch from d.next_attempt_at - headgate.now()))::float8 end as eta_seconds
+  from headgate.workflow_trigger_deliveries d
+  join headgate.workflow_events e on e.id = d.event_id
+  join headgate.workflow_event_triggers t on t.id = d.trigger_id
+  join headgate.workflow_definitions w on w.id = t.workflow_definition_id
+  left join headgate.event_scheduler_triggers g on g.trigger_id = d.trigger_id
+  left join headgate.event_scheduler_sources s on s.source = e.source
+ where d.retry_state = 'scheduled'
+   and ($1::uuid is null or d.trigger_id = $1)
+   and ($2::text is null or w.slug = $2)
+   and ($3::text is null or e.source = $3)
+   and ($4::text is null or d.reason = $4)
+   and ($5::timestamptz is null or (d.next_attempt_at, d.id) > ($5, $6::uuid))
+ order by d.next_attempt_at, d.id
+ limit $7
+
+-- name: list_settled
+-- A page of deliveries in another retry state, newest first.
+select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       null::timestamptz as next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at,
+       d.created_at, d.updated_at, null::float8 as eta_seconds
+  from headgate.workflow_trigger_deliveries d
+  join headgate.workflow_events e on e.id = d.event_id
+  join headgate.workflow_event_triggers t on t.id = d.trigger_id
+  join headgate.workflow_definitions w on w.id = t.workflow_definition_id
+ where d.retry_state = $1
+   and ($2::uuid is null or d.trigger_id = $2)
+   and ($3::text is null or w.slug = $3)
+   and ($4::text is null or e.source = $4)
+   and ($5::text is null or d.reason = $5)
+   and ($6::uuid is null or d.id < $6)
+ order by d.id desc
+ limit $7
+
+-- name: list_of_trigger
+-- A page of the deliveries of one trigger, newest first, whatever became of them.
+select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
+  from headgate.workflow_trigger_deliveries d
+  join headgate.workflow_events e on e.id = d.event_id
+  join headgate.workflow_event_triggers t on t.id = d.trigger_id
+  join headgate.workflow_definitions w on w.id = t.workflow_definition_id
+ where d.trigger_id = $1
+   and ($2::text is null or d.status = $2)
+   and ($3::uuid is null or d.id < $3)
+ order by d.id desc
+ limit $4
+
+-- name: list_recent
+-- A page of the deliveries of all triggers, newest first.
+select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
+  from headgate.workflow_trigger_deliveries d
+  join headgate.workflow_events e on e.id = d.event_id
+  join headgate.workflow_event_triggers t on t.id = d.trigger_id
+  join headgate.workflow_definitions w on w.id = t.workflow_definition_id
+ where ($1::text is null or d.status = $1)
+   and ($2::uuid is null or d.id < $2)
+ order by d.id desc
+ limit $3
+
+-- name: get
+-- One delivery.
+select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
+  from headgate.workflow_trigger_deliveries d
+  join headgate.workflow_events e on e.id = d.event_id
+  join headgate.workflow_event_triggers t on t.id = d.trigger_id
+  join headgate.workflow_definitions w on w.id = t.workflow_definition_id
+ where d.id = $1
+
+-- name: cancel
+-- Cancels a delivery that waits. Returns it when it did.
+update headgate.workflow_trigger_deliveries d
+   set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, last_error = $2,
+       claim_generation = d.claim_generation + 1, updated_at = headgate.now()
+ where d.id = $1 and d.retry_state = 'scheduled'
+returning d.id, d.event_id, d.retry_attempts, d.trigger_id
+
+-- name: cancel_of_trigger
+-- Cancels every delivery of a trigger that waits. Returns them.
+with waiting as materialized (
+  select d.id from headgate.workflow_trigger_deliveries d
+   where d.trigger_id = $1 and d.retry_state = 'scheduled'
+   order by d.id for update
+)
+update headgate.workflow_trigger_deliveries d
+   set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, last_error = $2,
+       claim_generation = d.claim_generation + 1, updated_at = headgate.now()
+  from waiting
+ where d.id = waiting.id
+returning d.id, d.event_id, d.retry_attempts, d.trigger_id
+
+-- name: force
+-- Makes a delivery that waits due now, in its trigger's current plan. Returns it when it did.
+update headgate.workflow_trigger_deliveries d
+   set next_attempt_at = headgate.now(), claim_generation = d.claim_generation + 1, updated_at = headgate.now(),
+       plan_version = coalesce((select g.plan_version from headgate.event_scheduler_triggers g
+                                 where g.trigger_id = d.trigger_id), d.plan_version)
+ where d.id = $1 and d.retry_state = 'scheduled'
+returning d.id, d.event_id, d.retry_attempts, d.trigger_id

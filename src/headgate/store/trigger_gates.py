@@ -1,0 +1,222 @@
+"""`event_scheduler_triggers` and its metrics: the shared state that every worker launches by."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headgate.model.retry import RetryPolicy
+from headgate.model.source import BreakerPolicy, BreakerState, Hold, RateLimit
+from headgate.model.trigger_gate import TriggerGate
+from headgate.store.db import Connection, Row
+from headgate.store.deliveries import Taken
+from headgate.store.sources import source_hold
+from headgate.store.sql import load
+
+_sql = load("trigger_gates")
+
+
+class LockedTrigger(NamedTuple):
+    """A trigger whose row this transaction holds."""
+
+    gate: TriggerGate
+    plan_version: int
+    is_replanning: bool
+    refused_at: datetime | None
+    max_concurrency: int | None
+    retry: RetryPolicy | None
+    breaker: BreakerPolicy | None
+
+
+class Slots(NamedTuple):
+    """The concurrency slots of one trigger and key."""
+
+    in_use: int
+    has_waiting: bool
+
+
+class NextInLine(NamedTuple):
+    """Deliveries for which a slot has become free, locked, with all that decides about them."""
+
+    now: datetime
+    registry_version: int
+    taken: list[Taken]
+    slots: dict[tuple[uuid.UUID, str], Slots]
+    paused_sources: dict[str, Hold]
+
+
+class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A trigger's pause, breaker and waiting deliveries as operators see them."""
+
+    trigger_id: uuid.UUID
+    paused_at: datetime | None
+    paused_until: datetime | None
+    pause_reason: str | None
+    paused_by: str | None
+    breaker_state: BreakerState
+    breaker_until: datetime | None
+    breaker_reason: str | None
+    probe_run_id: uuid.UUID | None
+    waiting: int
+    next_attempt_at: datetime | None
+
+
+class TriggerCounts(NamedTuple):
+    """What a batch saw of one trigger."""
+
+    trigger_id: uuid.UUID
+    filtered: int = 0
+    matched: int = 0
+    launched: int = 0
+    throttled: int = 0
+    skipped: int = 0
+    failed: int = 0
+    paused: int = 0
+    last_status: str | None = None
+    last_error: str | None = None
+
+
+async def exclude(connection: Connection) -> None:
+    """Wait until no transaction that decides by triggers is under way, and keep new ones out."""
+    await connection.execute(_sql["exclude"])
+
+
+async def lock(
+    connection: Connection, *, always: Iterable[uuid.UUID], others: Iterable[uuid.UUID] = ()
+) -> dict[uuid.UUID, LockedTrigger]:
+    """The state of triggers, locked until the commit: of all in `always`, of the others where it matters."""
+    wanted, rest = sorted(set(always)), sorted(set(others))
+    if not wanted and not rest:
+        return {}
+    rows = await connection.fetch(_sql["lock"], wanted, rest)
+    if missing := set(wanted) - {row["trigger_id"] for row in rows}:
+        await connection.execute(_sql["ensure"], sorted(missing))
+        rows = await connection.fetch(_sql["lock"], wanted, rest)
+    return {row["trigger_id"]: _locked(row) for row in rows}
+
+
+async def lines(connection: Connection, trigger_ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, int]:
+    """The last in line of each of the triggers that has deliveries waiting for a throttle, a pause or a breaker."""
+    return {row[0]: row[1] for row in await connection.fetch(_sql["lines"], list(trigger_ids))}
+
+
+async def slots(connection: Connection, wanted: Iterable[tuple[uuid.UUID, str]]) -> dict[tuple[uuid.UUID, str], Slots]:
+    """The concurrency slots of each trigger and key."""
+    pairs = sorted(set(wanted))
+    rows = await connection.fetch(_sql["slots"], [t for t, _ in pairs], [k for _, k in pairs])
+    return {(row[0], row[1]): Slots(row[2], row[3]) for row in rows}
+
+
+async def next_in_line(connection: Connection, freed: Mapping[tuple[uuid.UUID, str], int]) -> NextInLine | None:
+    """Lock the oldest deliveries that wait for a slot of these triggers and keys, as many as are free, at most so many
+    of each; None when nobody waits."""
+    keys = sorted(freed)
+    columns = [t for t, _ in keys], [k for _, k in keys], [freed[key] for key in keys]
+    rows = await connection.fetch(_sql["next_in_line"], *columns)
+    if not rows:
+        return None
+    return NextInLine(
+        now=rows[0]["now"],
+        registry_version=rows[0]["registry_version"],
+        taken=[Taken(*(row[field] for field in Taken._fields)) for row in rows],
+        slots={(row["trigger_id"], row["concurrency_key"]): Slots(row["in_use"], has_waiting=True) for row in rows},
+        paused_sources={row["source"]: source_hold(row) for row in rows if row["is_source_paused"]},
+    )
+
+
+async def wake(connection: Connection, freed: Iterable[tuple[uuid.UUID, str]]) -> int:
+    """Make the oldest deliveries that wait for a slot of these triggers and keys due now, as many as are free; how
+    many."""
+    keys = sorted(set(freed))
+    rows = await connection.fetch(_sql["wake"], [t for t, _ in keys], [k for _, k in keys])
+    return len(rows)
+
+
+async def save(connection: Connection, gates: Iterable[TriggerGate]) -> None:
+    """Write back what a transaction changed in the triggers it holds."""
+    changed = [gate for gate in gates if gate.is_changed]
+    if not changed:
+        return
+    await connection.execute(
+        _sql["save"],
+        [g.trigger_id for g in changed],
+        ["{" + ",".join(map(str, g.ring)) + "}" for g in changed],
+        [g.ring_at for g in changed],
+        [g.ring_width_us for g in changed],
+        [g.drain_at for g in changed],
+        [g.breaker_state for g in changed],
+        [g.breaker_until for g in changed],
+        [g.breaker_reason for g in changed],
+        ["{" + ",".join(at.isoformat() for at in g.failures) + "}" for g in changed],
+        [g.probe_run_id for g in changed],
+    )
+
+
+async def begin_plan(connection: Connection, trigger_id: uuid.UUID, refused_at: datetime | None) -> None:
+    """Every waiting delivery of the trigger is to get a new slot, in order of arrival."""
+    await connection.execute(_sql["set_plan"], trigger_id, 1, True, None, refused_at)
+
+
+async def end_plan(connection: Connection, trigger_id: uuid.UUID, drain_at: datetime | None) -> None:
+    """Every waiting delivery has its slot."""
+    await connection.execute(_sql["set_plan"], trigger_id, 0, False, drain_at, None)
+
+
+async def replan(connection: Connection, trigger_id: uuid.UUID) -> None:
+    """Whoever waits for the trigger is to get a new slot."""
+    await connection.execute(_sql["ensure"], [trigger_id])
+    await connection.execute(_sql["replan"], trigger_id)
+
+
+async def list_replanning(connection: Connection) -> list[uuid.UUID]:
+    """Triggers whose waiting deliveries are to get new slots."""
+    return [row[0] for row in await connection.fetch(_sql["list_replanning"])]
+
+
+async def get(connection: Connection, trigger_id: uuid.UUID) -> TriggerState | None:
+    """One trigger's pause, breaker and waiting deliveries; deleted ones too."""
+    row = await connection.fetchrow(_sql["get"], trigger_id)
+    return msgspec.convert(dict(row), TriggerState) if row else None
+
+
+async def pause(
+    connection: Connection,
+    trigger_id: uuid.UUID,
+    *,
+    until: datetime | None,
+    duration_ms: int | None,
+    reason: str | None,
+    actor: str,
+) -> datetime | None:
+    """Pause a trigger until a time, for a duration, or until it is resumed; the time, if there is one."""
+    found: datetime | None = await connection.fetchval(_sql["pause"], trigger_id, until, duration_ms, reason, actor)
+    return found
+
+
+async def resume(connection: Connection, trigger_id: uuid.UUID) -> None:
+    """Lift the pause and close the breaker."""
+    await connection.execute(_sql["resume"], trigger_id)
+
+
+async def count(connection: Connection, counts: Sequence[TriggerCounts]) -> None:
+    """Add to the triggers' totals; last in a transaction, since the rows are shared."""
+    if counts:
+        await connection.execute(_sql["count_metrics"], *(list(column) for column in zip(*counts, strict=True)))
+
+
+def _locked(row: Row) -> LockedTrigger:
+    fields: dict[str, Any] = dict(row)
+    count, window_ms = fields.pop("throttle_count"), fields.pop("throttle_window_ms")
+    rest = {name: fields.pop(name) for name in ("plan_version", "is_replanning", "refused_at", "max_concurrency")}
+    retry, breaker = fields.pop("retry"), fields.pop("breaker")
+    limit = RateLimit(limit=count, interval_ms=window_ms) if count is not None else None
+    return LockedTrigger(
+        TriggerGate(limit=limit, **fields),
+        retry=msgspec.convert(retry, RetryPolicy) if retry else None,
+        breaker=msgspec.convert(breaker, BreakerPolicy) if breaker else None,
+        **rest,
+    )

@@ -1,0 +1,173 @@
+-- name: exclude
+-- Waits until no transaction that decides by triggers is under way (they share this lock: `sources.share`), and keeps
+-- new ones out until the commit.
+select pg_advisory_xact_lock(8702, 0)
+
+-- name: ensure
+-- A row for each trigger that has none.
+insert into headgate.event_scheduler_triggers (trigger_id)
+select t from unnest($1::uuid[]) as t order by t
+on conflict (trigger_id) do nothing
+
+-- name: lock
+-- The state of triggers with their limits, locked in a fixed order until the commit: those asked for ($1), and of the
+-- others ($2) those that are paused or whose breaker is not closed.
+select g.trigger_id, g.ring, g.ring_at, g.ring_width_us, g.drain_at, g.paused_at, g.paused_until, g.pause_reason,
+       g.paused_by, g.breaker_state, g.breaker_until, g.breaker_reason, g.failures, g.probe_run_id, g.plan_version,
+       g.is_replanning, g.refused_at, t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker
+  from headgate.event_scheduler_triggers g
+  join headgate.workflow_event_triggers t on t.id = g.trigger_id
+ where g.trigger_id = any ($1::uuid[])
+    or (g.trigger_id = any ($2::uuid[]) and (g.paused_at is not null or g.breaker_state <> 'closed'))
+ order by g.trigger_id
+   for update of g
+
+-- name: lines
+-- The last delivery in line of each trigger that has any waiting for anything but a slot of its own key. A statement of
+-- its own, after the locks: the one that waited for them still sees the tables as they were before it waited.
+select t.trigger_id, w.ingress_sequence
+  from unnest($1::uuid[]) as t (trigger_id),
+       lateral (select d.ingress_sequence from headgate.workflow_trigger_deliveries d
+                 where d.trigger_id = t.trigger_id and d.retry_state = 'scheduled'
+                   and d.reason is distinct from 'concurrency'
+                 order by d.ingress_sequence desc limit 1) w
+
+-- name: slots
+-- For each trigger and key: how many of its slots are in use, and whether a delivery waits for one.
+select u.trigger_id, u.concurrency_key,
+       (select count(*) from headgate.workflow_runs r
+         where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
+           and r.status in ('pending', 'running')) as in_use,
+       exists (select 1 from headgate.workflow_trigger_deliveries d
+                where d.trigger_id = u.trigger_id and d.concurrency_key = u.concurrency_key
+                  and d.retry_state = 'scheduled' and d.reason = 'concurrency') as has_waiting
+  from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
+
+-- name: next_in_line
+-- Locks the oldest deliveries that wait for a slot of each trigger and key, as many as are free and at most $3. Returns
+-- them with all that decides about them, in one round trip: the slots in use, the pause of their source, the time, the
+-- registry's version. The caller holds the triggers' locks, so nobody else decides about these rows meanwhile.
+with freed as materialized (
+  select u.trigger_id, u.concurrency_key, t.max_concurrency, u.most,
+         (select count(*) from headgate.workflow_runs r
+           where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
+             and r.status in ('pending', 'running')) as in_use
+    from unnest($1::uuid[], $2::text[], $3::bigint[]) as u (trigger_id, concurrency_key, most)
+    join headgate.workflow_event_triggers t on t.id = u.trigger_id
+)
+select w.*, f.concurrency_key, f.in_use, s.paused_until, s.pause_reason, s.paused_by,
+       s.paused_at is not null and (s.paused_until is null or s.paused_until > headgate.now()) as is_source_paused,
+       headgate.now() as now, (select version from headgate.registry_version) as registry_version
+  from freed f
+ cross join lateral (select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source
+                  from headgate.workflow_trigger_deliveries d
+                 where d.trigger_id = f.trigger_id and d.concurrency_key = f.concurrency_key
+                   and d.retry_state = 'scheduled' and d.reason = 'concurrency'
+                 order by d.ingress_sequence
+                 limit greatest(0, least(f.most, f.max_concurrency - f.in_use))
+                   for update of d) w
+  left join headgate.event_scheduler_sources s on s.source = w.source
+
+-- name: wake
+-- Makes the oldest deliveries that wait for a slot of each trigger and key due now, as many as are free (all, when the
+-- trigger has no limit any more). Returns them. The caller holds the triggers' locks, so nobody else decides about
+-- these rows meanwhile.
+with freed as materialized (
+  select u.trigger_id, u.concurrency_key,
+         greatest(0, t.max_concurrency - (select count(*) from headgate.workflow_runs r
+                                           where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
+                                             and r.status in ('pending', 'running'))) as free
+    from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
+    join headgate.workflow_event_triggers t on t.id = u.trigger_id
+), oldest as materialized (
+  select w.id
+    from freed f,
+         lateral (select d.id from headgate.workflow_trigger_deliveries d
+                   where d.trigger_id = f.trigger_id and d.concurrency_key = f.concurrency_key
+                     and d.retry_state = 'scheduled' and d.reason = 'concurrency'
+                   order by d.ingress_sequence limit f.free) w
+)
+update headgate.workflow_trigger_deliveries d
+   set next_attempt_at = headgate.now(), claim_generation = d.claim_generation + 1, updated_at = headgate.now()
+  from oldest o
+ where d.id = o.id and d.retry_state = 'scheduled' and d.next_attempt_at > headgate.now()
+returning d.id
+
+-- name: save
+-- Writes back what a transaction changed in the triggers it holds.
+update headgate.event_scheduler_triggers g
+   set ring = u.ring::bigint[], ring_at = u.ring_at, ring_width_us = u.ring_width_us, drain_at = u.drain_at,
+       breaker_state = u.breaker_state, breaker_until = u.breaker_until, breaker_reason = u.breaker_reason,
+       failures = u.failures::timestamptz[], probe_run_id = u.probe_run_id, updated_at = headgate.now()
+  from unnest($1::uuid[], $2::text[], $3::bigint[], $4::bigint[], $5::timestamptz[], $6::text[], $7::timestamptz[],
+              $8::text[], $9::text[], $10::uuid[])
+    as u (trigger_id, ring, ring_at, ring_width_us, drain_at, breaker_state, breaker_until, breaker_reason, failures,
+          probe_run_id)
+ where g.trigger_id = u.trigger_id
+
+-- name: set_plan
+-- Ends a plan, or begins a new one: every waiting delivery of the trigger gets a new slot. $5 is when due deliveries
+-- were refused, if that is why: those due by then have used an attempt.
+update headgate.event_scheduler_triggers
+   set plan_version = plan_version + $2::bigint, is_replanning = $3, drain_at = $4, refused_at = $5,
+       updated_at = headgate.now()
+ where trigger_id = $1
+
+-- name: replan
+-- A new plan for a trigger, if any of its deliveries wait.
+update headgate.event_scheduler_triggers g
+   set plan_version = g.plan_version + 1, is_replanning = true, drain_at = null, refused_at = null,
+       updated_at = headgate.now()
+ where g.trigger_id = $1
+   and exists (select 1 from headgate.workflow_trigger_deliveries d
+                where d.trigger_id = g.trigger_id and d.retry_state = 'scheduled')
+
+-- name: list_replanning
+-- Triggers whose waiting deliveries are to get new slots.
+select trigger_id from headgate.event_scheduler_triggers where is_replanning order by trigger_id
+
+-- name: get
+-- One trigger's pause, breaker and waiting deliveries.
+select t.id as trigger_id, g.paused_at, g.paused_until, g.pause_reason, g.paused_by,
+       coalesce(g.breaker_state, 'closed') as breaker_state, g.breaker_until, g.breaker_reason, g.probe_run_id,
+       w.waiting, w.next_attempt_at
+  from headgate.workflow_event_triggers t
+  left join headgate.event_scheduler_triggers g on g.trigger_id = t.id,
+       lateral (select count(*) as waiting, min(d.next_attempt_at) as next_attempt_at
+                  from headgate.workflow_trigger_deliveries d
+                 where d.trigger_id = t.id and d.retry_state = 'scheduled') w
+ where t.id = $1
+
+-- name: pause
+-- Pauses a trigger until a time, for a duration from now, or until it is resumed (both null).
+insert into headgate.event_scheduler_triggers as g (trigger_id, paused_at, paused_until, pause_reason, paused_by)
+values ($1, headgate.now(), coalesce($2, headgate.now() + $3::bigint * interval '1 ms'), $4, $5)
+on conflict (trigger_id) do update
+   set paused_at = excluded.paused_at, paused_until = excluded.paused_until, pause_reason = excluded.pause_reason,
+       paused_by = excluded.paused_by, version = g.version + 1, updated_at = headgate.now()
+returning paused_until
+
+-- name: resume
+-- Lifts the pause and closes the breaker.
+update headgate.event_scheduler_triggers
+   set paused_at = null, paused_until = null, pause_reason = null, paused_by = null, breaker_state = 'closed',
+       breaker_until = null, breaker_reason = null, failures = '{}', probe_run_id = null, version = version + 1,
+       updated_at = headgate.now()
+ where trigger_id = $1
+
+-- name: count_metrics
+-- Adds what a batch saw of each trigger to its totals.
+insert into headgate.event_scheduler_trigger_metrics as m
+  (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error, updated_at)
+select u.trigger_id, u.filtered, u.matched, u.launched, u.throttled, u.skipped, u.failed, u.paused, u.last_status,
+       u.last_error, headgate.now()
+  from unnest($1::uuid[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[],
+              $8::bigint[], $9::text[], $10::text[])
+    as u (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error)
+ order by u.trigger_id
+on conflict (trigger_id) do update
+   set filtered = m.filtered + excluded.filtered, matched = m.matched + excluded.matched,
+       launched = m.launched + excluded.launched, throttled = m.throttled + excluded.throttled,
+       skipped = m.skipped + excluded.skipped, failed = m.failed + excluded.failed, paused = m.paused + excluded.paused,
+       last_status = excluded.last_status, last_error = coalesce(excluded.last_error, m.last_error),
+       updated_at = excluded.updated_at

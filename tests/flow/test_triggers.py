@@ -1,0 +1,579 @@
+"""Triggers on a real database with a moved clock: throttle, concurrency, keys, pause, breaker, edits, giving up."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from headgate.flow import control
+from headgate.flow.dispatch import Outcome
+from headgate.flow.explain import explain
+from headgate.model.retry import RetryPolicy
+from headgate.model.source import BreakerPolicy
+from headgate.store.db import Connection, Database
+from tests.conftest import Clock
+from tests.flow.checker import milliseconds, most_in_any_interval
+from tests.flow.test_dispatch import publish
+from tests.flow.trigger_worker import TriggerWorker, held, launches, make_trigger, statuses
+
+
+@pytest.fixture
+async def worker(database: Database, clock: Clock) -> TriggerWorker:
+    return TriggerWorker(database)
+
+
+async def ticks(connection: Connection, count: int, source: str = "shop", **payload: Any) -> list[str]:
+    return [await publish(connection, "tick", source, n=n, **payload) for n in range(count)]
+
+
+# Throttle -----------------------------------------------------------------------------------------------------------
+
+
+async def test_over_the_throttle_is_held_with_its_time_and_reason(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id = await make_trigger(database, throttle_count=10, throttle_window_ms=1000)
+    ids = await ticks(connection, 15)
+    assert await worker.turn() == Outcome(events=15, launched=10)
+    rows = await held(connection)
+    assert [str(row["event_id"]) for row in rows] == ids[10:]
+    assert {(r["status"], r["retry_state"], r["retry_attempts"], r["reason"], r["source"]) for r in rows} == {
+        ("throttled", "scheduled", 1, "throttle", "shop")
+    }
+    metadata = rows[0]["retry_metadata"]
+    assert metadata["reason"] == "throttle"
+    assert metadata["waits_for"] == {"throttle": {"count": 10, "window_ms": 1000}}
+    assert rows[0]["last_error"] == "over the throttle of 10 per 1000 ms"
+    assert rows[0]["next_attempt_at"] == rows[0]["throttled_until"] > clock.now + timedelta(milliseconds=999)
+    gaps = [b["next_attempt_at"] - a["next_attempt_at"] for a, b in itertools.pairwise(rows)]
+    assert min(gaps) >= timedelta(milliseconds=100)
+    assert {row["trigger_id"] for row in rows} == {trigger_id}
+
+
+async def test_a_throttled_backlog_drains_paced_in_order_with_one_attempt_each(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, throttle_count=10, throttle_window_ms=1000)
+    await ticks(connection, 60)
+    began = clock.now
+    while (await statuses(connection)).get("launched", 0) < 60:
+        await worker.turn()
+        await clock.advance(20)
+        assert clock.now - began < timedelta(seconds=8), await statuses(connection)
+    times = await launches(connection)
+    assert most_in_any_interval(milliseconds(times), 1000) <= 10
+    assert times[-1] - times[0] <= timedelta(milliseconds=6000 * 1.05)
+    attempts = await connection.fetchval("select avg(retry_attempts)::float8 from headgate.workflow_trigger_deliveries")
+    assert attempts <= 1
+    order = await connection.fetch(
+        "select ingress_sequence from headgate.workflow_trigger_deliveries where ingress_sequence > 0 "
+        "order by launched_at, 1"
+    )
+    assert [row[0] for row in order] == sorted(row[0] for row in order)
+
+
+async def test_newcomers_stand_behind_the_backlog(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, throttle_count=2, throttle_window_ms=1000)
+    first = await ticks(connection, 4)
+    await worker.turn()
+    await clock.advance(1100)  # room again, but two wait
+    last = await publish(connection, "tick", "shop", n=99)
+    await worker.dispatch.run_once()
+    assert [str(row["event_id"]) for row in await held(connection)] == [*first[2:], last]
+
+
+async def test_a_refusal_spends_nothing(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    """However often it is asked in vain, a window's whole allowance is used, window after window."""
+    await make_trigger(database, throttle_count=5, throttle_window_ms=1000)
+    for _ in range(40):
+        await ticks(connection, 2)
+        await worker.turn()
+        await clock.advance(100)
+    times = milliseconds(await launches(connection))
+    assert most_in_any_interval(times, 1000) <= 5
+    assert len(times) >= 5 * 4 * 0.95
+
+
+# Concurrency --------------------------------------------------------------------------------------------------------
+
+
+async def test_concurrency_holds_and_the_end_of_a_run_wakes_the_oldest(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, max_concurrency=2)
+    ids = await ticks(connection, 5)
+    assert await worker.turn() == Outcome(events=5, launched=2)
+    rows = await held(connection)
+    assert [(r["status"], r["reason"], r["retry_attempts"]) for r in rows] == [("throttled", "concurrency", 1)] * 3
+    assert rows[0]["retry_metadata"]["waits_for"] == {"concurrency": {"max": 2, "key": None}}
+    assert rows[0]["next_attempt_at"] == clock.now + timedelta(milliseconds=1000)
+
+    freed = await worker.end_runs()
+    assert freed.woken == 1
+    assert [r["next_attempt_at"] <= clock.now for r in await held(connection)] == [True, False, False]
+    await worker.delivery_retry.run_once()  # no clock was moved: it did not sit out its backoff
+    assert [str(row["event_id"]) for row in await held(connection)] == ids[3:]
+    assert await statuses(connection) == {"launched": 3, "throttled": 2}
+
+
+async def test_concurrency_is_per_key(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, max_concurrency=1, concurrency_key="{{ event.payload.customer }}")
+    for customer in ("a", "a", "b", "a", "c"):
+        await publish(connection, "tick", "shop", customer=customer)
+    assert await worker.turn() == Outcome(events=5, launched=3)
+    assert [row["concurrency_key"] for row in await held(connection)] == ["a", "a"]
+    await worker.end_runs(3)
+    await worker.turn()
+    assert [row["concurrency_key"] for row in await held(connection)] == ["a"]
+    in_use = await connection.fetch(
+        "select concurrency_key from headgate.workflow_runs where status in ('pending', 'running')"
+    )
+    assert [row[0] for row in in_use] == ["a"]
+
+
+async def test_newcomer_of_a_key_that_waits_stands_behind(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, max_concurrency=1)
+    first = await ticks(connection, 2)
+    await worker.turn()
+    await worker.end_runs()  # the second is due now, but nobody has looked yet
+    newcomer = await publish(connection, "tick", "shop")
+    await worker.dispatch.run_once()
+    assert [str(row["event_id"]) for row in await held(connection)] == [first[1], newcomer]
+    await worker.delivery_retry.run_once()
+    assert [str(row["event_id"]) for row in await held(connection)] == [newcomer]
+
+
+async def test_throttle_and_concurrency_together(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, throttle_count=3, throttle_window_ms=1000, max_concurrency=2)
+    await ticks(connection, 12)
+    began = clock.now
+    while (await statuses(connection)).get("launched", 0) < 12:
+        await worker.turn()
+        active = await connection.fetchval("select count(*) from headgate.workflow_runs where finished_at is null")
+        assert active <= 2
+        await worker.end_runs(1)
+        await clock.advance(50)
+        assert clock.now - began < timedelta(seconds=60), [dict(r) for r in await held(connection)]
+    assert most_in_any_interval(milliseconds(await launches(connection)), 1000) <= 3
+
+
+# Idempotency --------------------------------------------------------------------------------------------------------
+
+
+async def test_same_key_launches_once_and_the_other_is_skipped_with_its_run(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, idempotency_key="{{ event.payload.order }}")
+    for _ in range(3):
+        await publish(connection, "tick", "shop", order=7)
+    await worker.turn()
+    await publish(connection, "tick", "shop", order="7")  # the same key, as text
+    await publish(connection, "tick", "shop", order=8)
+    await worker.turn()
+    rows = await connection.fetch(
+        "select status, dedupe_key, workflow_run_id from headgate.workflow_trigger_deliveries order by created_at, id"
+    )
+    assert sorted((r["status"], r["dedupe_key"]) for r in rows) == [
+        ("launched", "7"), ("launched", "8"), ("skipped", "7"), ("skipped", "7"), ("skipped", "7"),
+    ]  # fmt: skip
+    assert len({r["workflow_run_id"] for r in rows if r["dedupe_key"] == "7"}) == 1
+
+
+@pytest.mark.parametrize(("window_ms", "later_ms", "launched"), [(1000, 999, 1), (1000, 1000, 2), (0, 10**9, 1)])
+async def test_a_key_holds_for_its_window(
+    database: Database,
+    connection: Connection,
+    clock: Clock,
+    worker: TriggerWorker,
+    window_ms: int,
+    later_ms: int,
+    launched: int,
+) -> None:
+    await make_trigger(database, idempotency_key="{{ event.payload.order }}", idempotency_window_ms=window_ms)
+    await publish(connection, "tick", "shop", order=7)
+    await worker.turn()
+    await clock.advance(later_ms)
+    await publish(connection, "tick", "shop", order=7)
+    await worker.turn()
+    assert (await statuses(connection))["launched"] == launched
+
+
+async def test_a_key_is_free_again_when_its_delivery_was_cancelled(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id = await make_trigger(database, idempotency_key="{{ event.payload.order }}")
+    await control.pause_trigger(database, trigger_id, actor="test")
+    await publish(connection, "tick", "shop", order=7)
+    await worker.turn()
+    [waiting] = await held(connection)
+    await control.cancel_delivery(database, waiting["id"], "test")
+    await control.resume_trigger(database, trigger_id, "test")
+    await publish(connection, "tick", "shop", order=7)
+    await worker.turn()
+    assert await statuses(connection) == {"cancelled": 1, "launched": 1}
+
+
+async def test_of_two_that_wait_with_one_key_the_first_is_launched(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id = await make_trigger(database, idempotency_key="{{ event.payload.order }}")
+    await control.pause_trigger(database, trigger_id, actor="test")
+    ids = [await publish(connection, "tick", "shop", order=7) for _ in range(2)]
+    await worker.turn()
+    assert await statuses(connection) == {"paused": 2}
+    await control.resume_trigger(database, trigger_id, "test")
+    await worker.turn()
+    rows = await connection.fetch(
+        "select event_id::text, status, workflow_run_id from headgate.workflow_trigger_deliveries "
+        "order by ingress_sequence"
+    )
+    assert [(r["event_id"], r["status"]) for r in rows] == [(ids[0], "launched"), (ids[1], "skipped")]
+    assert rows[0]["workflow_run_id"] == rows[1]["workflow_run_id"]
+
+
+async def test_a_key_that_the_event_does_not_give_is_the_deliverys_failure(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, idempotency_key="{{ event.payload.order }}")
+    await publish(connection, "tick", "shop")
+    await publish(connection, "tick", "shop", order=None)
+    await publish(connection, "tick", "shop", order="x" * 501)
+    await worker.turn()
+    rows = await connection.fetch(
+        "select status, last_error from headgate.workflow_trigger_deliveries order by created_at, id"
+    )
+    assert {row["status"] for row in rows} == {"failed"}
+    assert all(row["last_error"].startswith("idempotency_key: ") for row in rows)
+
+
+# Pause --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_paused_trigger_holds_and_the_others_go_on(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    paused = await make_trigger(database, "one")
+    other = await make_trigger(database, "two")
+    await control.pause_trigger(database, paused, reason="maintenance", actor="ann")
+    await ticks(connection, 3)
+    await worker.turn()
+    assert await statuses(connection) == {"paused": 3, "launched": 3}
+    assert len(await launches(connection, other)) == 3
+    row = (await held(connection))[0]
+    assert (row["status"], row["reason"], row["last_error"]) == ("paused", "paused", "paused by ann: maintenance")
+    await clock.advance(30_000)
+    await worker.turn()
+    assert len(await held(connection)) == 3
+    await control.resume_trigger(database, paused, "ann")
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 6}
+    assert await connection.fetchval("select max(retry_attempts) from headgate.workflow_trigger_deliveries") == 1
+
+
+async def test_a_pause_with_an_end_lifts_itself_and_the_throttle_paces_what_follows(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id = await make_trigger(database, throttle_count=2, throttle_window_ms=1000)
+    await control.pause_trigger(database, trigger_id, duration_ms=5000, actor="ann")
+    await ticks(connection, 6)
+    for _ in range(100):
+        await worker.turn()
+        await clock.advance(100)
+    times = await launches(connection)
+    assert len(times) == 6
+    assert most_in_any_interval(milliseconds(times), 1000) <= 2
+
+
+async def test_a_paused_source_holds_its_waiting_deliveries(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, max_concurrency=1)
+    await ticks(connection, 2)
+    await worker.turn()
+    await control.pause(database, "shop", reason="too much", actor="ann")
+    await worker.end_runs()
+    await worker.turn()
+    [row] = await held(connection)
+    assert (row["status"], row["reason"], row["retry_attempts"]) == ("paused", "source_paused", 1)
+    assert "source shop is paused by ann: too much" in row["last_error"]
+    await control.resume(database, "shop", "ann")
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 2}
+
+
+# Breaker ------------------------------------------------------------------------------------------------------------
+
+
+async def test_failing_runs_open_the_breaker_and_one_probe_closes_it(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database)
+    await ticks(connection, 3)
+    await worker.turn()
+    freed = await worker.end_runs(3, "failed")
+    assert [move.move for move in freed.moves] == ["opened"]
+    await ticks(connection, 4)
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 3, "paused": 4}
+    row = (await held(connection))[0]
+    assert (row["reason"], row["last_error"]) == (
+        "breaker_open", "the breaker is open: 3 failures within 60000 ms",
+    )  # fmt: skip
+
+    await clock.advance(10_100)
+    for _ in range(3):
+        await worker.turn()
+    assert await statuses(connection) == {"launched": 4, "paused": 3}  # one probe, however often we look
+    freed = await worker.end_runs(1, "succeeded")
+    assert [move.move for move in freed.moves] == ["closed"]
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 7}
+
+
+async def test_a_failing_probe_opens_the_breaker_again(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database)
+    await ticks(connection, 3)
+    await worker.turn()
+    await worker.end_runs(3, "failed")
+    await ticks(connection, 2)
+    await worker.turn()
+    await clock.advance(10_100)
+    await worker.turn()
+    freed = await worker.end_runs(1, "failed")
+    assert [move.move for move in freed.moves] == ["reopened"]
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 4, "paused": 1}
+    await clock.advance(10_100)
+    await worker.turn()
+    await worker.end_runs(1, "succeeded")
+    assert await statuses(connection) == {"launched": 5}
+
+
+async def test_a_trigger_may_have_its_own_threshold(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, breaker=BreakerPolicy(threshold=1, window_ms=1000, pause_ms=500))
+    await ticks(connection, 1)
+    await worker.turn()
+    freed = await worker.end_runs(1, "failed")
+    assert [move.move for move in freed.moves] == ["opened"]
+    await ticks(connection, 1)
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 1, "paused": 1}
+    await clock.advance(600)
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 2}
+
+
+async def test_a_template_that_fails_opens_the_triggers_breaker_and_no_other(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, "bad", parameter_template={"x": "{{ event.payload.missing }}"})
+    good = await make_trigger(database, "good")
+    await ticks(connection, 5)
+    await worker.turn()
+    assert await statuses(connection) == {"failed": 5, "launched": 5}
+    await ticks(connection, 2)
+    await worker.turn()
+    assert await statuses(connection) == {"failed": 5, "launched": 7, "paused": 2}
+    assert len(await launches(connection, good)) == 7
+    assert await connection.fetchval("select count(*) from headgate.event_ingress_retries") == 0
+
+
+# Edits --------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_edited_trigger_decides_its_waiting_deliveries_by_the_new_version(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id = await make_trigger(database, max_concurrency=1)
+    await ticks(connection, 3)
+    await worker.turn()
+    await control.update_trigger(
+        database,
+        trigger_id,
+        {"max_concurrency": 10, "where": "event.payload.n < 2", "parameter_template": {"edited": True}},
+        "ann",
+    )
+    await worker.turn()
+    rows = await connection.fetch(
+        "select d.status, d.trigger_version, d.last_error, r.parameters from headgate.workflow_trigger_deliveries d "
+        "left join headgate.workflow_runs r on r.id = d.workflow_run_id order by d.created_at, d.id"
+    )
+    assert [(r["status"], r["trigger_version"]) for r in rows] == [("launched", 1), ("launched", 2), ("skipped", 2)]
+    assert rows[1]["parameters"] == {"edited": True}
+    assert "does not take the event any more: where is false" in rows[2]["last_error"]
+
+
+@pytest.mark.parametrize("how", ["disabled", "deleted"])
+async def test_a_trigger_that_goes_cancels_its_waiting_deliveries(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker, how: str
+) -> None:
+    trigger_id = await make_trigger(database, max_concurrency=1)
+    ids = await ticks(connection, 3)
+    await worker.turn()
+    if how == "disabled":
+        await control.update_trigger(database, trigger_id, {"status": "disabled"}, "ann")
+    else:
+        await control.delete_trigger(database, trigger_id, "ann")
+    rows = await connection.fetch(
+        "select status, retry_state, last_error from headgate.workflow_trigger_deliveries where status <> 'launched'"
+    )
+    assert [tuple(row) for row in rows] == [("cancelled", "cancelled", f"trigger {how} by ann")] * 2
+    await worker.end_runs()
+    await publish(connection, "tick", "shop")
+    await clock.advance(60_000)
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 1, "cancelled": 2}
+    story = await explain(connection, ids[2])
+    assert any(line.decision == "cancelled" and line.actor == "ann" for line in story.decisions)
+
+
+async def test_a_lowered_concurrency_kills_nobody_and_launches_nobody_until_below(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id = await make_trigger(database, max_concurrency=3)
+    await ticks(connection, 6)
+    await worker.turn()
+    await control.update_trigger(database, trigger_id, {"max_concurrency": 1}, "ann")
+    for ended in (1, 2):
+        await worker.end_runs(1)
+        await worker.turn()
+        assert await statuses(connection) == {"launched": 3, "throttled": 3}, ended
+    await worker.end_runs(1)
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 4, "throttled": 2}
+
+
+async def test_runs_from_before_a_concurrency_limit_hold_its_slots(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id = await make_trigger(database)
+    for customer in ("a", "a", "b"):
+        await publish(connection, "tick", "shop", customer=customer)
+    await worker.turn()
+    change = {"max_concurrency": 2, "concurrency_key": "{{ event.payload.customer }}"}
+    await control.update_trigger(database, trigger_id, change, "ann")
+    for customer in ("a", "b", "b"):
+        await publish(connection, "tick", "shop", customer=customer)
+    await worker.turn()
+    assert [row["concurrency_key"] for row in await held(connection)] == ["a", "b"]
+    await control.update_trigger(database, trigger_id, {"max_concurrency": None}, "ann")
+    await worker.turn()
+    assert await held(connection) == []
+
+
+# Giving up, and telling ---------------------------------------------------------------------------------------------
+
+
+async def test_attempts_are_used_up(database: Database, connection: Connection, clock: Clock) -> None:
+    policy = RetryPolicy(base_ms=1000, factor=1, max_ms=1000, jitter_ratio=0, max_attempts=3, max_age_ms=0)
+    worker = TriggerWorker(database)
+    await make_trigger(database, max_concurrency=1, retry=policy)
+    ids = await ticks(connection, 2)
+    for _ in range(6):
+        await worker.turn()
+        await clock.advance(1000)
+    row = await connection.fetchrow("select * from headgate.workflow_trigger_deliveries where status = 'exhausted'")
+    assert row is not None
+    assert (row["retry_state"], row["retry_attempts"], row["next_attempt_at"]) == ("exhausted", 3, None)
+    assert row["last_error"] == "given up after 3 attempts: 1 of 1 slots are in use"
+    letter = await connection.fetchrow("select kind, subject_id, event_id::text, reason from headgate.dead_letters")
+    assert letter is not None and tuple(letter) == ("delivery", row["id"], ids[1], row["last_error"])
+
+
+async def test_age_is_used_up(database: Database, connection: Connection, clock: Clock, worker: TriggerWorker) -> None:
+    policy = msgspec.structs.replace(RetryPolicy(), max_age_ms=60_000)
+    await make_trigger(database, max_concurrency=1, retry=policy)
+    await ticks(connection, 2)
+    await worker.turn()
+    await clock.advance(61_000)
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 1, "exhausted": 1}
+
+
+async def test_an_event_that_lives_no_longer_is_not_launched(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, max_concurrency=1)
+    await ticks(connection, 1)
+    await connection.execute("select headgate.publish('tick', 'shop', '{}', ttl_ms => 500)")
+    await worker.turn()
+    await clock.advance(1000)
+    await worker.end_runs()
+    await worker.turn()
+    rows = await connection.fetch(
+        "select status, reason from headgate.workflow_trigger_deliveries order by created_at, id"
+    )
+    assert [tuple(row) for row in rows] == [("launched", None), ("exhausted", "expired")]
+
+
+async def test_filtered_events_are_counted_and_explained_as_they_were_decided(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id = await make_trigger(database, predicates=[{"path": "$.payload.amount", "operator": "gt", "value": 100}])
+    event_id = await publish(connection, "tick", "shop", amount=50)
+    await worker.turn()
+    await control.update_trigger(database, trigger_id, {"predicates": []}, "ann")
+    story = await explain(connection, event_id)
+    [line] = [line for line in story.decisions if line.stage == "match"]
+    assert (line.decision, line.trigger_id) == ("filtered", trigger_id)
+    assert line.reason == "$.payload.amount gt 100 does not hold for 50"
+    row = await connection.fetchrow("select * from headgate.event_scheduler_trigger_metrics")
+    assert row is not None and (row["filtered"], row["matched"], row["last_status"]) == (1, 0, "filtered")
+
+
+async def test_the_story_of_a_held_delivery(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, max_concurrency=1)
+    ids = await ticks(connection, 2)
+    await worker.turn()
+    await clock.advance(1000)
+    await worker.turn()
+    await worker.end_runs()
+    await worker.turn()
+    story = await explain(connection, ids[1])
+    told = [(line.stage, line.decision) for line in story.decisions]
+    assert told == [
+        ("ingest", "accepted"), ("gate", "allowed"), ("deliver", "throttled"), ("deliver", "rescheduled"),
+        ("deliver", "launched"), ("run", "pending"),
+    ]  # fmt: skip
+
+
+async def test_totals_of_a_trigger(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id: uuid.UUID = await make_trigger(database, max_concurrency=1, idempotency_key="{{ event.payload.k }}")
+    for key in (1, 1, 2):
+        await publish(connection, "tick", "shop", k=key)
+    await worker.turn()
+    await worker.end_runs()
+    await worker.turn()
+    row = await connection.fetchrow(
+        "select * from headgate.event_scheduler_trigger_metrics where trigger_id = $1", trigger_id
+    )
+    assert row is not None
+    counts = {
+        name: row[name] for name in ("filtered", "matched", "launched", "throttled", "skipped", "failed", "paused")
+    }
+    assert counts == {
+        "filtered": 0, "matched": 3, "launched": 2, "throttled": 1, "skipped": 1, "failed": 0, "paused": 0,
+    }  # fmt: skip
