@@ -1,4 +1,4 @@
-"""`make bench`, or `python -m bench [--quick] [--only FIGURE] [--out FILE]`."""
+"""`make bench`, or `python -m bench [--quick] [--only FIGURE]... [--out FILE]`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 
 import uvloop
 
-from bench import commit, floor, gate, neighbours, pipeline, results, single, stage
+from bench import commit, floor, gate, neighbours, pipeline, results, single, stage, trigger_limits, triggers
 from bench.stage import Stage
 from headgate.telemetry import logs
 
-FIGURES = ("commit", "throughput", "single", "limit", "drain", "limit_cost")
+EVENT_FIGURES = ("commit", "throughput", "single", "limit", "drain", "limit_cost")
+TRIGGER_FIGURES = ("triggers", "fanout", "throttle_drain", "concurrency")
+FIGURES = EVENT_FIGURES + TRIGGER_FIGURES
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
 
@@ -31,10 +33,16 @@ class Size:
     intervals: int = 10
     held: int = 10_000
     drain_limit: int = 1_000
+    crowd_turns: int = 4
+    fanned: int = 1_000
+    slow_runs: int = 200
 
 
 FULL = Size()
-QUICK = Size(turns=1, events=1_000, singles=500, commits=50, limit=50, intervals=3, held=600, drain_limit=200)
+QUICK = Size(
+    turns=1, events=1_000, singles=500, commits=50, limit=50, intervals=3, held=600, drain_limit=200, crowd_turns=1,
+    fanned=10, slow_runs=40,
+)  # fmt: skip
 
 
 async def run(figures: tuple[str, ...], size: Size, quick: bool) -> results.Results:
@@ -50,6 +58,14 @@ async def run(figures: tuple[str, ...], size: Size, quick: bool) -> results.Resu
             limit=await gate.accuracy(ground, size.limit, size.intervals) if "limit" in figures else None,
             drain=await gate.drain(ground, size.held, size.drain_limit) if "drain" in figures else None,
             limit_cost=await gate.cost(ground, size.events, 2 * size.turns) if "limit_cost" in figures else None,
+            triggers=await triggers.crowd(ground, size.events, size.crowd_turns) if "triggers" in figures else None,
+            fanout=await triggers.fan_out(ground, size.fanned, size.turns) if "fanout" in figures else None,
+            throttle_drain=await trigger_limits.drain(ground, size.held, size.drain_limit)
+            if "throttle_drain" in figures
+            else None,
+            concurrency=[await trigger_limits.concurrency(ground, size.slow_runs, workers) for workers in (1, 2)]
+            if "concurrency" in figures
+            else None,
         )
 
 
@@ -74,12 +90,12 @@ async def _turn(ground: Stage, events: int) -> results.Turn:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Headgate on this machine.")
     parser.add_argument("--quick", action="store_true", help="small counts: shows that it works, not how fast")
-    parser.add_argument("--only", choices=FIGURES, help="one figure")
+    parser.add_argument("--only", choices=FIGURES, action="append", help="one figure; may be repeated")
     parser.add_argument("--out", type=Path, default=LATEST, help="where the results go as JSON [%(default)s]")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything we started is taken down
     logs.configure("warning", "console")
-    figures = (arguments.only,) if arguments.only else FIGURES
+    figures = tuple(arguments.only or FIGURES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(run(figures, QUICK if arguments.quick else FULL, arguments.quick))
     results.write(found, arguments.out)

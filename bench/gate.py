@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
+from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import asyncpg
 import msgspec
@@ -24,13 +27,30 @@ select d.launched_at from headgate.workflow_trigger_deliveries d where d.status 
 """
 _RUNS = "select count(*) from headgate.workflow_runs"
 _LISTENING = "select count(*) from pg_stat_activity where datname = current_database() and query ilike 'listen%'"
-_ATTEMPTS = "select coalesce(sum(attempts), 0) from headgate.event_ingress_retries"
+# How often something waited: an event for its source, a delivery for its trigger.
+_ATTEMPTS = """
+select (select coalesce(sum(attempts), 0) from headgate.event_ingress_retries)
+     + (select coalesce(sum(retry_attempts), 0) from headgate.workflow_trigger_deliveries)
+"""
 _IN_ORDER = """
 select count(*) from (
   select e.ingress_sequence < lag(e.ingress_sequence) over (order by d.launched_at, e.ingress_sequence) as is_behind
     from headgate.workflow_trigger_deliveries d join headgate.workflow_events e on e.id = d.event_id) x
  where is_behind
 """
+
+
+class Launches(NamedTuple):
+    """What a backlog left behind: the launch times in order, how often something waited, launches out of order."""
+
+    times: list[datetime]
+    attempts: int
+    out_of_order: int
+
+    @property
+    def took_seconds(self) -> float:
+        """From the first launch to the last."""
+        return (self.times[-1] - self.times[0]).total_seconds()
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +88,9 @@ class LimitCost(msgspec.Struct, frozen=True, kw_only=True):
 async def accuracy(stage: Stage, limit: int, intervals: int) -> Accuracy:
     """Eight workers, one source, `intervals` times the limit published at once."""
     rate = RateLimit(limit=limit, interval_ms=1000)
-    times, _, _ = await _launches(stage, rate, limit * intervals, WORKERS)
-    span = (times[-1] - times[0]).total_seconds()
+    found = await launches(stage, limit * intervals, partial(pipeline.set_limit, limit=rate), WORKERS)
+    times = found.times
+    span = found.took_seconds
     possible = limit * span / (rate.interval_ms / 1000)
     return Accuracy(
         workers=WORKERS,
@@ -83,16 +104,17 @@ async def accuracy(stage: Stage, limit: int, intervals: int) -> Accuracy:
 
 async def drain(stage: Stage, events: int, limit: int) -> Drain:
     """One worker lets a backlog through."""
-    times, attempts, behind = await _launches(stage, RateLimit(limit=limit, interval_ms=1000), events, 1)
-    took, ideal = (times[-1] - times[0]).total_seconds(), events / limit
+    rate = RateLimit(limit=limit, interval_ms=1000)
+    found = await launches(stage, events, partial(pipeline.set_limit, limit=rate))
+    took, ideal = found.took_seconds, events / limit
     return Drain(
         events=events,
         limit=limit,
         took_seconds=round(took, 2),
         ideal_seconds=ideal,
         ratio=round(took / ideal, 3),
-        attempts_per_event=round(attempts / events, 3),
-        out_of_order=behind,
+        attempts_per_event=round(found.attempts / events, 3),
+        out_of_order=found.out_of_order,
     )
 
 
@@ -102,7 +124,8 @@ async def cost(stage: Stage, events: int, turns: int) -> LimitCost:
     limited: list[float] = []
     for turn in range(turns):
         for limit in (None, NEVER_BITES) if turn % 2 == 0 else (NEVER_BITES, None):
-            (without if limit is None else limited).append(await pipeline.measure(stage, events, limit))
+            prepare = None if limit is None else partial(pipeline.set_limit, limit=limit)
+            (without if limit is None else limited).append(await pipeline.measure(stage, events, prepare))
     ratios = [round(b / a, 3) for a, b in zip(without, limited, strict=True)]
     return LimitCost(
         turns=ratios,
@@ -122,26 +145,32 @@ def most_in_any(times: list[datetime], interval: timedelta) -> int:
     return most
 
 
-async def _launches(stage: Stage, limit: RateLimit, events: int, workers: int) -> tuple[list[datetime], int, int]:
-    """Publish a backlog to running workers; launch times, attempts, and launches out of order."""
+async def launches(stage: Stage, events: int, prepare: Callable[[str], Awaitable[None]], workers: int = 1) -> Launches:
+    """Publish a backlog to running workers, and wait for every run. `prepare` is given the database's address."""
     async with stage.database() as url, stage.api(url) as port:
-        await pipeline.set_limit(url, limit)
+        await prepare(url)
         with contextlib.ExitStack() as stack:
             for number in range(workers):
                 stack.enter_context(stage.worker(url, "nothing", f"worker-{number}"))
             watcher = await asyncpg.connect(url)
             try:
-                await _until(watcher, _LISTENING, workers)
+                await until_listening(watcher, workers)
                 publish(Job(port=port, first=0, events=events, batch=100, connections=8))
-                await _until(watcher, _RUNS, events)
+                await until(watcher, _RUNS, events)
                 rows = await watcher.fetch(_LAUNCHES)
                 attempts, behind = await watcher.fetchval(_ATTEMPTS), await watcher.fetchval(_IN_ORDER)
             finally:
                 await watcher.close()
-    return [row[0] for row in rows], int(attempts), int(behind)
+    return Launches([row[0] for row in rows], int(attempts), int(behind))
 
 
-async def _until(watcher: asyncpg.Connection, question: str, count: int) -> None:
+async def until_listening(watcher: asyncpg.Connection, workers: int) -> None:
+    """Wait until so many workers are ready."""
+    await until(watcher, _LISTENING, workers)
+
+
+async def until(watcher: asyncpg.Connection, question: str, count: int) -> None:
+    """Wait until the question's answer is at least `count`."""
     async with asyncio.timeout(STALLED_SECONDS):
         while await watcher.fetchval(question) < count:  # noqa: ASYNC110 - the event is in the database
             await asyncio.sleep(0.1)

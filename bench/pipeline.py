@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import asyncpg
 
@@ -25,22 +26,32 @@ _IS_DONE = "select not exists (select from headgate.event_inbox)"
 _RUNS = "select count(*) from headgate.workflow_runs"
 
 
-async def measure(stage: Stage, events: int, limit: RateLimit | None = None) -> float:
-    """Events per second from the first request to the last run. The worker creates runs and executes none."""
+async def measure(
+    stage: Stage,
+    events: int,
+    prepare: Callable[[str], Awaitable[None]] | None = None,
+    *,
+    runs_per_event: int = 1,
+    warm_up: int = WARM_UP,
+) -> float:
+    """Events per second from the first request to the last run. The worker creates runs and executes none.
+
+    `prepare` is given the database's address before the worker starts.
+    """
     async with stage.database() as url, stage.api(url) as port:
-        if limit is not None:
-            await set_limit(url, limit)
+        if prepare is not None:
+            await prepare(url)
         with stage.worker(url, "nothing"):
             watcher = await asyncpg.connect(url)
             try:
-                publish(Job(port=port, first=0, events=WARM_UP, batch=BATCH, connections=CONNECTIONS))
+                publish(Job(port=port, first=0, events=warm_up, batch=BATCH, connections=CONNECTIONS))
                 await _drained(watcher)
-                sent = publish(Job(port=port, first=WARM_UP, events=events, batch=BATCH, connections=CONNECTIONS))
+                sent = publish(Job(port=port, first=warm_up, events=events, batch=BATCH, connections=CONNECTIONS))
                 await _drained(watcher)
                 ended_at = time.monotonic()
-                found = await watcher.fetchval(_RUNS)
-                if found != WARM_UP + events:
-                    raise RuntimeError(f"{WARM_UP + events} events were accepted, but {found} runs exist")
+                found, expected = await watcher.fetchval(_RUNS), (warm_up + events) * runs_per_event
+                if found != expected:
+                    raise RuntimeError(f"{warm_up + events} events were accepted, but {found} runs exist")
             finally:
                 await watcher.close()
     return events / (ended_at - sent.started_at)

@@ -14,6 +14,8 @@ import msgspec
 from bench.gate import Accuracy, Drain, LimitCost
 from bench.latency import Latency
 from bench.single import Single
+from bench.trigger_limits import Concurrency, ThrottleDrain
+from bench.triggers import Crowd, FanOut
 
 # Other processes that used more of the machine than this made the turn a measurement of themselves.
 QUIET_CORES = 0.15
@@ -69,6 +71,10 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     limit: Accuracy | None = None
     drain: Drain | None = None
     limit_cost: LimitCost | None = None
+    triggers: Crowd | None = None
+    fanout: FanOut | None = None
+    throttle_drain: ThrottleDrain | None = None
+    concurrency: list[Concurrency] | None = None
 
 
 def machine(postgres: str) -> Machine:
@@ -119,7 +125,7 @@ def table(results: Results) -> str:
         lines.append(
             ("single POSTs, 64 connections", f"{rate:,.0f}/s, p50 {taken.p50_ms:.1f} ms, p99 {taken.p99_ms:.1f} ms")
         )
-    return "\n".join(f"{name:<34}{value}" for name, value in [*lines, *_gate_lines(results)])
+    return "\n".join(f"{name:<34}{value}" for name, value in [*lines, *_gate_lines(results), *_trigger_lines(results)])
 
 
 def _gate_lines(results: Results) -> list[tuple[str, str]]:
@@ -139,6 +145,40 @@ def _gate_lines(results: Results) -> list[tuple[str, str]]:
         spread = f"(turns: {min(c.turns):.2f} to {max(c.turns):.2f})"
         lines.append(("throughput with an idle limit", f"{c.ratio:.2f} of that without {spread}"))
     return lines
+
+
+def _trigger_lines(results: Results) -> list[tuple[str, str]]:
+    lines = []
+    for case in results.triggers.cases if results.triggers else ():
+        others = "patterns" if case.are_patterns else "of other types"
+        name = "1 trigger" if case.triggers == 1 else f"{case.triggers:,} triggers, {case.triggers - 1:,} {others}"
+        spread = f"{case.ratio:.2f} of that (turns: {min(case.ratios):.2f} to {max(case.ratios):.2f})"
+        lines.append((name, f"{case.per_second:,.0f} events/s" + (f", {spread}" if case.triggers > 1 else "")))
+    if results.fanout:
+        f = results.fanout
+        rates = f"{f.deliveries_per_second:,.0f} deliveries/s, {f.events_per_second:,.0f} events/s"
+        lines.append((f"{f.triggers} triggers fire for each event", rates))
+    if results.throttle_drain:
+        d = results.throttle_drain
+        most = f"at most {d.most_in_any_window:,} of {d.limit:,} in any window, {d.ratio:.3f} x ideal"
+        rest = f"{d.attempts_per_delivery:.2f} attempts per delivery, {d.out_of_order} out of order"
+        lines.append((f"throttle drain of {d.events:,}", f"{most}, {rest}"))
+    for c in results.concurrency or ():
+        most = f"{c.ratio:.3f} x ideal, at most {c.most_unfinished} of {c.max_concurrency} unfinished"
+        lines.append((f"{c.runs} runs of {c.run_ms:.0f} ms, {c.workers} worker{'s'[: c.workers - 1]}", most))
+    return lines + _disturbed(results)
+
+
+def _disturbed(results: Results) -> list[tuple[str, str]]:
+    """The trigger figures in which others used the machine."""
+    found = {
+        "triggers": results.triggers.neighbours if results.triggers else [],
+        "fanout": results.fanout.neighbours if results.fanout else [],
+        "throttle_drain": [results.throttle_drain.neighbours] if results.throttle_drain else [],
+        "concurrency": [c.neighbours for c in results.concurrency or ()],
+    }
+    loud = {name: max(cores or 0 for cores in turns) for name, turns in found.items() if turns}
+    return [("NOT COMPARABLE", f"{name}: others used {c:.2f} cores") for name, c in loud.items() if c > QUIET_CORES]
 
 
 def _processor() -> str:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -88,11 +88,7 @@ class Stage:
             yield
 
     async def _admin(self, statement: str) -> None:
-        connection = await asyncpg.connect(self._postgres.url())
-        try:
-            await connection.execute(statement)
-        finally:
-            await connection.close()
+        await execute(self._postgres.url(), statement=statement)
 
     @contextlib.contextmanager
     def _headgate(
@@ -128,6 +124,15 @@ async def opened(child_environment: Mapping[str, str] | None = None) -> AsyncIte
             yield stage
         finally:
             postgres.stop()
+
+
+async def execute(url: str, *, statement: str, arguments: Sequence[object] = ()) -> None:
+    """One statement on a database."""
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(statement, *arguments)
+    finally:
+        await connection.close()
 
 
 def publish(job: Job) -> Report:

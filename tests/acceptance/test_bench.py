@@ -5,25 +5,39 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
+
+from bench.__main__ import EVENT_FIGURES, FIGURES, TRIGGER_FIGURES
+from bench.trigger_limits import Span, most_at_once
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_quick_run_writes_every_figure(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-
+def quick(out: Path, figures: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """A quick run of these figures: its results, and the table."""
+    only = [argument for figure in figures for argument in ("--only", figure)]
     done = subprocess.run(
-        [sys.executable, "-m", "bench", "--quick", "--out", str(out)],
+        [sys.executable, "-m", "bench", "--quick", "--out", str(out), *only],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-
     assert done.returncode == 0, done.stderr
-    assert "ratio to the floor" in done.stdout
-    found = json.loads(out.read_text())
+    return json.loads(out.read_text()), done.stdout
+
+
+def test_every_figure_is_covered() -> None:
+    assert FIGURES == (*EVENT_FIGURES, *TRIGGER_FIGURES)
+
+
+def test_quick_run_of_the_event_figures(tmp_path: Path) -> None:
+    found, table = quick(tmp_path / "results.json", EVENT_FIGURES)
+
+    assert "ratio to the floor" in table
     assert found["quick"] is True
     assert found["machine"]["cores"] >= 1
     assert found["machine"]["python"] and found["machine"]["postgres"]
@@ -42,3 +56,33 @@ def test_quick_run_writes_every_figure(tmp_path: Path) -> None:
     assert found["limit_cost"]["ratio"] > 0
     for latency in (found["commit"], found["single"]["latency"]):
         assert 0 < latency["p50_ms"] <= latency["p99_ms"]
+
+
+def test_quick_run_of_the_trigger_figures(tmp_path: Path) -> None:
+    found, table = quick(tmp_path / "results.json", TRIGGER_FIGURES)
+
+    assert "1,000 triggers, 999 patterns" in table
+    assert found["commit"] is None
+    cases = found["triggers"]["cases"]
+    assert [(case["triggers"], case["are_patterns"]) for case in cases] == [
+        (1, False), (100, False), (1000, False), (1000, True)
+    ]  # fmt: skip
+    assert all(len(case["rates"]) == 1 and case["ratio"] > 0 for case in cases)
+    assert cases[0]["ratio"] == 1
+    fanout = found["fanout"]
+    assert fanout["triggers"] == 100
+    assert fanout["deliveries_per_second"] > fanout["events_per_second"] > 0
+    drain = found["throttle_drain"]
+    assert 0 < drain["most_in_any_window"] <= drain["limit"]
+    assert drain["ratio"] > 0 and drain["attempts_per_delivery"] > 0 and drain["out_of_order"] == 0
+    assert [one["workers"] for one in found["concurrency"]] == [1, 2]
+    for one in found["concurrency"]:
+        assert 0 < one["most_unfinished"] <= one["max_concurrency"]
+        assert one["ratio"] > 0
+
+
+def test_a_run_that_ends_when_another_is_created_does_not_count_beside_it() -> None:
+    at = [datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=n) for n in range(4)]
+
+    assert most_at_once([Span(at[0], at[0], at[1]), Span(at[1], at[1], at[2])]) == 1
+    assert most_at_once([Span(at[0], at[0], at[2]), Span(at[1], at[2], at[3])]) == 2

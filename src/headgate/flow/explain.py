@@ -188,11 +188,16 @@ def _held_summary(retry: IngressRetry) -> str:
 
 
 def _summary(story: list[Decision]) -> str:
+    """How the event stands, in a line: its runs, then the deliveries that have none."""
     last = story[-1]
-    launched = [line for line in story if line.stage == "run"]
-    if launched:
-        return "; ".join(f"{line.workflow} {line.decision}" for line in launched)
-    failed = [line for line in story if line.stage == "deliver" and line.decision == "failed"]
-    if failed:
-        return "; ".join(f"{line.workflow} failed: {line.reason}" for line in failed)
+    told = [f"{line.workflow} {line.decision}" for line in story if line.stage == "run"]
+    told += [_outcome(line) for line in story if line.delivery_id is not None and line.decision != "launched"]
+    if told:
+        return "; ".join(told)
     return f"{last.decision}: {last.reason}" if last.reason else last.decision
+
+
+def _outcome(line: Decision) -> str:
+    if line.until is not None:
+        return f"{line.workflow} waits until {line.until:%Y-%m-%d %H:%M:%S} UTC: {line.reason}"
+    return f"{line.workflow} {line.decision}: {line.reason}"

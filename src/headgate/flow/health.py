@@ -16,7 +16,7 @@ from headgate.clock import monotonic
 from headgate.errors import Unavailable
 from headgate.store import health, sources
 from headgate.store.db import Connection, Database
-from headgate.store.health import DeadLetterCount, PausedTrigger, QueueDepth, RetrySummary, TriggerMetrics
+from headgate.store.health import DeadLetterCount, OpenBreaker, PausedTrigger, QueueDepth, RetrySummary, TriggerMetrics
 from headgate.store.sources import SourceMetrics, SourceRecord
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
@@ -29,6 +29,8 @@ STALLED_SECONDS = 30.0
 GAUGES_SECONDS = 1.0
 
 RUNBOOK = "docs/sources.md"
+TRIGGERS = "docs/triggers.md"
+OPERATE = "docs/triggers-operate.md"
 
 _log = logger("health")
 
@@ -108,7 +110,8 @@ async def snapshot(connection: Connection) -> Snapshot:
     retries = await health.retries(connection, OVERDUE_MS)
     letters = (await health.dead_letters(connection)).values()
     triggers = await health.paused_triggers(connection)
-    causes = verdict(now, records, triggers, queues, retries)
+    breakers = await health.open_breakers(connection)
+    causes = verdict(now, records, triggers, queues, retries, breakers)
     return Snapshot(
         status=_status(causes),
         causes=causes,
@@ -138,6 +141,7 @@ def verdict(
     triggers: Sequence[PausedTrigger],
     queues: dict[str, QueueDepth],
     retries: dict[str, RetrySummary],
+    breakers: Sequence[OpenBreaker] = (),
 ) -> list[Cause]:
     """Everything that is not as it should be."""
     causes = []
@@ -152,7 +156,14 @@ def verdict(
             causes.append(_cause("source_breaker_open", record.source, text, None, "the-breaker"))
     for trigger in triggers:
         text = f"paused{_by(trigger.paused_by)}{_until(trigger.until)}: {_reason(trigger.reason)}"
-        causes.append(_cause("trigger_paused", str(trigger.trigger_id), text, trigger.since, "pauses"))
+        causes.append(
+            _cause("trigger_paused", str(trigger.trigger_id), text, trigger.since, "pause-and-resume", OPERATE)
+        )
+    for breaker in breakers:
+        over = breaker.until is not None and breaker.until <= now
+        text = f"{breaker.workflow}/{breaker.name}: the breaker is {_state(breaker)} after {breaker.reason}"
+        text += "" if breaker.probe_run_id else "; the next delivery is the trial" if over else _until(breaker.until)
+        causes.append(_cause("trigger_breaker_open", str(breaker.trigger_id), text, None, "the-breaker", TRIGGERS))
     for kind, summary in retries.items():
         if summary.overdue:
             text = f"{summary.overdue} of {summary.total} waiting {kind} should have gone on more than 5 s ago"
@@ -194,6 +205,7 @@ async def shared_state(connection: Connection) -> SharedState:
     overview = await health.overview(connection)
     queues = await health.queues(connection)
     deferred = {("events", reason): 0 for reason in ("rate_limit", "paused", "breaker_open")}
+    deferred |= {("deliveries", r): 0 for r in ("throttle", "concurrency", "paused", "breaker_open", "source_paused")}
     for kind, summary in (await health.retries(connection, OVERDUE_MS)).items():
         deferred |= {(kind, reason): count for reason, count in summary.by_reason.items()}
     letters = dict.fromkeys(("event", "delivery", "step", "run"), 0)
@@ -220,10 +232,14 @@ def _status(causes: Sequence[Cause]) -> Literal["ok", "degraded", "critical"]:
     return "degraded" if causes else "ok"
 
 
-def _cause(code: str, subject: str, message: str, since: datetime | None, section: str) -> Cause:
+def _cause(code: str, subject: str, message: str, since: datetime | None, section: str, page: str = RUNBOOK) -> Cause:
     return Cause(
-        code=code, severity="degraded", subject=subject, message=message, since=since, runbook=f"{RUNBOOK}#{section}"
+        code=code, severity="degraded", subject=subject, message=message, since=since, runbook=f"{page}#{section}"
     )
+
+
+def _state(breaker: OpenBreaker) -> str:
+    return f"half open (run {breaker.probe_run_id} is the trial)" if breaker.probe_run_id else "open"
 
 
 def _source(totals: SourceMetrics) -> SourceHealth:

@@ -51,6 +51,18 @@ class PausedTrigger(msgspec.Struct, frozen=True, kw_only=True):
     since: datetime
 
 
+class OpenBreaker(msgspec.Struct, frozen=True, kw_only=True):
+    """A trigger whose breaker is open, or half open while its trial run lasts."""
+
+    trigger_id: uuid.UUID
+    workflow: str
+    name: str
+    breaker_state: str
+    until: datetime | None
+    reason: str | None
+    probe_run_id: uuid.UUID | None
+
+
 class TriggerCounts(msgspec.Struct, frozen=True, kw_only=True):
     """How often a trigger decided what."""
 
@@ -115,6 +127,11 @@ async def dead_letters(connection: Connection) -> dict[str, DeadLetterCount]:
 async def paused_triggers(connection: Connection) -> list[PausedTrigger]:
     """Triggers whose pause is not over."""
     return [PausedTrigger(**dict(row)) for row in await connection.fetch(_sql["paused_triggers"])]
+
+
+async def open_breakers(connection: Connection) -> list[OpenBreaker]:
+    """Triggers whose breaker is not closed."""
+    return [OpenBreaker(**dict(row)) for row in await connection.fetch(_sql["open_breakers"])]
 
 
 async def trigger_metrics(connection: Connection) -> list[TriggerMetrics]:

@@ -44,7 +44,7 @@ with clock as materialized (
   select 'events' as kind, reason, next_attempt_at
     from headgate.event_ingress_retries where retry_state = 'scheduled'
   union all
-  select 'deliveries', retry_metadata ->> 'reason', next_attempt_at
+  select 'deliveries', coalesce(reason, retry_metadata ->> 'reason'), next_attempt_at
     from headgate.workflow_trigger_deliveries where retry_state = 'scheduled'
   union all
   select 'steps', retry_metadata ->> 'reason', next_attempt_at
@@ -68,7 +68,18 @@ select t.trigger_id, w.slug as workflow, t.paused_until as until, t.pause_reason
   join headgate.workflow_event_triggers e on e.id = t.trigger_id
   join headgate.workflow_definitions w on w.id = e.workflow_definition_id
  where t.paused_at is not null and (t.paused_until is null or t.paused_until > headgate.now())
+   and e.deleted_at is null
  order by t.paused_at, t.trigger_id
+
+-- name: open_breakers
+-- Triggers whose breaker is not closed.
+select t.trigger_id, w.slug as workflow, e.name, t.breaker_state, t.breaker_until as until, t.breaker_reason as reason,
+       t.probe_run_id
+  from headgate.event_scheduler_triggers t
+  join headgate.workflow_event_triggers e on e.id = t.trigger_id
+  join headgate.workflow_definitions w on w.id = e.workflow_definition_id
+ where t.breaker_state <> 'closed' and e.deleted_at is null
+ order by t.trigger_id
 
 -- name: trigger_metrics
 -- The totals of every trigger that has any.
@@ -83,6 +94,8 @@ select m.trigger_id, w.slug as workflow, m.filtered, m.matched, m.launched, m.th
 -- How many sources and triggers are paused, and when the gate last decided an event.
 select (select count(*) from headgate.event_scheduler_sources
          where paused_at is not null and (paused_until is null or paused_until > headgate.now())) as paused_sources,
-       (select count(*) from headgate.event_scheduler_triggers
-         where paused_at is not null and (paused_until is null or paused_until > headgate.now())) as paused_triggers,
+       (select count(*) from headgate.event_scheduler_triggers t
+          join headgate.workflow_event_triggers e on e.id = t.trigger_id and e.deleted_at is null
+         where t.paused_at is not null and (t.paused_until is null or t.paused_until > headgate.now()))
+         as paused_triggers,
        (select max(last_event_at) from headgate.event_scheduler_source_metrics) as last_processed_event_at

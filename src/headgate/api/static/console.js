@@ -164,7 +164,7 @@ function drawCounts() {
   $("#welcome").hidden = !isEmpty;
 }
 
-// What waits, and which sources are paused; nothing is shown while nothing waits
+// What waits, and which sources and triggers are paused; nothing is shown while nothing waits
 
 function eta(seconds) {
   if (seconds === null) return "when resumed";
@@ -173,12 +173,17 @@ function eta(seconds) {
   return minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-function drawHeld(retries, sources) {
-  const paused = sources.filter((source) => source.paused || source.breaker_state !== "closed");
-  const waiting = sources.reduce((sum, source) => sum + source.waiting, 0);
+// Nobody can say when: a person, the end of a run, or the trial run of a breaker decides.
+const OPEN_ENDED = { concurrency: "next slot", breaker_open: "after trial" };
+
+function drawHeld(retries, sources, triggers) {
+  const gates = [...sources, ...triggers.map(({ workflow, name, state }) => ({ source: `${workflow}/${name}`, ...state }))];
+  const paused = gates.filter((gate) => gate.paused || gate.breaker_state !== "closed");
+  const waiting = gates.reduce((sum, gate) => sum + gate.waiting, 0);
+  const goesOn = (retry) => retry.eta_seconds !== null ? time(retry.next_attempt_at) : OPEN_ENDED[retry.reason] ?? "when resumed";
   const rows = retries.map((retry) => el("tr", {},
-    cell("c-time", link("event", retry.event_id, retry.eta_seconds === null ? "when resumed" : time(retry.next_attempt_at))),
-    cell("c-name", visible(retry.type)),
+    cell("c-time", link("event", retry.event_id, goesOn(retry))),
+    cell("c-name", visible(retry.workflow ? `${retry.type} → ${retry.workflow}` : retry.type)),
     cell("c-source", visible(retry.source)),
     cell("c-status", pill(visible(retry.reason ?? "unknown"))),
     cell("c-text", visible(retry.last_error ?? "")),
@@ -297,14 +302,16 @@ async function tick() {
   const mine = generation;
   const query = `?${new URLSearchParams([...filters(runs), ...filters(events)])}`.replace(/^\?$/, "");
   if (query !== location.search) history.replaceState(null, "", location.pathname + query + location.hash);
-  const asked = [get("/readyz"), load(runs), load(events), get("/v1/workflows"), get("/admin/retries?limit=10"), get("/admin/sources")];
-  const [ready, runPage, eventPage, workflows, held, sources] = await Promise.allSettled(asked);
+  const asked = [get("/readyz"), load(runs), load(events), get("/v1/workflows"), ...["/admin/retries?limit=10", "/admin/retries?kind=deliveries&limit=10", "/admin/sources", "/admin/triggers"].map((path) => get(path))];
+  const [ready, runPage, eventPage, workflows, ...waits] = await Promise.allSettled(asked);
   if (mine !== generation) return;
   try {
     drawHealth(ready.reason, runPage.reason ?? eventPage.reason);
     if (runPage.value) drawList(runs, runPage.value);
     if (eventPage.value) drawList(events, eventPage.value);
-    if (held.value && sources.value) drawHeld(held.value.retries, sources.value.sources);
+    const [held, deliveries, sources, triggers] = waits.map((answer) => answer.value);
+    if (held && deliveries && sources && triggers)
+      drawHeld([...held.retries, ...deliveries.retries], sources.sources, triggers.triggers);
     drawCounts();
     drawPanel();
     suggest($("[name=workflow]"), workflows.value?.workflows.map((workflow) => workflow.slug));
