@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from bench.__main__ import EVENT_FIGURES, FIGURES, TRIGGER_FIGURES
+from bench.__main__ import EVENT_FIGURES, TRIGGER_FIGURES
 from bench.trigger_limits import Span, most_at_once
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +28,6 @@ def quick(out: Path, figures: Sequence[str]) -> tuple[dict[str, Any], str]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout
-
-
-def test_every_figure_is_covered() -> None:
-    assert FIGURES == (*EVENT_FIGURES, *TRIGGER_FIGURES)
 
 
 def test_quick_run_of_the_event_figures(tmp_path: Path) -> None:

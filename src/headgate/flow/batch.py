@@ -50,6 +50,9 @@ class Delivered(NamedTuple):
     moves: Sequence[TriggerMove] = ()
 
 
+NOTHING = Delivered()
+
+
 class Batch:
     """Delivers admitted events inside the caller's transaction. `after_hold` hears, after the commit, who waits."""
 
@@ -84,8 +87,6 @@ class Batch:
         await decisions.insert(connection, [*_why_not(filtered, board.now), *(held_line(d, board.now) for d in held)])
         moves = await close_board(connection, board, candidates, decided, breaker=self._trigger_breaker)
         failures = await self._tell_sources(connection, gates, events, decided)
-        unfired = (one.trigger.trigger.id for one in filtered)
-        await trigger_gates.count(connection, count_triggers(decided, unfired, are_newcomers=True))
         failed = sum(d.status == "failed" for d in decided)
         names = {c.trigger_id: trigger_name(c.trigger) for c in candidates}
         return Delivered(len(launched), failed, failures, decided, filtered, names, moves)
@@ -114,9 +115,7 @@ class Batch:
     async def record_failure(self, connection: Connection, gates: OpenGates, source: str) -> None:
         """An event of the source could not be processed at all."""
         await self._record(connection, gates, Counter([source]), Counter([source]), {})
-        await count_sources(
-            connection, [SourceMetrics(source=source, total=1, dropped=1, failures=1, last_event_at=gates.now)]
-        )
+        await count(connection, [SourceMetrics(source=source, total=1, dropped=1, failures=1, last_event_at=gates.now)])
 
     async def _record(
         self,
@@ -173,9 +172,11 @@ def lags(gates: OpenGates, passed: Sequence[Event]) -> list[tuple[str, float]]:
     return [(event.source, max(0.0, (gates.now - event.received_at).total_seconds())) for event in passed]
 
 
-async def count_sources(connection: Connection, metrics: Sequence[SourceMetrics]) -> None:
-    """Add to the sources' totals; last in a transaction, since the rows are shared."""
-    await source_store.count(connection, metrics)
+async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered: Delivered = NOTHING) -> None:
+    """Add to the totals of sources and triggers; last in a transaction, since the rows are shared."""
+    unfired = (one.trigger.trigger.id for one in delivered.filtered)
+    await trigger_gates.count(connection, count_triggers(delivered.decided, unfired, are_newcomers=True))
+    await source_store.count(connection, seen)
 
 
 def _candidate(one: Match) -> Candidate:

@@ -120,7 +120,7 @@ class Dispatch:
             dropped=Counter(retry.source for retry in verdict.expired),
             failures=delivered.failures,
         )
-        await batch.count_sources(connection, seen)
+        await batch.count(connection, seen, delivered)
         failpoints.hit("dispatch.before_commit")
         outcome = Outcome(
             events=len(newcomers),

@@ -122,7 +122,7 @@ class Replan:
         seen = batch.measure(
             gates, newcomers=[], passed=[], throttled=Counter(), dropped=Counter({name: len(given_up)})
         )
-        await batch.count_sources(connection, seen if given_up else [])
+        await batch.count(connection, seen if given_up else [])
         failpoints.hit("replan.before_commit")
         rescheduled = len(refused) - len(given_up)
         waiting = [s for s in settled if s.retry_state == "scheduled"]

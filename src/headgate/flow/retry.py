@@ -189,7 +189,7 @@ class Retry:
             dropped=Counter(found[event_id].source for event_id in expired),
             failures=delivered.failures,
         )
-        await batch.count_sources(connection, seen)
+        await batch.count(connection, seen, delivered)
         _log_lines(due, found, expired)
         return passing, delivered, len(expired)
 

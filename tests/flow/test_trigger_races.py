@@ -1,0 +1,698 @@
+"""Triggers with workers and operators at the same instant: real clock, separate pools, one winner each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+
+from headgate.errors import Conflict, NotFound
+from headgate.flow import control, slots
+from headgate.flow.delivery_retry import Turn
+from headgate.flow.run import Runner
+from headgate.flow.workflow import Workflow
+from headgate.model.retry import RetryPolicy
+from headgate.model.run import ClaimedRun, FinishedRun, RunStatus
+from headgate.store import runs, triggers
+from headgate.store.db import Connection, Database
+from headgate.store.deliveries import Claim
+from tests.conftest import Clock
+from tests.flow.checker import milliseconds, most_in_any_interval
+from tests.flow.conftest import eventually
+from tests.flow.trigger_worker import BREAKER, TriggerWorker, held, make_trigger, statuses
+
+WORKERS = 4
+# Whoever waits for a slot and is not woken waits for an hour: a lost wake-up cannot hide behind the next attempt.
+PATIENT = RetryPolicy(base_ms=3_600_000, factor=1, max_ms=3_600_000, jitter_ratio=0, max_attempts=10_000)
+
+# Trigger, key and sequence of those that wait for a slot although one is free and nobody has told them.
+FORGOTTEN = """
+select d.trigger_id, d.concurrency_key, d.ingress_sequence
+  from headgate.workflow_trigger_deliveries d join headgate.workflow_event_triggers t on t.id = d.trigger_id
+ where d.retry_state = 'scheduled' and d.reason = 'concurrency' and d.next_attempt_at > headgate.now()
+   and t.max_concurrency > (select count(*) from headgate.workflow_runs r
+                             where r.trigger_id = d.trigger_id and r.concurrency_key = d.concurrency_key
+                               and r.status in ('pending', 'running'))
+"""
+UNFINISHED = "select count(*) from headgate.workflow_runs where status in ('pending', 'running')"
+QUIET = """
+select not exists (select 1 from headgate.event_inbox)
+   and not exists (select 1 from headgate.event_ingress_retries where retry_state = 'scheduled')
+   and not exists (select 1 from headgate.workflow_trigger_deliveries where retry_state = 'scheduled')
+   and not exists (select 1 from headgate.workflow_runs where status in ('pending', 'running'))
+"""
+ORPHANS = """
+select (select count(*) from headgate.workflow_events e
+         where not exists (select 1 from headgate.workflow_trigger_deliveries d where d.event_id = e.id)
+           and not exists (select 1 from headgate.event_inbox i where i.event_id = e.id)
+           and not exists (select 1 from headgate.event_decisions c where c.event_id = e.id)
+           and e.type <> 'nobody')
+     + (select count(*) from headgate.workflow_trigger_deliveries d
+         where (d.retry_state = 'scheduled') <> (d.next_attempt_at is not null)
+            or (d.status = 'launched') <> exists (select 1 from headgate.workflow_runs r where r.delivery_id = d.id)
+            or d.retry_state = 'running')
+     + (select count(*) from headgate.trigger_idempotency_keys where run_id is null)
+"""
+
+
+class Worker(TriggerWorker):
+    """The stages of one worker process and its runs, on a pool of its own."""
+
+    def __init__(self, url: str, name: str, *, policy: RetryPolicy = PATIENT, batch_size: int = 20) -> None:
+        super().__init__(Database(url, "worker", size=6), policy, batch_size)
+        self.name = name
+        self.seconds = 0.0
+        self.fails = False
+        self.runner = Runner(
+            self.database,
+            {"tick": Workflow("tick", self._tick, [])},
+            worker=name,
+            concurrency=10,
+            lease_ms=60_000,
+            breaker=BREAKER,
+            fill=self.delivery_retry.fill,
+            after_free=self._after_free,
+        )
+
+    async def _tick(self, ctx: Any, **given: Any) -> None:
+        await asyncio.sleep(self.seconds)
+        if self.fails:
+            raise RuntimeError("as asked")
+
+    def _after_free(self, freed: slots.Freed) -> None:
+        if isinstance(freed.filled, Turn):
+            self.delivery_retry.committed(freed.filled)
+
+    async def claim(self, limit: int = 10) -> list[ClaimedRun]:
+        """Due runs, held by this worker and not begun."""
+        async with self.database.transaction() as connection:
+            definitions = [d.id for d in await triggers.list_definitions(connection)]
+            return await runs.claim_due(
+                connection, definitions=definitions, limit=limit, worker=self.name, lease_ms=60_000
+            )
+
+    async def finish(self, held: Sequence[ClaimedRun], status: RunStatus = "succeeded", *, fill: bool = True) -> Any:
+        """End runs and launch what waits for their slots, in one transaction."""
+        ended = [
+            FinishedRun(
+                id=run.id,
+                claim_generation=run.claim_generation,
+                status=status,
+                trigger_id=run.trigger_id,
+                concurrency_key=run.concurrency_key,
+                is_probe=run.is_probe,
+            )
+            for run in held
+        ]
+
+        async def work(connection: Connection) -> slots.Freed:
+            definitions = [d.id for d in await triggers.list_definitions(connection)]
+            return await slots.finish(
+                connection,
+                ended,
+                breaker=BREAKER,
+                fill=self.delivery_retry.fill if fill else None,
+                claim=Claim(self.name, 60_000, definitions),
+            )
+
+        return await self.database.run(work)
+
+    async def drain(self) -> None:
+        """Look until nothing is due any more."""
+        while (await self.dispatch.run_once()).events:
+            pass
+        await self.delivery_replan.run_once()
+        while (turn := await self.delivery_retry.run_once()).due or turn.replanned:
+            await self.delivery_replan.run_once()
+
+
+@pytest.fixture
+async def workers(database_url: str) -> AsyncIterator[list[Worker]]:
+    made = [Worker(database_url, f"w{n}") for n in range(WORKERS)]
+    yield made
+    for worker in made:
+        await worker.runner.stop(5)
+        await worker.database.close()
+
+
+@contextlib.asynccontextmanager
+async def working(database: Database, workers: Sequence[Worker], *, with_runs: bool = True) -> AsyncIterator[None]:
+    """Every worker turns its stages, each in a loop of its own, until the block ends."""
+    stopping = False
+
+    async def loop(turn: Callable[[], Awaitable[Any]]) -> None:
+        while not stopping:
+            await turn()
+            await asyncio.sleep(0.003)
+
+    async with database.connection() as connection:
+        definitions = [d.id for d in await triggers.list_definitions(connection)]
+    stages: list[Callable[[], Awaitable[Any]]] = []
+    for worker in workers:
+        worker.runner.serve(definitions)
+        stages += [worker.dispatch.run_once, worker.retry.run_once, worker.replan.run_once]
+        stages += [worker.delivery_retry.run_once, worker.delivery_replan.run_once]
+        stages += [worker.runner.run_once] if with_runs else []
+    tasks = [asyncio.create_task(loop(stage)) for stage in stages]
+    try:
+        yield
+    finally:
+        stopping = True
+        await asyncio.gather(*tasks)
+
+
+async def publish(connection: Connection, count: int = 1, source: str = "shop", **payload: Any) -> None:
+    await connection.execute(
+        "select headgate.publish('tick', $1, $2) from generate_series(1, $3)", source, payload, count
+    )
+
+
+async def deadlocks(connection: Connection) -> int:
+    await connection.execute("select pg_stat_force_next_flush()")
+    found: int = await connection.fetchval("select deadlocks from pg_stat_database where datname = current_database()")
+    return found
+
+
+async def launched(connection: Connection) -> int:
+    found: int = await connection.fetchval("select count(*) from headgate.workflow_runs")
+    return found
+
+
+def most_at_once(rows: Sequence[Any]) -> int:
+    """The most runs that were unfinished at any instant, from their creation to their end."""
+    steps = sorted([(row["finished_at"], -1) for row in rows] + [(row["created_at"], 1) for row in rows])
+    return max(itertools.accumulate(step for _, step in steps))
+
+
+# One launch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"throttle_count": 10_000, "throttle_window_ms": 1000}, {"max_concurrency": 10_000}]
+)
+async def test_looks_at_the_same_due_deliveries_launch_each_once(
+    database: Database, connection: Connection, workers: list[Worker], limits: dict[str, int]
+) -> None:
+    """Dispatchers and retries of every worker at once: newcomers and those whose time has come."""
+    trigger_id = await make_trigger(database, **limits)
+    rounds = 12
+    for _ in range(rounds):
+        await control.pause_trigger(database, trigger_id, actor="test")
+        await publish(connection, 6)
+        await workers[0].dispatch.run_once()
+        await control.resume_trigger(database, trigger_id, "test")
+        await workers[0].delivery_replan.run_once()
+        await publish(connection, 2)
+        looks = [look() for w in workers for look in (w.delivery_retry.run_once, w.dispatch.run_once)]
+        before = await launched(connection)
+        turns: list[Any] = await asyncio.gather(*looks)
+        assert sum(turn.launched for turn in turns) == await launched(connection) - before
+        await workers[0].drain()
+    assert await statuses(connection) == {"launched": 8 * rounds}
+    row = await connection.fetchrow(
+        "select count(*), count(distinct event_id), count(distinct delivery_id) from headgate.workflow_runs"
+    )
+    assert row is not None and tuple(row) == (8 * rounds,) * 3
+
+
+async def test_one_due_delivery_and_eight_looks(
+    database: Database, connection: Connection, workers: list[Worker]
+) -> None:
+    trigger_id = await make_trigger(database)
+    await control.pause_trigger(database, trigger_id, actor="test")
+    await publish(connection, 40)
+    await workers[0].drain()
+    await control.resume_trigger(database, trigger_id, "test")
+    await workers[0].delivery_replan.run_once()
+    await connection.execute("update headgate.workflow_trigger_deliveries set next_attempt_at = 'tomorrow'")
+    for row in await held(connection):
+        await control.force_delivery(database, row["id"], "test")
+        turns = await asyncio.gather(*(worker.delivery_retry.run_once() for worker in workers * 2))
+        assert sum(turn.launched for turn in turns) == 1
+    assert await launched(connection) == 40
+
+
+# Idempotency keys ---------------------------------------------------------------------------------------------------
+
+
+async def test_events_with_one_key_at_once_launch_once_and_the_others_name_the_run(
+    database: Database, connection: Connection, database_url: str
+) -> None:
+    single = [Worker(database_url, f"s{n}", batch_size=1) for n in range(WORKERS)]
+    trigger_id = await make_trigger(database, idempotency_key="{{ event.payload.order }}")
+    rounds = 40
+    for order in range(rounds):
+        waits = order % 2 == 1  # half of the rounds: two newcomers meet two whose time has come
+        if waits:
+            await control.pause_trigger(database, trigger_id, actor="test")
+            await publish(connection, 2, order=order)
+            await single[0].drain()
+            await control.resume_trigger(database, trigger_id, "test")
+            await single[0].delivery_replan.run_once()
+        await publish(connection, 2 if waits else 4, order=order)
+        await asyncio.gather(
+            *(worker.dispatch.run_once() for worker in single),
+            *(worker.delivery_retry.run_once() for worker in single[:2] if waits),
+        )
+        await single[0].drain()
+    rows = await connection.fetch(
+        "select dedupe_key, status, workflow_run_id, reason from headgate.workflow_trigger_deliveries"
+    )
+    assert Counter(row["status"] for row in rows) == {"launched": rounds, "skipped": 3 * rounds}
+    run_of = {row["dedupe_key"]: row["workflow_run_id"] for row in rows if row["status"] == "launched"}
+    for row in rows:
+        if row["status"] == "skipped":
+            assert row["workflow_run_id"] == run_of[row["dedupe_key"]] and row["reason"] == "idempotency"
+    assert await connection.fetchval(ORPHANS) == 0
+    for worker in single:
+        await worker.database.close()
+
+
+async def test_a_key_that_expires_while_others_arrive_launches_once_per_window(
+    database: Database, connection: Connection, database_url: str
+) -> None:
+    """Four workers keep asking for one key around each end of its window."""
+    window_ms = 40
+    single = [Worker(database_url, f"s{n}", batch_size=1) for n in range(WORKERS)]
+    await make_trigger(database, idempotency_key="same", idempotency_window_ms=window_ms)
+    for _ in range(40):
+        await publish(connection, WORKERS)
+        await asyncio.gather(*(worker.dispatch.run_once() for worker in single))
+    await single[0].drain()
+    rows = await connection.fetch(
+        "select d.status, d.workflow_run_id, d.created_at, k.launched_at from headgate.workflow_trigger_deliveries d "
+        "  join headgate.workflow_trigger_deliveries k on k.workflow_run_id = d.workflow_run_id "
+        "   and k.status = 'launched' order by d.created_at"
+    )
+    assert len(rows) == 40 * WORKERS, "each has launched, or names a run that was"
+    times = [row["launched_at"] for row in rows if row["status"] == "launched"]
+    assert len(times) > 3, "no window ended"
+    assert len(times) == await launched(connection)
+    assert most_in_any_interval(milliseconds(times), window_ms) == 1
+    assert all(row["created_at"] < row["launched_at"] + timedelta(milliseconds=window_ms) for row in rows)
+    for worker in single:
+        await worker.database.close()
+
+
+# Cancel and force ---------------------------------------------------------------------------------------------------
+
+
+async def cancelled_or(database: Database, delivery_id: uuid.UUID) -> str:
+    """What the operator who cancels is told."""
+    await asyncio.sleep(random.uniform(0, 0.006))
+    try:
+        await control.cancel_delivery(database, delivery_id, "test")
+    except Conflict as exc:
+        return str(exc).rsplit(" ", 1)[1]
+    return "cancelled"
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_concurrency": 1000}])
+async def test_cancel_or_launch_one_wins_and_the_answer_says_which(
+    database: Database, connection: Connection, workers: list[Worker], limits: dict[str, int]
+) -> None:
+    rounds, answers = 100, Counter[str]()
+    trigger_id = await make_trigger(database, **limits)
+    await control.pause_trigger(database, trigger_id, actor="test")
+    await publish(connection, rounds)
+    await workers[0].drain()
+    await control.resume_trigger(database, trigger_id, "test")
+    await workers[0].delivery_replan.run_once()
+    await connection.execute("update headgate.workflow_trigger_deliveries set next_attempt_at = 'tomorrow'")
+    for row in await held(connection):
+        await control.force_delivery(database, row["id"], "test")
+        answer, *_ = await asyncio.gather(
+            cancelled_or(database, row["id"]),
+            workers[0].delivery_retry.run_once(),
+            workers[1].delivery_retry.run_once(),
+        )
+        found = await connection.fetchrow(
+            "select status, (select count(*) from headgate.workflow_runs r where r.delivery_id = d.id) as runs "
+            "from headgate.workflow_trigger_deliveries d where id = $1",
+            row["id"],
+        )
+        assert found is not None and (answer, int(answer == "launched")) == tuple(found)
+        answers[answer] += 1
+    assert set(answers) == {"cancelled", "launched"}, f"no race took place: {answers}"
+
+
+async def test_cancel_of_the_first_in_line_while_a_slot_becomes_free_wakes_the_next(
+    database: Database, connection: Connection, workers: list[Worker]
+) -> None:
+    """The end of a run launches the first in line, or, when that is cancelled at this instant, the second."""
+    await make_trigger(database, max_concurrency=1)
+    answers = Counter[str]()
+    for n in range(40):
+        await publish(connection, 3)
+        await workers[0].drain()
+        running = await workers[0].claim()
+        first, second = await held(connection)
+        answer, *_ = await asyncio.gather(
+            cancelled_or(database, first["id"]),
+            workers[0].finish(running, fill=n % 2 == 0),
+            workers[1].delivery_retry.run_once(),
+        )
+        answers[answer] += 1
+        await workers[1].drain()
+        assert [row["id"] for row in await held(connection)] == ([second["id"]] if answer == "launched" else [])
+        assert await connection.fetchval(UNFINISHED) == 1
+        while await connection.fetchval(UNFINISHED):  # an empty stage for the next round
+            await workers[1].finish(await workers[1].claim() + await held_runs(connection))
+    assert set(answers) == {"cancelled", "launched"}, f"no race took place: {answers}"
+
+
+async def held_runs(connection: Connection) -> list[ClaimedRun]:
+    """The runs that were claimed by the transaction that launched them."""
+    rows = await connection.fetch("select * from headgate.workflow_runs where status = 'running'")
+    return [
+        ClaimedRun(
+            id=row["id"],
+            workflow="tick",
+            event_id=row["event_id"],
+            correlation_id=row["correlation_id"],
+            parameters=row["parameters"],
+            attempts=row["attempts"],
+            claim_generation=row["claim_generation"],
+            trigger_id=row["trigger_id"],
+            concurrency_key=row["concurrency_key"],
+            is_probe=row["is_probe"],
+        )
+        for row in rows
+    ]
+
+
+async def test_force_while_it_is_launched_launches_once_and_keeps_the_limit(
+    database: Database, connection: Connection, workers: list[Worker]
+) -> None:
+    await make_trigger(database, max_concurrency=1)
+    await publish(connection, 40)
+    for worker in workers:
+        await worker.drain()
+    running = await workers[0].claim()
+    answers = Counter[str]()
+
+    async def force(delivery_id: uuid.UUID) -> str:
+        await asyncio.sleep(random.uniform(0, 0.004))
+        try:
+            await control.force_delivery(database, delivery_id, "test")
+        except Conflict as exc:
+            assert "it is launched" in str(exc)
+            return "launched"
+        return "forced"
+
+    while waiting := await held(connection):
+        answer, *_ = await asyncio.gather(
+            force(waiting[0]["id"]),
+            workers[0].finish(running),
+            *(worker.delivery_retry.run_once() for worker in workers[1:]),
+        )
+        answers[answer] += 1
+        await workers[1].drain()
+        assert await connection.fetchval(UNFINISHED) == 1
+        running = await workers[0].claim() + await held_runs(connection)
+    assert await launched(connection) == 40
+    assert set(answers) == {"forced", "launched"}, f"no race took place: {answers}"
+
+
+# Pauses -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of_source", [False, True], ids=["trigger", "source"])
+@pytest.mark.parametrize(
+    "limits", [{}, {"throttle_count": 40, "throttle_window_ms": 100}, {"max_concurrency": 3}], ids=str
+)
+async def test_a_pause_that_has_returned_is_followed_by_no_launch(
+    database: Database, connection: Connection, workers: list[Worker], limits: dict[str, int], of_source: bool
+) -> None:
+    """Judged twice: by the count of what is committed when the call returns, and by the stamps of the launches."""
+    trigger_id = await make_trigger(database, **limits)
+    pauses: list[tuple[datetime, datetime]] = []
+    rounds, per_round = 6, 20
+    async with working(database, workers):
+        for _ in range(rounds):
+            before = await launched(connection)
+            await publish(connection, per_round)
+            await eventually(database, "select count(*) > $1 from headgate.workflow_runs", before)
+            if of_source:
+                await control.pause(database, "shop", actor="test")
+            else:
+                await control.pause_trigger(database, trigger_id, actor="test")
+            returned_at = await connection.fetchval("select headgate.now()")
+            committed = await launched(connection)
+            for _ in range(3):
+                await publish(connection, 1)
+                await eventually(database, "select not exists (select 1 from headgate.event_inbox)")
+                await asyncio.sleep(0.01)
+                assert await launched(connection) == committed, "launched while paused"
+            pauses.append((returned_at, await connection.fetchval("select headgate.now()")))
+            if of_source:
+                await control.resume(database, "shop", "test")
+            else:
+                await control.resume_trigger(database, trigger_id, "test")
+        await eventually(database, QUIET)
+    rows = await connection.fetch("select launched_at from headgate.workflow_trigger_deliveries")
+    assert len(rows) == rounds * (per_round + 3)
+    for row in rows:
+        assert not any(begun <= row["launched_at"] <= ended for begun, ended in pauses)
+
+
+# Breaker ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_half_open_breaker_admits_one_probe(
+    database: Database, connection: Connection, clock: Clock, workers: list[Worker]
+) -> None:
+    """Eight looks at the instant when the breaker's pause ends; each trial fails, so nobody may follow it."""
+    await make_trigger(database)
+    await publish(connection, BREAKER.threshold)
+    await workers[0].drain()
+    await workers[0].finish(await workers[0].claim(), "failed")
+    state = "select breaker_state from headgate.event_scheduler_triggers"
+    assert await connection.fetchval(state) == "open"
+    for n in range(1, 13):
+        await publish(connection, 5)
+        await workers[0].dispatch.run_once()
+        await workers[0].delivery_replan.run_once()
+        await clock.advance(BREAKER.pause_ms)
+        await publish(connection, 5)
+        for _ in range(2):  # a second time while the trial is under way
+            looks = [look() for w in workers for look in (w.delivery_retry.run_once, w.dispatch.run_once)]
+            await asyncio.gather(*looks)
+            await workers[0].delivery_replan.run_once()
+        assert await launched(connection) == BREAKER.threshold + n
+        assert await connection.fetchval(state) == "half_open"
+        await workers[0].finish(await workers[0].claim(), "failed" if n < 12 else "succeeded")
+    assert await connection.fetchval(state) == "closed"
+    for _ in range(8):
+        await workers[0].drain()
+    assert await statuses(connection) == {"launched": BREAKER.threshold + 120}
+
+
+# Edits --------------------------------------------------------------------------------------------------------------
+
+
+async def test_after_an_edit_has_returned_nothing_is_launched_by_the_old_version(
+    database: Database, connection: Connection, workers: list[Worker]
+) -> None:
+    trigger_id = await make_trigger(database, parameter_template={"mark": 1})
+    limits: list[dict[str, Any]] = [
+        {"throttle_count": 30, "throttle_window_ms": 100},
+        {"throttle_count": None, "throttle_window_ms": None, "max_concurrency": 2},
+        {"max_concurrency": None},
+    ]
+    by_old = "select count(*) from headgate.workflow_trigger_deliveries where status = 'launched' and trigger_version < $1"
+    async with working(database, workers):
+        for n in range(2, 17):
+            before = await launched(connection)
+            await publish(connection, 20)
+            await eventually(database, "select count(*) > $1 from headgate.workflow_runs", before)
+            change = {"parameter_template": {"mark": n}, **limits[n % 3]}
+            changed = await control.update_trigger(database, trigger_id, change, "test")
+            assert changed.version == n
+            committed = await connection.fetchval(by_old, n)
+            await publish(connection, 5)
+            await eventually(database, "select not exists (select 1 from headgate.event_inbox)")
+            assert await connection.fetchval(by_old, n) == committed, "launched by the old version"
+        await eventually(database, QUIET)
+    rows = await connection.fetch(
+        "select d.trigger_version, (r.parameters ->> 'mark')::int as mark from headgate.workflow_runs r "
+        "  join headgate.workflow_trigger_deliveries d on d.id = r.delivery_id"
+    )
+    assert len(rows) == 15 * 25
+    assert all(row["trigger_version"] == row["mark"] for row in rows)
+    assert await connection.fetchval(ORPHANS) == 0
+
+
+@pytest.mark.parametrize("verb", ["disable", "delete"])
+@pytest.mark.parametrize("limits", [{}, {"throttle_count": 20, "throttle_window_ms": 50}, {"max_concurrency": 2}])
+async def test_after_a_trigger_is_gone_nothing_is_launched_and_nothing_waits(
+    database: Database, connection: Connection, workers: list[Worker], verb: str, limits: dict[str, int]
+) -> None:
+    waiting = "select count(*) from headgate.workflow_trigger_deliveries where retry_state = 'scheduled'"
+    trigger_id = await make_trigger(database, **limits)
+    before_deadlocks = await deadlocks(connection)
+    async with working(database, workers):
+        for n in range(6):
+            before = await launched(connection)
+            await publish(connection, 40)
+            await eventually(database, "select count(*) > $1 from headgate.workflow_runs", before)
+            if verb == "disable":
+                await control.update_trigger(database, trigger_id, {"status": "disabled"}, "test")
+            else:
+                await control.delete_trigger(database, trigger_id, "test")
+            committed = await launched(connection)
+            assert await connection.fetchval(waiting) == 0
+            await publish(connection, 3)
+            await eventually(database, "select not exists (select 1 from headgate.event_inbox)")
+            await asyncio.sleep(0.01)
+            assert await launched(connection) == committed, "launched although the trigger is gone"
+            assert await connection.fetchval(waiting) == 0
+            if verb == "disable":
+                await control.update_trigger(database, trigger_id, {"status": "active"}, "test")
+            else:
+                new = {"name": f"again{n}", "event_type": "tick", **limits}
+                trigger_id = (await control.create_trigger(database, "tick", new, "test")).id
+        await eventually(database, f"select ({UNFINISHED}) = 0")
+    assert set(await statuses(connection)) <= {"launched", "cancelled"}
+    assert await deadlocks(connection) == before_deadlocks
+
+
+async def test_a_lowered_max_concurrency_holds_for_every_launch_after_it(
+    database: Database, connection: Connection, workers: list[Worker]
+) -> None:
+    """What runs goes on; nothing new begins until there is room under the new bound. No one is forgotten."""
+    for worker in workers:
+        worker.seconds = 0.004
+    trigger_id = await make_trigger(database, max_concurrency=6)
+    epochs: list[tuple[datetime, datetime, int]] = []
+    since = await connection.fetchval("select headgate.now()")
+    async with working(database, workers):
+        await publish(connection, 240)
+        for n, bound in enumerate(itertools.cycle([6, 1, 4, 2])):
+            if await connection.fetchval(QUIET) or n == 24:
+                break
+            await control.update_trigger(database, trigger_id, {"max_concurrency": bound}, "test")
+            since = await connection.fetchval("select headgate.now()")
+            done = await launched(connection)
+            await eventually(
+                database, f"select count(*) >= $1 or ({QUIET}) from headgate.workflow_runs", min(240, done + 8)
+            )
+            epochs.append((since, await connection.fetchval("select headgate.now()"), bound))
+        await eventually(database, QUIET)
+    rows = await connection.fetch("select created_at, finished_at from headgate.workflow_runs")
+    assert len(rows) == 240
+    assert most_at_once(rows) <= 6
+    for begun, ended, bound in epochs:
+        for row in rows:
+            at = row["created_at"]
+            if begun <= at <= ended:
+                assert sum(one["created_at"] <= at < one["finished_at"] for one in rows) <= bound
+
+
+# The last slot ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [None, "{{ event.payload.key }}"], ids=["one line", "two keys"])
+async def test_the_last_slot_is_neither_given_twice_nor_forgotten(
+    database: Database, connection: Connection, workers: list[Worker], key: str | None
+) -> None:
+    """Ends of runs (with and without filling), retries and newcomers at once; then nobody waits beside a free slot."""
+    bound = 2
+    await make_trigger(database, max_concurrency=bound, concurrency_key=key)
+    in_use = "select coalesce(max(n), 0) from (select count(*) as n from headgate.workflow_runs "
+    in_use += "where status in ('pending', 'running') group by trigger_id, concurrency_key) x"
+    ended = 0
+    for n in range(40):
+        await publish(connection, 1, key="a")
+        await publish(connection, 1 + n % 2, key="b")
+        waiting = await held(connection)
+        running = await workers[0].claim() + [run for run in await held_runs(connection)]
+        unique = {run.id: run for run in running}
+        some = list(unique.values())[: 1 + n % 4]
+        ended += len(some)
+        forced = [row["id"] for row in waiting[-2:]]
+        await asyncio.gather(
+            *(worker.finish([run], fill=n % 3 != 0) for worker, run in zip(workers, some, strict=False)),
+            *(worker.dispatch.run_once() for worker in workers[:2]),
+            *(worker.delivery_retry.run_once() for worker in workers),
+            *(quietly(control.force_delivery(database, one, "test")) for one in forced),
+            *(quietly(control.cancel_delivery(database, one, "test")) for one in forced[:1] if n % 5 == 0),
+        )
+        assert await connection.fetchval(in_use) <= bound
+        await workers[0].drain()
+        assert await connection.fetchval(in_use) <= bound
+        assert await connection.fetch(FORGOTTEN) == []
+    async with working(database, workers):
+        for run in await held_runs(connection):
+            await workers[0].finish([run])
+        await eventually(database, QUIET)
+    assert await connection.fetchval(ORPHANS) == 0
+
+
+async def quietly(work: Awaitable[Any]) -> None:
+    with contextlib.suppress(Conflict, NotFound):
+        await work
+
+
+# A freed slot whose first in line is not launched after all has to go to the next: otherwise that one waits for its
+# next attempt, up to `max_ms`, beside a free slot.
+
+
+async def _filled_slot_goes_on(database: Database, connection: Connection, workers: list[Worker]) -> None:
+    running = await workers[0].claim() + await held_runs(connection)
+    assert len(running) == 1
+    await workers[0].finish(running)
+    await workers[1].drain()
+    assert await connection.fetch(FORGOTTEN) == []
+    assert await connection.fetchval(UNFINISHED) == 1
+
+
+async def test_a_slot_whose_first_in_line_is_skipped_goes_to_the_next(
+    database: Database, connection: Connection, workers: list[Worker]
+) -> None:
+    await make_trigger(database, max_concurrency=1, idempotency_key="{{ event.payload.order }}")
+    await publish(connection, order=1)
+    await workers[0].drain()
+    await connection.execute("update headgate.trigger_idempotency_keys set expires_at = headgate.now()")
+    await publish(connection, order=1)  # waits with a key that is free, and is taken before its turn comes
+    await publish(connection, order=2)
+    await workers[0].drain()
+    assert len(await held(connection)) == 2
+    await connection.execute("update headgate.trigger_idempotency_keys set expires_at = null")
+    await connection.execute(
+        "insert into headgate.trigger_idempotency_keys (trigger_id, dedupe_key, run_id) "
+        "select trigger_id, '1', id from headgate.workflow_runs limit 1 on conflict do nothing"
+    )
+    await _filled_slot_goes_on(database, connection, workers)
+
+
+async def test_a_slot_whose_first_in_line_has_a_paused_source_goes_to_the_next(
+    database: Database, connection: Connection, workers: list[Worker]
+) -> None:
+    await make_trigger(database, max_concurrency=1)
+    for source in ("shop", "paused", "shop"):
+        await publish(connection, source=source)
+    await workers[0].drain()
+    await control.pause(database, "paused", actor="test")
+    await _filled_slot_goes_on(database, connection, workers)
+
+
+async def test_a_slot_whose_first_in_line_came_too_late_goes_to_the_next(
+    database: Database, connection: Connection, workers: list[Worker]
+) -> None:
+    await make_trigger(database, max_concurrency=1)
+    await publish(connection, 3)
+    await workers[0].drain()
+    await connection.execute(
+        "update headgate.workflow_events set ttl_ms = 1 where id = $1", (await held(connection))[0]["event_id"]
+    )
+    await _filled_slot_goes_on(database, connection, workers)
