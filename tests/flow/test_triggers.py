@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import uuid
 from datetime import timedelta
@@ -15,6 +16,7 @@ from headgate.flow.dispatch import Outcome
 from headgate.flow.explain import explain
 from headgate.model.retry import RetryPolicy
 from headgate.model.source import BreakerPolicy
+from headgate.store import trigger_gates
 from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.checker import milliseconds, most_in_any_interval
@@ -577,3 +579,173 @@ async def test_totals_of_a_trigger(
     assert counts == {
         "filtered": 0, "matched": 3, "launched": 2, "throttled": 1, "skipped": 1, "failed": 0, "paused": 0,
     }  # fmt: skip
+
+
+# What must not go wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("why", ["expired", "same key", "source paused"])
+async def test_a_slot_that_is_not_taken_goes_to_the_next_in_line(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker, why: str
+) -> None:
+    await make_trigger(database, max_concurrency=1, idempotency_key="{{ event.payload.k }}")
+    await publish(connection, "tick", "shop", k=1)
+    if why == "expired":
+        await connection.execute("select headgate.publish('tick', 'shop', '{\"k\": 2}', ttl_ms => 500)")
+    else:
+        await publish(
+            connection, "tick", "other" if why == "source paused" else "shop", k=1 if why == "same key" else 2
+        )
+    last = await publish(connection, "tick", "shop", k=3)
+    await worker.turn()
+    if why == "same key":  # the first two have one key: the second is skipped at once, so a third one waits with it
+        assert (await statuses(connection))["skipped"] == 1
+    if why == "source paused":
+        await control.pause(database, "other", actor="ann")
+    if why == "expired":
+        await clock.advance(900)
+    await worker.end_runs()
+    for _ in range(3):  # nobody sits out a backoff: the clock stands still
+        await worker.delivery_retry.run_once()
+    row = await connection.fetchrow(
+        "select status from headgate.workflow_trigger_deliveries where event_id = $1", uuid.UUID(last)
+    )
+    assert row is not None and row["status"] == "launched"
+
+
+async def test_waiting_for_a_breaker_uses_no_attempts(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    policy = RetryPolicy(max_attempts=3, max_age_ms=3_600_000)
+    await make_trigger(database, retry=policy, breaker=BreakerPolicy(threshold=1, window_ms=60_000, pause_ms=1000))
+    await ticks(connection, 6)
+    await worker.dispatch.run_once()
+    await worker.end_runs(6, "failed")
+    await ticks(connection, 10)
+    for _ in range(8):  # eight trials fail
+        await clock.advance(1100)
+        await worker.turn()
+        await worker.turn()
+        await worker.end_runs(10, "failed")
+    assert "exhausted" not in await statuses(connection)
+    for _ in range(30):
+        await clock.advance(1100)
+        await worker.turn()
+        await worker.end_runs(10)
+    assert await statuses(connection) == {"launched": 16}
+
+
+@pytest.mark.parametrize("what", ["resume", "edit"])
+async def test_being_looked_at_again_uses_no_attempts(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker, what: str
+) -> None:
+    policy = RetryPolicy(max_attempts=3, max_age_ms=0)
+    trigger_id = await make_trigger(database, max_concurrency=1, retry=policy)
+    await ticks(connection, 4)
+    await worker.turn()
+    for n in range(8):
+        if what == "resume":
+            await control.pause_trigger(database, trigger_id, actor="ann")
+            await worker.turn()
+            await control.resume_trigger(database, trigger_id, "ann")
+        else:
+            await control.update_trigger(database, trigger_id, {"where": f"event.payload.n < {100 + n}"}, "ann")
+        await worker.turn()
+    assert await statuses(connection) == {"launched": 1, "throttled": 3}
+    assert {row["retry_attempts"] for row in await held(connection)} == {1}
+
+
+async def test_the_line_is_forgotten_when_nobody_stands_in_it(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, throttle_count=10, throttle_window_ms=3_600_000)
+    await ticks(connection, 100)
+    await worker.turn()
+    for row in await held(connection):
+        await control.cancel_delivery(database, row["id"], "ann")
+    await clock.advance(3_700_000)
+    await ticks(connection, 11)
+    await worker.turn()
+    [waiting] = await held(connection)
+    assert waiting["next_attempt_at"] - clock.now <= timedelta(hours=1.1)
+
+
+async def test_a_delivery_of_a_paused_source_holds_up_no_other_source(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, throttle_count=2, throttle_window_ms=1000)
+    await ticks(connection, 3, "noisy")
+    await worker.turn()
+    await control.pause(database, "noisy", actor="ann")
+    await clock.advance(5000)
+    await worker.turn()
+    await ticks(connection, 2, "quiet")
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 4, "paused": 1}
+
+
+async def test_a_trigger_that_this_worker_cannot_read_keeps_its_deliveries(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    """A newer version of us may have made it."""
+    trigger_id = await make_trigger(database, max_concurrency=1)
+    await ticks(connection, 2)
+    await worker.turn()
+    await connection.execute(
+        "update headgate.workflow_event_triggers set \"where\" = 'event.payload.n.future()', version = version + 1"
+    )
+    await worker.end_runs()
+    await clock.advance(5000)
+    await worker.turn()
+    [row] = await held(connection)
+    assert (row["status"], row["reason"], row["trigger_version"]) == ("paused", "trigger_invalid", 1)
+    await connection.execute('update headgate.workflow_event_triggers set "where" = null, version = version + 1')
+    await clock.advance(31_000)
+    await worker.turn()
+    assert len(await launches(connection, trigger_id)) == 2
+
+
+async def test_a_throttle_that_comes_back_has_not_forgotten(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id = await make_trigger(database, throttle_count=5, throttle_window_ms=3_600_000)
+    await ticks(connection, 5)
+    await worker.turn()
+    await control.update_trigger(database, trigger_id, {"throttle_count": None, "throttle_window_ms": None}, "ann")
+    await worker.end_runs(1, "failed")
+    await control.update_trigger(database, trigger_id, {"throttle_count": 5, "throttle_window_ms": 3_600_000}, "ann")
+    await ticks(connection, 5)
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 5, "throttled": 5}
+
+
+async def test_old_runs_that_fail_do_not_open_an_open_breaker_again(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database)
+    await ticks(connection, 6)
+    await worker.turn()
+    assert [move.move for move in (await worker.end_runs(3, "failed")).moves] == ["opened"]
+    await clock.advance(10_100)
+    assert (await worker.end_runs(3, "failed")).moves == []
+
+
+async def test_new_times_follow_an_edit_that_comes_in_the_middle(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    """The plan waits for the trigger's row while an edit holds it; then it must plan by the new throttle."""
+    trigger_id = await make_trigger(database, throttle_count=1, throttle_window_ms=3_600_000)
+    await ticks(connection, 50)
+    await worker.turn()
+    await database.run(lambda c: trigger_gates.replan(c, trigger_id))
+    async with database.transaction() as editing:
+        await trigger_gates.exclude(editing)
+        await editing.execute(
+            "update headgate.workflow_event_triggers set throttle_count = 100000, version = version + 1"
+        )
+        await trigger_gates.replan(editing, trigger_id)
+        planning = asyncio.create_task(worker.delivery_replan.run_once())
+        await asyncio.sleep(0.2)
+    await planning
+    late = max(row["next_attempt_at"] for row in await held(connection))
+    assert late - clock.now <= timedelta(hours=1.1)

@@ -182,7 +182,7 @@ async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered
 def _candidate(one: Match) -> Candidate:
     if one.error is not None:
         return Candidate(uuid7(), one.event, one.trigger, error=one.error)
-    return deliver.render(one.event, one.envelope, one.trigger)
+    return deliver.render(Candidate(uuid7(), one.event, one.trigger), one.envelope)
 
 
 def _why_not(filtered: Sequence[Filtered], now: datetime) -> list[Recorded]:

@@ -42,6 +42,9 @@ async def open_board(
     board = Board(now=now, policy=policy, gates=gates)
     if gates and are_newcomers:
         board.lines = await trigger_gates.lines(connection, gates)
+        for trigger_id, locked in gates.items():
+            if trigger_id not in board.lines and not locked.is_replanning:
+                locked.gate.forget_backlog()
     if wanted := {c.slot for c in sound if c.slot is not None} - (slots or {}).keys():
         board.slots = await trigger_gates.slots(connection, wanted)
     board.slots |= slots or {}

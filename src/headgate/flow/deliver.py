@@ -30,7 +30,8 @@ NO_KEYS = Keys(None, "")
 
 
 class Candidate(NamedTuple):
-    """An event that fires a trigger, with what its templates gave. `attempts` counts how often it has waited."""
+    """An event that fires a trigger, with what its templates gave. `attempts` counts how often its time had come in
+    vain, `waited_for` is the reason it waited last."""
 
     id: uuid.UUID
     event: Event
@@ -39,6 +40,7 @@ class Candidate(NamedTuple):
     keys: Keys = NO_KEYS
     error: str | None = None
     attempts: int = 0
+    waited_for: str | None = None
 
     @property
     def trigger_id(self) -> uuid.UUID:
@@ -84,11 +86,9 @@ class Wait(NamedTuple):
     waits_for: dict[str, Any]
 
 
-def render(
-    event: Event, envelope: dict[str, Any], trigger: CompiledTrigger, *, id: uuid.UUID | None = None, attempts: int = 0
-) -> Candidate:
-    """The parameters and keys for an event; a template that fails on it is that delivery's failure, nobody else's."""
-    candidate = Candidate(id or uuid7(), event, trigger, attempts=attempts)
+def render(candidate: Candidate, envelope: dict[str, Any]) -> Candidate:
+    """With its parameters and keys; a template that fails on the event is that delivery's failure, nobody else's."""
+    event, trigger = candidate.event, candidate.trigger
     try:
         parameters = msgspec.json.encode(trigger.parameters(event, envelope)).decode()
         keys = trigger.keys(envelope)
@@ -163,19 +163,22 @@ def _why_wait(board: Board, candidate: Candidate, is_newcomer: bool) -> Wait | N
     if slots.in_use >= most or (is_newcomer and slots.has_waiting):
         board.slots[candidate.slot] = slots._replace(has_waiting=True)
         of_key = f" of key {key}" if key else ""
-        message = f"{slots.in_use} of {most} slots{of_key} are in use"
+        is_full = slots.in_use >= most
+        message = f"{slots.in_use} of {most} slots{of_key} are in use" if is_full else f"stands in line{of_key}"
         return Wait("concurrency", message, {"concurrency": {"max": most, "key": key or None}})
     return None
 
 
 def _wait(board: Board, candidate: Candidate, wait: Wait, is_newcomer: bool) -> Decided:
     policy, now = board.policy_of(candidate), board.now
-    is_paused = wait.reason == "paused"
-    why = why_given_up(policy, candidate.attempts, now - candidate.event.received_at)
-    if why and not is_newcomer and not is_paused:
+    # Only what it has waited for already, and a limit refuses again, uses an attempt; not a pause, not a breaker.
+    is_refused = wait.reason == candidate.waited_for and wait.reason in ("throttle", "concurrency")
+    attempts_used = candidate.attempts if is_refused else 0
+    why = why_given_up(policy, attempts_used, now - candidate.event.received_at)
+    if why and not is_newcomer and wait.reason != "paused":
         text = f"given up after {why}: {wait.message}"
         return decided(candidate, "exhausted", last_error=text, retry_state="exhausted", reason=wait.reason)
-    attempts = candidate.attempts + int(is_newcomer or not is_paused)
+    attempts = candidate.attempts + int(is_newcomer or is_refused)
     locked = board.gates.get(candidate.trigger_id)
     plan_version = locked.plan_version if locked else 0
     if wait.reason == "concurrency":

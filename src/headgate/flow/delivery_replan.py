@@ -34,6 +34,7 @@ class Planned(NamedTuple):
     """What one batch of new times did; `after` is the last event that has one."""
 
     moved: Sequence[Moved] = ()
+    woken: int = 0
     refused: int = 0
     exhausted: int = 0
     after: int = 0
@@ -73,7 +74,7 @@ class DeliveryReplan:
                     _log.error("trigger.replan_failed", trigger_id=str(trigger_id), error=exc, exc_info=exc)
                     del waiting[trigger_id]
                     continue
-                total += len(planned.moved)
+                total += len(planned.moved) + planned.woken
                 waiting[trigger_id] = planned.after
                 self._committed(planned)
                 if planned.is_done:
@@ -91,6 +92,7 @@ class DeliveryReplan:
             self._after_move(waiting)
 
     async def _batch(self, connection: Connection, trigger_id: uuid.UUID, after: int) -> Planned:
+        await sources.share(connection, [])  # so that the trigger cannot be changed while we wait for its row
         locked = (await trigger_gates.lock(connection, always=[trigger_id])).get(trigger_id)
         if locked is None or not locked.is_replanning:
             return Planned(is_done=True)
@@ -100,21 +102,24 @@ class DeliveryReplan:
             await trigger_gates.end_plan(connection, trigger_id, locked.gate.drain_at)
             return Planned(is_done=True)
         now = await sources.now(connection)
-        moved = self._plan(locked, rows, now)
+        in_line, for_slots = _split(rows, is_held=locked.gate.hold(now) is not None)
+        moved = self._plan(locked, in_line, now)
         await deliveries.move(connection, moved)
+        await deliveries.keep_waiting(connection, [row.id for row in for_slots], locked.plan_version)
+        woken = await trigger_gates.wake(connection, {(trigger_id, row.concurrency_key or "") for row in for_slots})
         event_of = {row.id: row.event_id for row in rows}
         lost = [one for one in moved if one.retry_state == "exhausted"]
         await deliveries.bury(
             connection,
             [(one.id, event_of[one.id], one.last_error or "", {"attempts": one.retry_attempts}) for one in lost],
         )
-        had_come = {row.id for row in rows if _was_refused(row, locked)}
+        had_come = {row.id for row in in_line if _was_refused(row, locked)}
         lines = [_line(one, event_of[one.id], trigger_id, now) for one in moved if one.id in had_come]
         await decisions.insert(connection, lines)
         await trigger_gates.save(connection, [locked.gate])
         failpoints.hit("delivery_replan.before_commit")
         refused = len(had_come) - len(lost)
-        return Planned(moved, refused, len(lost), max(after, rows[-1].ingress_sequence))
+        return Planned(moved, woken, refused, len(lost), max(after, rows[-1].ingress_sequence))
 
     def _plan(self, locked: LockedTrigger, rows: Sequence[Stale], now: datetime) -> list[Moved]:
         gate, version = locked.gate, locked.plan_version
@@ -122,25 +127,33 @@ class DeliveryReplan:
         hold = gate.hold(now)
         reason = hold.reason if hold else "throttle"
         message = hold.message if hold else "waits for its turn"
-        is_paused = hold is not None and hold.reason == "paused"
         given_up: list[Moved] = []
         waiting: list[tuple[Stale, int]] = []
         for row in rows:
-            was_refused = _was_refused(row, locked) and not is_paused
-            why = why_given_up(policy, row.retry_attempts, now - row.received_at)
-            if was_refused and why:
+            was_refused = _was_refused(row, locked)
+            why = why_given_up(policy, row.retry_attempts if hold is None else 0, now - row.received_at)
+            if was_refused and why and reason != "paused":
                 text = f"given up after {why}: {message}"
                 given_up.append(Moved(row.id, "exhausted", "exhausted", None, row.retry_attempts, reason, text,
                                       {"reason": reason}, version))  # fmt: skip
-            else:
-                waiting.append((row, row.retry_attempts + int(was_refused)))
+            else:  # waiting for a pause or a breaker to end uses no attempt
+                waiting.append((row, row.retry_attempts + int(was_refused and hold is None)))
         times = gate.slots(now, len(waiting), is_refusal=False)
         status: DeliveryStatus = "paused" if hold else "throttled"
         return given_up + [
             Moved(row.id, status, "scheduled", at, attempts, reason, message,
-                  {"reason": reason, "message": message, "until": at}, version)
+                  {"reason": reason, "message": message, "until": at, "waits_for": {reason: {"until": at}}}, version)
             for (row, attempts), at in zip(waiting, times, strict=True)
         ]  # fmt: skip
+
+
+def _split(rows: Sequence[Stale], *, is_held: bool) -> tuple[list[Stale], list[Stale]]:
+    """Who stands in the trigger's line, and who waits for a slot of a key: those keep their place, unless a pause or a
+    breaker holds everyone."""
+    if is_held:
+        return list(rows), []
+    for_slots = [row for row in rows if row.reason == "concurrency"]
+    return [row for row in rows if row.reason != "concurrency"], for_slots
 
 
 def _was_refused(row: Stale, locked: LockedTrigger) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,6 +25,7 @@ from headgate.flow.deliver import Candidate
 from headgate.flow.match import Matcher
 from headgate.flow.slots import Gates
 from headgate.flow.tell import held_line, tell, tell_moves, trigger_name
+from headgate.model.delivery import DeliveryStatus
 from headgate.model.event import Event
 from headgate.model.retry import TRIGGER_RETRY, RetryPolicy
 from headgate.model.run import ClaimedRun
@@ -39,6 +40,8 @@ from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
 MAX_TRIGGERS = 50
+FEW = 3
+UNREADABLE = timedelta(seconds=30)
 
 _log = logger("retry")
 
@@ -49,6 +52,7 @@ class Turn(NamedTuple):
     due: int = 0
     launched: int = 0
     claimed: Sequence[tuple[ClaimedRun, Event]] = ()
+    woken: int = 0
     decided: Sequence[Decided] = ()
     names: Mapping[uuid.UUID, str] = MappingProxyType({})
     moves: Sequence[TriggerMove] = ()
@@ -80,6 +84,7 @@ class DeliveryRetry:
         after_launch: Callable[[], None],
         after_hold: Callable[[Sequence[Decided]], None] = lambda _: None,
         after_plan: Callable[[], None] = lambda: None,
+        after_wake: Callable[[], None] = lambda: None,
         matcher: Matcher | None = None,
         breaker: BreakerPolicy = TRIGGER_BREAKER,
         policy: RetryPolicy = TRIGGER_RETRY,
@@ -89,6 +94,7 @@ class DeliveryRetry:
         self._after_launch = after_launch
         self._after_hold = after_hold
         self._after_plan = after_plan
+        self._after_wake = after_wake
         self._matcher = matcher or Matcher()
         self._breaker = breaker
         self._policy = policy
@@ -137,6 +143,8 @@ class DeliveryRetry:
             self._after_launch()
         if held := [d for d in turn.decided if d.retry_state == "scheduled"]:
             self._after_hold(held)
+        if turn.woken:
+            self._after_wake()
         if turn.replanned or turn.moves:
             self._after_plan()
 
@@ -181,6 +189,7 @@ class DeliveryRetry:
         )
         decided += deliver.decide(board, candidates, are_newcomers=False)
         launched = await deliveries.settle(connection, decided, look.now, claim)
+        woken = await self._pass_on(connection, taken, decided)
         lost = [(d.id, d.event_id, d.last_error or "", {"attempts": d.retry_attempts})
                 for d in decided if d.status == "exhausted"]  # fmt: skip
         await deliveries.bury(connection, lost)
@@ -191,7 +200,8 @@ class DeliveryRetry:
         return Turn(
             due=len(taken),
             launched=len(launched),
-            claimed=[(_claimed(d, look), found[d.event_id]) for d in decided if _is_claimed(d, claim)],
+            claimed=[(_claimed(d, look), found[d.event_id]) for d in decided if d.run_id and launched.get(d.run_id)],
+            woken=woken,
             decided=decided,
             names={c.trigger_id: trigger_name(c.trigger) for c in candidates},
             moves=moves,
@@ -216,11 +226,21 @@ class DeliveryRetry:
                     chosen += ids if room is None else ids[:room]
                 elif opens := room_soon(locked.gate, look.now):
                     look.look_at = min(look.look_at, opens) if look.look_at else opens
+                elif len(ids) <= FEW and locked.gate.hold(look.now) is None:
+                    chosen += ids  # they go to the end of the line; not worth a new plan for everyone
                 else:
                     await trigger_gates.begin_plan(connection, trigger_id, look.now)
                     locked.gate.forget_plan()
                     look.replanned.append(trigger_id)
         return chosen
+
+    async def _pass_on(self, connection: Connection, taken: Sequence[Taken], decided: Sequence[Decided]) -> int:
+        """Wake the next in line for slots that were offered to deliveries which did not take them; how many."""
+        used = {d.id for d in decided if d.status == "launched" or d.reason == "concurrency"}
+        return await trigger_gates.wake(
+            connection,
+            {(r.trigger_id, r.concurrency_key or "") for r in taken if r.reason == "concurrency" and r.id not in used},
+        )
 
     async def _one_by_one(self, due: Sequence[Due]) -> Turn:
         """The due deliveries, each in a transaction of its own; one that still fails is that delivery's failure."""
@@ -238,6 +258,7 @@ class DeliveryRetry:
 
     async def _give_up(self, connection: Connection, one: Due, exc: Exception) -> None:
         reason = f"{type(exc).__name__}: {exc}"[:1000]
+        await trigger_gates.lock(connection, always=[one.trigger_id])
         now = await sources.now(connection)
         for row in await deliveries.take(connection, [one.id]):
             failed = deliveries.Moved(
@@ -248,15 +269,19 @@ class DeliveryRetry:
             line = decisions.Recorded(row.event_id, now, "deliver", "failed", reason, None, row.retry_attempts,
                                       trigger_id=row.trigger_id)  # fmt: skip
             await decisions.insert(connection, [line])
+            await trigger_gates.wake(connection, [(row.trigger_id, row.concurrency_key or "")])
+            metrics.DELIVERY_RETRIES.labels("exhausted").inc()
             _log.error("delivery.failed", delivery_id=str(row.id), event_id=str(row.event_id), reason=reason)
 
 
 def _judge(look: _Look, row: Taken, event: Event) -> Candidate | Decided:
     """Whether the delivery still stands, by the trigger and the event as they are now."""
     compiled = look.index.get(row.trigger_id)
+    if compiled is None and row.trigger_id in look.index.invalid:
+        return _without_trigger(row, event, look, "paused", "trigger_invalid", "this worker cannot read the trigger")
     if compiled is None:
-        return _ended(row, event, "cancelled", "cancelled", "the trigger is disabled or deleted")
-    bare = Candidate(row.id, event, compiled, attempts=row.retry_attempts)
+        return _without_trigger(row, event, look, "cancelled", "trigger_gone", "the trigger is disabled or deleted")
+    bare = Candidate(row.id, event, compiled, attempts=row.retry_attempts, waited_for=row.reason)
     paused = look.paused_sources.get(event.source)
     if paused is not None:
         until = paused.until or look.now + OPEN_PAUSE
@@ -274,11 +299,7 @@ def _judge(look: _Look, row: Taken, event: Event) -> Candidate | Decided:
     if reason is not None:
         text = f"the trigger (version {compiled.trigger.version}) does not take the event any more: {reason}"
         return deliver.decided(bare, "skipped", last_error=text, retry_state="completed", reason="filtered")
-    return deliver.render(event, envelope, compiled, id=row.id, attempts=row.retry_attempts)
-
-
-def _is_claimed(one: Decided, claim: Claim) -> bool:
-    return one.status == "launched" and one.workflow_definition_id in claim.definitions
+    return deliver.render(bare, envelope)
 
 
 def _claimed(one: Decided, look: _Look) -> ClaimedRun:
@@ -303,22 +324,25 @@ def _plan_version(look: _Look, row: Taken) -> int:
     return locked.plan_version if locked else 0
 
 
-def _ended(row: Taken, event: Event, status: Any, retry_state: Any, text: str) -> Decided:
-    """A delivery whose trigger is gone."""
+def _without_trigger(row: Taken, event: Event, look: _Look, status: DeliveryStatus, reason: str, text: str) -> Decided:
+    """A delivery whose trigger is gone, or is one that only a newer worker understands: that one waits for it."""
+    is_waiting = status == "paused"
     return Decided(
         id=row.id,
         trigger_id=row.trigger_id,
         event_id=row.event_id,
-        trigger_version=0,
+        trigger_version=row.trigger_version,
         status=status,
         last_error=text,
         run_id=None,
         workflow_definition_id=uuid.UUID(int=0),
         correlation_id=event.correlation_id,
         parameters="{}",
-        retry_state=retry_state,
+        concurrency_key=row.concurrency_key,
+        retry_state="scheduled" if is_waiting else "cancelled",
+        next_attempt_at=look.now + UNREADABLE if is_waiting else None,
         retry_attempts=row.retry_attempts,
-        reason="trigger_gone",
-        metadata={"reason": "trigger_gone"},
+        reason=reason,
+        metadata={"reason": reason, "message": text},
         source=event.source,
     )

@@ -101,7 +101,7 @@ async def _delivered(connection: Connection, event: Event) -> list[Decision]:
         story += [_delivery_line(line, names) for line in told]
         story.append(
             Decision(
-                at=last.at if last else delivery.created_at,
+                at=last.at if last else delivery.updated_at if told else delivery.created_at,
                 actor=last.actor if last else None,
                 stage="deliver",
                 decision=delivery.status,

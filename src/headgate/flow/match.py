@@ -51,7 +51,9 @@ class Matcher:
                 if version != trigger.version or old_names != names:
                     compiled = _compile(trigger, names)
                 self._compiled[trigger.id] = (trigger.version, names, compiled)
-            self._index = TriggerIndex([one for _, _, one in self._compiled.values() if one is not None])
+            sound = [one for _, _, one in self._compiled.values() if one is not None]
+            invalid = frozenset(i for i, (_, _, one) in self._compiled.items() if one is None)
+            self._index = TriggerIndex(sound, invalid)
             self._version = registry_version
         return self._index
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from headgate import failpoints
 from headgate.queue.port import Queue, Wakeup
 from headgate.queue.wakeups import HORIZON, Spacing, delivery_wakeups, event_wakeups
-from headgate.store import deliveries, ingress_retries, runs, sources, steps
+from headgate.store import deliveries, idempotency, ingress_retries, runs, sources, steps
 from headgate.store.db import Connection, Database
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
@@ -46,6 +46,7 @@ class Reconcile:
         released["steps"] = len(await steps.release_expired(connection, self._batch_size))
         released["deliveries"] = len(await deliveries.release_expired(connection, self._batch_size))
         released["events"] = len(await ingress_retries.release_expired(connection, self._batch_size))
+        await idempotency.forget_expired(connection, self._batch_size)
         return released
 
 

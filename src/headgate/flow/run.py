@@ -218,7 +218,7 @@ class Runner:
             return [f.id in freed.written for f in finished]
 
     async def _finish(self, connection: Connection, finished: list[FinishedRun], fill: Fill | None) -> Freed:
-        claim = Claim(self._worker, self._lease_ms, self._definitions)
+        claim = Claim(self._worker, self._lease_ms, self._definitions, len(finished))
         return await slots.finish(connection, finished, breaker=self._breaker, fill=fill, claim=claim)
 
 

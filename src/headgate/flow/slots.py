@@ -7,7 +7,6 @@ Slots are not stored anywhere: they are the trigger's unfinished runs, counted u
 from __future__ import annotations
 
 import uuid
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -67,11 +66,11 @@ async def finish(
     Locks are taken in the order that every transaction keeps: sources, triggers, deliveries, runs.
     """
     wanted = {run.trigger_id for run in finished if run.trigger_id is not None and run.matters_to_trigger}
-    if wanted and fill is not None:
+    if wanted:  # also so that the triggers cannot be changed while we wait for their rows
         await sources.share_all(connection)
     locked = await trigger_gates.lock(connection, always=wanted)
     ended = await runs.finish(connection, finished)
-    freed = Counter((r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None)
+    freed = {(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None}
     late = {trigger_id for trigger_id, _ in freed} - locked.keys()
     if late:  # a limit that came while the run was under way
         locked |= await trigger_gates.lock(connection, always=late)
@@ -96,7 +95,8 @@ async def _tell(
     for trigger_id, one in locked.items():
         mine = [run for run in ended if run.trigger_id == trigger_id]
         policy, gate = one.breaker or breaker, one.gate
-        failures = sum(run.status == "failed" and not run.is_probe for run in mine)
+        # While it is open, only the probe tells: what was launched before may still be failing.
+        failures = sum(run.status == "failed" and not run.is_probe for run in mine) * (gate.breaker_state == "closed")
         found = [gate.end_probe(now, r.id, policy, is_good=r.status == "succeeded") for r in mine if r.is_probe]
         found.append(gate.count_failures(now, failures, policy) if failures else None)
         moves += [TriggerMove(trigger_id, move, gate.breaker_reason) for move in found if move]

@@ -257,7 +257,10 @@ class Gate:
 
     def _load_ring(self, stored: list[int]) -> None:
         """The stored ring, in buckets of the current limit's width: admissions under the old limit still count."""
-        if self.limit is None or len(stored) != RING:
+        if len(stored) != RING:
+            return
+        if self.limit is None:  # kept as it is for the day when there is a limit again
+            self.ring = list(stored)
             return
         old, new = self.ring_width_us, self._width_us()
         self.ring_width_us = new  # what is written back from now on, whether or not anything is spent

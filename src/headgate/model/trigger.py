@@ -182,9 +182,10 @@ def check_spec(spec: TriggerSpec, workflow: str, parameter_names: list[str]) -> 
 
 
 class TriggerIndex:
-    """All active triggers; those of other event types cost an event nothing."""
+    """All active triggers; those of other event types cost an event nothing. `invalid` ones cannot be compiled here."""
 
-    def __init__(self, triggers: list[CompiledTrigger]) -> None:
+    def __init__(self, triggers: list[CompiledTrigger], invalid: frozenset[uuid.UUID] = frozenset()) -> None:
+        self.invalid = invalid
         self._exact: dict[str, list[CompiledTrigger]] = {}
         self._patterns: list[CompiledTrigger] = []
         self._of_type: dict[str, list[CompiledTrigger]] = {}

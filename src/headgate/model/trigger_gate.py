@@ -50,8 +50,7 @@ class TriggerGate(Gate):
         return self._reopen(now, policy)
 
     def count_failures(self, now: datetime, count: int, policy: BreakerPolicy) -> str | None:
-        """Deliveries or runs failed; `opened` or `reopened` when the breaker moved. While it is open, only the probe
-        tells: what was launched before may still be failing."""
+        """Deliveries or runs failed; `opened` or `reopened` (when it was to be the probe) when the breaker moved."""
         if self.breaker_state == "closed":
             return self.record(now, failures=count, admitted=0, policy=policy)
         return self._reopen(now, policy) if self.is_probing(now) else None

@@ -65,6 +65,8 @@ class Taken(NamedTuple):
     retry_attempts: int
     next_attempt_at: datetime
     source: str | None
+    concurrency_key: str | None
+    trigger_version: int
 
 
 class Stale(NamedTuple):
@@ -142,20 +144,21 @@ class Claim(NamedTuple):
     worker: str | None
     lease_ms: int
     definitions: Sequence[uuid.UUID]
+    most: int
 
 
-NOBODY = Claim(None, 0, ())
+NOBODY = Claim(None, 0, (), 0)
 
 
 async def settle(
     connection: Connection, decided: Sequence[Decided], now: datetime, claim: Claim = NOBODY
-) -> list[uuid.UUID]:
-    """Write what became of deliveries that this transaction has locked. The runs created."""
+) -> dict[uuid.UUID, bool]:
+    """Write what became of deliveries that this transaction has locked. The runs created; whether they are claimed."""
     if not decided:
-        return []
+        return {}
     columns = _columns(decided, _SETTLE)
     metadata = json_texts(dict(d.metadata) for d in decided)
-    return [row[0] for row in await connection.fetch(_sql["settle"], *columns, metadata, now, *claim)]
+    return {row[0]: row[1] for row in await connection.fetch(_sql["settle"], *columns, metadata, now, *claim)}
 
 
 async def take_stale(
@@ -172,6 +175,12 @@ async def move(connection: Connection, moved: Sequence[Moved]) -> None:
         columns = _columns(moved, Moved._fields)
         columns[7] = json_texts(m.metadata for m in moved)
         await connection.execute(_sql["move"], *columns)
+
+
+async def keep_waiting(connection: Connection, ids: Sequence[uuid.UUID], plan_version: int) -> None:
+    """Deliveries that keep their place and time in a new plan."""
+    if ids:
+        await connection.execute(_sql["keep_waiting"], ids, plan_version)
 
 
 async def release_sources(connection: Connection, limit: int) -> int:

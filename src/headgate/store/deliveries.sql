@@ -62,6 +62,8 @@ select w.trigger_id
                  where d.trigger_id = w.trigger_id and d.retry_state = 'scheduled'
                  order by d.next_attempt_at limit 1) first
  where first.next_attempt_at <= headgate.now()
+   and not exists (select 1 from headgate.event_scheduler_triggers g
+                    where g.trigger_id = w.trigger_id and g.is_replanning)
  order by first.next_attempt_at
  limit $1
 
@@ -76,7 +78,8 @@ select d.id, t.trigger_id, d.source
 
 -- name: take
 -- Locks those of the given deliveries that are still due, oldest event first.
-select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source
+select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source,
+       d.concurrency_key, d.trigger_version
   from headgate.workflow_trigger_deliveries d
  where d.id = any ($1::uuid[]) and d.retry_state = 'scheduled' and d.next_attempt_at <= headgate.now()
  order by d.ingress_sequence, d.id
@@ -84,8 +87,8 @@ select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.n
 
 -- name: settle
 -- Writes what became of deliveries that this transaction has locked, and creates the runs of those that launch, stamped
--- with the time of the decision ($20). Runs of the definitions $23 are claimed by the worker $21 for $22 ms at once.
--- Returns the runs created.
+-- with the time of the decision ($20). Up to $24 runs of the definitions $23 are claimed by the worker $21 for $22 ms at
+-- once, unless older runs of these wait for it. Returns the runs created, and whether they are claimed.
 with input as materialized (
   select * from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
                        $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::text[],
@@ -108,7 +111,10 @@ with input as materialized (
    where d.id = u.id and d.retry_state = 'scheduled'
   returning d.id
 ), launched as (
-  select i.*, coalesce(i.workflow_definition_id = any ($23::uuid[]), false) as is_claimed
+  select i.*, i.workflow_definition_id = any ($23::uuid[]) and row_number() over () <= $24::bigint
+              and not exists (select 1 from headgate.workflow_runs r
+                               where r.status = 'pending' and r.next_attempt_at <= (select now from clock)
+                                 and r.workflow_definition_id = any ($23::uuid[])) as is_claimed
     from input i join settled using (id) where i.status = 'launched'
 )
 insert into headgate.workflow_runs
@@ -119,7 +125,7 @@ select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key
        is_claimed::int, case when is_claimed then $21 end,
        case when is_claimed then now + $22::bigint * interval '1 ms' end, case when is_claimed then now end
   from launched, clock
-returning id
+returning id, status = 'running'
 
 -- name: take_stale
 -- Locks waiting deliveries of a trigger whose time belongs to an older plan, in the order of arrival, after a given one.
@@ -144,15 +150,32 @@ update headgate.workflow_trigger_deliveries d
     as u (id, status, retry_state, next_attempt_at, retry_attempts, reason, last_error, metadata, plan_version)
  where d.id = u.id
 
+-- name: keep_waiting
+-- Deliveries that keep their place and time in a new plan.
+update headgate.workflow_trigger_deliveries set plan_version = $2 where id = any ($1::uuid[])
+
 -- name: release_sources
--- Makes deliveries due now that waited for their source to be resumed, once it is. Returns how many.
-with freed as materialized (
-  select d.id from headgate.workflow_trigger_deliveries d
-   where d.retry_state = 'scheduled' and d.reason = 'source_paused' and d.next_attempt_at > headgate.now()
-     and not exists (select 1 from headgate.event_scheduler_sources s
-                      where s.source = d.source and s.paused_at is not null
+-- Makes deliveries due now that waited for their source to be resumed, once it is. Returns them. The index is walked from
+-- source to source, so that a large backlog of a source that stays paused costs no more than a single delivery.
+with recursive names (source) as (
+  (select d.source from headgate.workflow_trigger_deliveries d
+    where d.retry_state = 'scheduled' and d.reason = 'source_paused' order by d.source limit 1)
+  union all
+  select (select d.source from headgate.workflow_trigger_deliveries d
+           where d.retry_state = 'scheduled' and d.reason = 'source_paused' and d.source > n.source
+           order by d.source limit 1)
+    from names n where n.source is not null
+), freed as materialized (
+  select w.id
+    from names n
+   cross join lateral (
+     select d.id from headgate.workflow_trigger_deliveries d
+      where d.retry_state = 'scheduled' and d.reason = 'source_paused' and d.source = n.source
+        and d.next_attempt_at > headgate.now()
+      limit $1 for update of d skip locked) w
+   where not exists (select 1 from headgate.event_scheduler_sources s
+                      where s.source = n.source and s.paused_at is not null
                         and (s.paused_until is null or s.paused_until > headgate.now()))
-   limit $1 for update of d skip locked
 )
 update headgate.workflow_trigger_deliveries d
    set next_attempt_at = headgate.now(), claim_generation = d.claim_generation + 1, updated_at = headgate.now()

@@ -131,6 +131,8 @@ async def force(connection: Connection, delivery_id: uuid.UUID) -> Changed | Non
     return Changed(*row) if row else None
 
 
-async def cancel_of_trigger(connection: Connection, trigger_id: uuid.UUID, reason: str) -> list[Changed]:
-    """Cancel every delivery of a trigger that waits; those that did."""
-    return [Changed(*row) for row in await connection.fetch(_sql["cancel_of_trigger"], trigger_id, reason)]
+async def cancel_of_trigger(connection: Connection, trigger_id: uuid.UUID, reason: str, actor: str) -> int:
+    """Cancel every delivery of a trigger that waits; how many. A long line may take a while."""
+    await connection.execute(_sql["take_time"])
+    count: int = await connection.fetchval(_sql["cancel_of_trigger"], trigger_id, reason, actor)
+    return count

@@ -91,19 +91,23 @@ update headgate.workflow_trigger_deliveries d
  where d.id = $1 and d.retry_state = 'scheduled'
 returning d.id, d.event_id, d.retry_attempts, d.trigger_id
 
+-- name: take_time
+-- This transaction may need longer than others.
+set local statement_timeout = '120s'
+
 -- name: cancel_of_trigger
--- Cancels every delivery of a trigger that waits. Returns them.
-with waiting as materialized (
-  select d.id from headgate.workflow_trigger_deliveries d
+-- Cancels every delivery of a trigger that waits, with the line of its event's story. Returns how many.
+with cancelled as (
+  update headgate.workflow_trigger_deliveries d
+     set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, last_error = $2,
+         claim_generation = d.claim_generation + 1, updated_at = headgate.now()
    where d.trigger_id = $1 and d.retry_state = 'scheduled'
-   order by d.id for update
+  returning d.event_id, d.retry_attempts
+), told as (
+  insert into headgate.event_decisions (event_id, stage, decision, reason, attempt, actor, trigger_id)
+  select c.event_id, 'deliver', 'cancelled', $2, c.retry_attempts, $3, $1 from cancelled c
 )
-update headgate.workflow_trigger_deliveries d
-   set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, last_error = $2,
-       claim_generation = d.claim_generation + 1, updated_at = headgate.now()
-  from waiting
- where d.id = waiting.id
-returning d.id, d.event_id, d.retry_attempts, d.trigger_id
+select count(*) from cancelled
 
 -- name: force
 -- Makes a delivery that waits due now, in its trigger's current plan. Returns it when it did.

@@ -55,3 +55,8 @@ async def release(connection: Connection, unused: Iterable[Key]) -> None:
     keys = sorted(unused)
     if keys:
         await connection.execute(_sql["release"], [t for t, _ in keys], [k for _, k in keys])
+
+
+async def forget_expired(connection: Connection, limit: int) -> None:
+    """Remove keys that have expired."""
+    await connection.execute(_sql["forget"], limit)

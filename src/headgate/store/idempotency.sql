@@ -25,6 +25,13 @@ update headgate.trigger_idempotency_keys k
     as u (trigger_id, dedupe_key, delivery_id, run_id, window_ms)
  where k.trigger_id = u.trigger_id and k.dedupe_key = u.dedupe_key
 
+-- name: forget
+-- Removes keys that have expired, a few at a time.
+delete from headgate.trigger_idempotency_keys k
+ using (select trigger_id, dedupe_key from headgate.trigger_idempotency_keys
+         where expires_at <= headgate.now() order by expires_at limit $1 for update skip locked) expired
+ where k.trigger_id = expired.trigger_id and k.dedupe_key = expired.dedupe_key
+
 -- name: release
 -- Gives back keys that were taken and not used.
 delete from headgate.trigger_idempotency_keys k

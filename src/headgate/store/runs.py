@@ -72,7 +72,7 @@ async def next_due_seconds(connection: Connection, definitions: Sequence[uuid.UU
 async def list_unfinished(
     connection: Connection, trigger_id: uuid.UUID, *, after: uuid.UUID, limit: int
 ) -> list[tuple[uuid.UUID, uuid.UUID | None]]:
-    """A trigger's unfinished runs with their events, locked, in the order of their ids."""
+    """A trigger's unfinished runs with their events, in the order of their ids."""
     return [(row[0], row[1]) for row in await connection.fetch(_sql["list_unfinished"], trigger_id, after, limit)]
 
 

@@ -67,10 +67,13 @@ select extract(epoch from min(next_attempt_at) - headgate.now())::float8
  where status = 'pending' and workflow_definition_id = any ($1::uuid[])
 
 -- name: list_unfinished
--- A page of a trigger's unfinished runs with their events, locked, after a given one.
-select id, event_id from headgate.workflow_runs
- where trigger_id = $1 and status in ('pending', 'running') and id > $2
- order by id limit $3 for update
+-- A page of a trigger's unfinished runs with their events, after a given one. By status, so that the indexes of
+-- unfinished runs are read and not all history.
+select u.id, u.event_id
+  from (select id, event_id from headgate.workflow_runs where trigger_id = $1 and status = 'pending' and id > $2
+        union all
+        select id, event_id from headgate.workflow_runs where trigger_id = $1 and status = 'running' and id > $2) u
+ order by u.id limit $3
 
 -- name: set_concurrency_keys
 -- Says whose concurrency slots unfinished runs hold; null: nobody's.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ from headgate.store.sources import source_hold
 from headgate.store.sql import load
 
 _sql = load("trigger_gates")
+
+# So many deliveries of a key are launched at most in the transaction that ends runs; it should be short.
+MAX_IN_LINE = 100
 
 
 class LockedTrigger(NamedTuple):
@@ -111,12 +114,11 @@ async def slots(connection: Connection, wanted: Iterable[tuple[uuid.UUID, str]])
     return {(row[0], row[1]): Slots(row[2], row[3]) for row in rows}
 
 
-async def next_in_line(connection: Connection, freed: Mapping[tuple[uuid.UUID, str], int]) -> NextInLine | None:
-    """Lock the oldest deliveries that wait for a slot of these triggers and keys, as many as are free, at most so many
-    of each; None when nobody waits."""
-    keys = sorted(freed)
-    columns = [t for t, _ in keys], [k for _, k in keys], [freed[key] for key in keys]
-    rows = await connection.fetch(_sql["next_in_line"], *columns)
+async def next_in_line(connection: Connection, freed: Iterable[tuple[uuid.UUID, str]]) -> NextInLine | None:
+    """Lock the oldest deliveries that wait for a slot of these triggers and keys, as many as are free; None when nobody
+    waits."""
+    keys = sorted(set(freed))
+    rows = await connection.fetch(_sql["next_in_line"], [t for t, _ in keys], [k for _, k in keys], MAX_IN_LINE)
     if not rows:
         return None
     return NextInLine(
@@ -132,6 +134,8 @@ async def wake(connection: Connection, freed: Iterable[tuple[uuid.UUID, str]]) -
     """Make the oldest deliveries that wait for a slot of these triggers and keys due now, as many as are free; how
     many."""
     keys = sorted(set(freed))
+    if not keys:
+        return 0
     rows = await connection.fetch(_sql["wake"], [t for t, _ in keys], [k for _, k in keys])
     return len(rows)
 

@@ -23,13 +23,13 @@ select g.trigger_id, g.ring, g.ring_at, g.ring_width_us, g.drain_at, g.paused_at
    for update of g
 
 -- name: lines
--- The last delivery in line of each trigger that has any waiting for anything but a slot of its own key. A statement of
--- its own, after the locks: the one that waited for them still sees the tables as they were before it waited.
+-- The last delivery in line of each trigger that has any waiting, for anything but a slot of its own key or its source to
+-- be resumed: those hold up nobody else. A statement of its own, after the locks: the one that waited for them still sees the tables as they were before it waited.
 select t.trigger_id, w.ingress_sequence
   from unnest($1::uuid[]) as t (trigger_id),
        lateral (select d.ingress_sequence from headgate.workflow_trigger_deliveries d
                  where d.trigger_id = t.trigger_id and d.retry_state = 'scheduled'
-                   and d.reason is distinct from 'concurrency'
+                   and coalesce(d.reason, '') not in ('concurrency', 'source_paused')
                  order by d.ingress_sequence desc limit 1) w
 
 -- name: slots
@@ -44,27 +44,29 @@ select u.trigger_id, u.concurrency_key,
   from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
 
 -- name: next_in_line
--- Locks the oldest deliveries that wait for a slot of each trigger and key, as many as are free and at most $3. Returns
+-- Locks the oldest deliveries that wait for a slot of each trigger and key, as many as are free and at most $3 of each.
+-- Returns
 -- them with all that decides about them, in one round trip: the slots in use, the pause of their source, the time, the
 -- registry's version. The caller holds the triggers' locks, so nobody else decides about these rows meanwhile.
 with freed as materialized (
-  select u.trigger_id, u.concurrency_key, t.max_concurrency, u.most,
+  select u.trigger_id, u.concurrency_key, t.max_concurrency,
          (select count(*) from headgate.workflow_runs r
            where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
              and r.status in ('pending', 'running')) as in_use
-    from unnest($1::uuid[], $2::text[], $3::bigint[]) as u (trigger_id, concurrency_key, most)
+    from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
     join headgate.workflow_event_triggers t on t.id = u.trigger_id
 )
 select w.*, f.concurrency_key, f.in_use, s.paused_until, s.pause_reason, s.paused_by,
        s.paused_at is not null and (s.paused_until is null or s.paused_until > headgate.now()) as is_source_paused,
        headgate.now() as now, (select version from headgate.registry_version) as registry_version
   from freed f
- cross join lateral (select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source
+ cross join lateral (select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source,
+                       d.trigger_version
                   from headgate.workflow_trigger_deliveries d
                  where d.trigger_id = f.trigger_id and d.concurrency_key = f.concurrency_key
                    and d.retry_state = 'scheduled' and d.reason = 'concurrency'
                  order by d.ingress_sequence
-                 limit greatest(0, least(f.most, f.max_concurrency - f.in_use))
+                 limit greatest(0, least($3::bigint, f.max_concurrency - f.in_use))
                    for update of d) w
   left join headgate.event_scheduler_sources s on s.source = w.source
 
@@ -74,9 +76,10 @@ select w.*, f.concurrency_key, f.in_use, s.paused_until, s.pause_reason, s.pause
 -- these rows meanwhile.
 with freed as materialized (
   select u.trigger_id, u.concurrency_key,
-         greatest(0, t.max_concurrency - (select count(*) from headgate.workflow_runs r
-                                           where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
-                                             and r.status in ('pending', 'running'))) as free
+         case when t.max_concurrency is not null then
+           greatest(0, t.max_concurrency - (select count(*) from headgate.workflow_runs r
+                                             where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
+                                               and r.status in ('pending', 'running'))) end as free
     from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
     join headgate.workflow_event_triggers t on t.id = u.trigger_id
 ), oldest as materialized (

@@ -106,6 +106,7 @@ class Worker:
             after_launch=lambda: queue.hint("runs"),
             after_hold=lambda held: queue.schedule(delivery_wakeups(held)),
             after_plan=lambda: queue.hint("plans"),
+            after_wake=lambda: queue.hint("deliveries"),
             matcher=matcher,
             breaker=settings.trigger_error,
             policy=settings.trigger_retry,

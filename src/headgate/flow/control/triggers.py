@@ -17,11 +17,9 @@ from headgate.flow.control.pauses import check_length, check_until
 from headgate.model import trigger_change
 from headgate.model.trigger import CompiledTrigger, Trigger, TriggerSpec, WorkflowDefinition
 from headgate.model.trigger_change import SPEC_FIELDS, NewTrigger
-from headgate.store import audit, decisions, held_deliveries, sources, trigger_gates
+from headgate.store import audit, held_deliveries, sources, trigger_gates
 from headgate.store import triggers as store
 from headgate.store.db import Connection, Database
-from headgate.store.decisions import Recorded
-from headgate.store.held_deliveries import Changed
 from headgate.store.trigger_gates import TriggerState
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
@@ -60,16 +58,16 @@ async def update_trigger(
     A `version` in it other than the current one is a Conflict. Disabling cancels what waits. Nothing new, no version.
     """
 
-    async def change(connection: Connection) -> tuple[Trigger, list[Changed]]:
+    async def change(connection: Connection) -> tuple[Trigger, int]:
         await trigger_gates.exclude(connection)
         before, definition, new = await _asked(connection, trigger_id, given, workflow)
         if new is None:
-            return before, []
+            return before, 0
         if not await store.update(connection, trigger_id, new.spec, new.status, actor):
             raise _name_taken(before.workflow, new.spec.name)
         after = await _required(connection, trigger_id)
         await _judge_anew(connection, before, after, definition)
-        cancelled: list[Changed] = []
+        cancelled = 0
         if after.status == "disabled":
             cancelled = await _cancel_waiting(connection, trigger_id, f"trigger disabled by {actor}", actor)
         await audit.insert(
@@ -85,9 +83,9 @@ async def update_trigger(
     after, cancelled = await database.run(change)
     _log.info(
         "trigger.changed", trigger_id=str(trigger_id), workflow=after.workflow, trigger=after.name,
-        version=after.version, status=after.status, cancelled=len(cancelled), actor=actor,
+        version=after.version, status=after.status, cancelled=cancelled, actor=actor,
     )  # fmt: skip
-    metrics.DELIVERY_RETRIES.labels("cancelled").inc(len(cancelled))
+    metrics.DELIVERY_RETRIES.labels("cancelled").inc(cancelled)
     return after
 
 
@@ -96,7 +94,7 @@ async def delete_trigger(
 ) -> tuple[Trigger, int]:
     """Delete a trigger and cancel what waits for it; the trigger as it was, and how many were cancelled."""
 
-    async def change(connection: Connection) -> tuple[Trigger, list[Changed]]:
+    async def change(connection: Connection) -> tuple[Trigger, int]:
         await trigger_gates.exclude(connection)
         before = await find_trigger(connection, trigger_id, workflow)
         await store.delete(connection, trigger_id, actor)
@@ -109,12 +107,12 @@ async def delete_trigger(
     async with database.connection() as connection:
         await find_trigger(connection, trigger_id, workflow)
     deleted, cancelled = await database.run(change)
-    metrics.DELIVERY_RETRIES.labels("cancelled").inc(len(cancelled))
+    metrics.DELIVERY_RETRIES.labels("cancelled").inc(cancelled)
     _log.warning(
         "trigger.deleted", trigger_id=str(trigger_id), workflow=deleted.workflow, trigger=deleted.name,
-        cancelled=len(cancelled), actor=actor,
+        cancelled=cancelled, actor=actor,
     )  # fmt: skip
-    return deleted, len(cancelled)
+    return deleted, cancelled
 
 
 async def pause_trigger(
@@ -208,20 +206,13 @@ async def _judge_anew(connection: Connection, before: Trigger, after: Trigger, d
     """Whatever waits is decided again by the new version, in order of arrival."""
     if (before.max_concurrency, before.concurrency_key) != (after.max_concurrency, after.concurrency_key):
         await slots.rekey(connection, CompiledTrigger(after, definition.parameters))
-    await trigger_gates.replan(connection, after.id)
+    decides = [field for field in SPEC_FIELDS if field != "name"]
+    if after.status != before.status or any(getattr(before, f) != getattr(after, f) for f in decides):
+        await trigger_gates.replan(connection, after.id)
 
 
-async def _cancel_waiting(connection: Connection, trigger_id: uuid.UUID, reason: str, actor: str) -> list[Changed]:
-    cancelled = await held_deliveries.cancel_of_trigger(connection, trigger_id, reason)
-    await decisions.insert(connection, [_cancelled(delivery, reason, actor) for delivery in cancelled])
-    return cancelled
-
-
-def _cancelled(delivery: Changed, reason: str, actor: str) -> Recorded:
-    return Recorded(
-        delivery.event_id, None, "deliver", "cancelled", reason=reason, attempt=delivery.retry_attempts, actor=actor,
-        trigger_id=delivery.trigger_id,
-    )  # fmt: skip
+async def _cancel_waiting(connection: Connection, trigger_id: uuid.UUID, reason: str, actor: str) -> int:
+    return await held_deliveries.cancel_of_trigger(connection, trigger_id, reason, actor)
 
 
 async def _moved(connection: Connection, before: TriggerState, action: str, actor: str) -> TriggerState:

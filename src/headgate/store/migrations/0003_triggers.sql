@@ -90,6 +90,8 @@ create table headgate.trigger_idempotency_keys (
   created_at  timestamptz not null default headgate.now(),
   primary key (trigger_id, dedupe_key)
 ) with (fillfactor = 80);
+create index trigger_idempotency_keys_expiry_idx on headgate.trigger_idempotency_keys (expires_at)
+  where expires_at is not null;
 
 -- A run of a trigger with a concurrency limit holds one of its slots (of its key, '' without one) until it ends. The
 -- slots in use are counted from these rows, under the trigger's lock.
