@@ -76,14 +76,13 @@ async def _throughput(ground: Stage, size: Size) -> results.Throughput:
 async def _turn(ground: Stage, events: int) -> results.Turn:
     with neighbours.watched() as beside_floor:
         floor_rate = await floor.measure(ground, events)
-    with neighbours.watched() as beside_pipeline:
-        pipeline_rate = await pipeline.measure(ground, events)
+    through = await pipeline.measure(ground, events)
     return results.Turn(
         floor_per_second=round(floor_rate, 1),
-        pipeline_per_second=round(pipeline_rate, 1),
-        ratio=round(pipeline_rate / floor_rate, 3),
+        pipeline_per_second=through.per_second,
+        ratio=round(through.per_second / floor_rate, 3),
         floor_neighbours=beside_floor.cores,
-        pipeline_neighbours=beside_pipeline.cores,
+        pipeline_neighbours=through.neighbours,
     )
 
 

@@ -125,7 +125,8 @@ async def cost(stage: Stage, events: int, turns: int) -> LimitCost:
     for turn in range(turns):
         for limit in (None, NEVER_BITES) if turn % 2 == 0 else (NEVER_BITES, None):
             prepare = None if limit is None else partial(pipeline.set_limit, limit=limit)
-            (without if limit is None else limited).append(await pipeline.measure(stage, events, prepare))
+            found = await pipeline.measure(stage, events, prepare)
+            (without if limit is None else limited).append(found.per_second)
     ratios = [round(b / a, 3) for a, b in zip(without, limited, strict=True)]
     return LimitCost(
         turns=ratios,

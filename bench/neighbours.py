@@ -12,11 +12,13 @@ from pathlib import Path
 
 
 class Neighbours:
-    """Cores that processes other than ours kept busy, and cores the host withheld; None where /proc does not tell."""
+    """Cores that processes other than ours kept busy, and cores the host withheld; the CPU seconds that ours took. None
+    where /proc does not tell."""
 
     def __init__(self) -> None:
         self.cores: float | None = None
         self.stolen: float | None = None
+        self.our_seconds: float | None = None
 
 
 @contextlib.contextmanager
@@ -29,9 +31,10 @@ def watched() -> Iterator[Neighbours]:
     busy, stolen, ours, started_at = *_machine(), _ours(), time.monotonic()
     yield found
     ticks = (time.monotonic() - started_at) * os.sysconf("SC_CLK_TCK")
-    busy_after, stolen_after = _machine()
-    found.cores = round(max((busy_after - busy) - (_ours() - ours), 0) / ticks, 2)
+    busy_after, stolen_after, ours_after = *_machine(), _ours()
+    found.cores = round(max((busy_after - busy) - (ours_after - ours), 0) / ticks, 2)
     found.stolen = round((stolen_after - stolen) / ticks, 2)
+    found.our_seconds = (ours_after - ours) / os.sysconf("SC_CLK_TCK")
 
 
 def _machine() -> tuple[int, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import asyncpg
 
-from bench import workload
+from bench import neighbours, workload
 from bench.client import Job
 from bench.stage import Stage, publish
 from headgate.flow import control
@@ -26,6 +27,15 @@ _IS_DONE = "select not exists (select from headgate.event_inbox)"
 _RUNS = "select count(*) from headgate.workflow_runs"
 
 
+class Rate(NamedTuple):
+    """Events per second; the CPU that all our processes, Postgres and the load generator included, took for each; and
+    the cores that others used. The last two are None where /proc does not tell."""
+
+    per_second: float
+    cpu_us: float | None
+    neighbours: float | None
+
+
 async def measure(
     stage: Stage,
     events: int,
@@ -33,8 +43,8 @@ async def measure(
     *,
     runs_per_event: int = 1,
     warm_up: int = WARM_UP,
-) -> float:
-    """Events per second from the first request to the last run. The worker creates runs and executes none.
+) -> Rate:
+    """From the first request to the last run. The worker creates runs and executes none.
 
     `prepare` is given the database's address before the worker starts.
     """
@@ -46,15 +56,17 @@ async def measure(
             try:
                 publish(Job(port=port, first=0, events=warm_up, batch=BATCH, connections=CONNECTIONS))
                 await _drained(watcher)
-                sent = publish(Job(port=port, first=warm_up, events=events, batch=BATCH, connections=CONNECTIONS))
-                await _drained(watcher)
-                ended_at = time.monotonic()
+                with neighbours.watched() as others:
+                    sent = publish(Job(port=port, first=warm_up, events=events, batch=BATCH, connections=CONNECTIONS))
+                    await _drained(watcher)
+                    ended_at = time.monotonic()
                 found, expected = await watcher.fetchval(_RUNS), (warm_up + events) * runs_per_event
                 if found != expected:
                     raise RuntimeError(f"{warm_up + events} events were accepted, but {found} runs exist")
             finally:
                 await watcher.close()
-    return events / (ended_at - sent.started_at)
+    cpu_us = None if others.our_seconds is None else round(others.our_seconds / events * 1_000_000, 1)
+    return Rate(round(events / (ended_at - sent.started_at), 1), cpu_us, others.cores)
 
 
 async def set_limit(url: str, limit: RateLimit) -> None:

@@ -125,7 +125,7 @@ def table(results: Results) -> str:
         lines.append(
             ("single POSTs, 64 connections", f"{rate:,.0f}/s, p50 {taken.p50_ms:.1f} ms, p99 {taken.p99_ms:.1f} ms")
         )
-    return "\n".join(f"{name:<34}{value}" for name, value in [*lines, *_gate_lines(results), *_trigger_lines(results)])
+    return "\n".join(f"{name:<36}{value}" for name, value in [*lines, *_gate_lines(results), *_trigger_lines(results)])
 
 
 def _gate_lines(results: Results) -> list[tuple[str, str]]:
@@ -152,8 +152,10 @@ def _trigger_lines(results: Results) -> list[tuple[str, str]]:
     for case in results.triggers.cases if results.triggers else ():
         others = "patterns" if case.are_patterns else "of other types"
         name = "1 trigger" if case.triggers == 1 else f"{case.triggers:,} triggers, {case.triggers - 1:,} {others}"
-        spread = f"{case.ratio:.2f} of that (turns: {min(case.ratios):.2f} to {max(case.ratios):.2f})"
-        lines.append((name, f"{case.per_second:,.0f} events/s" + (f", {spread}" if case.triggers > 1 else "")))
+        against = f", {case.ratio:.2f} of that with 1 (turns: {min(case.ratios):.2f} to {max(case.ratios):.2f})"
+        if case.cpu_ratio:
+            against += f", {case.cpu_ratio:.2f} of its CPU"
+        lines.append((name, f"{case.per_second:,.0f} events/s" + (against if case.triggers > 1 else "")))
     if results.fanout:
         f = results.fanout
         rates = f"{f.deliveries_per_second:,.0f} deliveries/s, {f.events_per_second:,.0f} events/s"
@@ -172,7 +174,7 @@ def _trigger_lines(results: Results) -> list[tuple[str, str]]:
 def _disturbed(results: Results) -> list[tuple[str, str]]:
     """The trigger figures in which others used the machine."""
     found = {
-        "triggers": results.triggers.neighbours if results.triggers else [],
+        "triggers": [cores for case in results.triggers.cases for cores in case.neighbours] if results.triggers else [],
         "fanout": results.fanout.neighbours if results.fanout else [],
         "throttle_drain": [results.throttle_drain.neighbours] if results.throttle_drain else [],
         "concurrency": [c.neighbours for c in results.concurrency or ()],

@@ -8,7 +8,8 @@ from statistics import median
 
 import msgspec
 
-from bench import neighbours, pipeline, workload
+from bench import pipeline, workload
+from bench.pipeline import Rate
 from bench.stage import Stage, execute
 
 FAN_OUT = 100
@@ -27,14 +28,18 @@ select gen_random_uuid(), t.workflow_definition_id, 'bench-' || u.number, u.even
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """So many active triggers, of which one takes the events; `ratio` is to the rate with that one alone."""
+    """So many active triggers, of which one takes the events; `ratio` and `cpu_ratio` are to that one alone. `cpu_us`
+    is what all processes took for an event; other work on the machine moves it far less than the rate."""
 
     triggers: int
     are_patterns: bool
     rates: list[float]
     ratios: list[float]
+    cpu_us: list[float | None]
+    neighbours: list[float | None]
     per_second: float
     ratio: float
+    cpu_ratio: float | None
 
 
 class Crowd(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +47,6 @@ class Crowd(msgspec.Struct, frozen=True, kw_only=True):
 
     events: int
     cases: list[Case]
-    neighbours: list[float | None]
 
 
 class FanOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,47 +55,38 @@ class FanOut(msgspec.Struct, frozen=True, kw_only=True):
     triggers: int
     events: int
     turns: list[float]
+    cpu_us: list[float | None]
+    neighbours: list[float | None]
     events_per_second: float
     deliveries_per_second: float
-    neighbours: list[float | None]
 
 
 async def crowd(stage: Stage, events: int, turns: int) -> Crowd:
     """1, 100 and 1,000 triggers, and 1,000 of which 999 are patterns; all but one of other event types."""
     kinds = ((1, False), (100, False), (1000, False), (1000, True))
-    rates: list[list[float]] = [[] for _ in kinds]
-    beside = []
+    found: list[list[Rate]] = [[] for _ in kinds]
     for turn in range(turns):
-        with neighbours.watched() as others:
-            for case in ((first + turn) % len(kinds) for first in _FIRST_ORDER):
-                prepare = _copies(_others(*kinds[case]))
-                rates[case].append(round(await pipeline.measure(stage, events, prepare), 1))
-        beside.append(others.cores)
-    return Crowd(
-        events=events,
-        cases=[_case(*kind, found, rates[0]) for kind, found in zip(kinds, rates, strict=True)],
-        neighbours=beside,
-    )
+        for case in ((first + turn) % len(kinds) for first in _FIRST_ORDER):
+            found[case].append(await pipeline.measure(stage, events, _copies(_others(*kinds[case]))))
+    cases = [_case(*kind, rates, found[0]) for kind, rates in zip(kinds, found, strict=True)]
+    return Crowd(events=events, cases=cases)
 
 
 async def fan_out(stage: Stage, events: int, turns: int) -> FanOut:
     """A hundred triggers that all take every event."""
-    prepare = _copies([workload.TYPE] * (FAN_OUT - 1))
-    rates, beside = [], []
-    for _ in range(turns):
-        with neighbours.watched() as others:
-            rate = await pipeline.measure(
-                stage, events, prepare, runs_per_event=FAN_OUT, warm_up=min(FAN_OUT_WARM_UP, events)
-            )
-        rates.append(round(rate, 1))
-        beside.append(others.cores)
+    prepare, warm_up = _copies([workload.TYPE] * (FAN_OUT - 1)), min(FAN_OUT_WARM_UP, events)
+    found = [
+        await pipeline.measure(stage, events, prepare, runs_per_event=FAN_OUT, warm_up=warm_up) for _ in range(turns)
+    ]
+    rate = median(one.per_second for one in found)
     return FanOut(
         triggers=FAN_OUT,
         events=events,
-        turns=rates,
-        events_per_second=median(rates),
-        deliveries_per_second=round(median(rates) * FAN_OUT, 1),
-        neighbours=beside,
+        turns=[one.per_second for one in found],
+        cpu_us=[one.cpu_us for one in found],
+        neighbours=[one.neighbours for one in found],
+        events_per_second=rate,
+        deliveries_per_second=round(rate * FAN_OUT, 1),
     )
 
 
@@ -100,15 +95,20 @@ def _others(triggers: int, are_patterns: bool) -> list[str]:
     return [f"other-{number}.{'*' if are_patterns else 'created'}" for number in range(1, triggers)]
 
 
-def _case(triggers: int, are_patterns: bool, rates: Sequence[float], alone: Sequence[float]) -> Case:
-    ratios = [round(rate / one, 3) for rate, one in zip(rates, alone, strict=True)]
+def _case(triggers: int, are_patterns: bool, found: Sequence[Rate], alone: Sequence[Rate]) -> Case:
+    ratios = [round(one.per_second / other.per_second, 3) for one, other in zip(found, alone, strict=True)]
+    pairs = zip(found, alone, strict=True)
+    cpu_ratios = [one.cpu_us / other.cpu_us for one, other in pairs if one.cpu_us and other.cpu_us]
     return Case(
         triggers=triggers,
         are_patterns=are_patterns,
-        rates=list(rates),
+        rates=[one.per_second for one in found],
         ratios=ratios,
-        per_second=round(median(rates), 1),
+        cpu_us=[one.cpu_us for one in found],
+        neighbours=[one.neighbours for one in found],
+        per_second=round(median(one.per_second for one in found), 1),
         ratio=round(median(ratios), 3),
+        cpu_ratio=round(median(cpu_ratios), 3) if cpu_ratios else None,
     )
 
 

@@ -10,10 +10,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from bench.__main__ import EVENT_FIGURES, TRIGGER_FIGURES
 from bench.trigger_limits import Span, most_at_once
 
 ROOT = Path(__file__).parents[2]
+
+# Many real processes one after the other: slow where other tests use the machine too.
+pytestmark = pytest.mark.timeout(300)
 
 
 def quick(out: Path, figures: Sequence[str]) -> tuple[dict[str, Any], str]:
@@ -64,7 +68,7 @@ def test_quick_run_of_the_trigger_figures(tmp_path: Path) -> None:
         (1, False), (100, False), (1000, False), (1000, True)
     ]  # fmt: skip
     assert all(len(case["rates"]) == 1 and case["ratio"] > 0 for case in cases)
-    assert cases[0]["ratio"] == 1
+    assert cases[0]["ratio"] == 1 and cases[0]["cpu_ratio"] in (None, 1)
     fanout = found["fanout"]
     assert fanout["triggers"] == 100
     assert fanout["deliveries_per_second"] > fanout["events_per_second"] > 0

@@ -38,3 +38,14 @@ async def slow(ctx: Context, seconds: float) -> str:
 @hg.workflow(on="work.broken")
 def broken(ctx: Context) -> None:
     raise RuntimeError("this one always fails")
+
+
+@hg.workflow(on="work.paced", throttle="2/200ms")
+async def paced(ctx: Context, n: int = 0) -> None:
+    await _record(ctx, "paced")
+
+
+@hg.workflow(on="work.narrow", max_concurrency=2)
+async def narrow(ctx: Context, n: int = 0) -> None:
+    await _record(ctx, "narrow")
+    await asyncio.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,9 @@ from headgate.client import Client
 from headgate.errors import Unavailable
 from headgate.flow import control
 from headgate.store.db import Connection, Database
+from tests.flow.checker import milliseconds, most_in_any_interval
 from tests.flow.conftest import APP, eventually
+from tests.flow.trigger_worker import launches
 from tests.processes import api, worker
 
 Effects = Callable[[], Awaitable[list[tuple[Any, str]]]]
@@ -97,7 +100,7 @@ async def test_reconcile_dies_in_the_middle(
 
 def test_every_failpoint_is_exercised() -> None:
     """A point that no test arms is a claim that nobody checked."""
-    armed = {*INGEST_POINTS, *DISPATCH_POINTS, *RUN_POINTS, *HELD_POINTS}
+    armed = {*INGEST_POINTS, *DISPATCH_POINTS, *RUN_POINTS, *HELD_POINTS, *DELIVERY_POINTS}
     for file in Path(__file__).parent.parent.rglob("test_*.py"):
         armed |= set(re.findall(r"[\"']?([a-z]+\.[a-z_]+)=kill", file.read_text()))
     assert armed >= failpoints.POINTS
@@ -135,3 +138,61 @@ async def test_worker_dies_while_letting_held_events_through(
     rows = await connection.fetch("select launched_at from headgate.workflow_trigger_deliveries order by 1")
     times = [row[0] for row in rows]
     assert all(later - earlier >= timedelta(milliseconds=300) for earlier, later in itertools.pairwise(times))
+
+
+DELIVERY_POINTS = ["delivery_retry.before_commit", "delivery_retry.after_commit", "delivery_replan.before_commit"]
+WAITING = "select count(*) from headgate.workflow_trigger_deliveries where retry_state = 'scheduled'"
+LEASE = {"HEADGATE_LEASE_MS": "600"}
+
+
+async def check_limited(database: Database, connection: Connection, effects: Effects, count: int) -> None:
+    """All have run, each launched once, by the limits; only what a dead worker had begun was begun again."""
+    await eventually(database, SETTLED, count)
+    rows = await connection.fetch("select * from headgate.workflow_runs")
+    assert len(rows) == len({row["delivery_id"] for row in rows}) == len({row["event_id"] for row in rows}) == count
+    assert await connection.fetchval(WAITING) == 0
+    begun = Counter(run for run, _ in await effects())
+    assert all(1 <= begun[row["id"]] <= row["attempts"] for row in rows)
+    assert most_in_any_interval(milliseconds(await launches(connection)), 200) <= 2 or rows[0]["concurrency_key"] == ""
+    if rows[0]["concurrency_key"] == "":
+        steps = sorted([(row["finished_at"], -1) for row in rows] + [(row["created_at"], 1) for row in rows])
+        assert max(itertools.accumulate(step for _, step in steps)) <= 2
+
+
+@pytest.mark.parametrize("workflow", ["paced", "narrow"])
+@pytest.mark.parametrize("point", DELIVERY_POINTS)
+async def test_worker_dies_while_deciding_waiting_deliveries(
+    database_url: str, database: Database, connection: Connection, effects: Effects, point: str, workflow: str
+) -> None:
+    count, is_replan = 10, point.startswith("delivery_replan")
+    with worker(database_url, APP, HEADGATE_FAILPOINTS=f"{point}=kill@{1 if is_replan else 2}", **LEASE) as one:
+        await connection.execute(
+            "select headgate.publish($1, 'test') from generate_series(1, $2)", f"work.{workflow}", count
+        )
+        if is_replan:
+            await eventually(database, f"select ({WAITING}) > 0")
+            trigger_id = await connection.fetchval(
+                "select t.id from headgate.workflow_event_triggers t "
+                "  join headgate.workflow_definitions w on w.id = t.workflow_definition_id where w.slug = $1",
+                workflow,
+            )
+            await control.pause_trigger(database, trigger_id, duration_ms=300, actor="test")
+        assert one.wait() == 137
+    assert await connection.fetchval(WAITING) > 0
+    with worker(database_url, APP, **LEASE):
+        await check_limited(database, connection, effects, count)
+
+
+@pytest.mark.parametrize("point", RUN_POINTS)
+async def test_worker_dies_with_concurrency_slots_in_its_hands(
+    database_url: str, database: Database, connection: Connection, effects: Effects, point: str
+) -> None:
+    """The slots are neither lost nor given away: the next worker ends the same runs and launches the next in line."""
+    count = 6
+    await connection.execute("select headgate.publish('work.narrow', 'test') from generate_series(1, $1)", count)
+    for where in ("dispatch.after_commit", point):  # the first leaves two runs to claim
+        with worker(database_url, APP, HEADGATE_FAILPOINTS=f"{where}=kill", **LEASE) as one:
+            assert one.wait() == 137
+    assert await connection.fetchval(WAITING) > 0
+    with worker(database_url, APP, **LEASE):
+        await check_limited(database, connection, effects, count)

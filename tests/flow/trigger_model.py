@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headgate.model.retry import RetryPolicy
 from tests.flow.checker import Epoch
-from tests.flow.trigger_worker import BREAKER, POLICY
+from tests.flow.trigger_worker import POLICY
 
 SOURCES = ("a", "b")
 CUSTOMER, ORDER, FEW = "{{ event.payload.customer }}", "{{ event.payload.order }}", "event.payload.n < 6"
@@ -121,10 +121,10 @@ class GateRow(NamedTuple):
 class Tables(NamedTuple):
     """Everything the machine looks at, as it is after a step."""
 
-    events: dict[uuid.UUID, Place] = {}
-    rows: dict[uuid.UUID, Row] = {}
-    runs: dict[uuid.UUID, Run] = {}
-    gates: dict[uuid.UUID, GateRow] = {}
+    events: dict[uuid.UUID, Place]
+    rows: dict[uuid.UUID, Row]
+    runs: dict[uuid.UUID, Run]
+    gates: dict[uuid.UUID, GateRow]
 
 
 class ModelEvent(NamedTuple):
@@ -217,14 +217,19 @@ idempotencies = st.sampled_from([(None, 86_400_000), (ORDER, 0), (ORDER, 2000)])
 breakers = st.sampled_from([None, {"threshold": 1, "window_ms": 1000, "pause_ms": 500}]).map(lambda b: {"breaker": b})
 parameters = st.sampled_from([None, None, {"x": CUSTOMER}]).map(lambda p: {"parameter_template": p})
 statuses = st.sampled_from(["active", "active", "disabled"]).map(lambda status: {"status": status})
+scopes = st.sampled_from(
+    [{"event_type": "tick"}, {"event_type": "tock"}, {"event_type": "t*"}, {"event_source": "a"}, {"event_source": "*"}]
+)
 edits = st.one_of(
-    throttles, concurrencies, concurrency_keys, wheres, retries, idempotencies, breakers, parameters, statuses
+    throttles, concurrencies, concurrency_keys, wheres, retries, idempotencies, breakers, parameters, statuses, scopes
 )
 
 # A new trigger: mostly with a limit, seldom with a condition.
 specs = st.builds(
-    lambda event_type, source, *parts: {k: v for part in parts for k, v in part.items() if v is not None}
-    | {"event_type": event_type, "event_source": source},
+    lambda event_type, source, *parts: (
+        {k: v for part in parts for k, v in part.items() if v is not None}
+        | {"event_type": event_type, "event_source": source}
+    ),
     st.sampled_from(["tick", "tick", "t*"]),
     st.sampled_from(["*", "*", "*", "a"]),
     throttles,
@@ -237,20 +242,10 @@ specs = st.builds(
 )
 
 payloads = st.builds(
-    lambda n, customer, order: {"n": n}
-    | ({"customer": customer} if customer else {})
-    | ({"order": order} if order else {}),
+    lambda n, customer, order: (
+        {"n": n} | ({"customer": customer} if customer else {}) | ({"order": order} if order else {})
+    ),
     st.integers(0, 9),
     st.sampled_from(["x", "x", "x", "y", "y", None]),
     st.sampled_from([1, 2, 3, 4, None]),
 )
-
-
-def longest_backoff_ms() -> int:
-    """No wait for a slot is longer, whatever the policy."""
-    return POLICY.max_ms
-
-
-def breaker_pause_ms() -> int:
-    """No breaker stays open longer than this without a trial."""
-    return BREAKER.pause_ms

@@ -7,14 +7,20 @@ generic plan that a long-lived connection settles on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from datetime import datetime
+from typing import Any, NamedTuple
 
 import asyncpg
 import msgspec
 import pytest
 
 from headgate.embedded import EmbeddedPostgres
+from headgate.store import deliveries, idempotency, trigger_gates
+from headgate.store.db import TransientConflict
+from headgate.store.deliveries import Decided
 from headgate.store.sql import load
 
 ROWS = 50_000
@@ -60,8 +66,12 @@ select id, source, ingress_sequence, 'scheduled', 1, now() + (ingress_sequence -
 @pytest.fixture(scope="module", params=[1, 10_000], ids=["one source", "10000 sources"])
 def filled_url(request: pytest.FixtureRequest, postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
     """A database with 50,000 events that wait, in the inbox and in line at once, and without statistics."""
-    name = f"plans_{request.param}"
+    yield from filled(f"plans_{request.param}", postgres, template, TABLES, [(FILL, (request.param, ROWS))])
 
+
+def filled(
+    name: str, postgres: EmbeddedPostgres, template: str, tables: tuple[str, ...], fill: list[tuple[str, Any]]
+) -> Iterator[str]:
     async def admin(statement: str) -> None:
         connection = await asyncpg.connect(postgres.url())
         await connection.execute(statement)
@@ -70,9 +80,10 @@ def filled_url(request: pytest.FixtureRequest, postgres: EmbeddedPostgres, templ
     async def make() -> None:
         await admin(f"create database {name} template {template}")
         connection = await asyncpg.connect(postgres.url(name))
-        for table in TABLES:
+        for table in tables:
             await connection.execute(f"alter table headgate.{table} set (autovacuum_enabled = false)")
-        await connection.execute(FILL, request.param, ROWS)
+        for statement, arguments in fill:
+            await connection.execute(statement, *arguments)
         await connection.close()
 
     asyncio.run(make())
@@ -102,14 +113,224 @@ async def test_no_turn_reads_the_whole_backlog(filled_url: str, mode: str, has_s
             await connection.execute(f"set local plan_cache_mode = {mode}")
             for name, (text, given, tables) in STATEMENTS.items():
                 arguments = [await connection.fetchval("select now()") if value == "now" else value for value in given]
-                attempt = connection.transaction()
-                await attempt.start()
-                found = await connection.fetchval(f"explain (analyze, format json) {text}", *arguments)
-                await attempt.rollback()
-                for scan, rows in rows_read(msgspec.json.decode(found)[0]["Plan"], tables):
-                    assert rows <= MOST_ROWS, f"{name} reads {rows:.0f} rows: {scan}"
+                await check(connection, name, text, arguments, tables)
             raise Undone
     except Undone:
         pass
     finally:
         await connection.close()
+
+
+async def check(connection: Any, name: str, text: str, arguments: Any, tables: set[str]) -> None:
+    """The statement, run and undone, reads few rows of each of the tables."""
+    attempt = connection.transaction()
+    await attempt.start()
+    found = await connection.fetchval(f"explain (analyze, format json) {text}", *arguments)
+    await attempt.rollback()
+    for scan, rows in rows_read(msgspec.json.decode(found)[0]["Plan"], tables):
+        assert rows <= MOST_ROWS, f"{name} reads {rows:.0f} rows: {scan}"
+
+
+# Deliveries ---------------------------------------------------------------------------------------------------------
+
+DELIVERIES, RUNS, KEYS = {"workflow_trigger_deliveries"}, {"workflow_runs"}, {"trigger_idempotency_keys"}
+TRIGGER_TABLES = ("workflow_events", "workflow_event_triggers", "event_scheduler_triggers", "event_scheduler_sources",
+                  "workflow_trigger_deliveries", "workflow_runs", "trigger_idempotency_keys")  # fmt: skip
+
+
+class Facts(NamedTuple):
+    """What the statements are asked about: a trigger whose deliveries wait for a time or a source, one whose
+    deliveries all wait for a slot, one that waits for nothing, some of the deliveries."""
+
+    paced: uuid.UUID
+    narrow: uuid.UUID
+    definition: uuid.UUID
+    event: uuid.UUID
+    some: list[uuid.UUID]
+    now: datetime
+
+
+class Recorder:
+    """A connection that keeps what it is asked, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+
+    async def fetch(self, query: str, *args: Any) -> list[Any]:
+        self.asked.append((query, args))
+        return []
+
+    async def execute(self, query: str, *args: Any) -> str:
+        self.asked.append((query, args))
+        return ""
+
+    async def fetchrow(self, query: str, *args: Any) -> None:
+        self.asked.append((query, args))
+
+    async def fetchval(self, query: str, *args: Any) -> Any:
+        self.asked.append((query, args))
+
+
+def decided(facts: Facts, **changes: Any) -> Decided:
+    fields: dict[str, Any] = {
+        "id": uuid.uuid4(), "trigger_id": facts.paced, "event_id": facts.event, "trigger_version": 1,
+        "status": "launched", "last_error": None, "run_id": uuid.uuid4(), "workflow_definition_id": facts.definition,
+        "correlation_id": "c", "parameters": "{}", "concurrency_key": "",
+    }  # fmt: skip
+    return Decided(**fields | changes)
+
+
+def waits(facts: Facts) -> Decided:
+    return decided(facts, status="throttled", run_id=None, retry_state="scheduled", next_attempt_at=facts.now,
+                   retry_attempts=1, reason="throttle", source="s0", ingress_sequence=1)  # fmt: skip
+
+
+def settled(facts: Facts) -> list[Decided]:
+    return [decided(facts, id=one, trigger_id=facts.narrow, retry_state="completed") for one in facts.some[:10]]
+
+
+Call = Callable[[Any, Facts], Awaitable[Any]]
+TRIGGER_STATEMENTS: dict[str, tuple[Call, set[str]]] = {
+    "due_triggers": (lambda c, f: deliveries.due_triggers(c, 50), DELIVERIES),
+    "list_due": (lambda c, f: deliveries.list_due(c, [f.paced, f.narrow], 250), DELIVERIES),
+    "take": (lambda c, f: deliveries.take(c, f.some), DELIVERIES),
+    "settle": (lambda c, f: deliveries.settle(c, settled(f), f.now), DELIVERIES | RUNS),
+    "launch": (lambda c, f: deliveries.launch(c, [decided(f)], f.now), DELIVERIES | RUNS),
+    "hold": (lambda c, f: deliveries.hold(c, [waits(f)], f.now), DELIVERIES),
+    "take_stale": (
+        lambda c, f: deliveries.take_stale(c, f.narrow, plan_version=9, after=0, limit=500),
+        DELIVERIES | {"workflow_events"},
+    ),
+    "next_due": (lambda c, f: deliveries.next_due_seconds(c), DELIVERIES),
+    "release_sources": (lambda c, f: deliveries.release_sources(c, 500), DELIVERIES),
+    "claim_due": (lambda c, f: deliveries.claim_due(c, limit=500, worker="w", lease_ms=1000), DELIVERIES),
+    "release_expired": (lambda c, f: deliveries.release_expired(c, 500), DELIVERIES),
+    "lock": (lambda c, f: trigger_gates.lock(c, always=[f.paced], others=[f.narrow]), {"event_scheduler_triggers"}),
+    "lines": (lambda c, f: trigger_gates.lines(c, [f.paced]), DELIVERIES),
+    "lines beside a line for slots": (lambda c, f: trigger_gates.lines(c, [f.narrow]), DELIVERIES),
+    "slots": (lambda c, f: trigger_gates.slots(c, [(f.narrow, ""), (f.paced, "")]), DELIVERIES | RUNS),
+    "next_in_line": (lambda c, f: trigger_gates.next_in_line(c, {(f.narrow, ""): 2}), DELIVERIES | RUNS),
+    "wake": (lambda c, f: trigger_gates.wake(c, [(f.narrow, "")]), DELIVERIES | RUNS),
+    "replan": (lambda c, f: trigger_gates.replan(c, f.narrow), DELIVERIES),
+    "claim of keys": (lambda c, f: idempotency.claim(c, [(f.paced, "1"), (f.paced, "new")]), KEYS),
+}
+READS_ALL = {"lines beside a line for slots", "slots"}
+
+# Triggers in two halves: even ones have deliveries that wait for a time or for their source to be resumed, odd ones
+# have deliveries that wait for a slot. Every event has also launched something: a run that has ended, and a key.
+FILL_TRIGGERS = """
+with definition as (
+  insert into headgate.workflow_definitions (id, slug, kind, created_by, updated_by)
+  values (headgate.uuid7(), 'tick', 'python', 'test', 'test') returning id
+), made as (
+  insert into headgate.workflow_event_triggers
+    (id, workflow_definition_id, name, event_type, max_concurrency, throttle_count, throttle_window_ms,
+     created_by, updated_by)
+  select headgate.uuid7(), definition.id, 't' || n, 'tick', case when n % 2 = 1 then 5 end,
+         case when n % 2 = 0 then 10 end, case when n % 2 = 0 then 1000 end, 'test', 'test'
+    from definition, generate_series(0, $1::int - 1) n
+  returning id
+)
+insert into headgate.event_scheduler_triggers (trigger_id) select id from made
+"""
+FILL_DELIVERIES = """
+with numbered as (
+  select t.id, substr(t.name, 2)::int as n, t.workflow_definition_id from headgate.workflow_event_triggers t
+), stored as (
+  insert into headgate.workflow_events
+    (id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, metadata)
+  select headgate.uuid7(), 'tick', 's' || n % 7, now(), now(), n, '{}', 'c', '{}' from generate_series(1, $2::int) n
+  returning id, source, ingress_sequence as n
+), waiting as (
+  insert into headgate.workflow_trigger_deliveries
+    (id, trigger_id, event_id, status, attempts, retry_state, next_attempt_at, retry_attempts, reason, source,
+     concurrency_key, ingress_sequence)
+  select headgate.uuid7(), t.id, e.id, 'throttled', 1, 'scheduled', now() + (e.n - 1000) * interval '1 minute', 1,
+         case when t.n % 2 = 1 then 'concurrency' when e.n % 4 = 0 then 'source_paused' else 'throttle' end,
+         case when e.n % 4 = 0 then 'paused' else e.source end, case when t.n % 2 = 1 then '' end, e.n
+    from stored e join numbered t on t.n = e.n % $1::int
+), done as (
+  insert into headgate.workflow_trigger_deliveries
+    (id, trigger_id, event_id, status, attempts, launched_at, workflow_run_id)
+  select headgate.uuid7(), t.id, e.id, 'launched', 1, now(), headgate.uuid7()
+    from stored e join numbered t on t.n = (e.n + 1) % $1::int
+  returning id, event_id, trigger_id, workflow_run_id
+), keys as (
+  insert into headgate.trigger_idempotency_keys (trigger_id, dedupe_key, run_id, expires_at)
+  select t.id, e.n::text, headgate.uuid7(), now() + e.n * interval '1 minute' from stored e, numbered t where t.n = 0
+)
+insert into headgate.workflow_runs
+  (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, parameters, status, finished_at,
+   next_attempt_at)
+select d.workflow_run_id, t.workflow_definition_id, d.id, d.event_id, d.trigger_id, '', '{}',
+       case when e.n < 5 then 'pending' else 'succeeded' end, case when e.n < 5 then null else now() end,
+       case when e.n < 5 then now() end
+  from done d join numbered t on t.id = d.trigger_id join stored e on e.id = d.event_id
+"""
+FILL_SOURCES = """
+insert into headgate.event_scheduler_sources (source, paused_at, paused_by, updated_by)
+values ('paused', now(), 'test', 'test')
+"""
+
+
+@pytest.fixture(scope="module", params=[2, 1000], ids=["two triggers", "1000 triggers"])
+def waiting_url(request: pytest.FixtureRequest, postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
+    """A database with 50,000 deliveries that wait, as many that were launched, and no statistics."""
+    fill = [
+        ("set session_replication_role = replica", ()),  # the rows fit each other; checking that takes most of the time
+        (FILL_TRIGGERS, (request.param,)),
+        (FILL_DELIVERIES, (request.param, ROWS)),
+        (FILL_SOURCES, ()),
+    ]
+    yield from filled(f"plans_of_{request.param}_triggers", postgres, template, TRIGGER_TABLES, fill)
+
+
+async def facts_of(connection: Any) -> Facts:
+    triggers = await connection.fetch(
+        "select id, workflow_definition_id from headgate.workflow_event_triggers order by name limit 2"
+    )
+    some = await connection.fetch(
+        "select id from headgate.workflow_trigger_deliveries where retry_state = 'scheduled' order by id limit 500"
+    )
+    event = await connection.fetchval("select id from headgate.workflow_events order by ingress_sequence limit 1")
+    now = await connection.fetchval("select now()")
+    return Facts(triggers[0][0], triggers[1][0], triggers[0][1], event, [row[0] for row in some], now)
+
+
+async def check_all(url: str, names: Iterable[str], mode: str, has_statistics: bool) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        async with connection.transaction():
+            if has_statistics:
+                await connection.execute(f"analyze {', '.join(f'headgate.{table}' for table in TRIGGER_TABLES)}")
+            facts = await facts_of(connection)
+            await connection.execute(f"set local plan_cache_mode = {mode}")
+            for name in names:
+                call, tables = TRIGGER_STATEMENTS[name]
+                recorder = Recorder()
+                with contextlib.suppress(TransientConflict):  # nobody answers whose a key is
+                    await call(recorder, facts)
+                for text, arguments in recorder.asked:
+                    await check(connection, name, text, arguments, tables)
+            raise Undone
+    except Undone:
+        pass
+    finally:
+        await connection.close()
+
+
+MODES = pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+STATISTICS = pytest.mark.parametrize("has_statistics", [False, True], ids=["without statistics", "with statistics"])
+
+
+@MODES
+@STATISTICS
+async def test_no_decision_reads_every_delivery(waiting_url: str, mode: str, has_statistics: bool) -> None:
+    await check_all(waiting_url, TRIGGER_STATEMENTS.keys() - READS_ALL, mode, has_statistics)
+
+
+@MODES
+@STATISTICS
+@pytest.mark.parametrize("name", sorted(READS_ALL))
+async def test_reads_all(waiting_url: str, name: str, mode: str, has_statistics: bool) -> None:
+    await check_all(waiting_url, [name], mode, has_statistics)

@@ -23,6 +23,9 @@ from headgate.store.decisions import Recorded
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
+# A transaction decides about so many deliveries; when each event fires many triggers, it takes fewer events.
+MAX_DELIVERIES = 2000
+
 _log = logger("dispatch")
 
 
@@ -64,6 +67,7 @@ class Dispatch:
         self._after_launch = after_launch
         self._after_hold = after_hold
         self._batch = batch or Batch(breaker)
+        self._fan_out = 1.0
 
     async def run_once(self) -> Outcome:
         """Decide one batch; an outcome of 0 events means that nothing was waiting."""
@@ -79,6 +83,8 @@ class Dispatch:
 
     def _committed(self, decided: Decided) -> None:
         failpoints.hit("dispatch.after_commit")
+        if decided.outcome.events:
+            self._fan_out = max(1.0, len(decided.delivered.decided) / decided.outcome.events)
         if decided.outcome.launched:
             self._after_launch()
         self._batch.committed(decided.delivered)
@@ -98,7 +104,8 @@ class Dispatch:
             self._after_hold(decided.held)
 
     async def _oldest(self, connection: Connection) -> Decided:
-        return await self._decide(connection, await events.claim_inbox(connection, self._batch_size))
+        limit = max(1, min(self._batch_size, int(MAX_DELIVERIES / self._fan_out)))
+        return await self._decide(connection, await events.claim_inbox(connection, limit))
 
     async def _decide(self, connection: Connection, newcomers: Sequence[Event]) -> Decided:
         if not newcomers:
