@@ -121,7 +121,7 @@ async def mean_attempts(connection: Connection) -> float:
 async def test_workers_share_one_throttle(
     database_url: str, database: Database, connection: Connection, effects: Effects, tmp_path: Path
 ) -> None:
-    limit, window_ms, count = 40, 500, 320
+    limit, window_ms, count = 40, 500, 280
     with fleet(database_url, write_app(tmp_path, f"throttle='{limit}/{window_ms}ms'")):
         await publish(connection, count, seconds=0)
         await eventually(database, SUCCEEDED, count)
@@ -155,8 +155,8 @@ async def test_each_key_has_slots_of_its_own(
 ) -> None:
     bound, slow, quick = 2, 6, 30
     limits = f"max_concurrency={bound}, concurrency_key='{{{{ event.payload.key }}}}'"
-    with fleet(database_url, write_app(tmp_path, limits)):
-        await publish(connection, slow, key="slow", seconds=0.7)
+    with fleet(database_url, write_app(tmp_path, limits), 2):
+        await publish(connection, slow, key="slow", seconds=0.6)
         await publish(connection, quick, key="a")
         await publish(connection, quick, key="b")
         await eventually(database, SUCCEEDED, slow + 2 * quick)

@@ -216,13 +216,14 @@ idempotencies = st.sampled_from([(None, 86_400_000), (ORDER, 0), (ORDER, 2000)])
 )
 breakers = st.sampled_from([None, {"threshold": 1, "window_ms": 1000, "pause_ms": 500}]).map(lambda b: {"breaker": b})
 parameters = st.sampled_from([None, None, {"x": CUSTOMER}]).map(lambda p: {"parameter_template": p})
-statuses = st.sampled_from(["active", "active", "disabled"]).map(lambda status: {"status": status})
+statuses = st.sampled_from(["active", "disabled"]).map(lambda status: {"status": status})
 scopes = st.sampled_from(
     [{"event_type": "tick"}, {"event_type": "tock"}, {"event_type": "t*"}, {"event_source": "a"}, {"event_source": "*"}]
 )
 edits = st.one_of(
-    throttles, concurrencies, concurrency_keys, wheres, retries, idempotencies, breakers, parameters, statuses, scopes
-)
+    throttles, concurrencies, concurrency_keys, wheres, retries, idempotencies, breakers, parameters, statuses, scopes,
+    statuses,
+)  # fmt: skip
 
 # A new trigger: mostly with a limit, seldom with a condition.
 specs = st.builds(

@@ -73,9 +73,14 @@ class TriggerWorker:
                 )
                 for run in mine
             ]
-            return await slots.finish(connection, finished, breaker=BREAKER)
+            return await slots.finish(connection, finished, breaker=BREAKER, also=also)
 
-        return await self.database.run(work)
+        also: frozenset[uuid.UUID] = frozenset()
+        while True:
+            try:
+                return await self.database.run(work)
+            except slots.Unlocked as exc:
+                also |= exc.trigger_ids
 
 
 async def make_trigger(database: Database, slug: str = "tick", **fields: Any) -> uuid.UUID:

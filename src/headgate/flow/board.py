@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from headgate.flow.deliver import Board, Candidate
+from headgate.flow.slots import Unlocked
 from headgate.model.retry import RetryPolicy
 from headgate.model.source import BreakerPolicy
 from headgate.model.trigger_gate import TriggerMove
@@ -37,7 +38,7 @@ async def open_board(
         if gates:
             now = await sources.now(connection)  # launches are stamped after the lock that orders them
     elif missing := {c.trigger_id for c in candidates if c.error is not None} - gates.keys():
-        gates |= await trigger_gates.lock(connection, always=missing)
+        raise Unlocked(missing)
     sound = [c for c in candidates if c.error is None]
     board = Board(now=now, policy=policy, gates=gates)
     if gates and are_newcomers:
@@ -51,6 +52,7 @@ async def open_board(
     if keys := {c.dedupe for c in sound if c.dedupe is not None}:
         board.keys = await idempotency.claim(connection, keys)
         board.taken = {key for key, holder in board.keys.items() if holder is None}
+        board.now = await sources.now(connection)  # the claim may have waited for another's launch
     return board
 
 

@@ -160,8 +160,9 @@ def _why_wait(board: Board, candidate: Candidate, is_newcomer: bool) -> Wait | N
     if candidate.slot is None or most is None:
         return None
     slots, key = board.slots[candidate.slot], candidate.keys.concurrency_key
-    if slots.in_use >= most or (is_newcomer and slots.has_waiting):
-        board.slots[candidate.slot] = slots._replace(has_waiting=True)
+    # A newcomer leaves a free slot to each of those that wait for one already.
+    if slots.in_use + (slots.waiting if is_newcomer else 0) >= most:
+        board.slots[candidate.slot] = slots._replace(waiting=slots.waiting + 1)
         of_key = f" of key {key}" if key else ""
         is_full = slots.in_use >= most
         message = f"{slots.in_use} of {most} slots{of_key} are in use" if is_full else f"stands in line{of_key}"

@@ -23,7 +23,7 @@ from headgate.flow import board as boards
 from headgate.flow import deliver, gate
 from headgate.flow.deliver import Candidate
 from headgate.flow.match import Matcher
-from headgate.flow.slots import Gates
+from headgate.flow.slots import Gates, Unlocked
 from headgate.flow.tell import held_line, tell, tell_moves, trigger_name
 from headgate.model.delivery import DeliveryStatus
 from headgate.model.event import Event
@@ -105,7 +105,7 @@ class DeliveryRetry:
         if not due:
             return Turn()
         try:
-            turn = await self._database.run(partial(self._turn, due=due))
+            turn = await self._locking(due)
         except Unavailable:
             raise
         except Exception as exc:
@@ -113,6 +113,15 @@ class DeliveryRetry:
             return await self._one_by_one(due)
         self.committed(turn)
         return turn
+
+    async def _locking(self, due: Sequence[Due]) -> Turn:
+        """A turn; begun again when a trigger that was not locked turns out to matter."""
+        always: frozenset[uuid.UUID] = frozenset()
+        while True:
+            try:
+                return await self._database.run(partial(self._turn, due=due, always=always))
+            except Unlocked as exc:
+                always |= exc.trigger_ids
 
     async def next_look_seconds(self) -> float | None:
         """Seconds until the next delivery is due, or None when nobody waits."""
@@ -148,19 +157,19 @@ class DeliveryRetry:
         if turn.replanned or turn.moves:
             self._after_plan()
 
-    async def _turn(self, connection: Connection, due: Sequence[Due]) -> Turn:
-        look = await self._look(connection, due)
+    async def _turn(self, connection: Connection, due: Sequence[Due], always: frozenset[uuid.UUID]) -> Turn:
+        look = await self._look(connection, due, always)
         taken = await deliveries.take(connection, await self._with_room(connection, look, due))
         return await self._decide(connection, look, taken)
 
-    async def _look(self, connection: Connection, due: Sequence[Due]) -> _Look:
+    async def _look(self, connection: Connection, due: Sequence[Due], always: frozenset[uuid.UUID]) -> _Look:
         names = sorted({one.source for one in due if one.source})
         await sources.share(connection, names)
         now, version = await sources.moment(connection)
         index = await self._matcher.at(connection, version)
         paused = await sources.paused(connection, names)
         wanted = {one.trigger_id for one in due}
-        limited = {t for t in wanted if (found := index.get(t)) is not None and found.trigger.is_limited}
+        limited = {t for t in wanted if (found := index.get(t)) is not None and found.trigger.is_limited} | always
         gates = await trigger_gates.lock(connection, always=limited, others=wanted - limited)
         return _Look(await sources.now(connection) if gates else now, index, gates, paused)
 
@@ -188,12 +197,12 @@ class DeliveryRetry:
             slots=slots,
         )
         decided += deliver.decide(board, candidates, are_newcomers=False)
-        launched = await deliveries.settle(connection, decided, look.now, claim)
+        launched = await deliveries.settle(connection, decided, board.now, claim)
         woken = await self._pass_on(connection, taken, decided)
         lost = [(d.id, d.event_id, d.last_error or "", {"attempts": d.retry_attempts})
                 for d in decided if d.status == "exhausted"]  # fmt: skip
         await deliveries.bury(connection, lost)
-        await decisions.insert(connection, [held_line(d, look.now) for d in decided])
+        await decisions.insert(connection, [held_line(d, board.now) for d in decided])
         moves = await boards.close_board(connection, board, candidates, decided, breaker=self._breaker)
         await trigger_gates.count(connection, boards.count(decided, are_newcomers=False))
         failpoints.hit("delivery_retry.before_commit")
@@ -207,7 +216,7 @@ class DeliveryRetry:
             moves=moves,
             replanned=tuple(look.replanned),
             look_at=look.look_at,
-            now=look.now,
+            now=board.now,
         )
 
     async def _with_room(self, connection: Connection, look: _Look, due: Sequence[Due]) -> list[uuid.UUID]:
@@ -247,7 +256,7 @@ class DeliveryRetry:
         total = 0
         for one in due:
             try:
-                turn = await self._database.run(partial(self._turn, due=[one]))
+                turn = await self._locking([one])
                 self.committed(turn)
             except Unavailable:
                 raise

@@ -194,14 +194,18 @@ class Runner:
 
     async def _write_finished(self, finished: list[FinishedRun]) -> list[bool]:
         fill = None if self._closing else self._fill
+        also: frozenset[uuid.UUID] = frozenset()
         while True:
             try:
-                freed = await self._database.run(partial(self._finish, finished=finished, fill=fill))
+                freed = await self._database.run(partial(self._finish, finished=finished, fill=fill, also=also))
             except Unavailable as exc:
                 # The work is done; keep its result until the database is back. If the lease ends first, another
                 # worker runs it again, and this write will change nothing.
                 _log.warning("run.finish_waits", count=len(finished), error=exc)
                 await asyncio.sleep(_WRITE_RETRY_SECONDS)
+                continue
+            except slots.Unlocked as exc:
+                also |= exc.trigger_ids
                 continue
             except Exception as exc:
                 if fill is None:
@@ -217,9 +221,11 @@ class Runner:
                 self._after_free(freed)
             return [f.id in freed.written for f in finished]
 
-    async def _finish(self, connection: Connection, finished: list[FinishedRun], fill: Fill | None) -> Freed:
+    async def _finish(
+        self, connection: Connection, finished: list[FinishedRun], fill: Fill | None, also: frozenset[uuid.UUID]
+    ) -> Freed:
         claim = Claim(self._worker, self._lease_ms, self._definitions, len(finished))
-        return await slots.finish(connection, finished, breaker=self._breaker, fill=fill, claim=claim)
+        return await slots.finish(connection, finished, breaker=self._breaker, fill=fill, claim=claim, also=also)
 
 
 def _output(result: Any) -> str | None:

@@ -7,7 +7,7 @@ Slots are not stored anywhere: they are the trigger's unfinished runs, counted u
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from headgate.model.event import Event
@@ -26,6 +26,14 @@ REKEY_BATCH = 1000
 
 
 Gates = dict[uuid.UUID, LockedTrigger]
+
+
+class Unlocked(Exception):
+    """These triggers turn out to matter and are not locked. Locked now, they would be out of order: begin again."""
+
+    def __init__(self, trigger_ids: Collection[uuid.UUID]) -> None:
+        super().__init__(", ".join(map(str, trigger_ids)))
+        self.trigger_ids = frozenset(trigger_ids)
 
 
 class Filled(Protocol):
@@ -59,13 +67,15 @@ async def finish(
     breaker: BreakerPolicy,
     fill: Fill | None = None,
     claim: Claim = NOBODY,
+    also: Collection[uuid.UUID] = (),
 ) -> Freed:
     """End runs that are still held, and tell their triggers. What waits for a slot is launched (and claimed) by `fill`
     in the same transaction; without it, it is made due.
 
-    Locks are taken in the order that every transaction keeps: sources, triggers, deliveries, runs.
+    Locks are taken in the order that every transaction keeps: sources, triggers, deliveries, runs. Unlocked names
+    triggers that turn out to matter and were not in `also`.
     """
-    wanted = {run.trigger_id for run in finished if run.trigger_id is not None and run.matters_to_trigger}
+    wanted = {run.trigger_id for run in finished if run.trigger_id is not None and run.matters_to_trigger} | {*also}
     if wanted:  # also so that the triggers cannot be changed while we wait for their rows
         await sources.share_all(connection)
     locked = await trigger_gates.lock(connection, always=wanted)
@@ -73,12 +83,12 @@ async def finish(
     freed = {(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None}
     late = {trigger_id for trigger_id, _ in freed} - locked.keys()
     if late:  # a limit that came while the run was under way
-        locked |= await trigger_gates.lock(connection, always=late)
+        raise Unlocked(late)
     written = frozenset(run.id for run in ended)
     moves = await _tell(connection, locked, ended, breaker)
     if not freed:
         return Freed(written, moves=moves)
-    if fill is None or moves or late:
+    if fill is None or moves:
         return Freed(written, await trigger_gates.wake(connection, freed), moves=moves)
     line = await trigger_gates.next_in_line(connection, freed)
     filled = await fill(connection, locked, line, claim) if line is not None else None

@@ -60,7 +60,7 @@ select w.trigger_id
   from waiting w,
        lateral (select d.next_attempt_at from headgate.workflow_trigger_deliveries d
                  where d.trigger_id = w.trigger_id and d.retry_state = 'scheduled'
-                 order by d.next_attempt_at limit 1) first
+                 order by d.next_attempt_at, d.ingress_sequence limit 1) first
  where first.next_attempt_at <= headgate.now()
    and not exists (select 1 from headgate.event_scheduler_triggers g
                     where g.trigger_id = w.trigger_id and g.is_replanning)

@@ -12,7 +12,7 @@ import msgspec
 from headgate.model.retry import RetryPolicy
 from headgate.model.source import BreakerPolicy, BreakerState, Hold, RateLimit
 from headgate.model.trigger_gate import TriggerGate
-from headgate.store.db import Connection, Row
+from headgate.store.db import Connection, Row, TransientConflict
 from headgate.store.deliveries import Taken
 from headgate.store.sources import source_hold
 from headgate.store.sql import load
@@ -21,6 +21,10 @@ _sql = load("trigger_gates")
 
 # So many deliveries of a key are launched at most in the transaction that ends runs; it should be short.
 MAX_IN_LINE = 100
+
+# Triggers whose row exists, as far as this process has seen; rows are not removed.
+_known: set[uuid.UUID] = set()
+MAX_KNOWN = 100_000
 
 
 class LockedTrigger(NamedTuple):
@@ -39,7 +43,7 @@ class Slots(NamedTuple):
     """The concurrency slots of one trigger and key."""
 
     in_use: int
-    has_waiting: bool
+    waiting: int
 
 
 class NextInLine(NamedTuple):
@@ -95,11 +99,18 @@ async def lock(
     wanted, rest = sorted(set(always)), sorted(set(others))
     if not wanted and not rest:
         return {}
+    # Rows are made before any is locked: made in between, they would be locked out of order.
+    if unknown := [trigger_id for trigger_id in wanted if trigger_id not in _known]:
+        await connection.execute(_sql["ensure"], unknown)
     rows = await connection.fetch(_sql["lock"], wanted, rest)
-    if missing := set(wanted) - {row["trigger_id"] for row in rows}:
-        await connection.execute(_sql["ensure"], sorted(missing))
-        rows = await connection.fetch(_sql["lock"], wanted, rest)
-    return {row["trigger_id"]: _locked(row) for row in rows}
+    found = {row["trigger_id"]: _locked(row) for row in rows}
+    if missing := set(wanted) - found.keys():  # made here before, by a transaction that was rolled back
+        _known.difference_update(missing)
+        raise TransientConflict("the state of a trigger is to be made again")
+    if len(_known) > MAX_KNOWN:
+        _known.clear()
+    _known.update(found)
+    return found
 
 
 async def lines(connection: Connection, trigger_ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, int]:
@@ -125,7 +136,7 @@ async def next_in_line(connection: Connection, freed: Iterable[tuple[uuid.UUID, 
         now=rows[0]["now"],
         registry_version=rows[0]["registry_version"],
         taken=[Taken(*(row[field] for field in Taken._fields)) for row in rows],
-        slots={(row["trigger_id"], row["concurrency_key"]): Slots(row["in_use"], has_waiting=True) for row in rows},
+        slots={(row["trigger_id"], row["concurrency_key"]): Slots(row["in_use"], 0) for row in rows},
         paused_sources={row["source"]: source_hold(row) for row in rows if row["is_source_paused"]},
     )
 

@@ -29,19 +29,23 @@ select t.trigger_id, w.ingress_sequence
   from unnest($1::uuid[]) as t (trigger_id),
        lateral (select d.ingress_sequence from headgate.workflow_trigger_deliveries d
                  where d.trigger_id = t.trigger_id and d.retry_state = 'scheduled'
-                   and coalesce(d.reason, '') not in ('concurrency', 'source_paused')
+                   and d.reason not in ('concurrency', 'source_paused')
                  order by d.ingress_sequence desc limit 1) w
 
 -- name: slots
--- For each trigger and key: how many of its slots are in use, and whether a delivery waits for one.
+-- For each trigger and key: how many of its slots are in use, and how many deliveries wait for one (counted no further
+-- than there are slots).
 select u.trigger_id, u.concurrency_key,
        (select count(*) from headgate.workflow_runs r
          where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
            and r.status in ('pending', 'running')) as in_use,
-       exists (select 1 from headgate.workflow_trigger_deliveries d
-                where d.trigger_id = u.trigger_id and d.concurrency_key = u.concurrency_key
-                  and d.retry_state = 'scheduled' and d.reason = 'concurrency') as has_waiting
+       (select count(*)
+          from (select 1 from headgate.workflow_trigger_deliveries d
+                 where d.trigger_id = u.trigger_id and d.concurrency_key = u.concurrency_key
+                   and d.retry_state = 'scheduled' and d.reason = 'concurrency'
+                 order by d.ingress_sequence limit t.max_concurrency) w) as waiting
   from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
+  join headgate.workflow_event_triggers t on t.id = u.trigger_id
 
 -- name: next_in_line
 -- Locks the oldest deliveries that wait for a slot of each trigger and key, as many as are free and at most $3 of each.

@@ -75,6 +75,10 @@ create index workflow_trigger_deliveries_arrival_idx
 create index workflow_trigger_deliveries_slot_idx
   on headgate.workflow_trigger_deliveries (trigger_id, concurrency_key, ingress_sequence)
   where retry_state = 'scheduled' and reason = 'concurrency';
+-- Who stands in a trigger's line; the others hold up nobody.
+create index workflow_trigger_deliveries_in_line_idx
+  on headgate.workflow_trigger_deliveries (trigger_id, ingress_sequence)
+  where retry_state = 'scheduled' and reason not in ('concurrency', 'source_paused');
 create index workflow_trigger_deliveries_source_paused_idx
   on headgate.workflow_trigger_deliveries (source) where retry_state = 'scheduled' and reason = 'source_paused';
 create index workflow_trigger_deliveries_trigger_idx on headgate.workflow_trigger_deliveries (trigger_id, id);
