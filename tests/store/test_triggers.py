@@ -264,11 +264,13 @@ async def test_cancel_and_force(connection: Connection) -> None:
 @pytest.mark.parametrize("count", [0, 3])
 async def test_cancelling_all_of_a_trigger(connection: Connection, count: int) -> None:
     one, two = await make_triggers(connection, 2)
-    mine = [await hold(connection, one) for _ in range(count)]
+    for _ in range(count):
+        await hold(connection, one)
     await hold(connection, one, retry_state="completed", next_attempt_at=None, status="skipped")
     other = await hold(connection, two)
-    found = await held_deliveries.cancel_of_trigger(connection, one, "trigger deleted by ann")
-    assert sorted(c.id for c in found) == sorted(mine)
+    assert await held_deliveries.cancel_of_trigger(connection, one, "trigger deleted by ann", "ann") == count
+    told = await connection.fetch("select decision, reason, actor from headgate.event_decisions")
+    assert [tuple(row) for row in told] == [("cancelled", "trigger deleted by ann", "ann")] * count
     assert [h.id for h in await held_deliveries.list_waiting(connection, limit=10)] == [other]
 
 

@@ -12,9 +12,9 @@ with input as materialized (
 ), recorded as (
   insert into headgate.workflow_trigger_deliveries
     (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, dedupe_key, last_error, launched_at,
-     created_at, updated_at)
+     reason, created_at, updated_at)
   select id, trigger_id, event_id, trigger_version, run_id, status, 1, dedupe_key, last_error,
-         case when status = 'launched' then now end, now, now
+         case when status = 'launched' then now end, case when status = 'skipped' then 'idempotency' end, now, now
     from input, clock
   on conflict (event_id, trigger_id) do nothing
   returning id

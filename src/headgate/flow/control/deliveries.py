@@ -57,10 +57,11 @@ async def _change_waiting(
 
 
 async def _cancel(connection: Connection, known: HeldDelivery, reason: str) -> Changed | None:
-    if known.reason != "concurrency" or known.concurrency_key is None:
-        return await held_deliveries.cancel(connection, known.id, reason)
-    # A slot may have been meant for it: then the next in line has to be told.
+    # Under the trigger's lock nobody decides about it meanwhile. A slot may have been meant for it: then the next in
+    # line has to be told.
     await trigger_gates.lock(connection, always=[known.trigger_id])
     changed = await held_deliveries.cancel(connection, known.id, reason)
-    await trigger_gates.wake(connection, [(known.trigger_id, known.concurrency_key)])
+    now = await held_deliveries.get(connection, known.id)
+    if now is not None and now.concurrency_key is not None:
+        await trigger_gates.wake(connection, [(known.trigger_id, now.concurrency_key)])
     return changed
