@@ -59,7 +59,7 @@ from tests.flow.trigger_model import (
 )
 from tests.flow.trigger_worker import BREAKER, POLICY, TriggerWorker
 
-EXAMPLES = int(os.environ.get("HEADGATE_TEST_EXAMPLES", "14"))
+EXAMPLES = int(os.environ.get("HEADGATE_TEST_EXAMPLES", "12"))
 STEPS = int(os.environ.get("HEADGATE_TEST_STEPS", "40"))
 
 # Making a failing example smaller takes minutes: asked for when it is wanted.

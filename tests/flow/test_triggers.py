@@ -749,3 +749,28 @@ async def test_new_times_follow_an_edit_that_comes_in_the_middle(
     await planning
     late = max(row["next_attempt_at"] for row in await held(connection))
     assert late - clock.now <= timedelta(hours=1.1)
+
+
+async def test_due_for_a_slot_without_room_in_the_throttle_joins_its_line_once(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(
+        database,
+        throttle_count=1,
+        throttle_window_ms=20_000,
+        max_concurrency=1,
+        concurrency_key="{{ event.payload.k }}",
+    )
+    await publish(connection, "tick", "shop", k=0)
+    await worker.turn()
+    await clock.advance(20_400)
+    for _ in range(12):
+        await publish(connection, "tick", "shop", k=0)
+    await worker.turn()
+    await publish(connection, "tick", "shop", k=1)
+    await worker.turn()
+    await clock.advance(1100)
+    for _ in range(12):
+        await worker.turn()
+    assert await connection.fetchval("select plan_version from headgate.event_scheduler_triggers") <= 2
+    assert {row["reason"] for row in await held(connection)} == {"throttle"}

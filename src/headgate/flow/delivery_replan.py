@@ -102,7 +102,7 @@ class DeliveryReplan:
             await trigger_gates.end_plan(connection, trigger_id, locked.gate.drain_at)
             return Planned(is_done=True)
         now = await sources.now(connection)
-        in_line, for_slots = _split(rows, is_held=locked.gate.hold(now) is not None)
+        in_line, for_slots = _split(rows, locked, is_held=locked.gate.hold(now) is not None)
         moved = self._plan(locked, in_line, now)
         await deliveries.move(connection, moved)
         await deliveries.keep_waiting(connection, [row.id for row in for_slots], locked.plan_version)
@@ -136,8 +136,8 @@ class DeliveryReplan:
                 text = f"given up after {why}: {message}"
                 given_up.append(Moved(row.id, "exhausted", "exhausted", None, row.retry_attempts, reason, text,
                                       {"reason": reason}, version))  # fmt: skip
-            else:  # waiting for a pause or a breaker to end uses no attempt
-                waiting.append((row, row.retry_attempts + int(was_refused and hold is None)))
+            else:  # waiting for a pause or a breaker, or for something new, uses no attempt
+                waiting.append((row, row.retry_attempts + int(was_refused and hold is None and row.reason == reason)))
         times = gate.slots(now, len(waiting), is_refusal=False)
         status: DeliveryStatus = "paused" if hold else "throttled"
         return given_up + [
@@ -147,13 +147,11 @@ class DeliveryReplan:
         ]  # fmt: skip
 
 
-def _split(rows: Sequence[Stale], *, is_held: bool) -> tuple[list[Stale], list[Stale]]:
+def _split(rows: Sequence[Stale], locked: LockedTrigger, *, is_held: bool) -> tuple[list[Stale], list[Stale]]:
     """Who stands in the trigger's line, and who waits for a slot of a key: those keep their place, unless a pause or a
-    breaker holds everyone."""
-    if is_held:
-        return list(rows), []
-    for_slots = [row for row in rows if row.reason == "concurrency"]
-    return [row for row in rows if row.reason != "concurrency"], for_slots
+    breaker holds everyone, or their time had come and the throttle refused them."""
+    keeps = {r.id for r in rows if not is_held and r.reason == "concurrency" and not _was_refused(r, locked)}
+    return [row for row in rows if row.id not in keeps], [row for row in rows if row.id in keeps]
 
 
 def _was_refused(row: Stale, locked: LockedTrigger) -> bool:
