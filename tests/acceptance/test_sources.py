@@ -226,6 +226,9 @@ def test_a_pause_holds_until_resumed_and_health_says_so(server: str, source: str
 def test_health_is_ok_again_once_nothing_is_wrong(shared_url: str, server: str, source: str) -> None:
     for other in health(server)["paused_sources"]:
         ok(act(server, "POST", at(other["source"], "resume")))
+    for cause in health(server)["causes"]:
+        if cause["code"] == "trigger_breaker_open":  # of tests whose workflows fail
+            ok(act(server, "POST", f"/admin/triggers/{cause['subject']}/resume"))
     eventually(lambda: health(server)["status"] == "ok", "everything moves")
     told = run("health", env={"HEADGATE_URL": server})
     assert told.returncode == 0 and told.stdout.startswith("ok at ")
