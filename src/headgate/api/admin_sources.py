@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
@@ -16,8 +16,6 @@ from headgate.flow.health import is_paused
 from headgate.model.source import BreakerState, RateLimit
 from headgate.store import sources
 from headgate.store.sources import SourceRecord
-
-MAX_REASON = 500
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,9 +87,7 @@ async def remove_limit(request: Request, services: Services) -> Source:
 
 async def pause_source(request: Request, services: Services) -> Source:
     given = await bodies.read(request, PauseBody)
-    if given.reason is not None and not (given.reason.isprintable() and 1 <= len(given.reason) <= MAX_REASON):
-        message = f"must be 1 to {MAX_REASON} printable characters"
-        raise InvalidInput("the pause is not valid", [FieldError("reason", message)])
+    bodies.check_reason(given.reason)
     paused = await control.pause(
         services.database,
         _name(request),
@@ -150,22 +146,17 @@ def _source(record: SourceRecord, now: datetime) -> Source:
     )
 
 
-def _body(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    _, components = msgspec.json.schema_components([kind])
-    return {"application/json": {"schema": components[kind.__name__]}}
-
-
 _REFUSALS = (400, 408, 413, 415, 422)
 
 ROUTES = (
     Route("GET", "/admin/sources", list_sources, "Every source with a limit, a pause, a breaker or waiting events",
           (SourceList,)),
     Route("PUT", "/admin/sources/{source:path}/limit", set_limit, "Set a source's limit (`*`: the default)", (Source,),
-          body=_body(LimitBody), errors=_REFUSALS),
+          body=bodies.schema(LimitBody), errors=_REFUSALS),
     Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit, "Remove a source's limit", (Source,),
           errors=_REFUSALS),
     Route("POST", "/admin/sources/{source:path}/pause", pause_source, "Pause a source", (Source,),
-          body=_body(PauseBody), errors=_REFUSALS),
+          body=bodies.schema(PauseBody), errors=_REFUSALS),
     Route("POST", "/admin/sources/{source:path}/resume", resume_source,
           "Lift a source's pause and close its breaker", (Source,), errors=(*_REFUSALS, 404)),
 )  # fmt: skip
