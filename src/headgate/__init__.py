@@ -20,9 +20,10 @@ if TYPE_CHECKING:
         Overloaded,
         RequestRefused,
         RetryAfter,
+        StepFailed,
         Unavailable,
     )
-    from headgate.flow.workflow import Context
+    from headgate.flow.workflow import Context, SyncContext
     from headgate.model.retry import Retry
     from headgate.model.source import Breaker
 
@@ -43,6 +44,8 @@ _HOMES = {
     "RequestRefused": "errors",
     "Retry": "model.retry",
     "RetryAfter": "errors",
+    "StepFailed": "errors",
+    "SyncContext": "flow.workflow",
     "Unavailable": "errors",
 }
 
@@ -61,6 +64,8 @@ __all__ = [
     "RequestRefused",
     "Retry",
     "RetryAfter",
+    "StepFailed",
+    "SyncContext",
     "Unavailable",
     "__version__",
 ]

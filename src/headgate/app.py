@@ -15,11 +15,13 @@ from headgate import settings as settings_module
 from headgate.clock import utc_now, uuid7
 from headgate.errors import AppError, FieldError, HeadgateError, InvalidInput
 from headgate.flow import control
+from headgate.flow import schedule as scheduling
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
 from headgate.flow.workflow import Workflow
 from headgate.model.event import NewEvent, check_event
 from headgate.model.predicate import Predicate
 from headgate.model.retry import RetryPolicy
+from headgate.model.schedule import SOURCE, TRIGGER, ScheduleSpec, declared, event_type
 from headgate.model.source import BreakerPolicy
 from headgate.model.trigger import TriggerSpec, check_spec
 from headgate.model.units import duration_ms, rate
@@ -42,6 +44,7 @@ class Headgate:
         self._settings: Settings | None = None
         self._publisher: _Publisher | None = None
         self.workflows: dict[str, Workflow] = {}
+        self.schedules: dict[str, ScheduleSpec] = {}
 
     @property
     def settings(self) -> Settings:
@@ -59,6 +62,9 @@ class Headgate:
         self,
         on: str | None = None,
         *,
+        every: str | int | float | None = None,
+        cron: str | None = None,
+        timezone: str | None = None,
         source: str = "*",
         where: str | None = None,
         predicates: list[dict[str, Any]] | None = None,
@@ -70,43 +76,46 @@ class Headgate:
         idempotency_window: str | int | float | None = None,
         retry: RetryPolicy | None = None,
         breaker: BreakerPolicy | None = None,
+        timeout: str | int | float | None = None,
         name: str | None = None,
     ) -> Callable[[Function], Function]:
-        """Declare a workflow: the function runs for each event of type `on` that matches.
+        """Declare a workflow: the function runs for matching events of type `on`, or by the clock (`every`, `cron`).
 
         Its slug is the function's name, or `name`. Without `params` its arguments are taken from the payload by name.
         AppError says what is wrong with the declaration.
         """
-
         fields = {
-            "event_type": on, "event_source": source, "where": where, "parameter_template": params,
-            "idempotency_key": idempotency_key, "concurrency_key": concurrency_key, "max_concurrency": max_concurrency,
-            "retry": retry, "breaker": breaker,
+            "where": where, "parameter_template": params, "idempotency_key": idempotency_key,
+            "concurrency_key": concurrency_key, "max_concurrency": max_concurrency, "retry": retry, "breaker": breaker,
         }  # fmt: skip
 
         def declare(function: Function) -> Function:
             slug = name or function.__name__
-            if slug in self.workflows:
-                raise AppError(f"workflow {slug} is declared twice")
-            specs = [] if on is None else [_spec(fields, predicates, throttle, idempotency_window)]
-            workflow = Workflow(slug, function, specs)
-            for spec in specs:
-                check_spec(spec, slug, workflow.parameter_names)
-            self.workflows[slug] = workflow
-            return function
-
-        def guarded(function: Function) -> Function:
             try:
-                return declare(function)
+                schedule = declared(every, cron, timezone)
+                launched_by = _launched_by(slug, on, source, schedule)
+                specs = [_spec(launched_by | fields, predicates, throttle, idempotency_window)] if launched_by else []
+                timeout_ms = None if timeout is None else duration_ms(timeout)
+                self._declare(Workflow(slug, function, specs, timeout_ms=timeout_ms), schedule)
             except AppError:
                 raise
             except (HeadgateError, ValueError, msgspec.ValidationError) as exc:
-                raise AppError(f"workflow {name or function.__name__}: {exc}") from exc
+                raise AppError(f"workflow {slug}: {exc}") from exc
+            return function
 
-        return guarded
+        return declare
+
+    def _declare(self, workflow: Workflow, schedule: ScheduleSpec | None) -> None:
+        if workflow.slug in self.workflows:
+            raise AppError(f"workflow {workflow.slug} is declared twice")
+        for spec in workflow.triggers:
+            check_spec(spec, workflow.slug, workflow.parameter_names)
+        self.workflows[workflow.slug] = workflow
+        if schedule is not None:
+            self.schedules[workflow.slug] = schedule
 
     async def register(self, connection: Connection) -> list[uuid.UUID]:
-        """Create or update the definitions and triggers of this application's workflows; the definitions' ids."""
+        """Make definitions, triggers and schedules as this application's workflows say; the definitions' ids."""
         await trigger_gates.exclude(connection)
         ids = []
         for workflow in sorted(self.workflows.values(), key=lambda w: w.slug):
@@ -120,6 +129,7 @@ class Headgate:
             )
             for spec in workflow.triggers:
                 await control.declare_trigger(connection, workflow.slug, definition_id, spec, REGISTERED_BY)
+            await scheduling.declare(connection, workflow.slug, definition_id, self.schedules.get(workflow.slug))
             ids.append(definition_id)
         return ids
 
@@ -181,6 +191,17 @@ class Headgate:
         await self.close()
 
 
+def _launched_by(slug: str, on: str | None, source: str, schedule: ScheduleSpec | None) -> dict[str, str]:
+    """The name, type and source of the trigger: the events asked for, or the schedule's own; empty for none."""
+    if schedule is None:
+        return {} if on is None else {"name": "code", "event_type": on, "event_source": source}
+    if on is not None:
+        raise AppError(f"workflow {slug}: on: goes without every and cron, which publish their own events")
+    if source != "*":
+        raise AppError(f"workflow {slug}: source: goes with on; the events of a schedule come from {SOURCE}")
+    return {"name": TRIGGER, "event_type": event_type(slug), "event_source": SOURCE}
+
+
 def _spec(
     fields: dict[str, Any],
     predicates: list[dict[str, Any]] | None,
@@ -188,7 +209,7 @@ def _spec(
     idempotency_window: str | int | float | None,
 ) -> TriggerSpec:
     """The trigger that a declaration describes, its rates and durations written out."""
-    spec = TriggerSpec(name="code", predicates=msgspec.convert(predicates or [], list[Predicate]), **fields)
+    spec = TriggerSpec(predicates=msgspec.convert(predicates or [], list[Predicate]), **fields)
     if throttle is not None:
         count, window_ms = rate(throttle)
         spec = msgspec.structs.replace(spec, throttle_count=count, throttle_window_ms=window_ms)

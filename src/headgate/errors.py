@@ -11,13 +11,14 @@ HeadgateError
 ├── AppError               the user's application cannot be loaded or is declared wrongly
 ├── RequestRefused         the server answered a client with an error; `problem` is its text
 ├── NonRetryable           raised by a workflow: do not try again
-└── RetryAfter             raised by a workflow: try again, but not before a time
+├── RetryAfter             raised by a workflow: try again, but not before a time
+└── StepFailed             a step was given up; `name` and `error` say which and why
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,22 @@ class NonRetryable(HeadgateError):
 
 
 class RetryAfter(HeadgateError):
-    """Raise in a workflow or step: try again, but not before `seconds` have passed."""
+    """Raise in a step: try again, but not before `seconds` have passed.
 
-    def __init__(self, seconds: float, message: str = "") -> None:
+    With `everyone="trigger"` (or `"key"`) nothing of its trigger (or of its `concurrency_key`) is launched or begun
+    before that, so that its siblings do not hammer a service that has just said no.
+    """
+
+    def __init__(self, seconds: float, message: str = "", *, everyone: Literal["trigger", "key"] | None = None) -> None:
         super().__init__(message or f"retry after {seconds} s")
         self.seconds = seconds
+        self.everyone = everyone
+
+
+class StepFailed(HeadgateError):
+    """A step was given up. A workflow may catch it and go on; uncaught, its run has failed."""
+
+    def __init__(self, name: str, error: str) -> None:
+        super().__init__(f"step {name!r} failed: {error.splitlines()[-1] if error else 'no reason'}")
+        self.name = name
+        self.error = error

@@ -26,9 +26,11 @@ POINTS = frozenset(
         "delivery_replan.before_commit",
         "replan.before_commit",
         "run.after_claim",
+        "step.before_commit",
         "run.before_finish",
         "run.after_finish",
         "reconcile.mid_batch",
+        "schedule.before_commit",
         "migrate.mid_migration",
     }
 )

@@ -63,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ingest_max_waiting: int = 20_000
     allow_unsafe_durability: bool = False
     metrics_port: int = 0
+    http_allow_private: bool = False
     failpoints: str = ""
 
     def __post_init__(self) -> None:

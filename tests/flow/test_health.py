@@ -7,6 +7,7 @@ from datetime import timedelta
 from headgate.flow import control, health
 from headgate.flow.health import OVERDUE_MS, Exposition
 from headgate.model.source import RateLimit
+from headgate.store import triggers, workers
 from headgate.store.db import Connection, Database
 from headgate.telemetry import metrics
 from tests.conftest import Clock
@@ -53,12 +54,15 @@ async def test_overdue_and_stalled(database: Database, connection: Connection, c
     assert retry.next_attempt_at is not None
     await clock.advance((retry.next_attempt_at - clock.now) / timedelta(milliseconds=1) + OVERDUE_MS)
     found = await health.snapshot(connection)
-    assert [(cause.code, cause.subject) for cause in found.causes] == [("retries_overdue", "events")]
+    # No worker is running here, which is told too.
+    codes = [(cause.code, cause.subject) for cause in found.causes]
+    assert codes == [("retries_overdue", "events"), ("workflow_unserved", "tick")]
     assert found.causes[0].since == retry.next_attempt_at
     await clock.advance(60_000)
-    assert [c.code for c in (await health.snapshot(connection)).causes] == ["retries_overdue", "ingress_stalled"]
+    codes = [(cause.code, cause.subject) for cause in (await health.snapshot(connection)).causes]
+    assert [code for code, _ in codes] == ["retries_overdue", "ingress_stalled", "workflow_unserved"]
     await worker.turn()
-    assert (await health.snapshot(connection)).status == "ok"
+    assert [cause.code for cause in (await health.snapshot(connection)).causes] == ["workflow_unserved"]
 
 
 async def test_pauses_and_breakers(database: Database, connection: Connection, clock: Clock, worker: Worker) -> None:
@@ -106,3 +110,19 @@ async def test_the_exposition_survives_a_database_that_is_away(database: Databas
     nowhere = Exposition(Database("postgresql://nobody@127.0.0.1:9/none", "test", size=1))
     assert b"headgate_database_up 0.0" in await nowhere.text()
     assert metrics.REGISTRY.get_sample_value("headgate_deferred", {"kind": "events", "reason": "paused"}) is None
+
+
+async def test_runs_that_nobody_has_the_code_of(database: Database, connection: Connection) -> None:
+    [definition] = [await triggers.upsert_definition(
+        connection, slug="lost", kind="python", parameters=[], config={}, actor="test"
+    )]  # fmt: skip
+    await connection.execute(
+        "insert into headgate.workflow_runs (id, workflow_definition_id, next_attempt_at) "
+        "values (gen_random_uuid(), $1, headgate.now() - interval '1 minute')",
+        definition,
+    )
+    causes = (await health.snapshot(connection)).causes
+    assert ("workflow_unserved", "lost") in [(cause.code, cause.subject) for cause in causes]
+    await workers.beat(connection, "w", [definition])
+    causes = (await health.snapshot(connection)).causes
+    assert "workflow_unserved" not in [cause.code for cause in causes]

@@ -410,6 +410,8 @@ async def held_runs(worker: Worker, connection: Connection) -> list[ClaimedRun]:
             correlation_id=row["correlation_id"],
             parameters=row["parameters"],
             attempts=row["attempts"],
+            now=row["updated_at"],
+            started_at=row["updated_at"],
             claim_generation=row["claim_generation"],
             trigger_id=row["trigger_id"],
             concurrency_key=row["concurrency_key"],

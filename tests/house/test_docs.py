@@ -68,6 +68,8 @@ def test_public_names() -> None:
         "RequestRefused",
         "Retry",
         "RetryAfter",
+        "StepFailed",
+        "SyncContext",
         "Unavailable",
     ]
     for name in headgate.__all__:

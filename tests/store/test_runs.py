@@ -127,7 +127,7 @@ async def test_holder_finishes_its_run_and_final_is_final(connection: Connection
 
     before = await row(connection, run_id)
     assert {r.id for r in await runs.finish(connection, [finished(held, "failed")])} == set()
-    assert await runs.renew(connection, [held], 1000) == set()
+    assert set(await runs.renew(connection, [held], 1000)) == set()
     assert await runs.hand_back(connection, [held]) == set()
     await set_clock(connection, NOW + HOUR)
     assert await runs.release_expired(connection, 100) == []
@@ -149,9 +149,11 @@ async def test_wrong_generation_changes_nothing(connection: Connection) -> None:
             parameters={},
             attempts=1,
             claim_generation=generation,
+            now=NOW,
+            started_at=NOW,
         )
         assert {r.id for r in await runs.finish(connection, [finished(wrong)])} == set()
-        assert await runs.renew(connection, [wrong], 60_000) == set()
+        assert set(await runs.renew(connection, [wrong], 60_000)) == set()
         assert await runs.hand_back(connection, [wrong]) == set()
     assert await row(connection, run_id) == before
 
@@ -171,12 +173,12 @@ async def test_renewed_lease_lasts_longer(connection: Connection) -> None:
     [run_id] = await make_runs(connection, [NOW])
     [held] = await claim(connection, lease_ms=10_000)
     await set_clock(connection, NOW + 9 * SECOND)
-    assert await runs.renew(connection, [held], 10_000) == {run_id}
+    assert set(await runs.renew(connection, [held], 10_000)) == {run_id}
     await set_clock(connection, NOW + 18 * SECOND)
     assert await runs.release_expired(connection, 100) == []
     await set_clock(connection, NOW + 19 * SECOND)
     assert await runs.release_expired(connection, 100) == [run_id]
-    assert await runs.renew(connection, [held], 10_000) == set()
+    assert set(await runs.renew(connection, [held], 10_000)) == set()
 
 
 async def test_zombie_changes_nothing(connection: Connection) -> None:
@@ -189,7 +191,7 @@ async def test_zombie_changes_nothing(connection: Connection) -> None:
     async def writes_nothing() -> None:
         before = await row(connection, run_id)
         assert {r.id for r in await runs.finish(connection, [finished(zombie, output="1")])} == set()
-        assert await runs.renew(connection, [zombie], 1000) == set()
+        assert set(await runs.renew(connection, [zombie], 1000)) == set()
         assert await runs.hand_back(connection, [zombie]) == set()
         assert await row(connection, run_id) == before
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
+from typing import Literal
+
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
-from headgate.api.routes import Query, Route, Services, parameters, path_uuid
+from headgate.api import bodies
+from headgate.api.routes import Query, Route, Services, json_response, parameters, path_uuid
 from headgate.errors import NotFound
+from headgate.flow import control
 from headgate.model.run import RUN_STATUSES, Run, Step
 from headgate.store import runs, steps
 
@@ -58,7 +64,30 @@ async def show_run(request: Request, services: Services) -> RunDetail:
         return RunDetail(run, await steps.list_of_run(connection, run_id))
 
 
+class RunCancelled(msgspec.Struct, frozen=True):
+    """`cancelled`: it waited, and has ended. `cancelling`: it is running, and stops at its next step."""
+
+    id: uuid.UUID
+    status: Literal["cancelled", "cancelling"]
+
+
+async def cancel_run(request: Request, services: Services) -> Response:
+    run_id = path_uuid(request, "run_id")
+    await bodies.read(request, bodies.Nothing)
+    done = await control.cancel_run(services.database, run_id, bodies.actor(request), services.settings.trigger_error)
+    services.queue.hint("deliveries")  # a slot may have become free
+    return json_response(RunCancelled(run_id, done), 200 if done == "cancelled" else 202)
+
+
 ROUTES = (
     Route("GET", "/v1/runs", list_runs, "List runs, newest first", (RunPage,), query=LIST_QUERY, errors=(422,)),
     Route("GET", "/v1/runs/{run_id}", show_run, "One run with its steps", (RunDetail,), errors=(404,)),
+    Route(
+        "POST",
+        "/v1/runs/{run_id}/cancel",
+        cancel_run,
+        "Cancel a run: at once, or (202) at its next step",
+        (RunCancelled,),
+        errors=(404, 409, 422),
+    ),
 )

@@ -27,6 +27,7 @@ from headgate.api import (
     problems,
     publish,
     runs,
+    schedules,
     triggers,
     workflows,
 )
@@ -86,6 +87,7 @@ ROUTES: tuple[Route, ...] = (
     *events.ROUTES,
     *workflows.ROUTES,
     *triggers.ROUTES,
+    *schedules.ROUTES,
     *runs.ROUTES,
     *admin_sources.ROUTES,
     *admin_triggers.ROUTES,

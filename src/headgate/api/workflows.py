@@ -1,14 +1,20 @@
-"""Workflow definitions. (Their triggers are in `triggers`.)"""
+"""Workflow definitions; those of kind `http` are made and changed here. (Their triggers are in `triggers`.)"""
 
 from __future__ import annotations
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
-from headgate.api.routes import Route, Services
+from headgate.api import bodies
+from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound
+from headgate.flow import http_workflow
+from headgate.flow.http_workflow import Changed, HttpWorkflowBody, HttpWorkflowPatch
 from headgate.model.trigger import WorkflowDefinition
 from headgate.store import triggers
+
+MAX_BYTES = 256 * 1024
 
 
 class WorkflowList(msgspec.Struct, frozen=True):
@@ -17,9 +23,15 @@ class WorkflowList(msgspec.Struct, frozen=True):
     workflows: list[WorkflowDefinition]
 
 
+class WorkflowWritten(WorkflowDefinition, frozen=True, kw_only=True):
+    """A workflow that was made or changed; `secret` is there once, when one was made for it."""
+
+    secret: str | None
+
+
 async def list_workflows(_: Request, services: Services) -> WorkflowList:
     async with services.database.connection() as connection:
-        return WorkflowList(await triggers.list_definitions(connection))
+        return WorkflowList([http_workflow.shown(found) for found in await triggers.list_definitions(connection)])
 
 
 async def show_workflow(request: Request, services: Services) -> WorkflowDefinition:
@@ -28,10 +40,47 @@ async def show_workflow(request: Request, services: Services) -> WorkflowDefinit
         found = await triggers.get_definition(connection, slug)
     if found is None:
         raise NotFound(f"no workflow {slug!r}")
-    return found
+    return http_workflow.shown(found)
 
+
+async def create_workflow(request: Request, services: Services) -> Response:
+    given = await bodies.read_plain(request, MAX_BYTES)
+    done = await http_workflow.create(
+        services.database, given, allow_private=services.settings.http_allow_private, actor=bodies.actor(request)
+    )
+    return json_response(_written(done), 201 if done.is_written else 200)
+
+
+async def update_workflow(request: Request, services: Services) -> WorkflowWritten:
+    given = await bodies.read_plain(request, MAX_BYTES)
+    slug, actor = request.path_params["slug"], bodies.actor(request)
+    return _written(
+        await http_workflow.update(
+            services.database, slug, given, allow_private=services.settings.http_allow_private, actor=actor
+        )
+    )
+
+
+async def delete_workflow(request: Request, services: Services) -> WorkflowDefinition:
+    await bodies.read(request, bodies.Nothing)
+    slug, actor = request.path_params["slug"], bodies.actor(request)
+    return http_workflow.shown(await http_workflow.delete(services.database, slug, actor=actor))
+
+
+def _written(done: Changed) -> WorkflowWritten:
+    return WorkflowWritten(**msgspec.structs.asdict(http_workflow.shown(done.definition)), secret=done.secret)
+
+
+_ALL, _ONE = "/v1/workflows", "/v1/workflows/{slug}"
+_REFUSALS = (400, 408, 409, 413, 415, 422)
 
 ROUTES = (
-    Route("GET", "/v1/workflows", list_workflows, "List workflows", (WorkflowList,)),
-    Route("GET", "/v1/workflows/{slug}", show_workflow, "One workflow", (WorkflowDefinition,), errors=(404,)),
-)
+    Route("GET", _ALL, list_workflows, "List workflows", (WorkflowList,)),
+    Route("POST", _ALL, create_workflow, "Create a workflow that posts its runs to a URL", (WorkflowWritten,),
+          status=201, body=bodies.schema(HttpWorkflowBody), errors=_REFUSALS),
+    Route("GET", _ONE, show_workflow, "One workflow", (WorkflowDefinition,), errors=(404,)),
+    Route("PATCH", _ONE, update_workflow, "Change what is given; a secret of null is made anew", (WorkflowWritten,),
+          body=bodies.schema(HttpWorkflowPatch), errors=(*_REFUSALS, 404)),
+    Route("DELETE", _ONE, delete_workflow, "Delete a workflow that has no triggers and no runs", (WorkflowDefinition,),
+          errors=(*_REFUSALS, 404)),
+)  # fmt: skip

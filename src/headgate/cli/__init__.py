@@ -24,6 +24,7 @@ class _LazyGroup(click.Group):
         "explain": "events",
         "runs": "runs",
         "workflows": "workflows",
+        "schedules": "schedules",
         "sources": "sources",
         "triggers": "triggers",
         "deliveries": "deliveries",

@@ -10,7 +10,7 @@ from headgate.model.run import RUN_STATUSES
 
 @click.group()
 def runs() -> None:
-    """Look at runs."""
+    """Look at runs, and cancel them."""
 
 
 @runs.command("list")
@@ -37,6 +37,21 @@ def list_runs(workflow: str | None, status: str | None, limit: int, as_json: boo
         for r in page["runs"]
     ]
     print_table(("CREATED", "WORKFLOW", "STATUS", "ID", "PARAMETERS", "OUTPUT"), rows, "No runs yet.")
+
+
+@runs.command("cancel")
+@click.argument("run_id")
+@json_option
+def cancel_run(run_id: str, as_json: bool) -> None:
+    """Cancel a run: one that waits at once, one that is running at its next step."""
+    with client() as api:
+        done = api.request("POST", f"/v1/runs/{run_id}/cancel")
+    if as_json:
+        print_json(done)
+    elif done["status"] == "cancelled":
+        click.echo(f"run {run_id} is cancelled")
+    else:
+        click.echo(f"run {run_id} is running; it stops at its next step")
 
 
 @runs.command("show")

@@ -84,6 +84,7 @@ class Wait(NamedTuple):
     reason: str
     message: str
     waits_for: dict[str, Any]
+    until: datetime | None = None
 
 
 def render(candidate: Candidate, envelope: dict[str, Any]) -> Candidate:
@@ -160,6 +161,9 @@ def _why_wait(board: Board, candidate: Candidate, is_newcomer: bool) -> Wait | N
     if candidate.slot is None or most is None:
         return None
     slots, key = board.slots[candidate.slot], candidate.keys.concurrency_key
+    if slots.closed_until is not None:
+        waits_for = {"retry_after": {"key": key, "until": slots.closed_until}}
+        return Wait("retry_after", slots.closed_reason or "", waits_for, slots.closed_until)
     # A newcomer leaves a free slot to each of those that wait for one already.
     if slots.in_use + (slots.waiting if is_newcomer else 0) >= most:
         board.slots[candidate.slot] = slots._replace(waiting=slots.waiting + 1)
@@ -182,7 +186,9 @@ def _wait(board: Board, candidate: Candidate, wait: Wait, is_newcomer: bool) -> 
     attempts = candidate.attempts + int(is_newcomer or is_refused)
     locked = board.gates.get(candidate.trigger_id)
     plan_version = locked.plan_version if locked else 0
-    if wait.reason == "concurrency":
+    if wait.until is not None:
+        at = wait.until
+    elif wait.reason == "concurrency":
         at = next_attempt_at(policy, attempts, now)
     elif locked is not None and not locked.is_replanning:
         at = locked.gate.slots(now, 1)[0]

@@ -322,6 +322,8 @@ def _claimed(one: Decided, look: _Look) -> ClaimedRun:
         parameters=msgspec.json.decode(one.parameters),
         attempts=1,
         claim_generation=1,
+        now=look.now,
+        started_at=look.now,
         trigger_id=one.trigger_id,
         concurrency_key=one.concurrency_key,
         is_probe=one.is_probe,

@@ -14,10 +14,11 @@ import msgspec
 
 from headgate.clock import monotonic
 from headgate.errors import Unavailable
-from headgate.store import health, sources
+from headgate.store import health, sources, workers
 from headgate.store.db import Connection, Database
 from headgate.store.health import DeadLetterCount, OpenBreaker, PausedTrigger, QueueDepth, RetrySummary, TriggerMetrics
 from headgate.store.sources import SourceMetrics, SourceRecord
+from headgate.store.workers import Unserved
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 from headgate.telemetry.metrics import SharedState
@@ -31,6 +32,11 @@ GAUGES_SECONDS = 1.0
 RUNBOOK = "docs/sources.md"
 TRIGGERS = "docs/triggers.md"
 OPERATE = "docs/triggers-operate.md"
+WORKFLOWS = "docs/workflows.md"
+# A worker says every third of a lease that it is alive.
+ALIVE_MS = 60_000
+# A run that has been due for so long with nobody to run it is worth a word.
+UNSERVED_MS = 5000
 
 _log = logger("health")
 
@@ -112,6 +118,7 @@ async def snapshot(connection: Connection) -> Snapshot:
     triggers = await health.paused_triggers(connection)
     breakers = await health.open_breakers(connection)
     causes = verdict(now, records, triggers, queues, retries, breakers)
+    causes += [_unserved(one) for one in await workers.unserved(connection, ALIVE_MS, UNSERVED_MS)]
     return Snapshot(
         status=_status(causes),
         causes=causes,
@@ -236,6 +243,11 @@ def _cause(code: str, subject: str, message: str, since: datetime | None, sectio
     return Cause(
         code=code, severity="degraded", subject=subject, message=message, since=since, runbook=f"{page}#{section}"
     )
+
+
+def _unserved(one: Unserved) -> Cause:
+    text = f"{one.waiting} runs of {one.workflow} are due and no worker that is alive has its code"
+    return _cause("workflow_unserved", one.workflow, text, one.since, "workers", WORKFLOWS)
 
 
 def _state(breaker: OpenBreaker) -> str:

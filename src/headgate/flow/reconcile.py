@@ -6,11 +6,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import NamedTuple
 
 from headgate import failpoints
+from headgate.flow import slots
+from headgate.model.run import FinishedRun
+from headgate.model.source import TRIGGER_BREAKER, BreakerPolicy
 from headgate.queue.port import Queue, Wakeup
-from headgate.queue.wakeups import HORIZON, Spacing, delivery_wakeups, event_wakeups
+from headgate.queue.wakeups import HORIZON, Spacing, delivery_wakeups, event_wakeups, step_wakeups
 from headgate.store import deliveries, idempotency, ingress_retries, runs, sources, steps
 from headgate.store.db import Connection, Database
 from headgate.telemetry import metrics
@@ -21,19 +25,24 @@ NEAR = timedelta(seconds=1)
 # A row that was written just now: its wake-up may still be on the way.
 SETTLING = timedelta(seconds=2)
 
+# A run that has taken so many workers with it is given up.
+MAX_CRASHES = 5
+
 _log = logger("reconcile")
 
 
 class Reconcile:
     """Finds work that a dead or frozen worker left behind, whichever process it was."""
 
-    def __init__(self, database: Database, *, batch_size: int) -> None:
+    def __init__(self, database: Database, *, batch_size: int, breaker: BreakerPolicy = TRIGGER_BREAKER) -> None:
         self._database = database
         self._batch_size = batch_size
+        self._breaker = breaker
 
     async def run_once(self) -> dict[str, int]:
         """Release expired claims; how many of each kind."""
         released = await self._database.run(self._release)
+        await self._database.run(self._give_up)
         for kind, count in released.items():
             if count:
                 metrics.RECONCILE_REQUEUED.labels(kind).inc(count)
@@ -48,6 +57,16 @@ class Reconcile:
         released["events"] = len(await ingress_retries.release_expired(connection, self._batch_size))
         await idempotency.forget_expired(connection, self._batch_size)
         return released
+
+    async def _give_up(self, connection: Connection) -> None:
+        """Runs that have taken too many workers with them: whoever takes such a run next would be the next to die."""
+        for run_id, trigger_id in await runs.list_crashing(connection, MAX_CRASHES, self._batch_size):
+            reason = f"given up: its worker died {MAX_CRASHES} times"
+            end = partial(runs.fail_waiting, connection, run_id, reason)
+            if await slots.end_waiting(connection, trigger_id, end, self._breaker) is not None:
+                failed = FinishedRun(id=run_id, claim_generation=0, status="failed", error=reason)
+                await runs.bury(connection, [failed])
+                _log.error("run.given_up", run_id=str(run_id), reason=reason)
 
 
 Place = tuple[datetime, uuid.UUID]
@@ -83,10 +102,16 @@ async def _deliveries(connection: Connection, after: Place, limit: int) -> list[
     return [Waiting(wakeup, row.updated_at) for wakeup, row in zip(delivery_wakeups(rows), rows, strict=True)]
 
 
+async def _steps(connection: Connection, after: Place, limit: int) -> list[Waiting]:
+    rows = await steps.list_scheduled(connection, after=after, limit=limit)
+    return [Waiting(wakeup, row.updated_at) for wakeup, row in zip(step_wakeups(rows), rows, strict=True)]
+
+
 # What waits, by kind: each a line in due order, read from a place on.
 _LINES: dict[str, Callable[[Connection, Place, int], Awaitable[list[Waiting]]]] = {
     "events": _events,
     "deliveries": _deliveries,
+    "steps": _steps,
 }
 
 

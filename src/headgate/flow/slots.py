@@ -7,7 +7,7 @@ Slots are not stored anywhere: they are the trigger's unfinished runs, counted u
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from headgate.model.event import Event
@@ -16,7 +16,7 @@ from headgate.model.source import BreakerPolicy
 from headgate.model.template import TemplateError
 from headgate.model.trigger import CompiledTrigger
 from headgate.model.trigger_gate import TriggerMove
-from headgate.store import events, runs, sources, trigger_gates
+from headgate.store import events, runs, sources, steps, trigger_gates
 from headgate.store.db import Connection
 from headgate.store.deliveries import NOBODY, Claim
 from headgate.store.runs import EndedRun
@@ -67,6 +67,7 @@ async def finish(
     breaker: BreakerPolicy,
     fill: Fill | None = None,
     claim: Claim = NOBODY,
+    before: Callable[[], Awaitable[None]] | None = None,
     also: Collection[uuid.UUID] = (),
 ) -> Freed:
     """End runs that are still held, and tell their triggers. What waits for a slot is launched (and claimed) by `fill`
@@ -79,6 +80,10 @@ async def finish(
     if wanted:  # also so that the triggers cannot be changed while we wait for their rows
         await sources.share_all(connection)
     locked = await trigger_gates.lock(connection, always=wanted)
+    if before is not None:
+        await before()  # what belongs to the same transaction and touches runs; `also` are triggers that it touches
+    if not finished:
+        return Freed()
     ended = await runs.finish(connection, finished)
     freed = {(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None}
     late = {trigger_id for trigger_id, _ in freed} - locked.keys()
@@ -93,6 +98,28 @@ async def finish(
     line = await trigger_gates.next_in_line(connection, freed)
     filled = await fill(connection, locked, line, claim) if line is not None else None
     return Freed(written, filled=filled)
+
+
+async def end_waiting(
+    connection: Connection,
+    trigger_id: uuid.UUID | None,
+    end: Callable[[], Awaitable[EndedRun | None]],
+    breaker: BreakerPolicy,
+) -> Freed | None:
+    """End a run that no worker holds (`end` does it), and tell its trigger; None when there was nothing to end."""
+    locked: Gates = {}
+    if trigger_id is not None:
+        await sources.share_all(connection)
+        locked = await trigger_gates.lock(connection, always=[trigger_id])
+    ended = await end()
+    if ended is None:
+        return None
+    await steps.end_waiting(connection, [ended.id])
+    moves = await _tell(connection, locked, [ended], breaker)
+    woken = 0
+    if ended.trigger_id is not None and ended.concurrency_key is not None:
+        woken = await trigger_gates.wake(connection, [(ended.trigger_id, ended.concurrency_key)])
+    return Freed(frozenset([ended.id]), woken, moves=moves)
 
 
 async def _tell(

@@ -2,37 +2,157 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import inspect
-import uuid
-from collections.abc import Callable
-from typing import Any, get_type_hints
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar, get_type_hints, overload
 
 import msgspec
 
 from headgate.errors import AppError, NonRetryable
 from headgate.model.event import Event
+from headgate.model.retry import RetryPolicy
+from headgate.model.run import ClaimedRun
 from headgate.model.trigger import TriggerSpec
 from headgate.telemetry.logs import logger
 
+T = TypeVar("T")
 
-class Context:
-    """What a workflow gets as its first argument."""
+# The step that the current task or thread runs in.
+current_step: contextvars.ContextVar[str | None] = contextvars.ContextVar("headgate_step", default=None)
 
-    __slots__ = ("event", "log", "run_id")
 
-    def __init__(self, run_id: uuid.UUID, workflow: str, event: Event | None, correlation_id: str | None) -> None:
-        self.run_id = run_id
-        self.event = event
-        self.log = logger("workflow").bind(run_id=str(run_id), workflow=workflow, correlation_id=correlation_id)
+class Runs(Protocol):
+    """What a context needs of the execution it belongs to."""
+
+    run: ClaimedRun
+    event: Event | None
+
+    async def step(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *,
+        retry: RetryPolicy | None, timeout: str | int | float | None,
+    ) -> Any: ...  # fmt: skip
+    async def sleep(self, duration: str | int | float) -> None: ...
+
+
+class _Context:
+    """What every workflow gets as its first argument."""
+
+    __slots__ = ("_execution", "event", "log", "run_id")
+
+    def __init__(self, execution: Runs) -> None:
+        run = execution.run
+        self._execution = execution
+        self.run_id = run.id
+        self.event = execution.event
+        self.log = logger("workflow").bind(
+            run_id=str(run.id), workflow=run.workflow, correlation_id=run.correlation_id, attempt=run.attempts
+        )
+
+    @property
+    def attempt(self) -> int:
+        """How often this run has been begun or gone on."""
+        return self._execution.run.attempts
+
+    @property
+    def idempotency_key(self) -> str:
+        """The same in every attempt at the step it is asked in (outside a step: of the run): give it to services that
+        do not do a thing twice."""
+        step = current_step.get()
+        return f"{self.run_id}:{step}" if step else str(self.run_id)
+
+
+class Context(_Context):
+    """The context of an `async def` workflow."""
+
+    __slots__ = ()
+
+    @overload
+    async def step(
+        self,
+        name: str,
+        function: Callable[..., Coroutine[Any, Any, T]],
+        /,
+        *args: Any,
+        retry: RetryPolicy | None = None,
+        timeout: str | int | float | None = None,
+        **kwargs: Any,
+    ) -> T: ...
+
+    @overload
+    async def step(
+        self,
+        name: str,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        retry: RetryPolicy | None = None,
+        timeout: str | int | float | None = None,
+        **kwargs: Any,
+    ) -> T: ...
+
+    async def step(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        retry: RetryPolicy | None = None,
+        timeout: str | int | float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a function once and remember what it returned (JSON); later attempts of the run get that.
+
+        A plain function runs in a thread. When it fails it is tried again by `retry` (or HEADGATE_STEP_RETRY_*), and no
+        worker is held meanwhile; StepFailed when it is given up.
+        """
+        return await self._execution.step(name, function, args, kwargs, retry=retry, timeout=timeout)
+
+    async def sleep(self, duration: str | int | float) -> None:
+        """Go on after a while (`"2h"`, `"30s"`); it survives restarts and holds no worker."""
+        await self._execution.sleep(duration)
+
+
+class SyncContext(_Context):
+    """The context of a plain `def` workflow, which runs in a thread: the same, without `await`."""
+
+    __slots__ = ("_loop",)
+
+    def __init__(self, execution: Runs, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(execution)
+        self._loop = loop
+
+    def step(
+        self,
+        name: str,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        retry: RetryPolicy | None = None,
+        timeout: str | int | float | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """Run a function once and remember what it returned; see `Context.step`."""
+        work = self._execution.step(name, function, args, kwargs, retry=retry, timeout=timeout)
+        found: T = asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return found
+
+    def sleep(self, duration: str | int | float) -> None:
+        """Go on after a while; it survives restarts and holds no worker."""
+        asyncio.run_coroutine_threadsafe(self._execution.sleep(duration), self._loop).result()
 
 
 class Workflow:
     """A function that runs for each matching event; its slug is its name."""
 
-    def __init__(self, slug: str, function: Callable[..., Any], triggers: list[TriggerSpec]) -> None:
+    def __init__(
+        self, slug: str, function: Callable[..., Any], triggers: list[TriggerSpec], *, timeout_ms: int | None = None
+    ) -> None:
         self.slug = slug
         self.function = function
         self.triggers = triggers
+        self.timeout_ms = timeout_ms
         self.is_async = inspect.iscoroutinefunction(function)
         parameters = list(inspect.signature(function).parameters.values())
         if not parameters or parameters[0].kind not in (

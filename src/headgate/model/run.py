@@ -31,14 +31,20 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any]
     output: Any
     error: str | None
+    warning: str | None
     attempts: int
+    crashes: int
+    next_attempt_at: datetime | None
+    cancel_requested_at: datetime | None
+    cancelled_by: str | None
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
 
 
 class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run this worker holds until its lease ends; every write about it names `claim_generation`."""
+    """A run this worker holds until its lease ends; every write about it names `claim_generation`. `now` is the
+    database's time at the claim."""
 
     id: uuid.UUID
     workflow: str
@@ -47,13 +53,16 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any]
     attempts: int
     claim_generation: int
+    now: datetime
+    started_at: datetime
+    cancel_requested: bool = False
     trigger_id: uuid.UUID | None = None
     concurrency_key: str | None = None
     is_probe: bool = False
 
 
 class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """How a claimed run ended; `output` is JSON text."""
+    """How a claimed run ended; `output` is JSON text. `dead_step_id` is the step it failed with, if it was one."""
 
     id: uuid.UUID
     claim_generation: int
@@ -63,6 +72,8 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     trigger_id: uuid.UUID | None = None
     concurrency_key: str | None = None
     is_probe: bool = False
+    dead_step_id: uuid.UUID | None = None
+    has_waiting_steps: bool = False
 
     @property
     def matters_to_trigger(self) -> bool:
@@ -71,11 +82,12 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `workflow_run_steps`."""
+    """A row of `workflow_run_steps`; a `sleep` is a timer."""
 
     id: uuid.UUID
     workflow_run_id: uuid.UUID
     name: str
+    kind: str = "step"
     status: StepStatus = "pending"
     result: Any = None
     error: str | None = None

@@ -37,7 +37,7 @@ MAX_GRACE = timedelta(seconds=2)
 BreakerState = Literal["closed", "open", "half_open"]
 BREAKER_STATES: tuple[BreakerState, ...] = get_args(BreakerState)
 
-HoldReason = Literal["rate_limit", "paused", "breaker_open"]
+HoldReason = Literal["rate_limit", "paused", "breaker_open", "retry_after"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _US = timedelta(microseconds=1)

@@ -23,14 +23,26 @@ class TriggerMove(NamedTuple):
 class TriggerGate(Gate):
     """The state of one trigger: asked, spent, and written back by the transaction that holds its row."""
 
-    def __init__(self, trigger_id: uuid.UUID, *, probe_run_id: uuid.UUID | None = None, **rest: Any) -> None:
+    def __init__(
+        self,
+        trigger_id: uuid.UUID,
+        *,
+        probe_run_id: uuid.UUID | None = None,
+        closed_until: datetime | None = None,
+        closed_reason: str | None = None,
+        **rest: Any,
+    ) -> None:
         super().__init__(str(trigger_id), **rest)
         self.trigger_id = trigger_id
         self.probe_run_id = probe_run_id
+        self.closed_until = closed_until
+        self.closed_reason = closed_reason
 
     def hold(self, now: datetime) -> Hold | None:
         """Why nothing is launched now; None when throttle and concurrency alone decide."""
         held = super().hold(now)
+        if held is None and self.closed_until is not None and self.closed_until > now:
+            return Hold("retry_after", self.closed_until, self.closed_reason or "a step was told to come back later")
         if held is None and self.breaker_state == "half_open":
             return Hold("breaker_open", None, f"the breaker is half open: run {self.probe_run_id} is the trial")
         return held

@@ -56,6 +56,15 @@ def delivery_wakeups(deliveries: Iterable[WaitingDelivery]) -> list[Wakeup]:
     ]
 
 
+def step_wakeups(steps: Iterable[WaitingDelivery]) -> list[Wakeup]:
+    """`run-step-retry:<step_id>:<attempt>` for each step that is to be tried again, or timer."""
+    return [
+        Wakeup("runs", f"run-step-retry:{step.id}:{step.retry_attempts}", step.id, step.next_attempt_at)
+        for step in steps
+        if step.next_attempt_at is not None
+    ]
+
+
 class Spacing:
     """Knows the wake-ups of each topic and second, and says which are one too many."""
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from headgate.model.run import ClaimedRun, FinishedRun, Run, RunStatus
+from headgate.model.step import SuspendedRun
 from headgate.store.db import Connection, Row
 from headgate.store.sql import load
 
@@ -23,10 +24,16 @@ async def claim_due(
     return sorted((msgspec.convert(dict(row), ClaimedRun) for row in rows), key=lambda r: r.id)
 
 
-async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: int) -> set[uuid.UUID]:
-    """Extend leases. The ids still held; the others belong to someone else now."""
+async def cancel_requested(connection: Connection, run_ids: Sequence[uuid.UUID]) -> set[uuid.UUID]:
+    """Those of the runs whose cancellation was asked for and that a worker still holds."""
+    return {row[0] for row in await connection.fetch(_sql["cancel_requested"], run_ids)} if run_ids else set()
+
+
+async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: int) -> dict[uuid.UUID, bool]:
+    """Extend leases. The runs still held, and whether their cancellation was asked for; the others belong to someone
+    else now."""
     rows = await connection.fetch(_sql["renew"], [r.id for r in held], [r.claim_generation for r in held], lease_ms)
-    return {row[0] for row in rows}
+    return {row[0]: row[1] for row in rows}
 
 
 class EndedRun(NamedTuple):
@@ -50,6 +57,52 @@ async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> lis
         [f.error for f in finished],
     )
     return [EndedRun(*row) for row in rows]
+
+
+async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> set[uuid.UUID]:
+    """Put runs that are still held to rest until a time. The ids that rest; the others are lost, or to be cancelled."""
+    rows = await connection.fetch(
+        _sql["suspend"],
+        [s.id for s in suspended],
+        [s.claim_generation for s in suspended],
+        [s.next_attempt_at for s in suspended],
+        [s.delay_ms for s in suspended],
+        [s.warning for s in suspended],
+    )
+    return {row[0] for row in rows}
+
+
+async def cancel_waiting(connection: Connection, run_id: uuid.UUID, actor: str) -> EndedRun | None:
+    """End a run that no worker holds; None when it is not waiting."""
+    row = await connection.fetchrow(_sql["cancel_waiting"], run_id, actor, f"cancelled by {actor}")
+    return EndedRun(*row) if row else None
+
+
+async def list_crashing(connection: Connection, crashes: int, limit: int) -> list[tuple[uuid.UUID, uuid.UUID | None]]:
+    """Waiting runs, with their triggers, whose workers have died so often."""
+    return [(row[0], row[1]) for row in await connection.fetch(_sql["list_crashing"], crashes, limit)]
+
+
+async def fail_waiting(connection: Connection, run_id: uuid.UUID, error: str) -> EndedRun | None:
+    """End a run that no worker holds as failed; None when it is not waiting."""
+    row = await connection.fetchrow(_sql["fail_waiting"], run_id, error)
+    return EndedRun(*row) if row else None
+
+
+async def request_cancel(connection: Connection, run_id: uuid.UUID, actor: str) -> bool:
+    """Ask the worker that holds a run to stop it at its next step; False when nobody holds it."""
+    return await connection.fetchval(_sql["request_cancel"], run_id, actor) is not None
+
+
+async def bury(connection: Connection, failed: Sequence[FinishedRun]) -> None:
+    """Dead letters for failed runs."""
+    if failed:
+        await connection.execute(
+            _sql["bury"],
+            [f.id for f in failed],
+            [f.dead_step_id for f in failed],
+            [(f.error or "failed").splitlines()[-1][:1000] for f in failed],
+        )
 
 
 async def hand_back(connection: Connection, held: Sequence[ClaimedRun]) -> set[uuid.UUID]:
@@ -81,6 +134,12 @@ async def set_concurrency_keys(
 ) -> None:
     """Say whose concurrency slots unfinished runs hold; None: nobody's."""
     await connection.execute(_sql["set_concurrency_keys"], run_ids, keys)
+
+
+async def trigger_of(connection: Connection, run_id: uuid.UUID) -> uuid.UUID | None:
+    """The trigger that launched a run."""
+    found: uuid.UUID | None = await connection.fetchval(_sql["trigger_of"], run_id)
+    return found
 
 
 async def get(connection: Connection, run_id: uuid.UUID) -> Run | None:

@@ -14,15 +14,21 @@ update headgate.workflow_runs r
   from due, clock, headgate.workflow_definitions w
  where r.id = due.id and w.id = r.workflow_definition_id
 returning r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation,
-          r.trigger_id, r.concurrency_key, r.is_probe
+          r.trigger_id, r.concurrency_key, r.is_probe, now, r.started_at,
+          r.cancel_requested_at is not null as cancel_requested
+
+-- name: cancel_requested
+-- Those of the runs whose cancellation was asked for and that a worker still holds.
+select id from headgate.workflow_runs where id = any ($1::uuid[]) and status = 'running' and cancel_requested_at is not null
 
 -- name: renew
--- Extends the leases a worker still holds. Returns the ids; a run that is missing there belongs to someone else.
+-- Extends the leases a worker still holds. Returns the ids, and whether their cancellation was asked for; a run that is
+-- missing there belongs to someone else.
 update headgate.workflow_runs r
    set claim_expires_at = headgate.now() + $3::bigint * interval '1 ms'
   from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
  where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
-returning r.id
+returning r.id, r.cancel_requested_at is not null as cancel_requested
 
 -- name: finish
 -- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing.
@@ -30,12 +36,50 @@ with clock as materialized (
   select headgate.now() as now
 )
 update headgate.workflow_runs r
-   set status = u.status, output = u.output::jsonb, error = u.error, finished_at = now, next_attempt_at = null,
+   set status = u.status, output = u.output::jsonb, error = u.error, warning = null, finished_at = now, next_attempt_at = null,
        claimed_by = null, claim_expires_at = null, updated_at = now
   from unnest($1::uuid[], $2::bigint[], $3::text[], $4::text[], $5::text[])
          as u (id, claim_generation, status, output, error), clock
  where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
 returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
+
+-- name: suspend
+-- Puts runs that their worker still holds to rest until a time; one whose cancellation was asked for is not. Returns the
+-- ids that rest.
+update headgate.workflow_runs r
+   set status = 'pending', warning = u.warning,
+       next_attempt_at = coalesce(u.next_attempt_at, headgate.now() + u.delay_ms * interval '1 ms'),
+       claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null, updated_at = headgate.now()
+  from unnest($1::uuid[], $2::bigint[], $3::timestamptz[], $4::bigint[], $5::text[])
+         as u (id, claim_generation, next_attempt_at, delay_ms, warning)
+ where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation and r.cancel_requested_at is null
+returning r.id
+
+-- name: cancel_waiting
+-- Ends a run that no worker holds. Returns it when it did.
+update headgate.workflow_runs r
+   set status = 'cancelled', cancelled_by = $2, cancel_requested_at = headgate.now(), error = $3, warning = null,
+       finished_at = headgate.now(), next_attempt_at = null, claim_generation = r.claim_generation + 1,
+       updated_at = headgate.now()
+ where r.id = $1 and r.status = 'pending'
+returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
+
+-- name: request_cancel
+-- Asks the worker that holds a run to stop it at its next step. Returns the id when there is one to ask.
+update headgate.workflow_runs r
+   set cancelled_by = coalesce(r.cancelled_by, $2), cancel_requested_at = coalesce(r.cancel_requested_at, headgate.now()),
+       updated_at = headgate.now()
+ where r.id = $1 and r.status = 'running'
+returning r.id
+
+-- name: bury
+-- Dead letters for failed runs; for one that failed with a step, of that step.
+insert into headgate.dead_letters (id, kind, subject_id, event_id, reason, detail)
+select headgate.uuid7(), case when u.step_id is null then 'run' else 'step' end, coalesce(u.step_id, u.run_id),
+       r.event_id, u.reason, jsonb_build_object('run_id', u.run_id, 'attempts', r.attempts)
+  from unnest($1::uuid[], $2::uuid[], $3::text[]) as u (run_id, step_id, reason)
+  join headgate.workflow_runs r on r.id = u.run_id
+on conflict (kind, subject_id) do nothing
 
 -- name: hand_back
 -- Gives runs that a stopping worker holds back, due at once. Returns the ids.
@@ -55,10 +99,23 @@ with expired as materialized (
 )
 update headgate.workflow_runs r
    set status = 'pending', next_attempt_at = headgate.now(), claim_generation = r.claim_generation + 1,
-       claimed_by = null, claim_expires_at = null, updated_at = headgate.now()
+       claimed_by = null, claim_expires_at = null, crashes = r.crashes + 1, updated_at = headgate.now()
   from expired
  where r.id = expired.id
 returning r.id
+
+-- name: list_crashing
+-- Waiting runs whose workers have died too often ($1) and that are to be given up.
+select r.id, r.trigger_id from headgate.workflow_runs r
+ where r.status = 'pending' and r.crashes > 0 and r.crashes >= $1 order by r.next_attempt_at limit $2
+
+-- name: fail_waiting
+-- Ends a run that no worker holds as failed. Returns it when it did.
+update headgate.workflow_runs r
+   set status = 'failed', error = $2, warning = null, finished_at = headgate.now(), next_attempt_at = null,
+       claim_generation = r.claim_generation + 1, updated_at = headgate.now()
+ where r.id = $1 and r.status = 'pending'
+returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
 
 -- name: next_due
 -- Seconds until the next pending run of the given workflows is due, or null.
@@ -82,17 +139,23 @@ update headgate.workflow_runs r
   from unnest($1::uuid[], $2::text[]) as u (id, concurrency_key)
  where r.id = u.id and r.concurrency_key is distinct from u.concurrency_key
 
+-- name: trigger_of
+-- The trigger that launched a run.
+select trigger_id from headgate.workflow_runs where id = $1
+
 -- name: get
 -- One run.
 select r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r.correlation_id, r.status,
-       r.parameters, r.output, r.error, r.attempts, r.created_at, r.started_at, r.finished_at
+       r.parameters, r.output, r.error, r.warning, r.attempts, r.crashes, r.next_attempt_at, r.cancel_requested_at,
+       r.cancelled_by, r.created_at, r.started_at, r.finished_at
   from headgate.workflow_runs r join headgate.workflow_definitions w on w.id = r.workflow_definition_id
  where r.id = $1
 
 -- name: list
 -- A page of runs, newest first; null filters do not filter.
 select r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r.correlation_id, r.status,
-       r.parameters, r.output, r.error, r.attempts, r.created_at, r.started_at, r.finished_at
+       r.parameters, r.output, r.error, r.warning, r.attempts, r.crashes, r.next_attempt_at, r.cancel_requested_at,
+       r.cancelled_by, r.created_at, r.started_at, r.finished_at
   from headgate.workflow_runs r join headgate.workflow_definitions w on w.id = r.workflow_definition_id
  where ($1::text is null or w.slug = $1)
    and ($2::text is null or r.status = $2)

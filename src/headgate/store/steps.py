@@ -5,11 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from datetime import datetime
+from typing import NamedTuple
 
 import msgspec
 
 from headgate.model.retry import RetryChange
 from headgate.model.run import Step, StepStatus
+from headgate.model.step import StepWrite
 from headgate.store.db import Connection, Row
 from headgate.store.retry_rows import change_columns, json_texts
 from headgate.store.sql import load
@@ -45,6 +47,44 @@ async def update(
     none: list[str | None] = [None] * len(changes)
     rows = await connection.fetch(_sql["update"], *change_columns(changes), statuses or none, results or none)
     return {row[0] for row in rows}
+
+
+class Recorded(NamedTuple):
+    """A step's row after a write."""
+
+    is_cancel_requested: bool
+    next_attempt_at: datetime | None
+
+
+async def write(connection: Connection, writes: Sequence[StepWrite]) -> dict[tuple[uuid.UUID, str], Recorded]:
+    """Record the outcome of steps of runs that are still held. By run and name; the others were written in vain."""
+    rows = await connection.fetch(
+        _sql["write"],
+        [w.id for w in writes],
+        [w.workflow_run_id for w in writes],
+        [w.claim_generation for w in writes],
+        [w.name for w in writes],
+        [w.status for w in writes],
+        [w.kind for w in writes],
+        [w.result for w in writes],
+        [w.error for w in writes],
+        [w.retry_state for w in writes],
+        [w.delay_ms for w in writes],
+        [w.retry_attempts for w in writes],
+        json_texts(w.retry_metadata for w in writes),
+    )
+    return {(row[0], row[1]): Recorded(row[2], row[3]) for row in rows}
+
+
+async def end_waiting(connection: Connection, run_ids: Sequence[uuid.UUID]) -> None:
+    """The runs have ended: their waiting steps are not tried again."""
+    if run_ids:
+        await connection.execute(_sql["end_waiting"], run_ids)
+
+
+async def list_of_runs(connection: Connection, run_ids: Sequence[uuid.UUID]) -> list[Step]:
+    """The steps of several runs."""
+    return [_step(row) for row in await connection.fetch(_sql["list_of_runs"], run_ids)] if run_ids else []
 
 
 async def claim_due(connection: Connection, *, limit: int, worker: str, lease_ms: int) -> list[Step]:

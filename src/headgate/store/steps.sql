@@ -27,6 +27,45 @@ update headgate.workflow_run_steps r
  where r.id = u.id and r.retry_state = u.expected_state and r.claim_generation = u.claim_generation
 returning r.id
 
+-- name: write
+-- Records the outcome of steps of runs that their worker still holds; a step that is done stays as it is. Returns run,
+-- name, and whether the run's cancellation was asked for; what is missing there was written by a worker that lost its
+-- claim, and changes nothing. The runs are locked, so that nobody takes one over meanwhile.
+with input as materialized (
+  select * from unnest($1::uuid[], $2::uuid[], $3::bigint[], $4::text[], $5::text[], $6::text[], $7::text[], $8::text[],
+                       $9::text[], $10::bigint[], $11::bigint[], $12::text[])
+    as u (id, workflow_run_id, claim_generation, name, status, kind, result, error, retry_state, delay_ms,
+          retry_attempts, retry_metadata)
+), held as materialized (
+  select r.id, r.claim_generation from headgate.workflow_runs r
+   where r.id = any ($2::uuid[]) and r.status = 'running' order by r.id for no key update of r
+)
+insert into headgate.workflow_run_steps as s
+  (id, workflow_run_id, name, kind, status, result, error, retry_state, next_attempt_at, retry_attempts,
+   retry_metadata)
+select u.id, u.workflow_run_id, u.name, u.kind, u.status, u.result::jsonb, u.error, u.retry_state,
+       headgate.now() + u.delay_ms * interval '1 ms', u.retry_attempts, u.retry_metadata::jsonb
+  from input u join held on held.id = u.workflow_run_id and held.claim_generation = u.claim_generation
+ order by u.workflow_run_id, u.name
+on conflict (workflow_run_id, name) do update
+   set status = excluded.status, result = excluded.result, error = excluded.error, retry_state = excluded.retry_state,
+       next_attempt_at = excluded.next_attempt_at, retry_attempts = greatest(s.retry_attempts, excluded.retry_attempts),
+       retry_metadata = excluded.retry_metadata, claim_generation = s.claim_generation + 1, updated_at = headgate.now()
+ where s.status not in ('succeeded', 'failed', 'cancelled')
+returning workflow_run_id, name, (select r.cancel_requested_at is not null from headgate.workflow_runs r
+                                   where r.id = s.workflow_run_id) as cancel_requested, next_attempt_at
+
+-- name: end_waiting
+-- The run has ended: what it did not wait for any more is not tried again.
+update headgate.workflow_run_steps
+   set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, claim_generation = claim_generation + 1,
+       updated_at = headgate.now()
+ where workflow_run_id = any ($1::uuid[]) and retry_state = 'scheduled'
+
+-- name: list_of_runs
+-- The steps of several runs.
+select s.* from headgate.workflow_run_steps s where s.workflow_run_id = any ($1::uuid[])
+
 -- name: claim_due
 -- Claims due rows for a worker until its lease ends, oldest first. Whoever claimed a row before is fenced off.
 with due as materialized (

@@ -44,6 +44,8 @@ class Slots(NamedTuple):
 
     in_use: int
     waiting: int
+    closed_until: datetime | None = None
+    closed_reason: str | None = None
 
 
 class NextInLine(NamedTuple):
@@ -122,7 +124,7 @@ async def slots(connection: Connection, wanted: Iterable[tuple[uuid.UUID, str]])
     """The concurrency slots of each trigger and key."""
     pairs = sorted(set(wanted))
     rows = await connection.fetch(_sql["slots"], [t for t, _ in pairs], [k for _, k in pairs])
-    return {(row[0], row[1]): Slots(row[2], row[3]) for row in rows}
+    return {(row[0], row[1]): Slots(*row[2:]) for row in rows}
 
 
 async def next_in_line(connection: Connection, freed: Iterable[tuple[uuid.UUID, str]]) -> NextInLine | None:
@@ -210,6 +212,15 @@ async def pause(
     """Pause a trigger until a time, for a duration, or until it is resumed; the time, if there is one."""
     found: datetime | None = await connection.fetchval(_sql["pause"], trigger_id, until, duration_ms, reason, actor)
     return found
+
+
+async def close(connection: Connection, trigger_id: uuid.UUID, *, key: str | None, delay_ms: int, reason: str) -> None:
+    """Nothing of a trigger, or of one of its keys, is launched or begun for a while. The caller holds the trigger."""
+    if key is None:
+        await connection.execute(_sql["close"], trigger_id, delay_ms, reason)
+    else:
+        await connection.execute(_sql["close_key"], trigger_id, delay_ms, reason, key)
+    await connection.execute(_sql["hold_runs"], trigger_id, delay_ms, reason, key)
 
 
 async def resume(connection: Connection, trigger_id: uuid.UUID) -> None:

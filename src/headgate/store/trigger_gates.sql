@@ -13,12 +13,13 @@ on conflict (trigger_id) do nothing
 -- The state of triggers with their limits, locked in a fixed order until the commit: those asked for ($1), and of the
 -- others ($2) those that are paused or whose breaker is not closed.
 select g.trigger_id, g.ring, g.ring_at, g.ring_width_us, g.drain_at, g.paused_at, g.paused_until, g.pause_reason,
-       g.paused_by, g.breaker_state, g.breaker_until, g.breaker_reason, g.failures, g.probe_run_id, g.plan_version,
-       g.is_replanning, g.refused_at, t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker
+       g.paused_by, g.breaker_state, g.breaker_until, g.breaker_reason, g.failures, g.probe_run_id, g.closed_until,
+       g.closed_reason, g.plan_version, g.is_replanning, g.refused_at, t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker
   from headgate.event_scheduler_triggers g
   join headgate.workflow_event_triggers t on t.id = g.trigger_id
  where g.trigger_id = any ($1::uuid[])
-    or (g.trigger_id = any ($2::uuid[]) and (g.paused_at is not null or g.breaker_state <> 'closed'))
+    or (g.trigger_id = any ($2::uuid[]) and (g.paused_at is not null or g.breaker_state <> 'closed'
+                                              or g.closed_until is not null))
  order by g.trigger_id
    for update of g
 
@@ -33,8 +34,8 @@ select t.trigger_id, w.ingress_sequence
                  order by d.ingress_sequence desc limit 1) w
 
 -- name: slots
--- For each trigger and key: how many of its slots are in use, and how many deliveries wait for one (counted no further
--- than there are slots).
+-- For each trigger and key: how many of its slots are in use, how many deliveries wait for one (counted no further than
+-- there are slots), and until when (and why) the key is closed.
 select u.trigger_id, u.concurrency_key,
        (select count(*) from headgate.workflow_runs r
          where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
@@ -43,9 +44,12 @@ select u.trigger_id, u.concurrency_key,
           from (select 1 from headgate.workflow_trigger_deliveries d
                  where d.trigger_id = u.trigger_id and d.concurrency_key = u.concurrency_key
                    and d.retry_state = 'scheduled' and d.reason = 'concurrency'
-                 order by d.ingress_sequence limit t.max_concurrency) w) as waiting
+                 order by d.ingress_sequence limit t.max_concurrency) w) as waiting,
+       h.until, h.reason
   from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
   join headgate.workflow_event_triggers t on t.id = u.trigger_id
+  left join headgate.trigger_key_holds h
+    on h.trigger_id = u.trigger_id and h.concurrency_key = u.concurrency_key and h.until > headgate.now()
 
 -- name: next_in_line
 -- Locks the oldest deliveries that wait for a slot of each trigger and key, as many as are free and at most $3 of each.
@@ -59,6 +63,9 @@ with freed as materialized (
              and r.status in ('pending', 'running')) as in_use
     from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
     join headgate.workflow_event_triggers t on t.id = u.trigger_id
+   where not exists (select 1 from headgate.trigger_key_holds h
+                      where h.trigger_id = u.trigger_id and h.concurrency_key = u.concurrency_key
+                        and h.until > headgate.now())
 )
 select w.*, f.concurrency_key, f.in_use, s.paused_until, s.pause_reason, s.paused_by,
        s.paused_at is not null and (s.paused_until is null or s.paused_until > headgate.now()) as is_source_paused,
@@ -154,12 +161,33 @@ on conflict (trigger_id) do update
        paused_by = excluded.paused_by, version = g.version + 1, updated_at = headgate.now()
 returning paused_until
 
+-- name: close
+-- Nothing of a trigger is launched for a while.
+update headgate.event_scheduler_triggers
+   set closed_until = greatest(closed_until, headgate.now() + $2::bigint * interval '1 ms'), closed_reason = $3,
+       updated_at = headgate.now()
+ where trigger_id = $1
+
+-- name: close_key
+-- Nothing of one of a trigger's keys is launched for a while.
+insert into headgate.trigger_key_holds as h (trigger_id, concurrency_key, until, reason)
+values ($1, $4, headgate.now() + $2::bigint * interval '1 ms', $3)
+on conflict (trigger_id, concurrency_key) do update
+   set until = greatest(h.until, excluded.until), reason = excluded.reason
+
+-- name: hold_runs
+-- Runs of a trigger (or of one of its keys) that wait do not begin before that either.
+update headgate.workflow_runs r
+   set next_attempt_at = greatest(r.next_attempt_at, headgate.now() + $2::bigint * interval '1 ms'), warning = $3,
+       updated_at = headgate.now()
+ where r.trigger_id = $1 and r.status = 'pending' and ($4::text is null or r.concurrency_key = $4)
+
 -- name: resume
 -- Lifts the pause and closes the breaker.
 update headgate.event_scheduler_triggers
    set paused_at = null, paused_until = null, pause_reason = null, paused_by = null, breaker_state = 'closed',
-       breaker_until = null, breaker_reason = null, failures = '{}', probe_run_id = null, version = version + 1,
-       updated_at = headgate.now()
+       breaker_until = null, breaker_reason = null, failures = '{}', probe_run_id = null, closed_until = null,
+       closed_reason = null, version = version + 1, updated_at = headgate.now()
  where trigger_id = $1
 
 -- name: count_metrics

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headgate.clock import uuid7
+from headgate.errors import Conflict
 from headgate.model.trigger import Trigger, TriggerSpec, TriggerStatus, WorkflowDefinition
 from headgate.model.trigger_change import declared
 from headgate.store.db import Connection, TransientConflict
@@ -52,7 +53,7 @@ async def list_of_workflow(connection: Connection, slug: str) -> list[Trigger]:
 async def upsert_definition(
     connection: Connection, *, slug: str, kind: str, parameters: list[str], config: dict[str, Any], actor: str
 ) -> uuid.UUID:
-    """Create or update a workflow; its id."""
+    """Create or update a workflow; its id. Conflict when there is one of another kind."""
     written: uuid.UUID | None = await connection.fetchval(
         _sql["upsert_definition"], uuid7(), slug, kind, _json(parameters), _json(config), actor
     )
@@ -62,7 +63,19 @@ async def upsert_definition(
     found = await get_definition(connection, slug)
     if found is None:
         raise TransientConflict(f"workflow {slug} is changing right now")
+    if found.kind != kind:
+        raise Conflict(f"there is a workflow {slug} of kind {found.kind}; one of kind {kind} needs another name")
     return found.id
+
+
+async def delete_definition(connection: Connection, definition_id: uuid.UUID) -> bool:
+    """Delete a workflow; False when a trigger or run refers to it, or did."""
+    return await connection.fetchval(_sql["delete_definition"], definition_id) is not None
+
+
+async def list_of_kind(connection: Connection, kind: str) -> dict[uuid.UUID, str]:
+    """The slugs of the workflows of one kind, by id."""
+    return {row[0]: row[1] for row in await connection.fetch(_sql["list_of_kind"], kind)}
 
 
 async def upsert_trigger(

@@ -96,14 +96,27 @@ select t.id as trigger_id, g.paused_at, g.paused_until, g.pause_reason, g.paused
                  where d.trigger_id = t.id and d.retry_state = 'scheduled') w
 
 -- name: upsert_definition
--- Creates or updates a definition; one that is the same already is left alone. Returns its id when it wrote.
+-- Creates or updates a definition; one that is the same already, or of another kind, is left alone. Returns its id when
+-- it wrote.
 insert into headgate.workflow_definitions as w (id, slug, kind, parameters, config, created_by, updated_by)
 values ($1, $2, $3, $4::text::jsonb, $5::text::jsonb, $6, $6)
 on conflict (slug) do update
    set kind = excluded.kind, parameters = excluded.parameters, config = excluded.config, version = w.version + 1,
        updated_by = excluded.updated_by, updated_at = headgate.now()
- where (w.kind, w.parameters, w.config) is distinct from (excluded.kind, excluded.parameters, excluded.config)
+ where w.kind = excluded.kind and (w.parameters, w.config) is distinct from (excluded.parameters, excluded.config)
 returning id
+
+-- name: delete_definition
+-- Deletes a workflow that no trigger, deleted or not, and no run refers to. Returns its id.
+delete from headgate.workflow_definitions w
+ where w.id = $1
+   and not exists (select 1 from headgate.workflow_event_triggers t where t.workflow_definition_id = w.id)
+   and not exists (select 1 from headgate.workflow_runs r where r.workflow_definition_id = w.id)
+returning w.id
+
+-- name: list_of_kind
+-- The workflows of one kind.
+select id, slug from headgate.workflow_definitions where kind = $1 order by slug
 
 -- name: upsert_trigger
 -- What code says about a workflow's trigger of that name: creates it or makes it so. When the code has said the same

@@ -40,6 +40,16 @@ TRIGGER_EVALUATIONS = Counter(
     "What triggers decided: filtered, matched, launched, throttled, skipped, failed, paused", ["trigger", "status"],
     registry=REGISTRY,
 )  # fmt: skip
+STEP_RETRIES = Counter(
+    "headgate_step_retries", "Failed steps: scheduled, due, completed, rescheduled, cancelled, exhausted", ["outcome"],
+    registry=REGISTRY,
+)  # fmt: skip
+RUNS = Counter("headgate_runs", "Runs that ended: succeeded, failed, cancelled", ["workflow", "status"],
+               registry=REGISTRY)  # fmt: skip
+RUN_DURATION = Histogram(
+    "headgate_run_duration_seconds", "From the first start of a run to its end", ["workflow"], registry=REGISTRY,
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300, 900, 3600, 21_600, 86_400),
+)  # fmt: skip
 RECONCILE_REQUEUED = Counter(
     "headgate_reconcile_requeued", "Wake-ups and claims recreated, by kind", ["kind"], registry=REGISTRY
 )
@@ -62,6 +72,7 @@ DATABASE_UP = Gauge("headgate_database_up", "Whether the shared state could be r
 for _outcome in ("scheduled", "due", "completed", "rescheduled", "cancelled", "exhausted"):
     EVENT_RETRIES.labels(_outcome)
     DELIVERY_RETRIES.labels(_outcome)
+    STEP_RETRIES.labels(_outcome)
 for _kind in ("events", "deliveries", "steps", "runs"):
     RECONCILE_REQUEUED.labels(_kind)
 
@@ -119,6 +130,12 @@ def refused(holds: Iterable[tuple[str, str | None]]) -> None:
     """Events that the gate holds back: the source, and the reason. An open breaker counts as a pause."""
     for source, reason in holds:
         SOURCE_DECISIONS.labels(source_label(source), _DECISIONS.get(reason or "", "throttled")).inc()
+
+
+def ran(workflow: str, status: str, seconds: float) -> None:
+    """A run that ended, and the time since it first began."""
+    RUNS.labels(workflow, status).inc()
+    RUN_DURATION.labels(workflow).observe(max(0.0, seconds))
 
 
 def evaluated(trigger: str, status: str, count: int = 1) -> None:

@@ -15,15 +15,17 @@ from headgate.flow.delivery_replan import DeliveryReplan
 from headgate.flow.delivery_retry import DeliveryRetry
 from headgate.flow.delivery_retry import Turn as DeliveryTurn
 from headgate.flow.dispatch import Dispatch
+from headgate.flow.http_workflow import HttpWorkflows
 from headgate.flow.match import Matcher
 from headgate.flow.reconcile import Reconcile, Requeue
 from headgate.flow.replan import Replan
 from headgate.flow.retry import Retry
 from headgate.flow.run import Runner
+from headgate.flow.schedule import Schedule
 from headgate.flow.slots import Freed
 from headgate.flow.workflow import Workflow
 from headgate.queue.choose import open_queue
-from headgate.queue.wakeups import delivery_wakeups, event_wakeups
+from headgate.queue.wakeups import delivery_wakeups, event_wakeups, step_wakeups
 from headgate.settings import Settings
 from headgate.store import durability, migrate
 from headgate.store.db import Database
@@ -51,20 +53,30 @@ class Worker:
         matcher = Matcher()  # one for all stages: a thousand triggers are compiled once
         self._dispatch, self._retry, self._replan = self._event_stages(matcher)
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
-        self._rests = {"retries": 0.0, "deliveries": 0.0}
+        self._rests = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0}
+        self._definitions, self._served = definitions, dict(workflows)  # http workflows join as they appear
+        self._http_workflows = HttpWorkflows(self._database, allow_private=settings.http_allow_private)
         self._runner = Runner(
             self._database,
-            workflows,
+            self._served,
             worker=self.name,
             concurrency=settings.worker_concurrency,
             lease_ms=settings.lease_ms,
+            policy=settings.step_retry,
             breaker=settings.trigger_error,
             fill=self._delivery_retry.fill,
             after_free=self._after_free,
+            after_wait=lambda waiting: self._queue.schedule(step_wakeups(waiting)),
         )
         self._runner.serve(definitions)
-        self._reconcile = Reconcile(self._database, batch_size=settings.batch_size)
+        self._reconcile = Reconcile(self._database, batch_size=settings.batch_size, breaker=settings.trigger_error)
         self._requeue = Requeue(self._database, self._queue, batch_size=settings.batch_size)
+        self._schedule = Schedule(
+            self._database,
+            definitions,
+            batch_size=settings.batch_size,
+            after_publish=lambda: self._queue.hint("inbox"),
+        )
         self._workflows = sorted(workflows)
         self._stopping = asyncio.Event()
 
@@ -135,17 +147,18 @@ class Worker:
             self._retry_loop("retries", self._retry),
             self._retry_loop("deliveries", self._delivery_retry),
             Loop("replan", self._replan_once, rest_seconds=poll, wake=self._queue.wake("plans")),
-            Loop("run", self._run_once, rest_seconds=poll, wake=self._queue.wake("runs")),
+            Loop("definitions", self._definitions_once, rest_seconds=poll),
+            Loop("run", self._run_once, rest_seconds=lambda: self._rests["runs"], wake=self._queue.wake("runs")),
+            Loop("schedule", self._schedule_once, rest_seconds=lambda: self._rests["schedules"]),
             Loop("reconcile", self._reconcile_once, rest_seconds=min(lease / 3, 1.0)),
             Loop("requeue", self._requeue_once, rest_seconds=self._requeue_rest),
         ]
-        renewing = Loop("renew", self._renew_once, rest_seconds=lease / 3)
         _log.info("worker.started", worker=self.name, workflows=self._workflows)
         claims = [asyncio.create_task(loop.run(), name=loop.name) for loop in claiming]
-        renewal = asyncio.create_task(renewing.run(), name=renewing.name)
+        self._runner.start()
         stopped = asyncio.create_task(self._stopping.wait(), name="stop")
         try:
-            done, _ = await asyncio.wait([*claims, renewal, stopped], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([*claims, stopped], return_when=asyncio.FIRST_COMPLETED)
             for loop in claiming:  # claim nothing more; leases go on being renewed while runs finish
                 loop.stop()
             self._runner.stop_claiming()
@@ -154,9 +167,8 @@ class Worker:
             for task in done - {stopped}:
                 task.result()
         finally:
-            renewing.stop()
             stopped.cancel()
-            await asyncio.gather(renewal, stopped, return_exceptions=True)
+            await asyncio.gather(stopped, return_exceptions=True)
             await self._queue.close()
             await self._database.close()
             _log.info("worker.stopped", worker=self.name)
@@ -204,17 +216,31 @@ class Worker:
         if freed.moves:
             self._queue.hint("plans")
 
+    async def _definitions_once(self) -> int:
+        found = await self._http_workflows.refresh(self._served)
+        if found is not None:
+            self._runner.serve([*self._definitions, *found])
+            self._queue.wake("runs").set()  # they may have runs already
+        return 0
+
     async def _run_once(self) -> int:
         started = await self._runner.run_once()
         if started == 0 and self._runner.is_full:
             # Wait for a slot, not for a hint: there may be plenty to do already.
             await self._runner.wait_for_slot()
             return 1
+        if started == 0:
+            seconds = await self._runner.next_due_seconds()
+            poll = self._settings.poll_ms / 1000
+            self._rests["runs"] = poll if seconds is None else min(poll, max(0.005, seconds))
         return started
 
-    async def _renew_once(self) -> int:
-        await self._runner.renew()
-        return 0
+    async def _schedule_once(self) -> int:
+        turn = await self._schedule.run_once()
+        poll = self._settings.poll_ms / 1000
+        next_tick = poll if turn.next_seconds is None else max(DRAIN_SECONDS, turn.next_seconds)
+        self._rests["schedules"] = min(poll, next_tick)
+        return turn.published
 
     async def _reconcile_once(self) -> int:
         released = await self._reconcile.run_once()

@@ -2,6 +2,7 @@
 
 from headgate.flow.control.deliveries import cancel_delivery, force_delivery
 from headgate.flow.control.events import cancel_event, force_event
+from headgate.flow.control.runs import cancel_run
 from headgate.flow.control.sources import pause, resume, seed_limits, set_limit
 from headgate.flow.control.triggers import (
     create_trigger,
@@ -15,6 +16,7 @@ from headgate.flow.control.triggers import (
 __all__ = [
     "cancel_delivery",
     "cancel_event",
+    "cancel_run",
     "create_trigger",
     "declare_trigger",
     "delete_trigger",

@@ -1,0 +1,55 @@
+"""Calling an API that allows ten calls a minute: the throttle keeps within it, and when the API says no all the same
+(others call it, too), everyone waits as long as it asks for.
+
+    headgate dev examples/limited_api.py
+    for i in $(seq 25); do headgate publish contact.changed --source crm --data "{\"id\": $i}"; done
+    headgate retries list --kind deliveries
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+from headgate import Context, Headgate, Retry, RetryAfter
+
+hg = Headgate()
+
+
+class Api:
+    """Stands for the service: `limit` calls in each minute, then 429 with the seconds to wait."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.now: Callable[[], float] = time.time
+        self.calls: list[float] = []
+        self.refused = 0
+        self.contacts: set[int] = set()
+
+    def put(self, contact: int) -> tuple[int, int]:
+        """The status, and for 429 the whole seconds of its Retry-After."""
+        now = self.now()
+        recent = [at for at in self.calls if at > now - 60]
+        if len(recent) >= self.limit:
+            self.refused += 1
+            return 429, max(1, math.ceil(recent[0] + 60 - now))
+        self.calls.append(now)
+        self.contacts.add(contact)
+        return 200, 0
+
+
+api = Api(limit=10)
+
+
+def put(contact: int) -> str:
+    """A step: what the service answers decides when, and whether, it is tried again."""
+    status, seconds = api.put(contact)
+    if status == 429:
+        # Not only this one: nothing of this workflow calls the service before then.
+        raise RetryAfter(seconds, "429 Too Many Requests", everyone="trigger")
+    return f"contact {contact} is up to date"
+
+
+@hg.workflow(on="contact.changed", throttle="10/min", max_concurrency=3)
+async def sync(ctx: Context, id: int) -> str:
+    """Ten launches in any minute, three at a time, over all workers; what must wait is kept, in order."""
+    return await ctx.step("put", put, id, retry=Retry(max_attempts=20, base="5s", cap="5m"), timeout="10s")

@@ -1,0 +1,61 @@
+"""Order fulfilment: charge the card, wait two hours in which the customer may change their mind, ship; give the money
+back when it cannot be shipped.
+
+    headgate dev examples/orders.py
+    headgate publish order.created --source shop.api --data '{"id": 7, "amount": 120, "card": "visa"}'
+
+Other cards: `flaky` (the bank is away twice), `stolen` (refused). Order 13 cannot be shipped: its money goes back. A
+run that waits is seen with `headgate runs list`, and stopped with `headgate runs cancel ID`.
+"""
+
+from typing import Any
+
+from headgate import Context, Headgate, NonRetryable, Retry, StepFailed
+
+hg = Headgate()
+
+
+class Bank:
+    """Stands for a payment service: it does nothing twice for the same key."""
+
+    def __init__(self) -> None:
+        self.payments: dict[str, float] = {}
+        self.calls = 0
+
+    async def pay(self, card: str, amount: float, *, key: str) -> str:
+        """Move money (back, if the amount is negative)."""
+        self.calls += 1
+        if card == "stolen":
+            raise NonRetryable("the card is reported stolen")
+        if card == "flaky" and self.calls % 3:
+            raise ConnectionError("the bank is away")
+        self.payments.setdefault(key, amount)
+        return f"receipt {sorted(self.payments).index(key) + 1}"
+
+
+bank = Bank()
+
+
+async def pay(ctx: Context, card: str, amount: float) -> str:
+    """A step. The key is the same in each of its attempts, even after a crash: the bank counts them as one."""
+    return await bank.pay(card, amount, key=ctx.idempotency_key)
+
+
+async def ship(order: int) -> str:
+    """A step that may fail for good."""
+    if order == 13:
+        raise ConnectionError("the carrier does not answer")
+    return f"parcel {order}"
+
+
+@hg.workflow(on="order.created", source="shop.*", idempotency_key="{{ event.payload.id }}")
+async def fulfil(ctx: Context, id: int, amount: float, card: str) -> dict[str, Any]:
+    """What is done is remembered: after a crash, or the two hours, it goes on behind the last finished step."""
+    receipt: str = await ctx.step("charge", pay, ctx, card, amount, retry=Retry(max_attempts=10, base="2s", cap="5m"))
+    await ctx.sleep("2h")
+    try:
+        parcel: str = await ctx.step("ship", ship, id, retry=Retry(max_attempts=4, base="1m", cap="10m"))
+    except StepFailed as exc:
+        refund: str = await ctx.step("refund", pay, ctx, card, -amount)
+        return {"order": id, "refund": refund, "reason": str(exc)}
+    return {"order": id, "receipt": receipt, "parcel": parcel}

@@ -1,0 +1,46 @@
+"""The operator's verb about runs: cancel. A waiting run ends at once, a running one at its next step."""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+from typing import Literal
+
+from headgate.errors import Conflict, NotFound
+from headgate.flow import slots
+from headgate.flow.slots import Freed
+from headgate.model.source import BreakerPolicy
+from headgate.store import audit, runs
+from headgate.store.db import Connection, Database
+from headgate.telemetry.logs import logger
+
+_log = logger("control")
+
+Cancelled = Literal["cancelled", "cancelling"]
+
+
+async def cancel_run(database: Database, run_id: uuid.UUID, actor: str, breaker: BreakerPolicy) -> Cancelled:
+    """`cancelled`: it waited, and has ended. `cancelling`: it is running, and stops at its next step.
+
+    Conflict when it has ended already.
+    """
+    done = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
+    _log.info(f"run.{done}", run_id=str(run_id), actor=actor)
+    return done
+
+
+async def _cancel(connection: Connection, run_id: uuid.UUID, actor: str, breaker: BreakerPolicy) -> Cancelled:
+    known = await runs.get(connection, run_id)
+    if known is None:
+        raise NotFound(f"no run {run_id}")
+    trigger_id = await runs.trigger_of(connection, run_id)
+    end = partial(runs.cancel_waiting, connection, run_id, actor)
+    freed: Freed | None = await slots.end_waiting(connection, trigger_id, end, breaker)
+    done: Cancelled = "cancelled"
+    if freed is None:
+        if not await runs.request_cancel(connection, run_id, actor):
+            ended = await runs.get(connection, run_id)
+            raise Conflict(f"run {run_id} has ended already: it is {(ended or known).status}")
+        done = "cancelling"
+    await audit.insert(connection, actor=actor, action="run.cancel", subject=str(run_id))
+    return done

@@ -1,0 +1,30 @@
+"""What workflows and steps return, as JSON that the database can keep."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from headgate.errors import NonRetryable
+
+MAX_OUTPUT_BYTES = 1024 * 1024
+
+# The escape for U+0000, not the text backslash-u-0000: an odd number of backslashes before the u.
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+
+
+def encode_output(result: Any, what: str) -> str | None:
+    """JSON text, None for None. NonRetryable when it cannot be kept."""
+    if result is None:
+        return None
+    try:
+        output = msgspec.json.encode(result)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise NonRetryable(f"{what} cannot be stored as JSON: {exc}") from exc
+    if len(output) > MAX_OUTPUT_BYTES:
+        raise NonRetryable(f"{what} is {len(output)} bytes; at most {MAX_OUTPUT_BYTES} are kept")
+    if _NUL.search(output):
+        raise NonRetryable(f"{what} holds the character U+0000, which cannot be stored")
+    return output.decode()

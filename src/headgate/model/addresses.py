@@ -1,0 +1,121 @@
+"""Where a request may go: which addresses are public, and what a URL must look like. No I/O."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from urllib.parse import urlsplit
+
+MAX_URL = 2000
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# The first that holds an address names it. The lists in `ipaddress` differ between versions of Python.
+_KINDS_V4 = [
+    (ipaddress.IPv4Network(network), kind)
+    for network, kind in (
+        ("169.254.169.254/32", "a metadata service"),
+        ("100.100.100.200/32", "a metadata service"),
+        ("192.0.0.192/32", "a metadata service"),
+        ("168.63.129.16/32", "a metadata service"),
+        ("0.0.0.0/8", "an unspecified address"),
+        ("10.0.0.0/8", "a private address"),
+        ("100.64.0.0/10", "a carrier's private address"),
+        ("127.0.0.0/8", "a loopback address"),
+        ("169.254.0.0/16", "a link-local address"),
+        ("172.16.0.0/12", "a private address"),
+        ("192.0.0.0/24", "a reserved address"),
+        ("192.0.2.0/24", "a reserved address"),
+        ("192.88.99.0/24", "a reserved address"),
+        ("192.168.0.0/16", "a private address"),
+        ("198.18.0.0/15", "a private address"),
+        ("198.51.100.0/24", "a reserved address"),
+        ("203.0.113.0/24", "a reserved address"),
+        ("224.0.0.0/4", "a multicast address"),
+        ("240.0.0.0/4", "a reserved address"),
+    )
+]
+_KINDS_V6 = [
+    (ipaddress.IPv6Network(network), kind)
+    for network, kind in (
+        ("fd00:ec2::254/128", "a metadata service"),
+        ("fd20:ce::254/128", "a metadata service"),
+        ("::/128", "an unspecified address"),
+        ("::1/128", "a loopback address"),
+        ("fc00::/7", "a private address"),
+        ("fe80::/10", "a link-local address"),
+        ("fec0::/10", "a private address"),
+        ("ff00::/8", "a multicast address"),
+        ("2001::/23", "a reserved address"),
+        ("2001:db8::/32", "a reserved address"),
+        ("3fff::/20", "a reserved address"),
+    )
+]
+_PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
+# IPv6 addresses that lead to an IPv4 address, and how far to the right of them it stands.
+_EMBEDDING = [
+    (ipaddress.IPv6Network(network), shift)
+    for network, shift in (
+        ("::ffff:0:0/96", 0),
+        ("::ffff:0:0:0/96", 0),
+        ("64:ff9b::/96", 0),
+        ("2002::/16", 80),
+    )
+]
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
+
+
+def private_kind(address: Address) -> str | None:
+    """What kind of address it is that requests may not go to ("a loopback address"); None for a public one."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return next((kind for network, kind in _KINDS_V4 if address in network), None)
+    for network, shift in _EMBEDDING:
+        if address in network:
+            return private_kind(ipaddress.IPv4Address(int(address) >> shift & 0xFFFF_FFFF))
+    kind = next((kind for network, kind in _KINDS_V6 if address in network), None)
+    return kind or (None if address in _PUBLIC_V6 else "a reserved address")
+
+
+def parse_address(text: str) -> Address:
+    """An address as a resolver writes it (`fe80::1%eth0` too). ValueError when it is none."""
+    return ipaddress.ip_address(text.partition("%")[0])
+
+
+def literal_address(host: str) -> Address | None:
+    """The address that a host is without asking a resolver; also `127.1`, `0x7f000001`, `017700000001`."""
+    try:
+        return parse_address(host.strip("[]"))
+    except ValueError:
+        pass
+    try:
+        return ipaddress.IPv4Address(socket.inet_aton(host.removesuffix(".")))
+    except (OSError, UnicodeEncodeError, ValueError):
+        return None
+
+
+def url_problem(url: str, *, allow_private: bool) -> str | None:
+    """Why requests cannot be sent to `url`, or None. Where a name leads is only known when it is asked for."""
+    if not 1 <= len(url) <= MAX_URL or not all("!" <= c <= "~" and c not in '\\"<>^`{|}' for c in url):
+        return f"must be 1 to {MAX_URL} ASCII characters without spaces; encode others (%20, xn--…)"
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname or ""
+    except ValueError:
+        return "is not a URL such as https://example.com/hook"
+    if parts.scheme not in ("http", "https") or not host:
+        return "must start with http:// or https:// and name a host"
+    if "@" in parts.netloc:
+        return "must not hold a user or password; send them as a header"
+    if "#" in url:
+        return "must not hold a fragment (#…)"
+    if port == 0:
+        return "has port 0, which nothing listens on"
+    address = literal_address(host)
+    if address is None and not _NAME.fullmatch(host):
+        return "names a host that cannot exist"
+    kind = private_kind(address) if address is not None else None
+    if kind is not None and not allow_private:
+        return f"names {kind}, which requests are not sent to unless `allow_private` is true"
+    return None

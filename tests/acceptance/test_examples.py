@@ -1,0 +1,118 @@
+"""The examples do what they say, in a harness; and each loads as `headgate dev` loads it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from headgate.cli.load import load_app
+from headgate.testing import Harness
+from tests.acceptance.conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """An example's module, fresh, as `headgate dev` loads it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    names: list[str] = []
+
+    def one(name: str) -> ModuleType:
+        names.append(name)
+        application = load_app(str(EXAMPLES / f"{name}.py"))
+        module = sys.modules[name]
+        assert module.hg is application
+        return module
+
+    yield one
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_every_example_is_tested() -> None:
+    text = Path(__file__).read_text()
+    for file in EXAMPLES.glob("*.py"):
+        assert f'load("{file.stem}")' in text, file.name
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in EXAMPLES.glob("*.py")))
+def test_it_says_what_to_publish(load: Load, name: str) -> None:
+    module = load(name)
+    assert module.__doc__ and "headgate publish " in module.__doc__
+    types = {spec.event_type for workflow in module.hg.workflows.values() for spec in workflow.triggers}
+    assert any(f"headgate publish {one} " in module.__doc__ for one in types)
+
+
+async def test_demo(load: Load) -> None:
+    demo = load("demo")
+    async with Harness(demo.hg) as harness:
+        await harness.publish("order.created", source="shop.api", payload={"id": 7, "amount": 120})
+        await harness.run_until_idle()
+        assert (await harness.only_run("fulfil")).output == {"order": 7, "charged": 120, "receipt": "r-7"}
+        assert (await harness.only_run("audit")).output == {"seen": "order.created", "fields": ["amount", "id"]}
+
+
+async def test_orders(load: Load) -> None:
+    orders = load("orders")
+    async with Harness(orders.hg) as harness:
+        for order, card in ((7, "visa"), (8, "flaky"), (9, "stolen"), (13, "visa"), (7, "visa")):
+            await harness.publish("order.created", source="shop.api", payload={"id": order, "amount": 50, "card": card})
+        await harness.advance("90m")
+        found = {run.parameters["id"]: run for run in await harness.runs("fulfil")}
+        assert len(await harness.runs("fulfil")) == 4, "the second event of order 7 launches nothing"
+        assert {order: run.status for order, run in found.items()} == {
+            7: "pending", 8: "pending", 9: "failed", 13: "pending",
+        }  # fmt: skip
+        assert found[8].steps["charge"].attempts > 1
+        assert "the card is reported stolen" in (found[9].error or "")
+        await harness.advance("1h")
+        found = {run.parameters["id"]: run for run in await harness.runs("fulfil")}
+        assert [found[order].output["parcel"] for order in (7, 8)] == ["parcel 7", "parcel 8"]
+        assert "the carrier does not answer" in found[13].output["reason"]
+        assert (found[13].steps["ship"].status, found[13].steps["ship"].attempts) == ("failed", 4)
+        assert {kind.kind for kind in await harness.dead_letters()} == {"step"}
+    assert sorted(orders.bank.payments.values()) == [-50, 50, 50, 50]
+    assert f"{found[13].id}:refund" in orders.bank.payments
+
+
+async def test_files(load: Load, tmp_path: Path) -> None:
+    files = load("files")
+    files.SPOOL = tmp_path
+    late = files.REMOTE.pop("south.csv")
+    async with Harness(files.hg) as harness:
+        await harness.publish("files.arrived", source="sftp", payload={"files": ["north.csv", "south.csv", "east.csv"]})
+        await harness.run_until_idle()
+        run = await harness.only_run("ingest")
+        assert (run.status, list(files.WAREHOUSE)) == ("pending", ["north.csv"])
+        assert (run.steps["load north.csv"].status, run.steps["download south.csv"].status) == ("succeeded", "pending")
+        files.REMOTE["south.csv"] = late
+        await harness.advance("5m")
+        run = await harness.only_run("ingest")
+    assert (run.status, run.output["north.csv"], run.output["south.csv"]) == ("succeeded", 2, 1)
+    assert "invalid literal" in run.output["east.csv"]
+    assert files.WAREHOUSE["south.csv"] == [{"region": "south", "amount": 5}]
+    assert {name: run.steps[name].attempts for name in ("download north.csv", "download south.csv")} == {
+        "download north.csv": 1, "download south.csv": 2,
+    }  # fmt: skip
+
+
+async def test_limited_api(load: Load) -> None:
+    limited = load("limited_api")
+    api = limited.api
+    async with Harness(limited.hg) as harness:
+        api.now = lambda: harness.now.timestamp()  # noqa: PLW0108 - as it is at each call
+        api.calls = [api.now()] * 5  # someone else uses the API as well
+        for contact in range(25):
+            await harness.publish("contact.changed", source="crm", payload={"id": contact})
+        await harness.run_until_idle()
+        assert len(api.contacts) == 5 and api.refused
+        await harness.advance("10m")
+        assert {run.status for run in await harness.runs("sync")} == {"succeeded"}
+    assert api.contacts == set(range(25)) and len(api.calls) == 5 + 25
+    assert api.refused <= 3, "those that were under way; the others waited"

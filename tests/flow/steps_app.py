@@ -1,0 +1,84 @@
+"""Workflows with steps for the process tests: each effect leaves a row behind, so that it can be counted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+
+import asyncpg
+
+from headgate import Context, Headgate, SyncContext
+
+hg = Headgate()
+
+
+async def record(run_id: uuid.UUID, what: str) -> str:
+    connection = await asyncpg.connect(os.environ["HEADGATE_DATABASE_URL"])
+    try:
+        await connection.execute("insert into effects (run_id, what) values ($1, $2)", run_id, what)
+    finally:
+        await connection.close()
+    return what
+
+
+async def count(run_id: uuid.UUID, what: str) -> int:
+    connection = await asyncpg.connect(os.environ["HEADGATE_DATABASE_URL"])
+    try:
+        return int(
+            await connection.fetchval("select count(*) from effects where run_id = $1 and what = $2", run_id, what)
+        )
+    finally:
+        await connection.close()
+
+
+@hg.workflow(on="steps.three")
+async def three(ctx: Context, seconds: float = 0.0) -> list[str]:
+    """Three effects, the second slow."""
+
+    async def second() -> str:
+        await record(ctx.run_id, "second begun")
+        await asyncio.sleep(seconds)
+        return await record(ctx.run_id, "second")
+
+    return [
+        await ctx.step("first", record, ctx.run_id, "first"),
+        await ctx.step("second", second),
+        await ctx.step("third", record, ctx.run_id, "third"),
+    ]
+
+
+@hg.workflow(on="steps.flaky")
+async def flaky(ctx: Context) -> str:
+    async def call() -> str:
+        await record(ctx.run_id, "try")
+        if await count(ctx.run_id, "try") < 3:
+            raise ConnectionError("again")
+        return "ok"
+
+    return await ctx.step("call", call)
+
+
+@hg.workflow(on="steps.nap")
+async def nap(ctx: Context, duration: str = "1s") -> str:
+    await ctx.step("before", record, ctx.run_id, "before")
+    await ctx.sleep(duration)
+    return await ctx.step("after", record, ctx.run_id, "after")
+
+
+@hg.workflow(on="steps.busy")
+async def busy(ctx: Context, seconds: float) -> str:
+    """Keeps the event loop of its worker busy, which it should not; it must not lose its run for it."""
+    await record(ctx.run_id, "busy")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+    return "done"
+
+
+@hg.workflow(on="steps.plain")
+def plain(ctx: SyncContext, n: int) -> int:
+    doubled = ctx.step("double", lambda: n * 2)
+    ctx.sleep("100ms")
+    return ctx.step("again", lambda: doubled * 2)

@@ -1,0 +1,138 @@
+"""Durable steps in real worker processes that are killed, stopped and frozen: nothing finished is done again."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.client import Client
+from headgate.store.db import Connection, Database
+from tests.flow.conftest import eventually
+from tests.processes import api, run, worker
+
+APP = Path(__file__).parent / "steps_app.py"
+Effects = Callable[[], Awaitable[list[tuple[Any, str]]]]
+QUICK = {"HEADGATE_LEASE_MS": "1000", "HEADGATE_STEP_RETRY_BASE_MS": "100", "HEADGATE_STEP_RETRY_MAX_MS": "200"}
+SUCCEEDED = "select count(*) = $1 from headgate.workflow_runs where status = 'succeeded'"
+
+
+async def test_a_killed_workers_run_goes_on_after_the_last_finished_step(
+    database_url: str, database: Database, connection: Connection, effects: Effects
+) -> None:
+    await connection.execute("select headgate.publish('steps.three', 'test', '{\"seconds\": 1}')")
+    with worker(database_url, APP, **QUICK) as first:
+        await eventually(database, "select count(*) = 2 from effects")
+        first.signal(signal.SIGKILL)
+        first.wait()
+    with worker(database_url, APP, **QUICK):
+        await eventually(database, SUCCEEDED, 1)
+    assert Counter(what for _, what in await effects()) == {"first": 1, "second begun": 2, "second": 1, "third": 1}
+    row = await connection.fetchrow("select output, attempts, crashes from headgate.workflow_runs")
+    assert row is not None and tuple(row) == (["first", "second", "third"], 2, 1)
+
+
+async def test_a_step_repeats_only_when_the_crash_came_before_its_commit(
+    database_url: str, database: Database, connection: Connection, effects: Effects
+) -> None:
+    await connection.execute("select headgate.publish('steps.three', 'test')")
+    with worker(database_url, APP, HEADGATE_FAILPOINTS="step.before_commit=kill@2", **QUICK) as first:
+        assert first.wait() == 137
+    with worker(database_url, APP, **QUICK):
+        await eventually(database, SUCCEEDED, 1)
+    assert Counter(what for _, what in await effects()) == {"first": 1, "second begun": 2, "second": 2, "third": 1}
+
+
+async def test_a_failed_step_is_retried_after_a_restart(
+    database_url: str, database: Database, connection: Connection, effects: Effects
+) -> None:
+    await connection.execute("select headgate.publish('steps.flaky', 'test')")
+    with worker(database_url, APP, **QUICK) as first:
+        await eventually(
+            database, "select count(*) = 1 from headgate.workflow_run_steps where retry_state = 'scheduled'"
+        )
+        first.signal(signal.SIGKILL)
+        first.wait()
+    with worker(database_url, APP, **QUICK):
+        await eventually(database, SUCCEEDED, 1)
+    assert len(await effects()) == 3
+    step = await connection.fetchrow("select status, retry_attempts, result from headgate.workflow_run_steps")
+    assert step is not None and tuple(step) == ("succeeded", 2, "ok")
+
+
+async def test_a_timer_survives_and_holds_no_worker(
+    database_url: str, database: Database, connection: Connection, effects: Effects
+) -> None:
+    for _ in range(30):
+        await connection.execute("select headgate.publish('steps.nap', 'test')")
+    with worker(database_url, APP, HEADGATE_WORKER_CONCURRENCY="2", **QUICK) as first:
+        await eventually(database, "select count(*) = 30 from headgate.workflow_run_steps where kind = 'sleep'")
+        assert await connection.fetchval("select count(*) from headgate.workflow_runs where status = 'running'") <= 2
+        first.signal(signal.SIGKILL)
+        first.wait()
+    with worker(database_url, APP, **QUICK):
+        await eventually(database, SUCCEEDED, 30)
+    assert Counter(what for _, what in await effects()) == {"before": 30, "after": 30}
+    early = await connection.fetchval(
+        "select count(*) from headgate.workflow_run_steps s join headgate.workflow_run_steps t using (workflow_run_id) "
+        "where s.name = 'sleep-1' and t.name = 'after' and t.created_at < s.created_at + interval '1 second'"
+    )
+    assert early == 0
+
+
+async def test_sigterm_hands_runs_back_between_steps(
+    database_url: str, database: Database, connection: Connection, effects: Effects
+) -> None:
+    await connection.execute("select headgate.publish('steps.three', 'test', '{\"seconds\": 2}')")
+    with worker(database_url, APP, HEADGATE_SHUTDOWN_MS="100", **QUICK) as first:
+        await eventually(database, "select count(*) = 2 from effects")
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 0
+    assert await connection.fetchval("select status from headgate.workflow_runs") == "pending"
+    with worker(database_url, APP, **QUICK):
+        await eventually(database, SUCCEEDED, 1)
+    assert Counter(what for _, what in await effects())["first"] == 1
+    assert await connection.fetchval("select crashes from headgate.workflow_runs") == 0
+
+
+async def test_a_workflow_that_keeps_the_loop_busy_keeps_its_run(
+    database_url: str, database: Database, connection: Connection, effects: Effects
+) -> None:
+    """Its lease is 1 s, it computes for 4 s, and another worker is waiting for such a chance."""
+    with worker(database_url, APP, **QUICK), worker(database_url, APP, **QUICK):
+        await connection.execute("select headgate.publish('steps.busy', 'test', '{\"seconds\": 4}')")
+        await eventually(database, SUCCEEDED, 1)
+    assert [what for _, what in await effects()] == ["busy"]
+
+
+async def test_a_plain_function(
+    database_url: str, database: Database, connection: Connection, effects: Effects
+) -> None:
+    await connection.execute("select headgate.publish('steps.plain', 'test', '{\"n\": 3}')")
+    with worker(database_url, APP, **QUICK):
+        await eventually(database, SUCCEEDED, 1)
+    assert await connection.fetchval("select output from headgate.workflow_runs") == 12
+
+
+@pytest.mark.parametrize("when", ["waiting", "running"])
+async def test_cancel_over_the_api(
+    database_url: str, database: Database, connection: Connection, effects: Effects, when: str
+) -> None:
+    with api(database_url) as (_, url), worker(database_url, APP, **QUICK), Client(url) as client:
+        kind, payload = ("steps.nap", {"duration": "1h"}) if when == "waiting" else ("steps.three", {"seconds": 2})
+        client.publish(kind, source="test", payload=payload)
+        sleeping = "select count(*) = 1 from headgate.workflow_runs where status = 'pending' and attempts = 1"
+        await eventually(database, sleeping if when == "waiting" else "select count(*) = 2 from effects")
+        run_id = await connection.fetchval("select id::text from headgate.workflow_runs")
+        said = run("runs", "cancel", run_id, env={"HEADGATE_URL": url})
+        assert said.returncode == 0, said.stderr
+        assert ("is cancelled" if when == "waiting" else "stops at its next step") in said.stdout
+        await eventually(database, "select status = 'cancelled' from headgate.workflow_runs")
+        again = run("runs", "cancel", run_id, env={"HEADGATE_URL": url})
+        assert again.returncode == 1 and "has ended already: it is cancelled" in again.stderr
+    done = {what for _, what in await effects()}
+    assert "after" not in done and "third" not in done

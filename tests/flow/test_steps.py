@@ -1,0 +1,600 @@
+"""Durable steps on a real database with a moved clock: remembered results, retries, timers, cancellation, fences."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from headgate import Context, Headgate, NonRetryable, RetryAfter, StepFailed, SyncContext
+from headgate.flow import control
+from headgate.flow.delivery_retry import DeliveryRetry
+from headgate.flow.dispatch import Dispatch
+from headgate.flow.reconcile import MAX_CRASHES, Reconcile
+from headgate.flow.run import Runner
+from headgate.model.retry import Retry, RetryPolicy
+from headgate.model.source import TRIGGER_BREAKER
+from headgate.store.db import Connection, Database
+from tests.conftest import Clock
+from tests.flow.test_dispatch import publish
+
+POLICY = RetryPolicy(base_ms=1000, factor=2, max_ms=8000, jitter_ratio=0, max_attempts=3)
+
+
+class World:
+    """An application, its worker turned by hand, and what its workflows did."""
+
+    def __init__(self, database: Database) -> None:
+        self.hg = Headgate()
+        self.database = database
+        self.done: list[str] = []
+        self.dispatch = Dispatch(database, batch_size=500, after_launch=lambda: None)
+        self.runners: list[Runner] = []
+
+    async def runner(self, lease_ms: int = 60_000) -> Runner:
+        definitions = await self.database.run(self.hg.register)
+        made = Runner(self.database, self.hg.workflows, worker="test", concurrency=10, lease_ms=lease_ms, policy=POLICY)
+        made.serve(definitions)
+        self.runners.append(made)
+        return made
+
+    async def turn(self, runner: Runner) -> None:
+        """Decide what is new, run what is due, wait until nothing moves."""
+        await self.dispatch.run_once()
+        while await runner.run_once():
+            await asyncio.wait_for(runner.idle(), 30)
+
+
+@pytest.fixture
+async def world(database: Database, clock: Clock) -> AsyncIterator[World]:
+    made = World(database)
+    yield made
+    for runner in made.runners:
+        await runner.stop(0)
+
+
+async def the_run(connection: Connection) -> Any:
+    return await connection.fetchrow("select * from headgate.workflow_runs order by id limit 1")
+
+
+async def the_steps(connection: Connection) -> dict[str, Any]:
+    rows = await connection.fetch("select * from headgate.workflow_run_steps order by created_at, id")
+    return {row["name"]: row for row in rows}
+
+
+async def test_a_step_runs_once_and_its_result_is_remembered(
+    connection: Connection, clock: Clock, world: World
+) -> None:
+    async def charge(amount: int) -> dict[str, Any]:
+        world.done.append("charge")
+        return {"receipt": amount}
+
+    def ship(receipt: dict[str, Any]) -> list[Any]:
+        world.done.append("ship")
+        return [receipt, ("a", 1)]
+
+    @world.hg.workflow(on="go")
+    async def fulfil(ctx: Context, amount: int) -> Any:
+        receipt = await ctx.step("charge", charge, amount)
+        await ctx.sleep("2h")
+        return await ctx.step("ship", ship, receipt)
+
+    runner = await world.runner()
+    await publish(connection, "go", amount=7)
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert (run["status"], run["claimed_by"]) == ("pending", None)
+    assert run["next_attempt_at"] is not None and (run["next_attempt_at"] - clock.now).total_seconds() > 7100
+    await clock.advance(3_600_000)
+    await world.turn(runner)
+    assert world.done == ["charge"]
+    await clock.advance(3_600_000)
+    await world.turn(runner)
+    assert world.done == ["charge", "ship"]
+    run, steps = await the_run(connection), await the_steps(connection)
+    assert (run["status"], run["output"]) == ("succeeded", [{"receipt": 7}, ["a", 1]])
+    assert {name: row["status"] for name, row in steps.items()} == dict.fromkeys(
+        ("charge", "sleep-1", "ship"), "succeeded"
+    )
+
+
+async def test_a_failed_step_is_tried_again_from_its_row_and_the_worker_is_free(
+    connection: Connection, clock: Clock, world: World
+) -> None:
+    async def flaky() -> str:
+        world.done.append("try")
+        if len(world.done) < 3:
+            raise ConnectionError("the service is away")
+        return "ok"
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> str:
+        return await ctx.step("call", flaky)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    run, step = await the_run(connection), (await the_steps(connection))["call"]
+    assert (run["status"], step["status"], step["retry_state"], step["retry_attempts"]) == (
+        "pending", "pending", "scheduled", 1,
+    )  # fmt: skip
+    assert "step 'call' failed 1 times" in run["warning"] and "the service is away" in run["warning"]
+    assert "Traceback" in step["error"]
+    await clock.advance(500)
+    await world.turn(runner)
+    assert len(world.done) == 1  # not before its time
+    await clock.advance(500)
+    await world.turn(runner)
+    await clock.advance(2000)
+    await world.turn(runner)
+    run, step = await the_run(connection), (await the_steps(connection))["call"]
+    assert (run["status"], run["output"], run["warning"]) == ("succeeded", "ok", None)
+    assert (step["status"], step["retry_attempts"]) == ("succeeded", 2)
+
+
+async def test_a_step_that_is_given_up_fails_the_run_with_a_dead_letter(
+    connection: Connection, clock: Clock, world: World
+) -> None:
+    async def broken() -> None:
+        world.done.append("try")
+        raise ValueError("never")
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        await ctx.step("call", broken)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    for _ in range(5):
+        await world.turn(runner)
+        await clock.advance(10_000)
+    run, step = await the_run(connection), (await the_steps(connection))["call"]
+    assert len(world.done) == 3
+    assert (run["status"], step["status"], step["retry_state"]) == ("failed", "failed", "exhausted")
+    assert run["error"].startswith("step 'call' failed: ValueError: never")
+    letter = await connection.fetchrow("select kind, subject_id from headgate.dead_letters")
+    assert letter is not None and tuple(letter) == ("step", step["id"])
+
+
+async def test_nonretryable_and_caught_failures(connection: Connection, clock: Clock, world: World) -> None:
+    async def refused() -> None:
+        world.done.append("refused")
+        raise NonRetryable("the card is stolen")
+
+    async def refund() -> str:
+        world.done.append("refund")
+        return "refunded"
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> str:
+        try:
+            await ctx.step("charge", refused)
+        except StepFailed as exc:
+            assert exc.error == "the card is stolen"
+            await ctx.sleep("1h")
+            return await ctx.step("refund", refund)
+        return "?"
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    await clock.advance(3_600_000)
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert (run["status"], run["output"], world.done) == ("succeeded", "refunded", ["refused", "refund"])
+
+
+async def test_retry_after_says_when(connection: Connection, clock: Clock, world: World) -> None:
+    async def limited() -> str:
+        world.done.append("try")
+        if len(world.done) == 1:
+            raise RetryAfter(120, "429")
+        return "ok"
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> str:
+        return await ctx.step("call", limited)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    await clock.advance(119_000)
+    await world.turn(runner)
+    assert len(world.done) == 1
+    await clock.advance(2000)
+    await world.turn(runner)
+    assert (await the_run(connection))["status"] == "succeeded"
+
+
+async def test_steps_side_by_side(connection: Connection, clock: Clock, world: World) -> None:
+    """One fails and waits; the other's result is kept meanwhile, and its branch goes on."""
+
+    async def one() -> int:
+        world.done.append("one")
+        await asyncio.sleep(0.05)
+        return 1
+
+    async def two() -> int:
+        world.done.append("two")
+        if world.done.count("two") == 1:
+            raise OSError("again")
+        return 2
+
+    async def three() -> int:
+        world.done.append("three")
+        return 3
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> list[int]:
+        async def branch() -> int:
+            return await ctx.step("one", one) + await ctx.step("three", three)
+
+        return list(await asyncio.gather(branch(), ctx.step("two", two)))
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    assert sorted(world.done) == ["one", "three", "two"]
+    await clock.advance(1000)
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert (run["status"], run["output"]) == ("succeeded", [4, 2])
+    assert sorted(world.done) == ["one", "three", "two", "two"]
+
+
+async def test_a_plain_function_with_steps(connection: Connection, clock: Clock, world: World) -> None:
+    def flaky(n: int) -> int:
+        world.done.append("try")
+        if len(world.done) == 1:
+            raise OSError("again")
+        return n * 2
+
+    @world.hg.workflow(on="go")
+    def work(ctx: SyncContext, n: int) -> int:
+        doubled = ctx.step("double", flaky, n)
+        ctx.sleep("10s")
+        return ctx.step("again", flaky, doubled)
+
+    runner = await world.runner()
+    await publish(connection, "go", n=5)
+    for _ in range(4):
+        await world.turn(runner)
+        await clock.advance(10_000)
+    run = await the_run(connection)
+    assert (run["status"], run["output"]) == ("succeeded", 20)
+
+
+async def test_timeouts_of_step_and_run(connection: Connection, clock: Clock, world: World) -> None:
+    async def slow() -> None:
+        await asyncio.sleep(60)
+
+    @world.hg.workflow(on="step")
+    async def stepped(ctx: Context) -> None:
+        await ctx.step("slow", slow, timeout="50ms", retry=Retry(max_attempts=1))
+
+    @world.hg.workflow(on="run", timeout="50ms")
+    async def whole(ctx: Context) -> None:
+        await ctx.step("slow", slow)
+
+    runner = await world.runner()
+    await publish(connection, "step")
+    await publish(connection, "run")
+    await world.turn(runner)
+    rows = await connection.fetch("select status, error from headgate.workflow_runs order by id")
+    assert [row["status"] for row in rows] == ["failed", "failed"]
+    assert "took longer than 50ms" in rows[0]["error"] and "timed out after 50 ms" in rows[1]["error"]
+
+
+async def test_the_key_of_a_step_is_the_same_in_every_attempt(
+    connection: Connection, clock: Clock, world: World
+) -> None:
+    contexts: list[Context] = []
+
+    async def call() -> None:
+        world.done.append(contexts[-1].idempotency_key)
+        if len(world.done) == 1:
+            raise OSError("again")
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        contexts.append(ctx)
+        assert ctx.idempotency_key == str(ctx.run_id)
+        await ctx.step("call", call)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    await clock.advance(1000)
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert run["status"] == "succeeded"
+    assert world.done == [f"{run['id']}:call"] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda ctx: ctx.step("", print), "a step's name must be text"),
+        (lambda ctx: ctx.step("x", object), "cannot be stored as JSON"),
+        (lambda ctx: ctx.step("x", lambda: "\x00"), "U+0000"),
+        (lambda ctx: ctx.step("x", lambda: "y" * 2_000_000), "at most 1048576 are kept"),
+        (lambda ctx: ctx.sleep("soon"), "a duration is written like"),
+    ],
+)
+async def test_what_cannot_be_done_fails_with_a_clear_error(
+    connection: Connection, clock: Clock, world: World, wrong: Callable[[Context], Awaitable[Any]], reason: str
+) -> None:
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        await wrong(ctx)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert run["status"] == "failed" and reason in run["error"]
+
+
+async def test_a_name_used_twice_is_refused(connection: Connection, clock: Clock, world: World) -> None:
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        await ctx.step("x", lambda: 1)
+        await ctx.step("x", lambda: 2)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    assert "step 'x' is called twice" in (await the_run(connection))["error"]
+
+
+async def test_cancel_a_waiting_run_at_once(
+    database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    @world.hg.workflow(on="go", max_concurrency=1)
+    async def work(ctx: Context) -> None:
+        await ctx.sleep("1h")
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await publish(connection, "go")
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert await control.cancel_run(database, run["id"], "ann", TRIGGER_BREAKER) == "cancelled"
+    run, step = await the_run(connection), (await the_steps(connection))["sleep-1"]
+    assert (run["status"], run["cancelled_by"], step["retry_state"]) == ("cancelled", "ann", "cancelled")
+    due = await connection.fetchval(
+        "select next_attempt_at <= headgate.now() from headgate.workflow_trigger_deliveries where status = 'throttled'"
+    )
+    assert due, "its slot is free for the next"
+
+
+async def test_cancel_a_running_run_at_its_next_step(
+    database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def first() -> str:
+        world.done.append("first")
+        begun.set()
+        await may_end.wait()
+        return "done"
+
+    async def second() -> None:
+        world.done.append("second")
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        await ctx.step("first", first)
+        await ctx.step("second", second)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.dispatch.run_once()
+    await runner.run_once()
+    await begun.wait()
+    run = await the_run(connection)
+    assert await control.cancel_run(database, run["id"], "ann", TRIGGER_BREAKER) == "cancelling"
+    may_end.set()
+    await asyncio.wait_for(runner.idle(), 30)
+    run, steps = await the_run(connection), await the_steps(connection)
+    assert (run["status"], run["cancelled_by"], world.done) == ("cancelled", "ann", ["first"])
+    assert steps["first"]["result"] == "done"
+
+
+async def test_a_zombies_step_changes_nothing(
+    database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    """The first worker freezes in a step; its lease ends; another does the step; then the first wakes up."""
+    frozen = asyncio.Event()
+
+    async def call() -> str:
+        world.done.append("call")
+        if len(world.done) == 1:
+            await frozen.wait()
+            return "zombie"
+        return "heir"
+
+    async def after() -> None:
+        world.done.append("after")
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> str:
+        found = await ctx.step("call", call)
+        await ctx.step("after", after)
+        return found
+
+    first, second = await world.runner(1000), await world.runner(1000)
+    await publish(connection, "go")
+    await world.dispatch.run_once()
+    await first.run_once()
+    await asyncio.sleep(0.05)
+    await clock.advance(2000)
+    await Reconcile(database, batch_size=10).run_once()
+    await world.turn(second)
+    frozen.set()
+    await asyncio.wait_for(first.idle(), 30)
+    run, steps = await the_run(connection), await the_steps(connection)
+    assert (run["status"], run["output"], run["crashes"]) == ("succeeded", "heir", 1)
+    assert steps["call"]["result"] == "heir"
+    assert world.done == ["call", "call", "after"]
+
+
+async def test_a_run_that_kills_its_workers_is_given_up(
+    database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    @world.hg.workflow(on="go", max_concurrency=1)
+    async def work(ctx: Context) -> None: ...
+
+    await world.runner()
+    await publish(connection, "go")
+    await world.dispatch.run_once()
+    for _ in range(MAX_CRASHES):
+        await connection.execute(
+            "update headgate.workflow_runs set status = 'running', claim_expires_at = headgate.now(), "
+            "claim_generation = claim_generation + 1"
+        )
+        await Reconcile(database, batch_size=10).run_once()
+    run = await the_run(connection)
+    assert (run["status"], run["error"]) == ("failed", f"given up: its worker died {MAX_CRASHES} times")
+    letter = await connection.fetchrow("select kind, subject_id from headgate.dead_letters")
+    assert letter is not None and tuple(letter) == ("run", run["id"])
+
+
+async def test_unknown_run(database: Database) -> None:
+    with pytest.raises(Exception, match="no run"):
+        await control.cancel_run(database, uuid.uuid4(), "ann", TRIGGER_BREAKER)
+
+
+@pytest.mark.parametrize("everyone", ["trigger", "key"])
+async def test_retry_after_for_everyone(
+    database: Database, connection: Connection, clock: Clock, world: World, everyone: Any
+) -> None:
+    """One run is told 429: its siblings, launched and not, leave the service alone until then."""
+
+    async def call(customer: str) -> str:
+        world.done.append(customer)
+        if len(world.done) == 1:
+            raise RetryAfter(60, "429 Too Many Requests", everyone=everyone)
+        return "ok"
+
+    @world.hg.workflow(on="go", max_concurrency=5, concurrency_key="{{ event.payload.customer }}")
+    async def work(ctx: Context, customer: str) -> str:
+        return await ctx.step("call", call, customer)
+
+    runner = await world.runner()
+    await publish(connection, "go", customer="a")
+    await world.turn(runner)
+    for customer in ("a", "b"):
+        await publish(connection, "go", customer=customer)
+    await world.turn(runner)
+    rows = await connection.fetch(
+        "select status, reason, last_error from headgate.workflow_trigger_deliveries where status <> 'launched'"
+    )
+    held = 2 if everyone == "trigger" else 1
+    assert [tuple(row) for row in rows] == [("throttled", "retry_after", "429 Too Many Requests")] * held
+    assert world.done == (["a"] if everyone == "trigger" else ["a", "b"])
+    retry = DeliveryRetry(database, batch_size=10, after_launch=lambda: None)
+    await clock.advance(61_000)
+    await retry.run_once()
+    await world.turn(runner)
+    assert await connection.fetchval("select count(*) from headgate.workflow_runs where status = 'succeeded'") == 3
+
+
+async def test_a_finally_has_its_turn_only_at_the_end(connection: Connection, clock: Clock, world: World) -> None:
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        try:
+            await ctx.sleep("2h")
+            await ctx.step("use", world.done.append, "use")
+        finally:
+            await ctx.step("release", world.done.append, "release")
+
+    @world.hg.workflow(on="plain")
+    def plain(ctx: SyncContext) -> None:
+        try:
+            ctx.sleep("2h")
+        finally:
+            ctx.step("release", world.done.append, "released")
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await publish(connection, "plain")
+    await world.turn(runner)
+    assert world.done == []
+    await clock.advance(7_200_000)
+    await world.turn(runner)
+    assert sorted(world.done) == ["release", "released", "use"]
+    assert {row[0] for row in await connection.fetch("select status from headgate.workflow_runs")} == {"succeeded"}
+
+
+async def test_a_runs_time_is_over_while_it_sleeps(connection: Connection, clock: Clock, world: World) -> None:
+    @world.hg.workflow(on="go", timeout="1h")
+    async def work(ctx: Context) -> None:
+        await ctx.sleep("2h")
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    await clock.advance(3_600_000)
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert (run["status"], run["error"]) == ("failed", "timed out after 3600000 ms")
+
+
+@pytest.mark.parametrize("wrong", [StopIteration("x"), SystemExit(3), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_what_would_end_a_process_is_a_failure_of_the_step(
+    connection: Connection, clock: Clock, world: World, wrong: BaseException, is_async: bool
+) -> None:
+    def plain() -> None:
+        raise wrong
+
+    async def coroutine() -> None:
+        raise wrong
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        await ctx.step("call", coroutine if is_async else plain, retry=Retry(max_attempts=1))
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    assert (await the_run(connection))["status"] == "failed"
+
+
+async def test_retry_after_outside_a_step(connection: Connection, clock: Clock, world: World) -> None:
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> str:
+        world.done.append("try")
+        if len(world.done) == 1:
+            raise RetryAfter(120)
+        return "ok"
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    await clock.advance(119_000)
+    await world.turn(runner)
+    assert len(world.done) == 1
+    await clock.advance(1000)
+    await world.turn(runner)
+    assert (await the_run(connection))["status"] == "succeeded"
+
+
+async def test_a_lambda_has_the_key_of_its_step(connection: Connection, clock: Clock, world: World) -> None:
+    async def call(ctx: Context) -> None:
+        world.done.append(ctx.idempotency_key)
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        await ctx.step("a", lambda: call(ctx))
+        await ctx.step("b", lambda: call(ctx))
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert world.done == [f"{run['id']}:a", f"{run['id']}:b"]

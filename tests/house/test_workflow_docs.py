@@ -1,0 +1,94 @@
+"""The code in docs/workflows.md runs, and its numbers are true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from headgate.flow import execution, output, reconcile
+from headgate.model.retry import STEP_RETRY
+from headgate.model.units import MAX_DURATION_MS
+from headgate.settings import Settings
+from headgate.testing import Harness
+
+TEXT = (Path(__file__).parent.parent.parent / "docs" / "workflows.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+APP = "\n\n".join(block for block in BLOCKS if "headgate.testing" not in block)
+TESTS = "\n\n".join(block for block in BLOCKS if "headgate.testing" in block)
+
+
+@pytest.fixture
+def app() -> Iterator[ModuleType]:
+    """The document's workflows, as a module that hints can be looked up in."""
+    module = ModuleType("workflow_docs")
+    sys.modules["workflow_docs"] = module
+    exec(compile(APP, "docs/workflows.md", "exec"), module.__dict__)
+    yield module
+    del sys.modules["workflow_docs"]
+
+
+def test_it_is_short() -> None:
+    assert len(TEXT.splitlines()) < 190
+
+
+async def test_the_workflows_do_what_is_said(app: ModuleType) -> None:
+    assert sorted(app.hg.workflows) == ["book", "compare", "fulfil", "report"]
+    async with Harness(app.hg) as harness:
+        await harness.publish("order.created", source="shop.api", payload={"id": 7})
+        await harness.publish("report.wanted", source="any", payload={"name": "May", "rows": 3})
+        await harness.publish("city.asked", source="any", payload={"cities": ["Rome", "Paris"]})
+        await harness.publish("trip.booked", source="any", payload={"hotel": "Astoria"})
+        await harness.advance("119s")
+        assert app.calls == ["Astoria"]
+        await harness.advance("1h")
+        assert (await harness.only_run("book")).output == "room 5"
+        assert (await harness.only_run("report")).output == "May: 3 rows"
+        assert (await harness.only_run("compare")).output == {"Rome": 4, "Paris": 5}
+        await harness.publish("trip.booked", source="any", payload={"hotel": "Ritz"})
+        await harness.advance("1h")
+        assert (await harness.runs("book"))[1].output == "not booked: no such hotel here"
+        run = await harness.only_run("fulfil")
+        assert run.output == {"order": 7, "receipt": f"receipt for 10, key {run.id}:charge"}
+
+
+async def test_wrong_parameters_fail_the_run_at_once(app: ModuleType) -> None:
+    async with Harness(app.hg) as harness:
+        for payload in ({}, {"id": "seven"}, {"id": 7, "more": 1}):
+            await harness.publish("order.created", source="shop.api", payload=payload)
+        await harness.run_until_idle()
+        errors = [run.error or "" for run in await harness.runs("fulfil")]
+    assert ["'id'" in error for error in errors] == [True, True, False]
+
+
+def test_its_tests_pass(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "test_app.py").write_text(TESTS)
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "asyncio_mode=auto"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), "test_app.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+def test_numbers() -> None:
+    policy = STEP_RETRY
+    assert (policy.max_attempts, policy.base_ms, policy.factor, policy.max_ms, policy.jitter_ratio) == (
+        5, 1000, 2, 300_000, 0.2,
+    )  # fmt: skip
+    assert "5 attempts, 1 s, doubled up to 5 min, ± 20 %" in TEXT
+    assert output.MAX_OUTPUT_BYTES == 1024 * 1024 and "at most 1 MiB" in TEXT
+    assert f"1 to {execution.MAX_STEP_NAME} characters" in TEXT
+    assert f"up to {MAX_DURATION_MS // 86_400_000} days" in TEXT
+    assert f"(`HEADGATE_LEASE_MS`, {Settings().lease_ms // 1000} s)" in TEXT
+    assert f"worker\ndied {reconcile.MAX_CRASHES} times" in TEXT
