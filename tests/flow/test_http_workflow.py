@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import hashlib
 import hmac
 import json
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -20,64 +19,21 @@ import pytest
 
 from headgate import Headgate, __version__
 from headgate.errors import Conflict, InvalidInput, NonRetryable, RetryAfter
-from headgate.flow import control, http_guard, http_workflow
+from headgate.flow import control, http_guard
 from headgate.flow.dispatch import Dispatch
-from headgate.flow.http_guard import MAX_ANSWER_BYTES, GuardedTransport, HttpConfig, post
+from headgate.flow.http_guard import MAX_ANSWER_BYTES, GuardedTransport, post
 from headgate.flow.http_workflow import HttpWorkflows
 from headgate.flow.run import Runner
+from headgate.model.http_workflow import HttpConfig
 from headgate.model.retry import RetryPolicy
 from headgate.store.db import Connection, Database
 from tests.conftest import Clock
+from tests.flow.http_receiver import Receiver, dripping
 from tests.flow.test_dispatch import publish
 
 POLICY = RetryPolicy(base_ms=1000, factor=2, max_ms=8000, jitter_ratio=0, max_attempts=3)
 SECRET = "whsec_" + base64.b64encode(b"k" * 32).decode()
-CANARY = "Bearer canary-7f3a"
-
-
-class Receiver:
-    """An HTTP server in a thread. `answer` decides what it says: (status, headers, body)."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[dict[str, str], bytes]] = []
-        self.answer: Callable[[], tuple[int, dict[str, str], bytes]] = lambda: (200, {}, b"")
-        self.delay = 0.0
-        self.paths: list[str] = []
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                receiver.seen.append(({k.lower(): v for k, v in self.headers.items()}, body))
-                receiver.paths.append(self.path)
-                time.sleep(receiver.delay)
-                status, headers, content = receiver.answer()
-                try:
-                    self.send_response(status)
-                    for name, value in ({"content-length": str(len(content))} | headers).items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    self.wfile.write(content)
-                except OSError:
-                    pass  # the client has gone
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}/hook?x=1"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-
-    def says(self, status: int, body: Any = b"", **headers: str) -> None:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.answer = lambda: (status, {k.replace("_", "-"): v for k, v in headers.items()}, content)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5)
+CANARY = "Bearer canary-7f3a/b"
 
 
 @pytest.fixture
@@ -99,7 +55,7 @@ class World:
 
     async def define(self, url: str, slug: str = "hook", **fields: Any) -> None:
         body = {"slug": slug, "kind": "http", "url": url, "secret": SECRET, "allow_private": True} | fields
-        await http_workflow.create(self.database, body, allow_private=True, actor="ann")
+        await control.create_workflow(self.database, body, allow_private=True, actor="ann")
         await control.create_trigger(self.database, slug, {"name": "t", "event_type": "go"}, "ann")
 
     async def turn(self) -> None:
@@ -131,7 +87,7 @@ def config(receiver: Receiver, **fields: Any) -> HttpConfig:
 
 
 async def send(receiver: Receiver, **fields: Any) -> Any:
-    return await post(config(receiver, **fields), "id-1", b"{}", allow_private=True)
+    return await post(config(receiver, **fields), [SECRET], "id-1", b"{}", allow_private=True)
 
 
 async def test_a_run_is_posted_signed_and_its_answer_is_the_output(
@@ -164,7 +120,7 @@ def test_the_signature_is_that_of_the_standard(monkeypatch: pytest.MonkeyPatch) 
     """The example of the Standard Webhooks specification."""
     monkeypatch.setattr(http_guard, "utc_now", lambda: datetime.fromtimestamp(1614265330, UTC))
     headers = http_guard.signed_headers(
-        "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "msg_p5jXN8AQM9LWM0D4loKWxJek", b'{"test": 2432232314}'
+        ["whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"], "msg_p5jXN8AQM9LWM0D4loKWxJek", b'{"test": 2432232314}'
     )
     assert headers["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
@@ -207,13 +163,14 @@ async def test_given_up_it_is_a_dead_letter(
 async def test_a_refusal_is_final_and_tells_no_secrets(
     connection: Connection, world: World, receiver: Receiver
 ) -> None:
-    receiver.says(422, f"you sent {CANARY}\x00 and {SECRET} {'x' * 3000}".encode())
+    token = CANARY.removeprefix("Bearer ")
+    receiver.says(422, f"you sent {CANARY}\x00 and {SECRET}, {token} {'x' * 3000}".encode())
     await world.define(receiver.url, headers={"Authorization": CANARY})
     await publish(connection, "go")
     await world.turn()
     run = await the_run(connection)
     assert run["status"] == "failed" and len(receiver.seen) == 1
-    assert "127.0.0.1 answered 422: you sent [hidden] and [hidden] xxx" in run["error"]
+    assert "127.0.0.1 answered 422: you sent [hidden] and [hidden], [hidden] xxx" in run["error"]
     assert len(run["error"]) < 1500
     for table in (
         "workflow_runs",
@@ -249,7 +206,7 @@ async def test_a_change_counts_for_the_next_request(
     await publish(connection, "go")
     await world.turn()
     fields = {"url": f"http://127.0.0.1:{receiver.port}/new", "secret": None}
-    changed = await http_workflow.update(database, "hook", fields, allow_private=True, actor="bob")
+    changed = await control.update_workflow(database, "hook", fields, allow_private=True, actor="bob")
     assert changed.secret is not None and changed.definition.version == 2
     receiver.says(200)
     await clock.advance(1500)
@@ -295,9 +252,16 @@ async def test_an_endless_answer_is_cut_off(receiver: Receiver) -> None:
     assert await asyncio.wait_for(send(receiver), 20) is None
 
 
-async def test_a_packed_answer_is_not_unpacked(receiver: Receiver) -> None:
-    receiver.says(200, b"\x1f\x8b" + b"0" * 100, content_encoding="gzip")
-    assert await send(receiver) is None
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "deflate", "br", "gzip, gzip", "nonsense"])
+async def test_a_packed_answer_is_not_unpacked(receiver: Receiver, encoding: str, status: int) -> None:
+    """So a megabyte that becomes a gigabyte stays a megabyte."""
+    receiver.says(status, gzip.compress(b"x" * 10_000_000), content_encoding=encoding)
+    if status == 200:
+        assert await send(receiver) is None
+    else:
+        with pytest.raises(ConnectionError, match=r"answered 500$"):
+            await send(receiver)
     assert receiver.seen[0][0]["accept-encoding"] == "identity"
 
 
@@ -325,16 +289,44 @@ async def test_redirects_are_not_followed(receiver: Receiver, status: int) -> No
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("0", 0), ("7", 7), (" 30 ", 30), ("999999999999", 86_400), ("DATE", 90), ("PAST", 0)],
+    [
+        ("7", 7),
+        (" 30 ", 30),
+        ("0" * 20 + "5", 5),
+        ("9" * 12, 86_400),
+        ("9" * 5000, 86_400),
+        ("DATE", 90),
+        ("NO ZONE", 90),
+        ("ASCTIME", 90),
+        ("FAR", 86_400),
+    ],
+    ids=range(9),
 )
 @pytest.mark.parametrize("status", [429, 503])
 async def test_retry_after_as_seconds_and_as_a_date(receiver: Receiver, status: int, text: str, seconds: float) -> None:
-    now = datetime.now(UTC)
-    dates = {"DATE": now + timedelta(seconds=90), "PAST": now - timedelta(days=1)}
-    receiver.says(status, retry_after=format_datetime(dates[text], usegmt=True) if text in dates else text)
+    soon = datetime.now(UTC) + timedelta(seconds=90)
+    dates = {
+        "DATE": format_datetime(soon, usegmt=True),
+        "NO ZONE": soon.strftime("%a, %d %b %Y %H:%M:%S"),
+        "ASCTIME": soon.strftime("%a %b %d %H:%M:%S %Y"),
+        "FAR": "Fri, 31 Dec 9999 23:59:59 GMT",
+    }
+    receiver.says(status, retry_after=dates.get(text, text))
     with pytest.raises(RetryAfter) as caught:
         await send(receiver)
     assert abs(caught.value.seconds - seconds) < 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "-5", "1.5", "1e9", "soon", "\xb2", "Sun, 06 Nov 1994 08:49:37 GMT", "Mon, 99 Foo 2026", "5, 6"],
+    ids=range(10),
+)
+async def test_a_retry_after_that_says_nothing_leaves_it_to_the_policy(receiver: Receiver, text: str) -> None:
+    """Not at once: a receiver whose clock is wrong would use up every attempt within a second."""
+    receiver.says(503, retry_after=text)
+    with pytest.raises(ConnectionError, match="answered 503"):
+        await send(receiver)
 
 
 async def test_a_slow_receiver_is_not_waited_for(receiver: Receiver) -> None:
@@ -343,6 +335,61 @@ async def test_a_slow_receiver_is_not_waited_for(receiver: Receiver) -> None:
     with pytest.raises(TimeoutError, match=r"127\.0\.0\.1 did not answer within 200 ms"):
         await send(receiver, timeout_ms=200)
     assert time.monotonic() - began < 1.5
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "drop"),
+    [
+        (b"", b""),
+        (OK, b"x: y\r\n"),
+        (b"HTTP/1.1 103 Early Hints\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\n\r\n"),
+        (OK + b"content-length: 100000\r\n\r\n", b"x"),
+        (OK + b"transfer-encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
+        (OK + b"\r\n", b" "),
+        (b"HTTP/1.1 500 No\r\ncontent-length: 100000\r\n\r\n", b"x"),
+    ],
+    ids=["nothing", "headers", "hints", "body", "chunks", "until closed", "refusal"],
+)
+async def test_the_timeout_is_for_the_whole_answer(receiver: Receiver, start: bytes, drop: bytes) -> None:
+    """Each byte comes well within the timeout, the last one never."""
+    with dripping(start, drop, 0.05) as (url, _):
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="did not answer within 500 ms"):
+            await send(receiver, url=url, timeout_ms=500)
+        assert 0.4 < time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("start", "drop"),
+    [
+        (OK + b"transfer-encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n"),
+        (OK + b"\r\n", b"x" * 65536),
+    ],
+    ids=["chunks", "until closed"],
+)
+async def test_the_cap_counts_what_arrives(receiver: Receiver, start: bytes, drop: bytes) -> None:
+    with dripping(start, drop, 0) as (url, taken):
+        assert await asyncio.wait_for(send(receiver, url=url), 20) is None
+    assert taken() < 16 * MAX_ANSWER_BYTES  # what the system's buffers take included
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 1_000_000,
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+        b"\x15\x03\x01\x00\x02\x02\x28",
+    ],
+    ids=["ssh", "headers", "chunks", "length", "tls"],
+)
+async def test_what_is_not_http_is_tried_again(receiver: Receiver, start: bytes) -> None:
+    with dripping(start, b"", 60) as (url, _), pytest.raises(ConnectionError, match=r"to 127\.0\.0\.1 failed"):
+        await send(receiver, url=url, timeout_ms=20_000)
 
 
 async def test_nobody_listens(receiver: Receiver) -> None:
@@ -358,7 +405,7 @@ async def test_private_addresses_need_both_the_definition_and_the_setting(
     for host in ("127.0.0.1", "localhost", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]"):
         one = config(receiver, url=f"http://{host}:{receiver.port}/", allow_private=definition)
         with pytest.raises(NonRetryable, match="is a loopback address"):
-            await post(one, "id-1", b"{}", allow_private=setting)
+            await post(one, [SECRET], "id-1", b"{}", allow_private=setting)
     assert receiver.seen == []
 
 
@@ -429,13 +476,13 @@ async def test_code_does_not_take_over_a_slug_nor_the_other_way_round(
     await database.run(hg.register)
     body = {"slug": "coded", "kind": "http", "url": "https://example.com/"}
     with pytest.raises(Conflict, match="coded exists already"):
-        await http_workflow.create(database, body, allow_private=False, actor="ann")
+        await control.create_workflow(database, body, allow_private=False, actor="ann")
     with pytest.raises(Conflict, match="declared in code"):
-        await http_workflow.update(database, "coded", {"url": "https://e.com"}, allow_private=False, actor="ann")
+        await control.update_workflow(database, "coded", {"url": "https://e.com"}, allow_private=False, actor="ann")
 
 
 async def test_allow_private_needs_the_setting_when_it_is_asked_for(database: Database) -> None:
     body = {"slug": "h", "kind": "http", "url": "http://127.0.0.1/", "allow_private": True}
     with pytest.raises(InvalidInput) as caught:
-        await http_workflow.create(database, body, allow_private=False, actor="ann")
+        await control.create_workflow(database, body, allow_private=False, actor="ann")
     assert [e.field for e in caught.value.errors] == ["allow_private"]

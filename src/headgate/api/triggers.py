@@ -14,7 +14,7 @@ from headgate.api import bodies
 from headgate.api.routes import Query, Route, Services, json_response, parameters, path_uuid
 from headgate.api.workflows import show_workflow
 from headgate.clock import uuid7
-from headgate.errors import FieldError, InvalidInput
+from headgate.errors import FieldError, InvalidInput, NotFound
 from headgate.flow import control
 from headgate.flow.control.triggers import find_trigger
 from headgate.flow.explain import find_event
@@ -174,7 +174,8 @@ async def test_trigger(request: Request, services: Services) -> Trial:
     async with services.database.connection() as connection:
         trigger = await _found(connection, request)
         definition = await triggers.get_definition(connection, trigger.workflow)
-        assert definition is not None, f"{trigger.workflow} has a trigger"
+        if definition is None:  # both were deleted since the line above
+            raise NotFound(f"no workflow {trigger.workflow!r}")
         if given.event_id is not None:
             event = await find_event(connection, given.event_id)
         else:

@@ -9,8 +9,9 @@ from starlette.responses import Response
 from headgate.api import bodies
 from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound
-from headgate.flow import http_workflow
-from headgate.flow.http_workflow import Changed, HttpWorkflowBody, HttpWorkflowPatch
+from headgate.flow import control
+from headgate.flow.control import Changed
+from headgate.model.http_workflow import HttpWorkflowBody, HttpWorkflowPatch, SecretRotation
 from headgate.model.trigger import WorkflowDefinition
 from headgate.store import triggers
 
@@ -24,14 +25,15 @@ class WorkflowList(msgspec.Struct, frozen=True):
 
 
 class WorkflowWritten(WorkflowDefinition, frozen=True, kw_only=True):
-    """A workflow that was made or changed; `secret` is there once, when one was made for it."""
+    """A workflow as it is now; `secret` is there once, when one was made for it, `changed` when the call changed it."""
 
     secret: str | None
+    changed: bool
 
 
 async def list_workflows(_: Request, services: Services) -> WorkflowList:
     async with services.database.connection() as connection:
-        return WorkflowList([http_workflow.shown(found) for found in await triggers.list_definitions(connection)])
+        return WorkflowList([control.shown_workflow(found) for found in await triggers.list_definitions(connection)])
 
 
 async def show_workflow(request: Request, services: Services) -> WorkflowDefinition:
@@ -39,13 +41,13 @@ async def show_workflow(request: Request, services: Services) -> WorkflowDefinit
     async with services.database.connection() as connection:
         found = await triggers.get_definition(connection, slug)
     if found is None:
-        raise NotFound(f"no workflow {slug!r}")
-    return http_workflow.shown(found)
+        raise NotFound(f"no workflow {slug!r}; headgate workflows list has those that there are")
+    return control.shown_workflow(found)
 
 
 async def create_workflow(request: Request, services: Services) -> Response:
     given = await bodies.read_plain(request, MAX_BYTES)
-    done = await http_workflow.create(
+    done = await control.create_workflow(
         services.database, given, allow_private=services.settings.http_allow_private, actor=bodies.actor(request)
     )
     return json_response(_written(done), 201 if done.is_written else 200)
@@ -55,20 +57,27 @@ async def update_workflow(request: Request, services: Services) -> WorkflowWritt
     given = await bodies.read_plain(request, MAX_BYTES)
     slug, actor = request.path_params["slug"], bodies.actor(request)
     return _written(
-        await http_workflow.update(
+        await control.update_workflow(
             services.database, slug, given, allow_private=services.settings.http_allow_private, actor=actor
         )
     )
 
 
+async def rotate_secret(request: Request, services: Services) -> WorkflowWritten:
+    given = await bodies.read_plain(request, MAX_BYTES)
+    slug, actor = request.path_params["slug"], bodies.actor(request)
+    return _written(await control.rotate_secret(services.database, slug, given, actor=actor))
+
+
 async def delete_workflow(request: Request, services: Services) -> WorkflowDefinition:
     await bodies.read(request, bodies.Nothing)
     slug, actor = request.path_params["slug"], bodies.actor(request)
-    return http_workflow.shown(await http_workflow.delete(services.database, slug, actor=actor))
+    return control.shown_workflow(await control.delete_workflow(services.database, slug, actor=actor))
 
 
 def _written(done: Changed) -> WorkflowWritten:
-    return WorkflowWritten(**msgspec.structs.asdict(http_workflow.shown(done.definition)), secret=done.secret)
+    shown = msgspec.structs.asdict(control.shown_workflow(done.definition))
+    return WorkflowWritten(**shown, secret=done.secret, changed=done.is_written)
 
 
 _ALL, _ONE = "/v1/workflows", "/v1/workflows/{slug}"
@@ -81,6 +90,8 @@ ROUTES = (
     Route("GET", _ONE, show_workflow, "One workflow", (WorkflowDefinition,), errors=(404,)),
     Route("PATCH", _ONE, update_workflow, "Change what is given; a secret of null is made anew", (WorkflowWritten,),
           body=bodies.schema(HttpWorkflowPatch), errors=(*_REFUSALS, 404)),
-    Route("DELETE", _ONE, delete_workflow, "Delete a workflow that has no triggers and no runs", (WorkflowDefinition,),
-          errors=(*_REFUSALS, 404)),
+    Route("POST", f"{_ONE}/rotate", rotate_secret, "Sign with a new secret, and for a while with the old one too",
+          (WorkflowWritten,), body=bodies.schema(SecretRotation), errors=(*_REFUSALS, 404)),
+    Route("DELETE", _ONE, delete_workflow, "Delete a workflow that has no triggers and no unfinished runs",
+          (WorkflowDefinition,), errors=(*_REFUSALS, 404)),
 )  # fmt: skip

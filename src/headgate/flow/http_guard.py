@@ -12,7 +12,8 @@ import hashlib
 import hmac
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any
@@ -25,26 +26,17 @@ from headgate.clock import utc_now
 from headgate.errors import NonRetryable, RetryAfter
 from headgate.flow.output import encode_output
 from headgate.model.addresses import parse_address, private_kind
+from headgate.model.http_workflow import SECRET_PREFIX, HttpConfig
 
 CONNECT_SECONDS = 10.0
-DEFAULT_TIMEOUT_MS = 30_000
 MAX_ANSWER_BYTES = 1024 * 1024
 MAX_EXCERPT = 500
+MAX_REFUSAL_BYTES = 16 * 1024
+MIN_HIDDEN = 8
 MAX_RETRY_AFTER_SECONDS = 86_400.0
-SECRET_PREFIX = "whsec_"  # noqa: S105 - a prefix, not a secret
 PASSING_STATUSES = (408, 425, 429)
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
-
-
-class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the `config` of such a definition holds."""
-
-    url: str
-    secret: str
-    timeout_ms: int = DEFAULT_TIMEOUT_MS
-    headers: dict[str, str] = {}
-    allow_private: bool = False
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -78,7 +70,7 @@ class GuardedTransport(httpx.AsyncBaseTransport):
                 url.copy_with(host=address),
                 headers=request.headers,  # with the Host of the name
                 stream=request.stream,
-                extensions=request.extensions | {"sni_hostname": host},
+                extensions=request.extensions | {"sni_hostname": host.removesuffix(".")},
             )
             try:
                 return await self._inner.handle_async_request(pinned)
@@ -98,15 +90,15 @@ def check(host: str, addresses: list[str]) -> None:
             raise NonRetryable(f"{host} is {kind}; requests are sent to public addresses only (docs/http-workflows.md)")
 
 
-async def post(config: HttpConfig, message_id: str, body: bytes, *, allow_private: bool) -> Any:
-    """Post a run; the output in the answer.
+async def post(config: HttpConfig, secrets: Sequence[str], message_id: str, body: bytes, *, allow_private: bool) -> Any:
+    """Post a run, signed with each of `secrets`; the output in the answer.
 
     NonRetryable and RetryAfter as the answer says; ConnectionError and TimeoutError when another try may help.
     """
     host = httpx.URL(config.url).host
     seconds = config.timeout_ms / 1000
     timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
-    headers = config.headers | signed_headers(config.secret, message_id, body)
+    headers = config.headers | signed_headers(secrets, message_id, body)
     transport = GuardedTransport(allow_private=config.allow_private and allow_private)
     try:
         async with (
@@ -114,7 +106,7 @@ async def post(config: HttpConfig, message_id: str, body: bytes, *, allow_privat
             httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False) as client,
             client.stream("POST", config.url, content=body, headers=headers) as answer,
         ):
-            content = await _content(answer, MAX_ANSWER_BYTES if answer.is_success else 4 * MAX_EXCERPT)
+            content = await _content(answer, MAX_ANSWER_BYTES if answer.is_success else MAX_REFUSAL_BYTES)
             return _output(answer, host, content, config)
     except (TimeoutError, httpx.TimeoutException):
         raise TimeoutError(f"{host} did not answer within {config.timeout_ms} ms") from None
@@ -123,11 +115,12 @@ async def post(config: HttpConfig, message_id: str, body: bytes, *, allow_privat
         raise ConnectionError(f"the request to {host} failed: {reason}") from None
 
 
-def signed_headers(secret: str, message_id: str, body: bytes) -> dict[str, str]:
-    """The headers of a request, with its signature by Standard Webhooks."""
+def signed_headers(secrets: Sequence[str], message_id: str, body: bytes) -> dict[str, str]:
+    """The headers of a request, with its signatures by Standard Webhooks: one for each secret."""
     timestamp = str(int(utc_now().timestamp()))
-    key = base64.b64decode(secret.removeprefix(SECRET_PREFIX))
-    signature = hmac.new(key, f"{message_id}.{timestamp}.".encode() + body, hashlib.sha256).digest()
+    signed = f"{message_id}.{timestamp}.".encode() + body
+    keys = (base64.b64decode(secret.removeprefix(SECRET_PREFIX)) for secret in secrets)
+    signatures = (base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode() for key in keys)
     return {
         "content-type": "application/json",
         "accept-encoding": "identity",  # so that the answer's cap is on what arrives
@@ -135,7 +128,7 @@ def signed_headers(secret: str, message_id: str, body: bytes) -> dict[str, str]:
         "idempotency-key": message_id,
         "webhook-id": message_id,
         "webhook-timestamp": timestamp,
-        "webhook-signature": f"v1,{base64.b64encode(signature).decode()}",
+        "webhook-signature": " ".join(f"v1,{signature}" for signature in signatures),
     }
 
 
@@ -159,7 +152,7 @@ def _output(answer: httpx.Response, host: str, content: bytes | None, config: Ht
         raise NonRetryable(f"{host} answered {status}, a redirect; they are not followed: give the final URL")
     excerpt = _one_line((content or b"").decode(errors="replace"), config)[:MAX_EXCERPT]
     message = f"{host} answered {status}" + (f": {excerpt}" if excerpt else "")
-    if status in (429, 503) and (after := _retry_after(answer.headers.get("retry-after", ""))) is not None:
+    if status in (429, 503) and (after := _retry_after(answer.headers.get("retry-after", ""))):
         raise RetryAfter(after, message)
     if status in PASSING_STATUSES or status >= 500:
         raise ConnectionError(message)
@@ -185,22 +178,29 @@ def _kept(content: bytes | None) -> Any:
 
 
 def _retry_after(text: str) -> float | None:
-    """The seconds that a Retry-After asks for, given as such or as a date; None when it says neither."""
+    """The seconds that a Retry-After asks for, given as such or as a date; None when it says neither.
+
+    Zero, or a time that is over (a clock may be wrong), says no more than the status: the policy decides.
+    """
     text = text.strip()
     if text.isascii() and text.isdigit():
-        return min(float(text[:10]), MAX_RETRY_AFTER_SECONDS)
+        return min(float(text), MAX_RETRY_AFTER_SECONDS)
     try:
         at = parsedate_to_datetime(text)
-        seconds = (at - utc_now()).total_seconds()
-    except (ValueError, TypeError, OverflowError):  # TypeError: a date without a zone
+        seconds = ((at if at.tzinfo else at.replace(tzinfo=UTC)) - utc_now()).total_seconds()
+    except (ValueError, TypeError, OverflowError):
         return None
     return min(max(0.0, seconds), MAX_RETRY_AFTER_SECONDS)
 
 
 def _one_line(text: str, config: HttpConfig) -> str:
     """Foreign text for an error: one line, printable, and without what we sent in confidence."""
-    for hidden in sorted({config.secret, *config.headers.values()}, key=len, reverse=True):
-        text = text.replace(hidden, "[hidden]") if len(hidden) >= 4 else text
+    values = {config.secret, *(old.secret for old in config.old_secrets), *config.headers.values()}
+    values |= {word for value in values for word in value.split()}  # a token without the `Bearer` before it
+    values |= {value.removeprefix(SECRET_PREFIX) for value in values}
+    values |= {value.replace("/", "\\/") for value in values}  # as some write JSON
+    for hidden in sorted(values, key=len, reverse=True):
+        text = text.replace(hidden, "[hidden]") if len(hidden) >= MIN_HIDDEN else text
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 

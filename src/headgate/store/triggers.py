@@ -68,9 +68,16 @@ async def upsert_definition(
     return found.id
 
 
-async def delete_definition(connection: Connection, definition_id: uuid.UUID) -> bool:
-    """Delete a workflow; False when a trigger or run refers to it, or did."""
-    return await connection.fetchval(_sql["delete_definition"], definition_id) is not None
+async def delete_definition(
+    connection: Connection, definition_id: uuid.UUID, config: dict[str, Any], actor: str
+) -> bool:
+    """Mark a workflow as deleted and keep `config` of it; False when it was already."""
+    return await connection.fetchval(_sql["delete_definition"], definition_id, _json(config), actor) is not None
+
+
+async def list_unfinished_runs(connection: Connection, definition_id: uuid.UUID, limit: int) -> list[uuid.UUID]:
+    """Some runs of a workflow that have not ended."""
+    return [row[0] for row in await connection.fetch(_sql["list_unfinished_runs"], definition_id, limit)]
 
 
 async def list_of_kind(connection: Connection, kind: str) -> dict[uuid.UUID, str]:

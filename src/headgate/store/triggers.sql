@@ -100,23 +100,30 @@ select t.id as trigger_id, g.paused_at, g.paused_until, g.pause_reason, g.paused
 -- it wrote.
 insert into headgate.workflow_definitions as w (id, slug, kind, parameters, config, created_by, updated_by)
 values ($1, $2, $3, $4::text::jsonb, $5::text::jsonb, $6, $6)
-on conflict (slug) do update
+on conflict (slug) where deleted_at is null do update
    set kind = excluded.kind, parameters = excluded.parameters, config = excluded.config, version = w.version + 1,
        updated_by = excluded.updated_by, updated_at = headgate.now()
  where w.kind = excluded.kind and (w.parameters, w.config) is distinct from (excluded.parameters, excluded.config)
 returning id
 
 -- name: delete_definition
--- Deletes a workflow that no trigger, deleted or not, and no run refers to. Returns its id.
-delete from headgate.workflow_definitions w
- where w.id = $1
-   and not exists (select 1 from headgate.workflow_event_triggers t where t.workflow_definition_id = w.id)
-   and not exists (select 1 from headgate.workflow_runs r where r.workflow_definition_id = w.id)
+-- Marks a workflow as deleted; what it did stays, of its config only what is given. Returns its id.
+update headgate.workflow_definitions w
+   set deleted_at = headgate.now(), config = $2::text::jsonb, version = w.version + 1, updated_by = $3,
+       updated_at = headgate.now()
+ where w.id = $1 and w.deleted_at is null
 returning w.id
+
+-- name: list_unfinished_runs
+-- Some runs of a workflow that have not ended.
+(select r.id from headgate.workflow_runs r where r.workflow_definition_id = $1 and r.status = 'running' limit $2)
+union all
+(select r.id from headgate.workflow_runs r where r.workflow_definition_id = $1 and r.status = 'pending' limit $2)
+limit $2
 
 -- name: list_of_kind
 -- The workflows of one kind.
-select id, slug from headgate.workflow_definitions where kind = $1 order by slug
+select id, slug from headgate.workflow_definitions where kind = $1 and deleted_at is null order by slug
 
 -- name: upsert_trigger
 -- What code says about a workflow's trigger of that name: creates it or makes it so. When the code has said the same
@@ -163,9 +170,9 @@ update headgate.workflow_event_triggers
 -- name: list_definitions
 -- Every workflow.
 select id, slug, kind, parameters, config, version, created_by, updated_by, created_at, updated_at
-  from headgate.workflow_definitions order by slug
+  from headgate.workflow_definitions where deleted_at is null order by slug
 
 -- name: get_definition
 -- One workflow by its slug.
 select id, slug, kind, parameters, config, version, created_by, updated_by, created_at, updated_at
-  from headgate.workflow_definitions where slug = $1
+  from headgate.workflow_definitions where slug = $1 and deleted_at is null

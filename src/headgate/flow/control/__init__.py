@@ -12,21 +12,35 @@ from headgate.flow.control.triggers import (
     resume_trigger,
     update_trigger,
 )
+from headgate.flow.control.workflows import (
+    Changed,
+    create_workflow,
+    delete_workflow,
+    rotate_secret,
+    shown_workflow,
+    update_workflow,
+)
 
 __all__ = [
+    "Changed",
     "cancel_delivery",
     "cancel_event",
     "cancel_run",
     "create_trigger",
+    "create_workflow",
     "declare_trigger",
     "delete_trigger",
+    "delete_workflow",
     "force_delivery",
     "force_event",
     "pause",
     "pause_trigger",
     "resume",
     "resume_trigger",
+    "rotate_secret",
     "seed_limits",
     "set_limit",
+    "shown_workflow",
     "update_trigger",
+    "update_workflow",
 ]

@@ -36,7 +36,8 @@ async def create_trigger(database: Database, workflow: str, given: Any, actor: s
 
     async def change(connection: Connection) -> Trigger:
         await trigger_gates.exclude(connection)
-        trigger_id = await store.create(connection, definition.id, new.spec, new.status, actor)
+        current = await _definition(connection, workflow)  # it may have been deleted since, or be another of that name
+        trigger_id = await store.create(connection, current.id, new.spec, new.status, actor)
         if trigger_id is None:
             raise _name_taken(workflow, new.spec.name)
         after = await _required(connection, trigger_id)
@@ -241,7 +242,7 @@ async def _required(connection: Connection, trigger_id: uuid.UUID) -> Trigger:
 async def _definition(connection: Connection, workflow: str) -> WorkflowDefinition:
     found = await store.get_definition(connection, workflow)
     if found is None:
-        raise NotFound(f"no workflow {workflow!r}")
+        raise NotFound(f"no workflow {workflow!r}; headgate workflows list has those that there are")
     return found
 
 
