@@ -87,7 +87,10 @@ def check(host: str, addresses: list[str]) -> None:
     for text in addresses:
         kind = private_kind(parse_address(text))
         if kind is not None:
-            raise NonRetryable(f"{host} is {kind}; requests are sent to public addresses only (docs/http-workflows.md)")
+            raise NonRetryable(
+                f"{host} is {kind}; requests go to public addresses only, unless the workflow's allow_private and the "
+                "worker's HEADGATE_HTTP_ALLOW_PRIVATE are both true (docs/http-workflows.md)"
+            )
 
 
 async def post(config: HttpConfig, secrets: Sequence[str], message_id: str, body: bytes, *, allow_private: bool) -> Any:
