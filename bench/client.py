@@ -19,9 +19,21 @@ from bench import workload
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send: events from number `first`, `batch` to a request, over keep-alive connections."""
+    """What to send: events from number `first`, `batch` to a request, over keep-alive connections; as fast as they are
+    answered, or so many requests a second at even times."""
 
     port: int
+    first: int
+    events: int
+    batch: int
+    connections: int
+    per_second: float | None = None
+
+
+class Enqueue(msgspec.Struct, frozen=True, kw_only=True):
+    """The same for a queue in a database (`bench.pgqueuer_side`): jobs from number `first`, `batch` to a call."""
+
+    url: str
     first: int
     events: int
     batch: int
@@ -29,19 +41,31 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """When the first request went out and the last answer came in, and each request's latency."""
+    """When the first request went out and the last answer came in; when each request was sent, in order; and their
+    latencies as they were answered."""
 
     started_at: float
     ended_at: float
+    sent_at: list[float]
     latencies_ms: list[float]
+
+
+class Shared:
+    """What the connections share: the requests left, when each is due, and what was measured."""
+
+    def __init__(self, requests: list[bytes], per_second: float | None) -> None:
+        self.requests: Iterator[tuple[int, bytes]] = iter(enumerate(requests))
+        self.gap_seconds = 1 / per_second if per_second else 0.0
+        self.started_at = 0.0
+        self.sent_at = [0.0] * len(requests)
+        self.latencies_ms: list[float] = []
 
 
 class Sender(asyncio.Protocol):
     """One connection: a request, its answer, the next request, until there are no more."""
 
-    def __init__(self, requests: Iterator[bytes], latencies_ms: list[float]) -> None:
-        self._requests = requests
-        self._latencies_ms = latencies_ms
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
         self._received = b""
         self._sent_at = 0.0
         self._transport: asyncio.WriteTransport | None = None
@@ -56,12 +80,20 @@ class Sender(asyncio.Protocol):
 
     def send_next(self) -> None:
         assert self._transport is not None
-        request = next(self._requests, None)
+        number, request = next(self._shared.requests, (0, None))
         if request is None:
             self.done.set_result(None)
             self._transport.close()
             return
-        self._sent_at = time.monotonic()
+        wait = self._shared.started_at + number * self._shared.gap_seconds - time.monotonic()
+        if wait > 0:
+            asyncio.get_running_loop().call_later(wait, self._send, number, request)
+        else:
+            self._send(number, request)
+
+    def _send(self, number: int, request: bytes) -> None:
+        assert self._transport is not None
+        self._sent_at = self._shared.sent_at[number] = time.monotonic()
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
@@ -73,7 +105,7 @@ class Sender(asyncio.Protocol):
         if not answer.startswith(b"HTTP/1.1 202 "):
             self.done.set_exception(RuntimeError(f"refused: {answer.decode(errors='replace')[:500]}"))
             return
-        self._latencies_ms.append((time.monotonic() - self._sent_at) * 1000)
+        self._shared.latencies_ms.append((time.monotonic() - self._sent_at) * 1000)
         self.send_next()
 
 
@@ -93,20 +125,24 @@ def _requests(job: Job) -> list[bytes]:
 async def send(job: Job, requests: list[bytes]) -> Report:
     """Connect, wait for the word, send every request; raises when one is not answered with 202."""
     loop = asyncio.get_running_loop()
-    queue = iter(requests)
-    latencies_ms: list[float] = []
+    shared = Shared(requests, job.per_second)
     senders = []
     for _ in range(job.connections):
-        _, sender = await loop.create_connection(lambda: Sender(queue, latencies_ms), "127.0.0.1", job.port)
+        _, sender = await loop.create_connection(lambda: Sender(shared), "127.0.0.1", job.port)
         senders.append(sender)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
-    started_at = time.monotonic()
+    shared.started_at = time.monotonic()
     for sender in senders:
         sender.send_next()
     await asyncio.gather(*(sender.done for sender in senders))
-    return Report(started_at=started_at, ended_at=time.monotonic(), latencies_ms=latencies_ms)
+    return Report(
+        started_at=shared.started_at,
+        ended_at=time.monotonic(),
+        sent_at=shared.sent_at,
+        latencies_ms=shared.latencies_ms,
+    )
 
 
 def main() -> None:

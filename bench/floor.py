@@ -1,16 +1,19 @@
-"""The floor: the rows that one event leaves behind, written by plain SQL as fast as one connection can."""
+"""The floor: the rows that one event leaves behind, written by plain SQL as fast as one connection can: until its
+run exists, or until it has succeeded with one step."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import asyncpg
 import msgspec
 
-from bench import workload
+from bench import neighbours, workload
+from bench.rate import Rate
 from bench.stage import Stage
 from headgate.clock import uuid7
 
@@ -36,44 +39,97 @@ insert into headgate.workflow_runs
 select id, $2, delivery_id, event_id, event_id::text, parameters::jsonb, $3, $3, $3
   from unnest($1::uuid[], $4::uuid[], $5::uuid[], $6::text[]) as u (id, delivery_id, event_id, parameters)
 """
+_RUNNING = """
+insert into headgate.workflow_runs
+  (id, workflow_definition_id, trigger_id, delivery_id, event_id, correlation_id, parameters, status, attempts,
+   claim_generation, claimed_by, claim_expires_at, next_attempt_at, created_at, started_at, updated_at)
+select id, $2, $7, delivery_id, event_id, event_id::text, parameters::jsonb, 'running', 1,
+       1, 'bench', $8, $3, $3, $3, $3
+  from unnest($1::uuid[], $4::uuid[], $5::uuid[], $6::text[]) as u (id, delivery_id, event_id, parameters)
+"""
+_STEPS = """
+insert into headgate.workflow_run_steps (id, workflow_run_id, name, status, result, created_at, updated_at)
+select id, run_id, 'nothing', 'succeeded', result::jsonb, $4, $4
+  from unnest($1::uuid[], $2::uuid[], $3::text[]) as u (id, run_id, result)
+"""
+_FINISH = """
+update headgate.workflow_runs r
+   set status = 'succeeded', output = u.output::jsonb, finished_at = $3, next_attempt_at = null, claimed_by = null,
+       claim_expires_at = null, updated_at = $3
+  from unnest($1::uuid[], $2::text[]) as u (id, output)
+ where r.id = u.id and r.status = 'running' and r.claim_generation = 1
+"""
 _TRIGGER = "select id, workflow_definition_id from headgate.workflow_event_triggers"
 
 
-async def measure(stage: Stage, events: int) -> float:
-    """Events per second: event, delivery and run, in batches of 500, each in one transaction."""
+# Statements with their arguments, committed together.
+Transaction = list[tuple[str, tuple[Any, ...]]]
+Made = Callable[[int, int, uuid.UUID, uuid.UUID], list[Transaction]]
+
+
+def launched(first: int, count: int, trigger: uuid.UUID, definition: uuid.UUID) -> list[Transaction]:
+    """Events, deliveries and runs, in one transaction."""
+    events, run_ids, delivery_ids, event_ids = _events(first, count, trigger)
+    parameters = _json(workload.parameters(n) for n in range(first, first + count))
+    runs = (run_ids, definition, datetime.now(UTC), delivery_ids, event_ids, parameters)
+    return [[*events, (_RUNS, runs)]]
+
+
+def succeeded(first: int, count: int, trigger: uuid.UUID, definition: uuid.UUID) -> list[Transaction]:
+    """The same with the runs begun; then, in a second transaction, their steps, and the runs ended."""
+    events, run_ids, delivery_ids, event_ids = _events(first, count, trigger)
+    numbers, now = range(first, first + count), datetime.now(UTC)
+    parameters, outputs = _json(workload.parameters(n) for n in numbers), _json(numbers)
+    lease_ends_at = now + timedelta(seconds=15)
+    running = (run_ids, definition, now, delivery_ids, event_ids, parameters, trigger, lease_ends_at)
+    steps = ([uuid7() for _ in numbers], run_ids, outputs, now)
+    return [[*events, (_RUNNING, running)], [(_STEPS, steps), (_FINISH, (run_ids, outputs, now))]]
+
+
+async def measure(stage: Stage, events: int, made: Made = launched) -> Rate:
+    """Events per second, in batches of 500."""
     async with stage.database() as url:
         connection = await asyncpg.connect(url, server_settings={"jit": "off", "synchronous_commit": "on"})
         try:
             trigger, definition = await connection.fetchrow(_TRIGGER)
-            await _write(connection, _batch(0, BATCH, trigger, definition))
+            await _write(connection, made(0, BATCH, trigger, definition))
             # Made before the clock starts: the floor is what the driver and the database take.
             batches = [
-                _batch(first, min(BATCH, events + BATCH - first), trigger, definition)
+                made(first, min(BATCH, events + BATCH - first), trigger, definition)
                 for first in range(BATCH, BATCH + events, BATCH)
             ]
-            started_at = time.monotonic()
-            for batch in batches:
-                await _write(connection, batch)
-            return events / (time.monotonic() - started_at)
+            with neighbours.watched() as others:
+                started_at = time.monotonic()
+                for batch in batches:
+                    await _write(connection, batch)
+                ended_at = time.monotonic()
+            return Rate(round(events / (ended_at - started_at), 1), others.our_us(events), others.cores)
         finally:
             await connection.close()
 
 
-def _batch(first: int, count: int, trigger: uuid.UUID, definition: uuid.UUID) -> list[tuple[str, tuple[Any, ...]]]:
+def _events(
+    first: int, count: int, trigger: uuid.UUID
+) -> tuple[Transaction, list[uuid.UUID], list[uuid.UUID], list[uuid.UUID]]:
+    """Events and deliveries; the ids of the runs, the deliveries and the events."""
     numbers, now = range(first, first + count), datetime.now(UTC)
     event_ids, delivery_ids, run_ids = ([uuid7() for _ in numbers] for _ in range(3))
     external_ids = [workload.external_id(n) for n in numbers]
     types, sources = [workload.TYPE] * count, [workload.SOURCE] * count
-    payloads = [msgspec.json.encode(workload.payload(n)).decode() for n in numbers]
-    parameters = [msgspec.json.encode(workload.parameters(n)).decode() for n in numbers]
-    return [
+    payloads = _json(workload.payload(n) for n in numbers)
+    statements: Transaction = [
         (_EVENTS, (event_ids, external_ids, types, sources, now, payloads)),
         (_DELIVERIES, (delivery_ids, trigger, now, event_ids, run_ids)),
-        (_RUNS, (run_ids, definition, now, delivery_ids, event_ids, parameters)),
     ]
+    return statements, run_ids, delivery_ids, event_ids
 
 
-async def _write(connection: Any, batch: list[tuple[str, tuple[Any, ...]]]) -> None:
-    async with connection.transaction():
-        for statement, arguments in batch:
-            await connection.execute(statement, *arguments)
+def _json(values: Iterable[Any]) -> list[str]:
+    return [msgspec.json.encode(value).decode() for value in values]
+
+
+async def _write(connection: Any, batch: list[Transaction]) -> None:
+    for transaction in batch:
+        async with connection.transaction():
+            for statement, arguments in transaction:
+                await connection.execute(statement, *arguments)

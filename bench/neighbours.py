@@ -7,8 +7,11 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+# Other processes that used more of the machine than this made the turn a measurement of themselves.
+QUIET_CORES = 0.15
 
 
 class Neighbours:
@@ -19,6 +22,16 @@ class Neighbours:
         self.cores: float | None = None
         self.stolen: float | None = None
         self.our_seconds: float | None = None
+
+    def our_us(self, count: int) -> float | None:
+        """Our CPU for each of so many things, in microseconds."""
+        return None if self.our_seconds is None else round(self.our_seconds / count * 1_000_000, 1)
+
+
+def disturbed(figure: str, cores: Sequence[float | None]) -> list[tuple[str, str]]:
+    """A warning for the table when others used the machine in any of a figure's turns."""
+    most = max((used or 0 for used in cores), default=0)
+    return [("NOT COMPARABLE", f"{figure}: others used {most:.2f} cores")] if most > QUIET_CORES else []
 
 
 @contextlib.contextmanager

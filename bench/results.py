@@ -11,14 +11,16 @@ from statistics import median
 
 import msgspec
 
+from bench import neighbours, recovery, runs, start, steps
 from bench.gate import Accuracy, Drain, LimitCost
 from bench.latency import Latency
+from bench.recovery import Recovery
+from bench.runs import Runs
 from bench.single import Single
+from bench.start import Start
+from bench.steps import StepOverhead
 from bench.trigger_limits import Concurrency, ThrottleDrain
 from bench.triggers import Crowd, FanOut
-
-# Other processes that used more of the machine than this made the turn a measurement of themselves.
-QUIET_CORES = 0.15
 
 _LIBRARIES = ("headgate", "asyncpg", "httptools", "msgspec", "starlette", "uvicorn", "uvloop")
 
@@ -46,7 +48,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_quiet(self) -> bool:
-        return max(self.floor_neighbours or 0, self.pipeline_neighbours or 0) <= QUIET_CORES
+        return max(self.floor_neighbours or 0, self.pipeline_neighbours or 0) <= neighbours.QUIET_CORES
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +77,10 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     fanout: FanOut | None = None
     throttle_drain: ThrottleDrain | None = None
     concurrency: list[Concurrency] | None = None
+    runs: Runs | None = None
+    start: Start | None = None
+    step_overhead: StepOverhead | None = None
+    recovery: Recovery | None = None
 
 
 def machine(postgres: str) -> Machine:
@@ -125,7 +131,8 @@ def table(results: Results) -> str:
         lines.append(
             ("single POSTs, 64 connections", f"{rate:,.0f}/s, p50 {taken.p50_ms:.1f} ms, p99 {taken.p99_ms:.1f} ms")
         )
-    return "\n".join(f"{name:<36}{value}" for name, value in [*lines, *_gate_lines(results), *_trigger_lines(results)])
+    lines += [*_gate_lines(results), *_trigger_lines(results), *_run_lines(results)]
+    return "\n".join(f"{name:<36}{value}" for name, value in lines)
 
 
 def _gate_lines(results: Results) -> list[tuple[str, str]]:
@@ -171,16 +178,24 @@ def _trigger_lines(results: Results) -> list[tuple[str, str]]:
     return lines + _disturbed(results)
 
 
+def _run_lines(results: Results) -> list[tuple[str, str]]:
+    return [
+        *(runs.lines(results.runs) if results.runs else ()),
+        *(start.lines(results.start) if results.start else ()),
+        *(steps.lines(results.step_overhead) if results.step_overhead else ()),
+        *(recovery.lines(results.recovery) if results.recovery else ()),
+    ]
+
+
 def _disturbed(results: Results) -> list[tuple[str, str]]:
     """The trigger figures in which others used the machine."""
-    found = {
+    found: dict[str, list[float | None]] = {
         "triggers": [cores for case in results.triggers.cases for cores in case.neighbours] if results.triggers else [],
         "fanout": results.fanout.neighbours if results.fanout else [],
         "throttle_drain": [results.throttle_drain.neighbours] if results.throttle_drain else [],
         "concurrency": [c.neighbours for c in results.concurrency or ()],
     }
-    loud = {name: max(cores or 0 for cores in turns) for name, turns in found.items() if turns}
-    return [("NOT COMPARABLE", f"{name}: others used {c:.2f} cores") for name, c in loud.items() if c > QUIET_CORES]
+    return [line for name, cores in found.items() for line in neighbours.disturbed(name, cores)]
 
 
 def _processor() -> str:

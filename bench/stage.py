@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +23,7 @@ import asyncpg
 import msgspec
 
 from bench.app import hg
-from bench.client import Job, Report
+from bench.client import Enqueue, Job, Report
 from headgate.embedded import EmbeddedPostgres
 from headgate.store import migrate
 from headgate.store.db import Database
@@ -82,34 +82,53 @@ class Stage:
             yield await _wait_for_port(process, log)
 
     @contextlib.contextmanager
-    def worker(self, database_url: str, application: str, name: str = "worker") -> Iterator[None]:
-        """`headgate worker` with the named object of `bench/app.py`. It is ready when it has done something."""
-        with self._headgate(name, database_url, "worker", f"{APP}:{application}"):
-            yield
+    def worker(
+        self,
+        database_url: str,
+        application: str,
+        name: str = "worker",
+        environment: Mapping[str, str] | None = None,
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """`headgate worker` with the named object of `bench/app.py`. It is ready when it has done something.
+
+        `environment` is added to its own. It may be killed; to end otherwise is an error.
+        """
+        command = ("worker", f"{APP}:{application}")
+        with self._headgate(name, database_url, *command, environment=environment) as (process, _):
+            yield process
+
+    @contextlib.contextmanager
+    def program(
+        self, name: str, command: list[str], folder: Path, environment: Mapping[str, str]
+    ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+        """A program that runs meanwhile, and its log."""
+        path = self.folder / f"{name}.log"
+        with path.open("wb") as log:
+            process = _start(command, folder, environment, stderr=log)
+        try:
+            yield process, path
+            if process.poll() not in (None, -signal.SIGKILL):
+                raise RuntimeError(f"{name} ended with status {process.returncode}: {_tail(path)}")
+        finally:
+            _stop(process)
 
     async def _admin(self, statement: str) -> None:
         await execute(self._postgres.url(), statement=statement)
 
     @contextlib.contextmanager
     def _headgate(
-        self, name: str, database_url: str, *arguments: str
+        self, name: str, database_url: str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")} | self._child_environment
-        environment |= {
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")} | self._child_environment
+        own = {
             "HEADGATE_DATABASE_URL": database_url,
             "HEADGATE_PORT": "0",
             "HEADGATE_LOG_LEVEL": "warning",
         }
         program = Path(sys.executable).parent / "headgate"
-        path = self.folder / f"{name}.log"
-        with path.open("wb") as log:
-            process = _start([str(program), *arguments], self.folder, environment, stderr=log)
-        try:
-            yield process, path
-            if process.poll() is not None:
-                raise RuntimeError(f"headgate {name} ended with status {process.returncode}: {_tail(path)}")
-        finally:
-            _stop(process)
+        command = [str(program), *arguments]
+        with self.program(f"headgate {name}", command, self.folder, inherited | own | dict(environment or {})) as it:
+            yield it
 
 
 @contextlib.asynccontextmanager
@@ -126,6 +145,11 @@ async def opened(child_environment: Mapping[str, str] | None = None) -> AsyncIte
             postgres.stop()
 
 
+async def without_triggers(url: str) -> None:
+    """Disable the trigger that every database starts with, so that it does not take another application's events."""
+    await execute(url, statement="update headgate.workflow_event_triggers set status = 'disabled'")
+
+
 async def execute(url: str, *, statement: str, arguments: Sequence[object] = ()) -> None:
     """One statement on a database."""
     connection = await asyncpg.connect(url)
@@ -137,22 +161,35 @@ async def execute(url: str, *, statement: str, arguments: Sequence[object] = ())
 
 def publish(job: Job) -> Report:
     """Send the job's events from a process of their own; returns when all are answered."""
-    process = _start(
-        [sys.executable, "-m", "bench.client"], ROOT, os.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    with prepared(job) as go:
+        return go()
+
+
+@contextlib.contextmanager
+def prepared(
+    job: Job | Enqueue, command: Sequence[str] = (sys.executable, "-m", "bench.client")
+) -> Iterator[Callable[[], Report]]:
+    """A process that is connected and has everything ready to send; what is yielded makes it send, and returns when all
+    is answered."""
+    process = _start(list(command), ROOT, os.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(msgspec.json.encode(job) + b"\n")
-        process.stdin.flush()
-        if process.stdout.readline() != b"ready\n":
+        stdin, stdout = process.stdin, process.stdout
+        stdin.write(msgspec.json.encode(job) + b"\n")
+        stdin.flush()
+        if stdout.readline() != b"ready\n":
             raise RuntimeError("the client could not connect; its error is above")
-        process.stdin.write(b"go\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError("the client failed; its error is above")
-        return msgspec.json.decode(line, type=Report)
+
+        def go() -> Report:
+            stdin.write(b"go\n")
+            stdin.flush()
+            line = stdout.readline()
+            if not line:
+                raise RuntimeError("the client failed; its error is above")
+            return msgspec.json.decode(line, type=Report)
+
+        yield go
     finally:
         _stop(process)
 

@@ -15,13 +15,11 @@ import msgspec
 from bench import gate, neighbours
 from bench.app import MAX_CONCURRENCY, RUN_SECONDS
 from bench.client import Job
-from bench.stage import Stage, execute, publish
+from bench.stage import Stage, execute, publish, without_triggers
 
 WINDOW_MS = 1000
 
 _THROTTLE = "update headgate.workflow_event_triggers set throttle_count = $1, throttle_window_ms = $2"
-# The trigger of the application that is not measured here takes the same events.
-_DISABLE = "update headgate.workflow_event_triggers set status = 'disabled'"
 _SUCCEEDED = "select count(*) from headgate.workflow_runs where status = 'succeeded'"
 _RUNS = "select created_at, started_at, finished_at from headgate.workflow_runs"
 
@@ -112,7 +110,7 @@ def most_at_once(spans: Sequence[Span]) -> int:
 
 async def _spans(stage: Stage, runs: int, workers: int) -> list[Span]:
     async with stage.database() as url, stage.api(url) as port:
-        await execute(url, statement=_DISABLE)
+        await without_triggers(url)
         with contextlib.ExitStack() as stack:
             for number in range(workers):
                 stack.enter_context(stage.worker(url, "few", f"worker-{number}"))

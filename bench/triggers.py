@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 
 from bench import pipeline, workload
-from bench.pipeline import Rate
+from bench.rate import Rate
 from bench.stage import Stage, execute
 
 FAN_OUT = 100

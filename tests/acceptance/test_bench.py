@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.__main__ import EVENT_FIGURES, TRIGGER_FIGURES
+from bench import marks, neighbours
+from bench.__main__ import EVENT_FIGURES, RUN_FIGURES, TRIGGER_FIGURES
 from bench.trigger_limits import Span, most_at_once
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +80,44 @@ def test_quick_run_of_the_trigger_figures(tmp_path: Path) -> None:
     for one in found["concurrency"]:
         assert 0 < one["most_unfinished"] <= one["max_concurrency"]
         assert one["ratio"] > 0
+
+
+def test_quick_run_of_the_run_figures(tmp_path: Path) -> None:
+    found, table = quick(tmp_path / "results.json", RUN_FIGURES)
+
+    assert "publish until the run succeeded" in table
+    assert "kill -9 until a run goes on" in table
+    runs = found["runs"]
+    assert runs["runs"] == 500 and runs["pgqueuer_version"]
+    for side in ("headgate", "pgqueuer", "floor"):
+        assert runs[side]["turns"] == [runs[side]["per_second"]]
+        assert runs[side]["per_second"] > 0
+    assert runs["to_pgqueuer"][0] > 0 and runs["to_floor"][0] > 0
+    start = found["start"]
+    assert start["latency"]["count"] == start["answered"]["count"] == start["events"] == 50
+    assert 0 < start["latency"]["p50_ms"] <= start["latency"]["p99_ms"]
+    assert 0 < start["p50_commits"] <= start["p99_commits"]
+    assert start["parts"]["received_to_launched_ms"] > 0 and start["parts"]["launched_to_claimed_ms"] > 0
+    steps = found["step_overhead"]
+    assert steps["latency"]["count"] == (steps["runs"] - 1) * (steps["steps_per_run"] - 1)
+    assert 0 < steps["p50_commits"] <= steps["p99_commits"]
+    assert steps["runs_at_once"] == 5 and steps["steps_per_second"] > 0
+    recovery = found["recovery"]
+    assert (recovery["lease_ms"], recovery["rounds"], recovery["runs"]) == (1500, 3, 15)
+    assert 0 < recovery["min_seconds"] <= recovery["p50_seconds"] <= recovery["max_seconds"]
+
+
+def test_marks_are_read_as_they_were_left(tmp_path: Path) -> None:
+    path = tmp_path / "marks"
+    assert marks.read(path) == []
+
+    path.write_text("7 4711 1.5 2.25\n8 4712 3.0\n")
+    assert marks.read(path) == [marks.Mark(7, 4711, [1.5, 2.25]), marks.Mark(8, 4712, [3.0])]
+
+
+def test_a_figure_is_not_comparable_when_others_used_the_machine_in_any_turn() -> None:
+    assert neighbours.disturbed("runs", [0.1, None]) == neighbours.disturbed("runs", []) == []
+    assert neighbours.disturbed("runs", [0.1, 0.5]) == [("NOT COMPARABLE", "runs: others used 0.50 cores")]
 
 
 def test_a_run_that_ends_when_another_is_created_does_not_count_beside_it() -> None:
