@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from headgate import failpoints
 from headgate.app import Headgate
 from headgate.flow.dispatch import Dispatch, Outcome
 from headgate.flow.explain import explain
+from headgate.model.source import RateLimit
+from headgate.store import sources, trigger_gates
 from headgate.store.db import Connection, Database
 
 
@@ -178,3 +182,92 @@ async def test_many_processes_register_the_same_workflows_at_once(
     ids = await asyncio.gather(*(database.run(app.register) for _ in range(10)))
     assert len({tuple(found) for found in ids}) == 1
     assert await connection.fetchval("select count(*) from headgate.workflow_event_triggers") == 2
+
+
+class _Counted:
+    """A connection that writes down the statements it is given."""
+
+    def __init__(self, connection: Any, statements: list[str]) -> None:
+        self._connection = connection
+        self._statements = statements
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._connection, name)
+
+        def noted(query: str, *args: Any) -> Any:
+            self._statements.append(query)
+            return method(query, *args)
+
+        return noted
+
+
+async def _statements(database: Database, one: Dispatch) -> list[str]:
+    """The statements of the transaction of one batch."""
+    given: list[str] = []
+    transaction = database.transaction
+
+    @asynccontextmanager
+    async def counted(wait_seconds: float = 5) -> AsyncIterator[Any]:
+        async with transaction(wait_seconds) as connection:
+            yield _Counted(connection, given)
+
+    database.transaction = counted  # type: ignore[method-assign]
+    try:
+        await one.run_once()
+    finally:
+        database.transaction = transaction  # type: ignore[method-assign]
+    return given
+
+
+async def test_a_batch_that_nothing_holds_up_takes_two_statements(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    one = dispatcher(database)
+    await publish(connection, id=1, amount=200)
+    await one.run_once()  # it learns the triggers
+    await publish(connection, id=2, amount=200)
+    claim, launch = await _statements(database, one)
+    assert "event_inbox" in claim
+    assert "workflow_runs" in launch
+    assert await connection.fetchval("select sum(launched) from headgate.event_scheduler_trigger_metrics") == 4
+    assert await connection.fetchval("select total from headgate.event_scheduler_source_metrics") == 2
+
+
+async def _pause_source(connection: Connection, _: Headgate) -> None:
+    await sources.exclude(connection, "shop.api")
+    await sources.pause(connection, "shop.api", until=None, duration_ms=None, reason=None, actor="bob")
+
+
+async def _limit_all(connection: Connection, _: Headgate) -> None:
+    await sources.exclude(connection, "*")
+    await sources.set_limit(connection, "*", RateLimit(limit=1, interval_ms=3_600_000), "bob")
+
+
+async def _pause_triggers(connection: Connection, _: Headgate) -> None:
+    await trigger_gates.exclude(connection)
+    for row in await connection.fetch("select id from headgate.workflow_event_triggers"):
+        await trigger_gates.pause(connection, row["id"], until=None, duration_ms=None, reason=None, actor="bob")
+
+
+async def _disable_triggers(connection: Connection, _: Headgate) -> None:
+    await trigger_gates.exclude(connection)
+    await connection.execute("update headgate.workflow_event_triggers set status = 'disabled'")
+
+
+@pytest.mark.parametrize("change", [_pause_source, _limit_all, _pause_triggers, _disable_triggers])
+async def test_a_batch_that_waited_for_a_change_goes_by_it(
+    database: Database, connection: Connection, app: Headgate, change: Callable[[Connection, Headgate], Awaitable[None]]
+) -> None:
+    """The statement that waits for the locks sees the tables as they were before; nothing may be decided by that."""
+    one = dispatcher(database)
+    await publish(connection, id=1, amount=200)
+    assert (await one.run_once()).launched == 2
+    await publish(connection, id=2, amount=200)
+    await publish(connection, id=3, amount=200)
+    async with database.transaction() as changing:
+        await change(changing, app)
+        deciding = asyncio.ensure_future(one.run_once())
+        await asyncio.wait([deciding], timeout=0.2)
+        assert not deciding.done()
+    assert (await deciding).launched == (2 if change is _limit_all else 0)
+    assert await connection.fetchval("select count(*) from headgate.event_inbox") == 0

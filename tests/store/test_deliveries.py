@@ -156,7 +156,7 @@ async def counts(connection: Connection) -> tuple[int, int]:
 async def test_launch_records_the_delivery_and_creates_a_run_that_is_due(connection: Connection) -> None:
     await set_clock(connection)
     [one] = await decided(connection)
-    assert await deliveries.launch(connection, [one], NOW) == [one.run_id]
+    assert await deliveries.launch(connection, [one], NOW) == {one.run_id: None}
 
     [shown] = await deliveries.list_of_event(connection, one.event_id)
     assert (shown.trigger_name, shown.workflow) == ("t0", "fulfil")
@@ -185,7 +185,7 @@ async def test_launch_records_the_delivery_and_creates_a_run_that_is_due(connect
 
 async def test_failed_decision_creates_no_run(connection: Connection) -> None:
     [one] = await decided(connection, status="failed", last_error="no such field", run_id=None)
-    assert await deliveries.launch(connection, [one], NOW) == []
+    assert await deliveries.launch(connection, [one], NOW) == {}
     [shown] = await deliveries.list_of_event(connection, one.event_id)
     assert (shown.delivery.status, shown.delivery.last_error) == ("failed", "no such field")
     assert (shown.delivery.workflow_run_id, shown.delivery.launched_at) == (None, None)
@@ -196,7 +196,7 @@ async def test_launch_again_launches_nothing(connection: Connection) -> None:
     first, second = await decided(connection, 2)
     await deliveries.launch(connection, [first], NOW)
     again = first._replace(id=uuid7(), run_id=uuid7())
-    assert await deliveries.launch(connection, [again, second], NOW) == [second.run_id]
+    assert await deliveries.launch(connection, [again, second], NOW) == {second.run_id: None}
     assert await counts(connection) == (2, 2)
 
 
@@ -211,7 +211,7 @@ async def test_workers_that_launch_the_same_events_launch_each_once(database: Da
     async with database.transaction() as connection:
         all_decided = await decided(connection, 20)
 
-    async def launch() -> list[uuid.UUID]:
+    async def launch() -> deliveries.Created:
         mine = [one._replace(id=uuid7(), run_id=uuid7()) for one in all_decided]
         return await database.run(lambda connection: deliveries.launch(connection, mine, NOW))
 
@@ -228,14 +228,14 @@ async def test_rolled_back_launch_leaves_nothing(database: Database) -> None:
 
     async def crash() -> None:
         async with database.transaction() as connection:
-            assert await deliveries.launch(connection, [one], NOW) == [one.run_id]
+            assert await deliveries.launch(connection, [one], NOW) == {one.run_id: None}
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         await crash()
     async with database.connection() as connection:
         assert await counts(connection) == (0, 0)
-        assert await deliveries.launch(connection, [one], NOW) == [one.run_id]
+        assert await deliveries.launch(connection, [one], NOW) == {one.run_id: None}
 
 
 async def test_database_refuses_a_second_delivery_of_an_event_to_a_trigger(connection: Connection) -> None:

@@ -104,7 +104,8 @@ class Api:
         self._settings = settings
         self._database = Database(url, "api", size=6)
         self._ingest_database = Database(url, "ingest", size=3, lock_timeout_ms=LOCK_TIMEOUT_MS)
-        self._queue = open_queue(settings, self._database)
+        # On the connection that has just stored the events: another one's server process may have to be woken first.
+        self._queue = open_queue(settings, self._ingest_database)
         ingest = Ingest(
             self._ingest_database,
             max_waiting=settings.ingest_max_waiting,

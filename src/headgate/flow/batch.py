@@ -13,20 +13,22 @@ from headgate.clock import uuid7
 from headgate.flow import deliver, gate
 from headgate.flow.board import close_board, open_board
 from headgate.flow.board import count as count_triggers
-from headgate.flow.deliver import Candidate
+from headgate.flow.deliver import Board, Candidate
 from headgate.flow.gate import OpenGates
 from headgate.flow.match import Filtered, Match, Matcher, match
 from headgate.flow.tell import held_line, tell, tell_moves, trigger_name
 from headgate.model.event import Event
 from headgate.model.retry import TRIGGER_RETRY, RetryPolicy
+from headgate.model.run import ClaimedRun
 from headgate.model.source import TRIGGER_BREAKER, BreakerPolicy
+from headgate.model.trigger import TriggerIndex
 from headgate.model.trigger_gate import TriggerMove
-from headgate.store import decisions, deliveries, trigger_gates
-from headgate.store import sources as source_store
+from headgate.store import decisions, deliveries
 from headgate.store.db import Connection
 from headgate.store.decisions import Recorded
-from headgate.store.deliveries import Decided
+from headgate.store.deliveries import NOBODY, Claim, Created, Decided
 from headgate.store.sources import SourceMetrics
+from headgate.store.totals import Totals, TriggerCounts
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
@@ -48,13 +50,33 @@ class Delivered(NamedTuple):
     filtered: Sequence[Filtered] = ()
     names: Mapping[uuid.UUID, str] = {}
     moves: Sequence[TriggerMove] = ()
+    claimed: Sequence[tuple[ClaimedRun, Event]] = ()
 
 
 NOTHING = Delivered()
 
 
+class Matched(NamedTuple):
+    """What events fire by the triggers of a version of the registry."""
+
+    triggers: TriggerIndex
+    version: int
+    events: Sequence[Event]
+    candidates: Sequence[Candidate]
+    filtered: Sequence[Filtered]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the state of a source or a trigger could keep them from being launched."""
+        return not any(
+            c.error is not None or c.keys.dedupe_key is not None or c.trigger.trigger.is_limited
+            for c in self.candidates
+        )
+
+
 class Batch:
-    """Delivers admitted events inside the caller's transaction. `after_hold` hears, after the commit, who waits."""
+    """Delivers admitted events inside the caller's transaction. `claim` says which runs this worker takes as they are
+    created. After the commit `after_hold` hears who waits, `after_claim` gets the runs."""
 
     def __init__(
         self,
@@ -64,32 +86,64 @@ class Batch:
         trigger_breaker: BreakerPolicy = TRIGGER_BREAKER,
         trigger_retry: RetryPolicy = TRIGGER_RETRY,
         after_hold: Callable[[Sequence[Decided]], None] = lambda _: None,
+        claim: Callable[[], Claim] = lambda: NOBODY,
+        after_claim: Callable[[Sequence[tuple[ClaimedRun, Event]]], None] = lambda _: None,
     ) -> None:
         self._matcher = matcher or Matcher()
         self._breaker = breaker
         self._trigger_breaker = trigger_breaker
         self._trigger_retry = trigger_retry
         self._after_hold = after_hold
+        self._claim = claim
+        self._after_claim = after_claim
 
-    async def deliver(self, connection: Connection, gates: OpenGates, events: Sequence[Event]) -> Delivered:
-        """Match, decide and launch; the breakers hear how it went."""
+    def match(self, events: Sequence[Event]) -> Matched:
+        """What the events fire by the triggers as this process knows them."""
+        return _matched(*self._matcher.known, events)
+
+    async def launch(self, connection: Connection, now: datetime, matched: Matched) -> Delivered | None:
+        """Launch and count all that is fired, in one statement; None, and nothing is written, when it finds that the
+        triggers have changed or that any of them, or of the sources, has a state. `matched` is plain."""
+        candidates, filtered = matched.candidates, matched.filtered
+        decided = deliver.decide(Board(now=now, policy=self._trigger_retry), candidates, are_newcomers=True)
+        events = matched.events
+        seen = measure(now, newcomers=events, passed=events, throttled=Counter(), dropped=Counter())
+        totals = Totals(_count_triggers(decided, filtered), seen)
+        launched = await deliveries.launch_calm(connection, decided, now, self._claim(), totals, matched.version)
+        if launched is None:
+            return None
+        await decisions.insert(connection, _why_not(filtered, now))
+        claimed = _claimed(candidates, decided, launched, now)
+        return Delivered(len(launched), decided=decided, filtered=filtered, names=_names(candidates), claimed=claimed)
+
+    async def deliver(
+        self, connection: Connection, gates: OpenGates, events: Sequence[Event], matched: Matched | None = None
+    ) -> Delivered:
+        """Match (or go by what is matched already), decide and launch; the breakers hear how it went."""
         if not events:
             return Delivered()
         index = await self._matcher.at(connection, gates.registry_version)
-        fired, filtered = match(index, events)
+        if matched is None or matched.triggers is not index or len(matched.events) != len(events):
+            matched = _matched(index, gates.registry_version, events)
         failpoints.hit("dispatch.after_match")
-        candidates = [_candidate(one) for one in fired]
+        candidates, filtered = matched.candidates, matched.filtered
         board = await open_board(connection, candidates, policy=self._trigger_retry, now=gates.now)
         decided = deliver.decide(board, candidates, are_newcomers=True)
         held = [d for d in decided if d.retry_state == "scheduled"]
-        launched = await deliveries.launch(connection, [d for d in decided if d.retry_state != "scheduled"], board.now)
+        settled = [d for d in decided if d.retry_state != "scheduled"]
+        launched = await deliveries.launch(connection, settled, board.now, self._claim())
         await deliveries.hold(connection, held, board.now)
         await decisions.insert(connection, [*_why_not(filtered, board.now), *(held_line(d, board.now) for d in held)])
         moves = await close_board(connection, board, candidates, decided, breaker=self._trigger_breaker)
         failures = await self._tell_sources(connection, gates, events, decided)
         failed = sum(d.status == "failed" for d in decided)
-        names = {c.trigger_id: trigger_name(c.trigger) for c in candidates}
-        return Delivered(len(launched), failed, failures, decided, filtered, names, moves)
+        claimed = _claimed(candidates, decided, launched, board.now)
+        return Delivered(len(launched), failed, failures, decided, filtered, _names(candidates), moves, claimed)
+
+    def begin(self, delivered: Delivered) -> None:
+        """Begin, after the commit, the runs that were claimed as they were created."""
+        if delivered.claimed:
+            self._after_claim(delivered.claimed)
 
     def committed(self, delivered: Delivered) -> None:
         """Count and log, after the commit, what was decided."""
@@ -137,7 +191,7 @@ class Batch:
 
 
 def measure(
-    gates: OpenGates,
+    now: datetime,
     *,
     newcomers: Sequence[Event],
     passed: Sequence[Event],
@@ -149,7 +203,7 @@ def measure(
     total = Counter(event.source for event in newcomers)
     lags: dict[str, list[int]] = {}
     for event in passed:
-        lags.setdefault(event.source, []).append(max(0, round((gates.now - event.received_at) / _MS)))
+        lags.setdefault(event.source, []).append(max(0, round((now - event.received_at) / _MS)))
     return [
         SourceMetrics(
             source=source,
@@ -161,22 +215,44 @@ def measure(
             total_lag_ms=sum(lags.get(source, [])),
             last_lag_ms=lags[source][-1] if source in lags else 0,
             max_lag_ms=max(lags.get(source, [0])),
-            last_event_at=gates.now,
+            last_event_at=now,
         )
         for source in sorted({*total, *lags, *throttled, *dropped})
     ]
 
 
-def lags(gates: OpenGates, passed: Sequence[Event]) -> list[tuple[str, float]]:
+def lags(now: datetime, passed: Sequence[Event]) -> list[tuple[str, float]]:
     """The source of each event that passed, and the seconds since its receipt."""
-    return [(event.source, max(0.0, (gates.now - event.received_at).total_seconds())) for event in passed]
+    return [(event.source, max(0.0, (now - event.received_at).total_seconds())) for event in passed]
 
 
 async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered: Delivered = NOTHING) -> None:
     """Add to the totals of sources and triggers; last in a transaction, since the rows are shared."""
-    unfired = (one.trigger.trigger.id for one in delivered.filtered)
-    await trigger_gates.count(connection, count_triggers(delivered.decided, unfired, are_newcomers=True))
-    await source_store.count(connection, seen)
+    await deliveries.count(connection, Totals(_count_triggers(delivered.decided, delivered.filtered), seen))
+
+
+def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) -> list[TriggerCounts]:
+    return count_triggers(decided, (one.trigger.trigger.id for one in filtered), are_newcomers=True)
+
+
+def _matched(index: TriggerIndex, version: int, events: Sequence[Event]) -> Matched:
+    fired, filtered = match(index, events)
+    return Matched(index, version, events, [_candidate(one) for one in fired], filtered)
+
+
+def _names(candidates: Sequence[Candidate]) -> dict[uuid.UUID, str]:
+    triggers = {c.trigger.trigger.id: c.trigger for c in candidates}
+    return {trigger_id: trigger_name(trigger) for trigger_id, trigger in triggers.items()}
+
+
+def _claimed(
+    candidates: Sequence[Candidate], decided: Sequence[Decided], launched: Created, now: datetime
+) -> list[tuple[ClaimedRun, Event]]:
+    return [
+        (deliver.claimed_run(d, c.trigger, parameters, now), c.event)
+        for c, d in zip(candidates, decided, strict=True)
+        if d.run_id is not None and (parameters := launched.get(d.run_id)) is not None
+    ]
 
 
 def _candidate(one: Match) -> Candidate:

@@ -17,7 +17,8 @@ from headgate.store import idempotency, sources, trigger_gates
 from headgate.store.db import Connection
 from headgate.store.deliveries import Decided
 from headgate.store.idempotency import Kept
-from headgate.store.trigger_gates import LockedTrigger, Slots, TriggerCounts
+from headgate.store.totals import TriggerCounts
+from headgate.store.trigger_gates import LockedTrigger, Slots
 
 
 async def open_board(

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from headgate import failpoints
 from headgate.errors import Unavailable
@@ -35,6 +33,7 @@ from headgate.model.trigger_gate import TriggerMove
 from headgate.store import decisions, deliveries, events, sources, trigger_gates
 from headgate.store.db import Connection, Database
 from headgate.store.deliveries import NOBODY, Claim, Decided, Due, Taken
+from headgate.store.totals import Totals
 from headgate.store.trigger_gates import LockedTrigger, NextInLine, Slots
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
@@ -204,12 +203,16 @@ class DeliveryRetry:
         await deliveries.bury(connection, lost)
         await decisions.insert(connection, [held_line(d, board.now) for d in decided])
         moves = await boards.close_board(connection, board, candidates, decided, breaker=self._breaker)
-        await trigger_gates.count(connection, boards.count(decided, are_newcomers=False))
+        await deliveries.count(connection, Totals(boards.count(decided, are_newcomers=False)))
         failpoints.hit("delivery_retry.before_commit")
         return Turn(
             due=len(taken),
             launched=len(launched),
-            claimed=[(_claimed(d, look), found[d.event_id]) for d in decided if d.run_id and launched.get(d.run_id)],
+            claimed=[
+                (_claimed(d, parameters, look), found[d.event_id])
+                for d in decided
+                if d.run_id and (parameters := launched.get(d.run_id)) is not None
+            ],
             woken=woken,
             decided=decided,
             names={c.trigger_id: trigger_name(c.trigger) for c in candidates},
@@ -311,23 +314,10 @@ def _judge(look: _Look, row: Taken, event: Event) -> Candidate | Decided:
     return deliver.render(bare, envelope)
 
 
-def _claimed(one: Decided, look: _Look) -> ClaimedRun:
+def _claimed(one: Decided, parameters: dict[str, Any], look: _Look) -> ClaimedRun:
     compiled = look.index.get(one.trigger_id)
-    assert compiled is not None and one.run_id is not None, "it was launched by this trigger"
-    return ClaimedRun(
-        id=one.run_id,
-        workflow=compiled.trigger.workflow,
-        event_id=one.event_id,
-        correlation_id=one.correlation_id,
-        parameters=msgspec.json.decode(one.parameters),
-        attempts=1,
-        claim_generation=1,
-        now=look.now,
-        started_at=look.now,
-        trigger_id=one.trigger_id,
-        concurrency_key=one.concurrency_key,
-        is_probe=one.is_probe,
-    )
+    assert compiled is not None, "it was launched by this trigger"
+    return deliver.claimed_run(one, compiled, parameters, look.now)
 
 
 def _plan_version(look: _Look, row: Taken) -> int:

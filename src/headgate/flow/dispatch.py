@@ -5,19 +5,21 @@ A crash anywhere before the commit leaves everything as it was; after it, everyt
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import partial
 from typing import NamedTuple
 
 from headgate import failpoints
 from headgate.errors import Unavailable
 from headgate.flow import batch, gate
-from headgate.flow.batch import Batch, Delivered
+from headgate.flow.batch import Batch, Delivered, Matched
 from headgate.model.event import Event
 from headgate.model.ingress_retry import IngressRetry
 from headgate.model.source import SOURCE_BREAKER, BreakerPolicy
-from headgate.store import decisions, events, ingress_retries
+from headgate.store import decisions, events, ingress_retries, sources
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
 from headgate.telemetry import metrics
@@ -68,6 +70,8 @@ class Dispatch:
         self._after_hold = after_hold
         self._batch = batch or Batch(breaker)
         self._fan_out = 1.0
+        self._is_calm = True
+        self._has_more = False
 
     async def run_once(self) -> Outcome:
         """Decide one batch; an outcome of 0 events means that nothing was waiting."""
@@ -78,14 +82,22 @@ class Dispatch:
         except Exception as exc:
             _log.warning("dispatch.batch_failed", error=exc, reason="taking it apart to find the event at fault")
             return await self._one_by_one()
-        self._committed(decided)
+        await self._committed(decided)
         return decided.outcome
 
-    def _committed(self, decided: Decided) -> None:
+    @property
+    def has_more(self) -> bool:
+        """Whether the last batch was full. If not, whatever came since is announced, or found by the next look."""
+        return self._has_more
+
+    async def _committed(self, decided: Decided) -> None:
         failpoints.hit("dispatch.after_commit")
+        if decided.delivered.claimed:
+            self._batch.begin(decided.delivered)
+            await asyncio.sleep(0)  # the runs begin before anything is told about them
         if decided.outcome.events:
             self._fan_out = max(1.0, len(decided.delivered.decided) / decided.outcome.events)
-        if decided.outcome.launched:
+        if decided.outcome.launched > len(decided.delivered.claimed):
             self._after_launch()
         self._batch.committed(decided.delivered)
         metrics.allowed(decided.lags)
@@ -105,22 +117,44 @@ class Dispatch:
 
     async def _oldest(self, connection: Connection) -> Decided:
         limit = max(1, min(self._batch_size, int(MAX_DELIVERIES / self._fan_out)))
-        return await self._decide(connection, await events.claim_inbox(connection, limit))
-
-    async def _decide(self, connection: Connection, newcomers: Sequence[Event]) -> Decided:
-        if not newcomers:
+        newcomers, now = await events.claim_inbox(connection, limit)
+        self._has_more = len(newcomers) == limit
+        if now is None:
             return Decided()
         failpoints.hit("dispatch.after_claim")
-        gates = await gate.open_gates(connection, (event.source for event in newcomers))
+        # Where no source had any state last time, none is expected; the statement that launches makes sure.
+        matched = self._batch.match(newcomers) if self._is_calm else None
+        if matched is not None and matched.is_plain and not any(gate.is_expired(event, now) for event in newcomers):
+            decided = await self._launch(connection, now, matched)
+            if decided is not None:
+                return decided
+        return await self._decide(connection, newcomers, matched)
+
+    async def _launch(self, connection: Connection, now: datetime, matched: Matched) -> Decided | None:
+        """The short way, when nothing limits or holds the batch; None: it must be decided."""
+        failpoints.hit("dispatch.after_gate")
+        failpoints.hit("dispatch.after_match")
+        delivered = await self._batch.launch(connection, now, matched)
+        if delivered is None:
+            return None
+        failpoints.hit("dispatch.before_commit")
+        outcome = Outcome(events=len(matched.events), launched=delivered.launched)
+        return Decided(outcome, (), batch.lags(now, matched.events), delivered)
+
+    async def _decide(
+        self, connection: Connection, newcomers: Sequence[Event], matched: Matched | None = None
+    ) -> Decided:
+        gates = await gate.open_shared(connection, (event.source for event in newcomers))
+        self._is_calm = not gates.sources
         verdict = gate.decide(gates, newcomers)
         failpoints.hit("dispatch.after_gate")
-        delivered = await self._batch.deliver(connection, gates, verdict.admitted)
+        delivered = await self._batch.deliver(connection, gates, verdict.admitted, matched)
         waiting = [*verdict.held, *verdict.expired]
         await ingress_retries.hold(connection, waiting)
         await decisions.insert(connection, [_recorded(retry) for retry in waiting])
         await gate.close_gates(connection, gates)
         seen = batch.measure(
-            gates,
+            gates.now,
             newcomers=newcomers,
             passed=verdict.admitted,
             throttled=Counter(retry.source for retry in verdict.held),
@@ -136,17 +170,18 @@ class Dispatch:
             held=len(verdict.held),
             expired=len(verdict.expired),
         )
-        return Decided(outcome, verdict.held, batch.lags(gates, verdict.admitted), delivered)
+        return Decided(outcome, verdict.held, batch.lags(gates.now, verdict.admitted), delivered)
 
     async def _one_by_one(self) -> Outcome:
         """The oldest events, each in a transaction of its own; one that still fails goes to the dead letters."""
         async with self._database.connection() as connection:
             sequences = await events.list_inbox(connection, self._batch_size)
+        self._has_more = True
         total = Outcome()
         for sequence in sequences:
             try:
                 decided = await self._database.run(partial(self._single, sequence=sequence))
-                self._committed(decided)
+                await self._committed(decided)
                 one = decided.outcome
             except Unavailable:
                 raise
@@ -156,7 +191,11 @@ class Dispatch:
         return total
 
     async def _single(self, connection: Connection, sequence: int) -> Decided:
-        return await self._decide(connection, await events.claim_inbox_one(connection, sequence))
+        claimed = await events.claim_inbox_one(connection, sequence)
+        if not claimed:
+            return Decided()
+        await sources.share(connection, [event.source for event in claimed])
+        return await self._decide(connection, claimed)
 
     async def _quarantine(self, sequence: int, exc: Exception) -> Outcome:
         reason = f"{type(exc).__name__}: {exc}"[:1000]

@@ -62,9 +62,17 @@ async def open_gates(connection: Connection, names: Iterable[str]) -> OpenGates:
     """Lock the sources for this transaction."""
     wanted = sorted(set(names))
     await store.share(connection, wanted)
-    locked = await store.lock(connection, wanted)
-    now, registry_version = await store.moment(connection)
-    return OpenGates(now, locked, {}, registry_version)
+    return await _lock(connection, wanted)
+
+
+async def open_shared(connection: Connection, names: Iterable[str]) -> OpenGates:
+    """The same for a transaction that has said already that it may launch for the sources; nothing is locked where none
+    of them has a state."""
+    wanted = sorted(set(names))
+    seen = await store.look(connection, wanted)
+    if seen.has_states:
+        return await _lock(connection, wanted)
+    return OpenGates(seen.now, {}, {}, seen.registry_version)
 
 
 async def close_gates(connection: Connection, gates: OpenGates) -> None:
@@ -131,6 +139,12 @@ async def begin_plan(connection: Connection, gates: OpenGates, source: str, *, i
     locked = gates.sources.get(source)
     if locked is not None:
         locked.gate.forget_plan()
+
+
+async def _lock(connection: Connection, names: Sequence[str]) -> OpenGates:
+    locked = await store.lock(connection, names)
+    now, registry_version = await store.moment(connection)
+    return OpenGates(now, locked, {}, registry_version)
 
 
 def _decide(locked: LockedSource, now: datetime, group: list[Event]) -> tuple[list[Event], list[IngressRetry]]:

@@ -15,7 +15,7 @@ from headgate.clock import monotonic
 from headgate.errors import Conflict, FieldError, InvalidInput, Unavailable
 from headgate.model.event import NewEvent
 from headgate.store import events as store
-from headgate.store.db import Database, TransientConflict, is_data_error
+from headgate.store.db import Connection, Database, TransientConflict, is_data_error
 from headgate.store.group_commit import GroupCommit
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
@@ -40,7 +40,8 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class _Refused(Exception):
-    """Some requests of a group repeat an id with another body; the transaction is rolled back without them."""
+    """Some requests of a group repeat an id with another body; the others are written again without them, which finds
+    those that are stored already."""
 
     def __init__(self, conflicts: dict[int, Conflict]) -> None:
         self.conflicts = conflicts
@@ -99,14 +100,14 @@ class Ingest:
         return [result if result is not None else [] for result in results]
 
     async def _store(self, requests: list[Request]) -> list[list[Accepted]]:
-        """The requests in one transaction, tried again while the database is only just away.
+        """The requests in one commit, tried again while the database is only just away.
 
         Trying again is safe even when a commit's answer was lost: the ids are ours and made before.
         """
         deadline = monotonic() + (0 if self._down else PATIENCE_SECONDS)
         while True:
             try:
-                answers = await self._transaction(requests)
+                answers = await self._write_once(requests)
             except TransientConflict:
                 raise
             except Unavailable as exc:
@@ -122,22 +123,44 @@ class Ingest:
                 _log.info("ingest.database_back")
             return answers
 
-    async def _transaction(self, requests: list[Request]) -> list[list[Accepted]]:
+    async def _write_once(self, requests: list[Request]) -> list[list[Accepted]]:
         events = [event for request in requests for event in request]
-        resolved: dict[uuid.UUID, store.Resolved] = {}
-        async with self._database.transaction(wait_seconds=1) as connection:
-            new = await store.insert(connection, events)
+        if len(requests) == len(events):
+            # Each event is a request of its own, so none has to be taken back because of another: the one statement
+            # is the transaction. What is found about repeated ids afterwards changes only their answers.
+            async with self._database.connection(wait_seconds=1) as connection:
+                failpoints.hit("ingest.before_commit")
+                new = await store.insert(connection, events)
+            self._committed(events, new)
+            resolved = {}
             if len(new) < len(events):
-                repeated = [event for event in events if event.id not in new]
-                resolved = await store.resolve(connection, repeated)
-                conflicts = _conflicts(requests, new, resolved)
-                if conflicts:
-                    raise _Refused(conflicts)
-            failpoints.hit("ingest.before_commit")
+                async with self._database.connection(wait_seconds=1) as connection:
+                    resolved = await _resolve(connection, requests, events, new)
+        else:
+            async with self._database.transaction(wait_seconds=1) as connection:
+                new = await store.insert(connection, events)
+                resolved = await _resolve(connection, requests, events, new)
+                failpoints.hit("ingest.before_commit")
+            self._committed(events, new)
+        return [[_answer(event, new, resolved) for event in request] for request in requests]
+
+    def _committed(self, events: Sequence[NewEvent], new: set[uuid.UUID]) -> None:
         if new:
             self._after_commit()
             metrics.received(Counter(event.source for event in events if event.id in new))
-        return [[_answer(event, new, resolved) for event in request] for request in requests]
+
+
+async def _resolve(
+    connection: Connection, requests: list[Request], events: Sequence[NewEvent], new: set[uuid.UUID]
+) -> dict[uuid.UUID, store.Resolved]:
+    """What the events that are not new repeat; _Refused when some repeat an id with another body."""
+    if len(new) == len(events):
+        return {}
+    resolved = await store.resolve(connection, [event for event in events if event.id not in new])
+    conflicts = _conflicts(requests, new, resolved)
+    if conflicts:
+        raise _Refused(conflicts)
+    return resolved
 
 
 def _conflicts(

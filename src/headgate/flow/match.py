@@ -41,6 +41,11 @@ class Matcher:
         self._index = TriggerIndex([])
         self._compiled: dict[uuid.UUID, tuple[int, list[str], CompiledTrigger | None]] = {}
 
+    @property
+    def known(self) -> tuple[TriggerIndex, int]:
+        """The active triggers as they were when someone last asked, and the registry's version then."""
+        return self._index, self._version
+
     async def at(self, connection: Connection, registry_version: int) -> TriggerIndex:
         """The active triggers as of that version, which is current while the caller's transaction lasts."""
         if registry_version != self._version:
@@ -63,7 +68,7 @@ def match(index: TriggerIndex, events: Sequence[Event]) -> tuple[list[Match], li
     fired: list[Match] = []
     filtered: list[Filtered] = []
     for event in events:
-        candidates = list(index.candidates(event.type, event.source))
+        candidates = index.candidates(event.type, event.source)
         if not candidates:
             continue
         envelope = event.envelope()

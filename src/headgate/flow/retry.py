@@ -90,8 +90,9 @@ class Retry:
         metrics.EVENT_RETRIES.labels("exhausted").inc(turn.expired)
         metrics.allowed(turn.lags)
         for delivered in turn.batches:
+            self._batch.begin(delivered)
             self._batch.committed(delivered)
-        if turn.launched:
+        if turn.launched > sum(len(delivered.claimed) for delivered in turn.batches):
             self._after_launch()
         if turn.replanned:
             self._after_plan()
@@ -163,7 +164,7 @@ class Retry:
         passed, delivered, expired = await self._let_through(connection, gates, due)
         await gate.close_gates(connection, gates)
         failpoints.hit("retry.before_commit")
-        lags = batch.lags(gates, passed)
+        lags = batch.lags(gates.now, passed)
         launched = delivered.launched
         return Turn(len(due), len(passed), launched, expired, tuple(replanned), look_at, gates.now, lags, (delivered,))
 
@@ -182,7 +183,7 @@ class Retry:
         await ingress_retries.settle(connection, [_settled(row, row.event_id in expired, gates) for row in due])
         await decisions.insert(connection, [_recorded(row, row.event_id in expired, gates.now) for row in due])
         seen = batch.measure(
-            gates,
+            gates.now,
             newcomers=[],
             passed=passing,
             throttled=Counter(),

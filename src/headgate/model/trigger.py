@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
@@ -95,6 +94,9 @@ class Keys(NamedTuple):
     concurrency_key: str
 
 
+NO_KEYS = Keys(None, "")
+
+
 class CompiledTrigger:
     """A trigger ready to judge events. Raises InvalidInput, naming each field, when it cannot be compiled."""
 
@@ -157,6 +159,8 @@ class CompiledTrigger:
     def keys(self, envelope: dict[str, Any]) -> Keys:
         """The rendered keys. TemplateError says which one cannot be had from the event."""
         dedupe, concurrency = self._idempotency_key, self._concurrency_key
+        if dedupe is None and concurrency is None:
+            return NO_KEYS
         return Keys(
             _key(dedupe(envelope), "idempotency_key") if dedupe else None,
             _key(concurrency(envelope), "concurrency_key") if concurrency else "",
@@ -201,9 +205,9 @@ class TriggerIndex:
         """One trigger, if it is active."""
         return self._by_id.get(trigger_id)
 
-    def candidates(self, event_type: str, source: str) -> Iterator[CompiledTrigger]:
+    def candidates(self, event_type: str, source: str) -> list[CompiledTrigger]:
         """The triggers whose type and source take the event, in a stable order."""
-        return (compiled for compiled in self._taking(event_type) if compiled.takes_source(source))
+        return [compiled for compiled in self._taking(event_type) if compiled.takes_source(source)]
 
     def _taking(self, event_type: str) -> list[CompiledTrigger]:
         found = self._of_type.get(event_type)

@@ -133,13 +133,17 @@ class Database:
     async def _acquired(self, wait_seconds: float) -> AsyncIterator[Any]:
         if self._pool is None:
             await self.open()
-        async with self._pool.acquire(timeout=wait_seconds) as connection:
-            try:
-                yield connection
-            except asyncpg.InternalClientError:
-                # A dying server left it in the middle of something: it must not go back to the pool.
-                connection.terminate()
-                raise
+        pool = self._pool  # which `close` takes away while connections are still out
+        async with asyncio.timeout(wait_seconds):  # the pool's own time limit costs a task each time
+            connection = await pool.acquire()
+        try:
+            yield connection
+        except asyncpg.InternalClientError:
+            # A dying server left it in the middle of something: it must not go back to the pool.
+            connection.terminate()
+            raise
+        finally:
+            await pool.release(connection)
 
     async def run(self, work: Callable[[Connection], Awaitable[T]], attempts: int = 5) -> T:
         """`work` in a transaction, again from the start while other transactions are in its way."""
@@ -178,9 +182,10 @@ def _session_settings(role: str, lock_timeout_ms: int) -> dict[str, str]:
 
 
 async def _prepare_connection(connection: Any) -> None:
-    await connection.set_type_codec(
-        "jsonb", schema="pg_catalog", encoder=_encode_json, decoder=msgspec.json.decode, format="text"
-    )
+    for kind in ("jsonb", "json"):
+        await connection.set_type_codec(
+            kind, schema="pg_catalog", encoder=_encode_json, decoder=msgspec.json.decode, format="text"
+        )
 
 
 async def _keep_session(_: Any) -> None:

@@ -14,7 +14,9 @@ from headgate.model.delivery import Delivery, DeliveryStatus
 from headgate.model.retry import RetryChange, RetryState
 from headgate.store.db import Connection, Row
 from headgate.store.retry_rows import change_columns, json_texts
+from headgate.store.sources import DEFAULT
 from headgate.store.sql import load
+from headgate.store.totals import NOTHING, Totals
 
 _sql = load("deliveries")
 
@@ -110,11 +112,70 @@ class EventDelivery(NamedTuple):
     workflow: str
 
 
-async def launch(connection: Connection, decided: Sequence[Decided], now: datetime) -> list[uuid.UUID]:
-    """Record the deliveries and create the runs of those that launch, stamped with `now`. The runs created."""
-    if not decided:
-        return []
-    return [row[0] for row in await connection.fetch(_sql["launch"], *_columns(decided, _LAUNCH), now)]
+class Claim(NamedTuple):
+    """A worker that claims the runs of these definitions in the transaction that creates them."""
+
+    worker: str | None
+    lease_ms: int
+    definitions: Sequence[uuid.UUID]
+    most: int
+
+    def wanted(self, decided: Sequence[Decided]) -> list[bool]:
+        """Which of the launches it claims: the first that it can run."""
+        left, found = self.most, []
+        for one in decided:
+            is_wanted = left > 0 and one.status == "launched" and one.workflow_definition_id in self.definitions
+            left -= is_wanted
+            found.append(is_wanted)
+        return found
+
+
+NOBODY = Claim(None, 0, (), 0)
+
+# The runs created; of those that are claimed, the parameters as the database keeps them: the order of keys may differ
+# from what was written, and must not between one attempt and the next.
+Created = dict[uuid.UUID, dict[str, Any] | None]
+
+
+async def launch(connection: Connection, decided: Sequence[Decided], now: datetime, claim: Claim = NOBODY) -> Created:
+    """Record the deliveries and create the runs of those that launch, stamped with `now`."""
+    return (await _launch(connection, decided, now, claim) or {}) if decided else {}
+
+
+async def launch_calm(
+    connection: Connection,
+    decided: Sequence[Decided],
+    now: datetime,
+    claim: Claim,
+    totals: Totals,
+    registry_version: int,
+) -> Created | None:
+    """The same, with the totals, for a transaction that has nothing else to write; None, and nothing is written, when
+    the triggers are not of that version or any of them, or of the sources, has a state that must be locked first."""
+    return await _launch(connection, decided, now, claim, totals, registry_version)
+
+
+async def count(connection: Connection, totals: Totals) -> None:
+    """Add to the totals alone; last in a transaction, since the rows are shared."""
+    if totals.triggers or totals.sources:
+        await _launch(connection, [], None, totals=totals)
+
+
+async def _launch(
+    connection: Connection,
+    decided: Sequence[Decided],
+    now: datetime | None,
+    claim: Claim = NOBODY,
+    totals: Totals = NOTHING,
+    registry_version: int | None = None,
+) -> Created | None:
+    rows = await connection.fetch(
+        _sql["launch"], *_columns(decided, _LAUNCH), claim.wanted(decided), now, claim.worker, claim.lease_ms,
+        claim.definitions, *totals.columns(), registry_version, [*(one.source for one in totals.sources), DEFAULT],
+    )  # fmt: skip
+    if not all(row[0] for row in rows):
+        return None
+    return {row[1]: row[2] for row in rows if row[1] is not None}
 
 
 async def hold(connection: Connection, held: Sequence[Decided], now: datetime) -> None:
@@ -138,22 +199,8 @@ async def take(connection: Connection, ids: Sequence[uuid.UUID]) -> list[Taken]:
     return [Taken(*row) for row in await connection.fetch(_sql["take"], ids)] if ids else []
 
 
-class Claim(NamedTuple):
-    """A worker that claims the runs of these definitions in the transaction that creates them."""
-
-    worker: str | None
-    lease_ms: int
-    definitions: Sequence[uuid.UUID]
-    most: int
-
-
-NOBODY = Claim(None, 0, (), 0)
-
-
-async def settle(
-    connection: Connection, decided: Sequence[Decided], now: datetime, claim: Claim = NOBODY
-) -> dict[uuid.UUID, bool]:
-    """Write what became of deliveries that this transaction has locked. The runs created; whether they are claimed."""
+async def settle(connection: Connection, decided: Sequence[Decided], now: datetime, claim: Claim = NOBODY) -> Created:
+    """Write what became of deliveries that this transaction has locked, and create the runs of those that launch."""
     if not decided:
         return {}
     columns = _columns(decided, _SETTLE)

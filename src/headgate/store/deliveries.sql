@@ -1,14 +1,36 @@
 -- name: launch
 -- Records decided deliveries and creates the runs of those that launch. A delivery that exists already creates
--- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($14), which
--- limits are counted by. Returns the runs created.
-with input as materialized (
-  select * from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
-                       $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[])
+-- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($15), which
+-- limits are counted by. The runs marked in $14 are claimed by the worker $16 for $17 ms at once, unless older runs of its
+-- definitions $18 wait for it.
+-- What the batch saw is added to the totals of triggers ($19 and on) and sources ($29 and on). Many transactions share those
+-- rows: they are written last, the triggers before the sources (hence `after_triggers`), each in a fixed order.
+-- When $39 is a version of the registry, nothing at all is written unless all is calm: that version is current, none of the
+-- sources $40 (with `*`) has a state, none of the triggers is paused, closed or its breaker not closed. That is read here, in
+-- a statement after the one that took the locks of `sources.share`, so it holds until the commit, as if read on its own.
+-- Returns whether it was calm, with each of the runs created (null: none), and the parameters, as they are kept, if it is
+-- claimed.
+with calm as materialized (
+  select $39::bigint is null or (
+           $39 = (select version from headgate.registry_version)
+           and not exists (select from headgate.event_scheduler_sources s
+                            where s.source = any ($40::text[]) and (s.source <> '*' or s.rate_limit is not null))
+           and not exists (select from headgate.event_scheduler_triggers g
+                            where g.trigger_id = any ($2::uuid[])
+                              and (g.paused_at is not null or g.breaker_state <> 'closed' or g.closed_until is not null))
+         ) as is_calm
+), input as materialized (
+  select u.* from calm, unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
+                       $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::boolean[])
     as u (id, trigger_id, event_id, trigger_version, status, last_error, run_id, workflow_definition_id,
-          correlation_id, parameters, dedupe_key, concurrency_key, is_probe)
+          correlation_id, parameters, dedupe_key, concurrency_key, is_probe, is_wanted)
+   where calm.is_calm
 ), clock as materialized (
-  select $14::timestamptz as now
+  select $15::timestamptz as now
+), worker as materialized (
+  select not exists (select from headgate.workflow_runs r
+                      where r.status = 'pending' and r.next_attempt_at <= $15 and r.workflow_definition_id = any ($18::uuid[])
+                    ) as is_free
 ), recorded as (
   insert into headgate.workflow_trigger_deliveries
     (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, dedupe_key, last_error, launched_at,
@@ -18,15 +40,54 @@ with input as materialized (
     from input, clock
   on conflict (event_id, trigger_id) do nothing
   returning id
+), counted_triggers as (
+  insert into headgate.event_scheduler_trigger_metrics as m
+    (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error, updated_at)
+  select u.trigger_id, u.filtered, u.matched, u.launched, u.throttled, u.skipped, u.failed, u.paused, u.last_status,
+         u.last_error, headgate.now()
+    from calm,
+         unnest($19::uuid[], $20::bigint[], $21::bigint[], $22::bigint[], $23::bigint[], $24::bigint[], $25::bigint[],
+                $26::bigint[], $27::text[], $28::text[])
+      as u (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error)
+   where calm.is_calm
+   order by u.trigger_id
+  on conflict (trigger_id) do update
+     set filtered = m.filtered + excluded.filtered, matched = m.matched + excluded.matched,
+         launched = m.launched + excluded.launched, throttled = m.throttled + excluded.throttled,
+         skipped = m.skipped + excluded.skipped, failed = m.failed + excluded.failed,
+         paused = m.paused + excluded.paused, last_status = excluded.last_status,
+         last_error = coalesce(excluded.last_error, m.last_error), updated_at = excluded.updated_at
+  returning 1
+), counted_sources as (
+  insert into headgate.event_scheduler_source_metrics as m
+    (source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at, updated_at)
+  select u.source, u.total, u.passed, u.throttled, u.dropped, u.failures, u.total_lag_ms, u.last_lag_ms, u.max_lag_ms,
+         u.last_event_at, headgate.now()
+    from calm, (select count(*) from counted_triggers) as after_triggers,
+         unnest($29::text[], $30::bigint[], $31::bigint[], $32::bigint[], $33::bigint[], $34::bigint[], $35::bigint[],
+                $36::bigint[], $37::bigint[], $38::timestamptz[])
+      as u (source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at)
+   where calm.is_calm
+   order by u.source
+  on conflict (source) do update
+     set total = m.total + excluded.total, passed = m.passed + excluded.passed,
+         throttled = m.throttled + excluded.throttled, dropped = m.dropped + excluded.dropped,
+         failures = m.failures + excluded.failures, total_lag_ms = m.total_lag_ms + excluded.total_lag_ms,
+         last_lag_ms = excluded.last_lag_ms, max_lag_ms = greatest(m.max_lag_ms, excluded.max_lag_ms),
+         last_event_at = greatest(m.last_event_at, excluded.last_event_at), updated_at = excluded.updated_at
+), created as (
+  insert into headgate.workflow_runs
+    (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
+     next_attempt_at, created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at)
+  select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
+         parameters::jsonb, now, now, now, case when c.is_claimed then 'running' else 'pending' end, c.is_claimed::int,
+         c.is_claimed::int, case when c.is_claimed then $16 end,
+         case when c.is_claimed then now + $17::bigint * interval '1 ms' end, case when c.is_claimed then now end
+    from input join recorded using (id), clock, worker, lateral (select is_wanted and is_free as is_claimed) c
+   where status = 'launched'
+  returning id, case when status = 'running' then parameters end as parameters
 )
-insert into headgate.workflow_runs
-  (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
-   next_attempt_at, created_at, updated_at)
-select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
-       parameters::jsonb, now, now, now
-  from input join recorded using (id), clock
- where status = 'launched'
-returning id
+select c.is_calm, r.id, r.parameters from calm c left join created r on true
 
 -- name: hold
 -- Keeps deliveries that must wait, with their time, in the transaction that decided so ($16 is its time). One that exists
@@ -88,7 +149,7 @@ select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.n
 -- name: settle
 -- Writes what became of deliveries that this transaction has locked, and creates the runs of those that launch, stamped
 -- with the time of the decision ($20). Up to $24 runs of the definitions $23 are claimed by the worker $21 for $22 ms at
--- once, unless older runs of these wait for it. Returns the runs created, and whether they are claimed.
+-- once, unless older runs of these wait for it. Returns the runs created, and of those that are claimed the parameters.
 with input as materialized (
   select * from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
                        $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::text[],
@@ -125,7 +186,7 @@ select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key
        is_claimed::int, case when is_claimed then $21 end,
        case when is_claimed then now + $22::bigint * interval '1 ms' end, case when is_claimed then now end
   from launched, clock
-returning id, status = 'running'
+returning id, case when status = 'running' then parameters end
 
 -- name: take_stale
 -- Locks waiting deliveries of a trigger whose time belongs to an older plan, in the order of arrival, after a given one.

@@ -21,6 +21,13 @@ class Resolved(NamedTuple):
     same_body: bool
 
 
+class Claimed(NamedTuple):
+    """Events that a transaction has taken from the inbox, and the time when it held the locks of their sources."""
+
+    events: list[Event]
+    now: datetime | None
+
+
 async def insert(connection: Connection, events: Sequence[NewEvent]) -> set[uuid.UUID]:
     """Store events with their inbox rows; the ids of those that are new."""
     request = ([e.correlation_id for e in events], [e.traceparent for e in events])
@@ -34,9 +41,11 @@ async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[uu
     return {row["given_id"]: Resolved(row["id"], row["same_body"]) for row in rows}
 
 
-async def claim_inbox(connection: Connection, limit: int) -> list[Event]:
-    """Take the oldest undecided events, for this transaction alone."""
-    return [_event(row) for row in await connection.fetch(_sql["claim_inbox"], limit)]
+async def claim_inbox(connection: Connection, limit: int) -> Claimed:
+    """Take the oldest undecided events, for this transaction alone, and say that it may launch for their sources (as
+    `sources.share` does)."""
+    rows = await connection.fetch(_sql["claim_inbox"], limit)
+    return Claimed([_event(row) for row in rows], rows[-1]["now"] if rows else None)
 
 
 async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> list[Event]:

@@ -44,19 +44,31 @@ select u.id as given_id, e.id,
 -- name: claim_inbox
 -- Takes the oldest undecided events out of the inbox, for this transaction alone; rolled back, they are there again.
 -- The array and `offset 0` keep to index look-ups: as joins, a plan made while the tables were small reads all history.
+-- The same statement says that this transaction may launch for their sources (the locks of `sources.share`, in its order).
+-- What those locks protect is read by a later statement: this one sees the tables as they were before it waited. What it
+-- reads itself does not change. The time is read once the locks are held.
 with oldest as materialized (
   select ingress_sequence from headgate.event_inbox order by ingress_sequence limit $1 for update skip locked
 ), claimed as (
   delete from headgate.event_inbox where ingress_sequence = any (array(select ingress_sequence from oldest))
   returning event_id
+), found as materialized (
+  select e.*
+    from claimed, lateral (
+      select id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
+             metadata, traceparent
+        from headgate.workflow_events where id = claimed.event_id offset 0
+    ) e
+), shared as materialized (
+  select pg_advisory_xact_lock_shared(k.class, k.key)
+    from (select 8701 as class, hashtext(f.source) & 63 as key from found f
+          union select c.class, c.key from (values (8701, hashtext('*') & 63), (8702, 0)) as c (class, key)
+                 where exists (select from found)
+          order by 1, 2) k
+), moment as materialized (
+  select headgate.now() as now where (select count(*) from shared) > 0
 )
-select e.*
-  from claimed, lateral (
-    select id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
-           metadata, traceparent
-      from headgate.workflow_events where id = claimed.event_id offset 0
-  ) e
- order by e.ingress_sequence
+select f.*, m.now from found f, moment m order by f.ingress_sequence
 
 -- name: claim_inbox_one
 -- Takes one given event out of the inbox; nothing when it has been decided meanwhile.

@@ -32,6 +32,14 @@ class LockedSource(NamedTuple):
         return self.last_waiting is not None
 
 
+class Look(NamedTuple):
+    """What a batch must know before anything else."""
+
+    now: datetime
+    registry_version: int
+    has_states: bool
+
+
 class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A source as operators see it."""
 
@@ -99,6 +107,13 @@ async def moment(connection: Connection) -> tuple[datetime, int]:
     row = await connection.fetchrow(_sql["moment"])
     assert row is not None
     return row[0], row[1]
+
+
+async def look(connection: Connection, sources: Sequence[str]) -> Look:
+    """Whether any of the sources has a state; after `share`."""
+    row = await connection.fetchrow(_sql["look"], [*sources, DEFAULT])
+    assert row is not None
+    return Look(*row)
 
 
 async def paused(connection: Connection, sources: Sequence[str]) -> dict[str, Hold]:
@@ -223,13 +238,6 @@ async def pause(
 async def resume(connection: Connection, source: str, actor: str) -> bool:
     """Lift the pause and close the breaker; False when the source is not known."""
     return await connection.fetchval(_sql["resume"], source, actor) is not None
-
-
-async def count(connection: Connection, metrics: Sequence[SourceMetrics]) -> None:
-    """Add what a batch saw to the totals."""
-    if metrics:
-        fields = SourceMetrics.__struct_fields__[:-1]
-        await connection.execute(_sql["count_metrics"], *([getattr(m, f) for m in metrics] for f in fields))
 
 
 async def list_metrics(connection: Connection) -> list[SourceMetrics]:

@@ -55,6 +55,13 @@ select headgate.now()
 -- The database's time and the version of the registry of triggers, read after the locks are held.
 select headgate.now(), (select version from headgate.registry_version)
 
+-- name: look
+-- The time, the version of the registry, and whether any of the sources ($1, with `*`) has a state or there is a default
+-- limit; after `share`. Nothing is locked: where there is a state, the caller locks it and reads again.
+select headgate.now(), (select version from headgate.registry_version),
+       exists (select from headgate.event_scheduler_sources s
+                where s.source = any ($1::text[]) and (s.source <> '*' or s.rate_limit is not null))
+
 -- name: paused
 -- Those of the sources that someone has paused, and until when. The caller has said that it may launch for them.
 select s.source, s.paused_until, s.pause_reason, s.paused_by from headgate.event_scheduler_sources s
@@ -153,23 +160,6 @@ update headgate.event_scheduler_sources
        updated_at = headgate.now()
  where source = $1
 returning source
-
--- name: count_metrics
--- Adds what a batch saw of each source to its totals.
-insert into headgate.event_scheduler_source_metrics as m
-  (source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at, updated_at)
-select u.source, u.total, u.passed, u.throttled, u.dropped, u.failures, u.total_lag_ms, u.last_lag_ms, u.max_lag_ms,
-       u.last_event_at, headgate.now()
-  from unnest($1::text[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[],
-              $8::bigint[], $9::bigint[], $10::timestamptz[])
-    as u (source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at)
- order by u.source
-on conflict (source) do update
-   set total = m.total + excluded.total, passed = m.passed + excluded.passed, throttled = m.throttled + excluded.throttled,
-       dropped = m.dropped + excluded.dropped, failures = m.failures + excluded.failures,
-       total_lag_ms = m.total_lag_ms + excluded.total_lag_ms, last_lag_ms = excluded.last_lag_ms,
-       max_lag_ms = greatest(m.max_lag_ms, excluded.max_lag_ms),
-       last_event_at = greatest(m.last_event_at, excluded.last_event_at), updated_at = excluded.updated_at
 
 -- name: list_metrics
 -- The totals of every source.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -72,21 +72,6 @@ class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
     probe_run_id: uuid.UUID | None
     waiting: int
     next_attempt_at: datetime | None
-
-
-class TriggerCounts(NamedTuple):
-    """What a batch saw of one trigger."""
-
-    trigger_id: uuid.UUID
-    filtered: int = 0
-    matched: int = 0
-    launched: int = 0
-    throttled: int = 0
-    skipped: int = 0
-    failed: int = 0
-    paused: int = 0
-    last_status: str | None = None
-    last_error: str | None = None
 
 
 async def exclude(connection: Connection) -> None:
@@ -226,12 +211,6 @@ async def close(connection: Connection, trigger_id: uuid.UUID, *, key: str | Non
 async def resume(connection: Connection, trigger_id: uuid.UUID) -> None:
     """Lift the pause and close the breaker."""
     await connection.execute(_sql["resume"], trigger_id)
-
-
-async def count(connection: Connection, counts: Sequence[TriggerCounts]) -> None:
-    """Add to the triggers' totals; last in a transaction, since the rows are shared."""
-    if counts:
-        await connection.execute(_sql["count_metrics"], *(list(column) for column in zip(*counts, strict=True)))
 
 
 def _locked(row: Row) -> LockedTrigger:

@@ -178,8 +178,9 @@ on conflict (trigger_id, concurrency_key) do update
 -- name: hold_runs
 -- Runs of a trigger (or of one of its keys) that wait do not begin before that either.
 update headgate.workflow_runs r
-   set next_attempt_at = greatest(r.next_attempt_at, headgate.now() + $2::bigint * interval '1 ms'), warning = $3,
-       updated_at = headgate.now()
+   set next_attempt_at = least(r.deadline_at,
+                               greatest(r.next_attempt_at, headgate.now() + $2::bigint * interval '1 ms')),
+       warning = $3, updated_at = headgate.now()
  where r.trigger_id = $1 and r.status = 'pending' and ($4::text is null or r.concurrency_key = $4)
 
 -- name: resume
@@ -189,20 +190,3 @@ update headgate.event_scheduler_triggers
        breaker_until = null, breaker_reason = null, failures = '{}', probe_run_id = null, closed_until = null,
        closed_reason = null, version = version + 1, updated_at = headgate.now()
  where trigger_id = $1
-
--- name: count_metrics
--- Adds what a batch saw of each trigger to its totals.
-insert into headgate.event_scheduler_trigger_metrics as m
-  (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error, updated_at)
-select u.trigger_id, u.filtered, u.matched, u.launched, u.throttled, u.skipped, u.failed, u.paused, u.last_status,
-       u.last_error, headgate.now()
-  from unnest($1::uuid[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[],
-              $8::bigint[], $9::text[], $10::text[])
-    as u (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error)
- order by u.trigger_id
-on conflict (trigger_id) do update
-   set filtered = m.filtered + excluded.filtered, matched = m.matched + excluded.matched,
-       launched = m.launched + excluded.launched, throttled = m.throttled + excluded.throttled,
-       skipped = m.skipped + excluded.skipped, failed = m.failed + excluded.failed, paused = m.paused + excluded.paused,
-       last_status = excluded.last_status, last_error = coalesce(excluded.last_error, m.last_error),
-       updated_at = excluded.updated_at
