@@ -6,6 +6,7 @@ It names ids and bounds input; it never schedules. What is due is decided by `he
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 import uuid
@@ -14,6 +15,9 @@ from datetime import UTC, datetime
 _lock = threading.Lock()
 _last_ms = 0
 _counter = 0
+_random: list[int] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_random.clear)  # or parent and child would draw the same numbers
 
 
 def utc_now() -> datetime:
@@ -29,8 +33,10 @@ def monotonic() -> float:
 def uuid7() -> uuid.UUID:
     """A UUIDv7 (RFC 9562): ordered by creation within a process, even when the clock steps back."""
     global _last_ms, _counter
-    tail = int.from_bytes(os.urandom(8), "big") & 0x3FFF_FFFF_FFFF_FFFF
     with _lock:
+        if not _random:
+            _random.extend(struct.unpack("512Q", os.urandom(4096)))
+        tail = _random.pop() & 0x3FFF_FFFF_FFFF_FFFF
         now_ms = time.time_ns() // 1_000_000
         if now_ms > _last_ms:
             _last_ms, _counter = now_ms, 0

@@ -96,7 +96,7 @@ class Harness:
         self._overrides = settings
         self._name = f"harness_{uuid7().hex}"
         self._now = utc_now().replace(microsecond=0)
-        self._looks_at: list[datetime] = []
+        self._next_at: datetime | None = None
         self._outside: Settings | None = None
         self._worker: Worker | None = None
         self._database: Database | None = None
@@ -128,8 +128,9 @@ class Harness:
         worker, _ = self._inside()
         try:
             async with asyncio.timeout(self._patience_seconds):
-                while await self._turn(worker):
+                while (turn := await worker.turn(self._now)).done:
                     pass
+                self._next_at = turn.next_at
         except TimeoutError as exc:
             busy = [f"{run.workflow} {run.id}" for run in await self.runs() if run.status == "running"]
             raise TimeoutError(
@@ -139,11 +140,10 @@ class Harness:
     async def advance(self, duration: str | int | float) -> datetime:
         """Let time pass (`"1h"`, `"30s"`): from one due time to the next, each done before the clock moves on. The new
         time."""
-        worker, _ = self._inside()
         until = self._now + timedelta(milliseconds=duration_ms(duration))
         await self.run_until_idle()
-        while (due := await self._next_due(worker)) is not None and due <= until:
-            await self._set_clock(due)
+        while self._next_at is not None and self._next_at <= until:
+            await self._set_clock(self._next_at)
             await self.run_until_idle()
         await self._set_clock(until)
         await self.run_until_idle()
@@ -171,7 +171,7 @@ class Harness:
     async def cancel(self, run: model.Run) -> None:
         """Cancel a run that waits, as an operator would. Conflict when it has ended already."""
         worker, database = self._inside()
-        await control.cancel_run(database, run.id, "harness", worker._settings.trigger_error)
+        await control.cancel_run(database, run.id, "harness", worker.settings.trigger_error)
 
     async def dead_letters(self) -> list[DeadLetter]:
         """What was given up, the oldest first."""
@@ -211,10 +211,7 @@ class Harness:
         database, self._database = self._database, None
         try:
             if worker is not None:
-                worker._runner.stop_claiming()
-                await worker._runner.stop(0)
-                await worker._queue.close()
-                await worker._database.close()
+                await worker.close()
             if database is not None:
                 await database.close()
             await self._hg.close()
@@ -227,31 +224,6 @@ class Harness:
         if self._worker is None or self._database is None:
             raise AppError("a harness works inside `async with Harness(hg) as harness:` only")
         return self._worker, self._database
-
-    async def _turn(self, worker: Worker) -> int:
-        """Every stage once, and wait until nothing runs; how much was done."""
-        ticks = await worker._schedule.run_once()
-        done = ticks.published + (await worker._dispatch.run_once()).events
-        events, deliveries = await worker._retry.run_once(), await worker._delivery_retry.run_once()
-        done += events.due + len(events.replanned) + deliveries.due + len(deliveries.replanned)
-        # When schedules tick, and when there is room again for those that are due and found none.
-        self._looks_at = [at for at in (events.look_at, deliveries.look_at) if at is not None]
-        if ticks.next_seconds is not None:
-            self._looks_at.append(self._now + timedelta(seconds=ticks.next_seconds))
-        done += await worker._replan.run_once() + await worker._delivery_replan.run_once()
-        done += sum((await worker._reconcile.run_once()).values())
-        done += await worker._runner.run_once()
-        await worker._runner.idle()
-        return done
-
-    async def _next_due(self, worker: Worker) -> datetime | None:
-        waits = [
-            await worker._runner.next_due_seconds(),
-            await worker._retry.next_look_seconds(),
-            await worker._delivery_retry.next_look_seconds(),
-        ]
-        times = [self._now + timedelta(seconds=seconds) for seconds in waits if seconds is not None]
-        return min((at for at in [*times, *self._looks_at] if at > self._now), default=None)
 
     async def _set_clock(self, now: datetime) -> None:
         assert self._database is not None

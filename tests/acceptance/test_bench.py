@@ -97,7 +97,8 @@ def test_quick_run_of_the_run_figures(tmp_path: Path) -> None:
     assert start["latency"]["count"] == start["answered"]["count"] == start["events"] == 50
     assert 0 < start["latency"]["p50_ms"] <= start["latency"]["p99_ms"]
     assert 0 < start["p50_commits"] <= start["p99_commits"]
-    assert start["parts"]["received_to_launched_ms"] > 0 and start["parts"]["launched_to_claimed_ms"] > 0
+    assert start["parts"]["received_to_launched_ms"] > 0
+    assert start["parts"]["launched_to_claimed_ms"] >= 0  # claimed as they are created
     steps = found["step_overhead"]
     assert steps["latency"]["count"] == (steps["runs"] - 1) * (steps["steps_per_run"] - 1)
     assert 0 < steps["p50_commits"] <= steps["p99_commits"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from typing import Any
 
 import asyncpg
@@ -27,6 +28,7 @@ def finished_run(address: str, event_id: str, workflow: str = "fulfil") -> dict[
             for found in client.request("GET", "/v1/runs", event_id=event_id)["runs"]:
                 if found["workflow"] == workflow and found["finished_at"]:
                     return dict(found)
+            time.sleep(0.005)
     raise AssertionError(f"no finished run for {event_id}")
 
 

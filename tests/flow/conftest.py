@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headgate.store.db import Connection, Database
+from tests.conftest import Clock
+from tests.flow.step_world import World
 
 APP = Path(__file__).parent / "app.py"
 PATIENCE_SECONDS = 60
@@ -33,3 +35,11 @@ async def eventually(database: Database, question: str, *arguments: Any) -> Any:
             if answer:
                 return answer
             await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def world(database: Database, clock: Clock) -> AsyncIterator[World]:
+    made = World(database)
+    yield made
+    for runner in made.runners:
+        await runner.stop(0)

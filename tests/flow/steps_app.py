@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 import uuid
 
@@ -82,3 +83,18 @@ def plain(ctx: SyncContext, n: int) -> int:
     doubled = ctx.step("double", lambda: n * 2)
     ctx.sleep("100ms")
     return ctx.step("again", lambda: doubled * 2)
+
+
+@hg.workflow(on="steps.exit")
+async def leave(ctx: Context) -> None:
+    sys.exit(3)
+
+
+@hg.workflow(on="steps.thread")
+async def thread(ctx: Context) -> None:
+    await ctx.step("long", time.sleep, 20)
+
+
+@hg.workflow(on="steps.plain_thread")
+def plain_thread(ctx: SyncContext) -> None:
+    ctx.step("long", time.sleep, 20)

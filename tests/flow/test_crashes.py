@@ -54,12 +54,12 @@ async def test_worker_dies_while_deciding(
 ) -> None:
     for n in range(5):
         await connection.execute("select headgate.publish('work.quick', 'test', $1)", {"n": n})
-    with worker(database_url, APP, HEADGATE_FAILPOINTS=f"{point}=kill") as process:
+    with worker(database_url, APP, HEADGATE_FAILPOINTS=f"{point}=kill", **LEASE) as process:
         assert process.wait() == 137
     decided = point == "dispatch.after_commit"
     assert await connection.fetchval("select count(*) from headgate.event_inbox") == (0 if decided else 5)
     assert await connection.fetchval("select count(*) from headgate.workflow_trigger_deliveries") == 5 * decided
-    with worker(database_url, APP):
+    with worker(database_url, APP, **LEASE):
         await eventually(database, SETTLED, 5)
     assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 5
     assert len({run for run, _ in await effects()}) == len(await effects()) == 5

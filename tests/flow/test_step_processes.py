@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -136,3 +137,28 @@ async def test_cancel_over_the_api(
         assert again.returncode == 1 and "has ended already: it is cancelled" in again.stderr
     done = {what for _, what in await effects()}
     assert "after" not in done and "third" not in done
+
+
+async def test_a_workflow_that_exits_fails_and_its_worker_lives(
+    database_url: str, database: Database, connection: Connection, effects: Effects
+) -> None:
+    with worker(database_url, APP, **QUICK):
+        await connection.execute("select headgate.publish('steps.exit', 'test')")
+        await eventually(database, "select count(*) = 1 from headgate.workflow_runs where status = 'failed'")
+        await connection.execute("select headgate.publish('steps.three', 'test')")
+        await eventually(database, SUCCEEDED, 1)
+    assert await connection.fetchval("select sum(crashes) from headgate.workflow_runs") == 0
+
+
+@pytest.mark.parametrize("which", ["thread", "plain_thread"])
+async def test_sigterm_ends_the_process_although_a_thread_is_busy(
+    database_url: str, database: Database, connection: Connection, which: str
+) -> None:
+    with worker(database_url, APP, HEADGATE_SHUTDOWN_MS="200", **QUICK) as first:
+        await connection.execute(f"select headgate.publish('steps.{which}', 'test')")
+        await eventually(database, "select count(*) = 1 from headgate.workflow_runs where status = 'running'")
+        began = time.monotonic()
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 0
+        assert time.monotonic() - began < 15  # the thread sleeps for 20 s
+    assert await connection.fetchval("select status from headgate.workflow_runs") == "pending"

@@ -4,65 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from headgate import Context, Headgate, NonRetryable, RetryAfter, StepFailed, SyncContext
+from headgate import Context, NonRetryable, RetryAfter, StepFailed, SyncContext
 from headgate.flow import control
 from headgate.flow.delivery_retry import DeliveryRetry
-from headgate.flow.dispatch import Dispatch
 from headgate.flow.reconcile import MAX_CRASHES, Reconcile
-from headgate.flow.run import Runner
-from headgate.model.retry import Retry, RetryPolicy
+from headgate.model.retry import Retry
 from headgate.model.source import TRIGGER_BREAKER
 from headgate.store.db import Connection, Database
 from tests.conftest import Clock
+from tests.flow.step_world import World, the_run, the_steps
 from tests.flow.test_dispatch import publish
-
-POLICY = RetryPolicy(base_ms=1000, factor=2, max_ms=8000, jitter_ratio=0, max_attempts=3)
-
-
-class World:
-    """An application, its worker turned by hand, and what its workflows did."""
-
-    def __init__(self, database: Database) -> None:
-        self.hg = Headgate()
-        self.database = database
-        self.done: list[str] = []
-        self.dispatch = Dispatch(database, batch_size=500, after_launch=lambda: None)
-        self.runners: list[Runner] = []
-
-    async def runner(self, lease_ms: int = 60_000) -> Runner:
-        definitions = await self.database.run(self.hg.register)
-        made = Runner(self.database, self.hg.workflows, worker="test", concurrency=10, lease_ms=lease_ms, policy=POLICY)
-        made.serve(definitions)
-        self.runners.append(made)
-        return made
-
-    async def turn(self, runner: Runner) -> None:
-        """Decide what is new, run what is due, wait until nothing moves."""
-        await self.dispatch.run_once()
-        while await runner.run_once():
-            await asyncio.wait_for(runner.idle(), 30)
-
-
-@pytest.fixture
-async def world(database: Database, clock: Clock) -> AsyncIterator[World]:
-    made = World(database)
-    yield made
-    for runner in made.runners:
-        await runner.stop(0)
-
-
-async def the_run(connection: Connection) -> Any:
-    return await connection.fetchrow("select * from headgate.workflow_runs order by id limit 1")
-
-
-async def the_steps(connection: Connection) -> dict[str, Any]:
-    rows = await connection.fetch("select * from headgate.workflow_run_steps order by created_at, id")
-    return {row["name"]: row for row in rows}
 
 
 async def test_a_step_runs_once_and_its_result_is_remembered(

@@ -61,7 +61,7 @@ async def test_what_is_left_out_is_filled_in(connection: Connection) -> None:
 async def test_sequence_follows_the_order_given(connection: Connection) -> None:
     given = [new_event(external_id=name) for name in ("z", "a", "m", None, "b")]
     await events.insert(connection, given)
-    batch = await events.claim_inbox(connection, 10)
+    batch = (await events.claim_inbox(connection, 10)).events
     assert [e.id for e in batch] == [e.id for e in given]
 
 
@@ -152,7 +152,7 @@ async def test_same_ids_in_other_orders_do_not_deadlock(database: Database) -> N
 
 async def test_inbox_oldest_first_and_never_more_than_the_limit(connection: Connection) -> None:
     ids = await make_events(connection, 5)
-    batches = [await events.claim_inbox(connection, 2) for _ in range(4)]
+    batches = [(await events.claim_inbox(connection, 2)).events for _ in range(4)]
     assert [[e.id for e in batch] for batch in batches] == [ids[:2], ids[2:4], ids[4:], []]
     assert await stored_count(connection) == (5, 0)
 
@@ -161,10 +161,10 @@ async def test_two_open_transactions_take_disjoint_events(database: Database) ->
     async with database.transaction() as connection:
         ids = await make_events(connection, 10)
     async with database.transaction() as one, database.transaction() as two:
-        first, second = await asyncio.gather(events.claim_inbox(one, 6), events.claim_inbox(two, 6))
+        (first, _), (second, _) = await asyncio.gather(events.claim_inbox(one, 6), events.claim_inbox(two, 6))
         assert sorted(e.id for e in (*first, *second)) == sorted(ids)
         async with database.transaction() as three:
-            assert await events.claim_inbox(three, 10) == []
+            assert (await events.claim_inbox(three, 10)).events == []
             # What others hold is not lost sight of.
             assert len(await events.list_inbox(three, 100)) == 10
 
@@ -175,13 +175,13 @@ async def test_rolled_back_batch_is_in_the_inbox_again(database: Database) -> No
 
     async def crash() -> None:
         async with database.transaction() as connection:
-            assert len(await events.claim_inbox(connection, 10)) == 3
+            assert len((await events.claim_inbox(connection, 10)).events) == 3
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         await crash()
     async with database.transaction() as connection:
-        assert [e.id for e in await events.claim_inbox(connection, 10)] == ids
+        assert [e.id for e in (await events.claim_inbox(connection, 10)).events] == ids
 
 
 async def test_one_event_is_taken_by_one(database: Database) -> None:
@@ -204,7 +204,7 @@ async def test_quarantined_event_leaves_the_inbox_with_its_reason(connection: Co
     assert await events.is_waiting(connection, event_id) == (False, "ValueError: x")
     assert await events.quarantine(connection, sequence, "again") is None
     assert await events.is_waiting(connection, event_id) == (False, "ValueError: x")
-    assert [e.id for e in await events.claim_inbox(connection, 10)] == [other]
+    assert [e.id for e in (await events.claim_inbox(connection, 10)).events] == [other]
     assert await events.is_waiting(connection, other) == (False, None)
     assert await events.is_waiting(connection, uuid7()) == (False, None)
 

@@ -50,7 +50,7 @@ async def test_published_event_waits_in_the_inbox(connection: Connection) -> Non
         metadata={"k": "v"},
     )
     assert event_id.version == 7
-    [event] = await events.claim_inbox(connection, 10)
+    [event] = (await events.claim_inbox(connection, 10)).events
     assert (event.id, event.external_id, event.type, event.source) == (event_id, "o-7", "order.created", "shop.sql")
     assert (event.occurred_at, event.received_at) == (NOW - SECOND, NOW)
     assert (event.payload, event.metadata) == ({"id": 7, "n": None}, {"k": "v"})
@@ -233,7 +233,7 @@ async def test_oversize_payload_is_refused(connection: Connection) -> None:
 async def test_accepted_at_its_bounds_and_readable(connection: Connection, accepted: dict[str, Any]) -> None:
     await set_clock(connection)
     event_id = await publish(connection, **accepted)
-    [event] = await events.claim_inbox(connection, 10)
+    [event] = (await events.claim_inbox(connection, 10)).events
     assert event.id == event_id
     for name, value in accepted.items():
         assert getattr(event, "external_id" if name == "id" else name) == value

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ from headgate.store import migrate
 from headgate.store.db import Database
 from headgate.telemetry import logs
 from headgate.worker.scrape import scrapable
+
+# Threads that are idle end at once; a busy one gets so long.
+LEAVE_SECONDS = 0.5
 
 
 @click.command()
@@ -71,6 +76,7 @@ def worker(app: str, concurrency: int | None) -> None:
     settings = _settings(worker_concurrency=concurrency)
     application = load_app(app)
     _run(lambda stop: _worker(application, settings, stop))
+    _leave_threads_behind()
 
 
 def _settings(log_format: str | None = None, log_level: str | None = None, **overrides: Any) -> Settings:
@@ -105,6 +111,17 @@ def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(body())
+
+
+def _leave_threads_behind() -> None:
+    """A thread that is busy with a workflow's function would keep the process alive; its run is handed back already."""
+    busy = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    for thread in busy:
+        thread.join(LEAVE_SECONDS / len(busy))
+    if any(thread.is_alive() for thread in busy):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 async def _dev(application: Headgate, settings: Settings, listening: socket.socket, stop: asyncio.Event) -> None:

@@ -56,7 +56,30 @@ def cancel_run(run_id: str, as_json: bool) -> None:
 
 @runs.command("show")
 @click.argument("run_id")
-def show_run(run_id: str) -> None:
+@json_option
+def show_run(run_id: str, as_json: bool) -> None:
     """Show one run with its steps."""
     with client() as api:
-        print_json(api.request("GET", f"/v1/runs/{run_id}"))
+        found = api.request("GET", f"/v1/runs/{run_id}")
+    if as_json:
+        print_json(found)
+        return
+    run = found["run"]
+    click.echo(f"run {run['id']} of {run['workflow']}: {run['status']}")
+    known = ("event_id", "correlation_id", "attempts", "created_at", "started_at", "finished_at", "next_attempt_at")
+    for field in (*known, "cancelled_by", "warning"):
+        if run.get(field) is not None:
+            click.echo(f"  {field:<16}{short_time(run[field]) if field.endswith('_at') else run[field]}")
+    click.echo(f"  {'parameters':<16}{short_json(run['parameters'], 100)}")
+    if run["error"]:
+        click.echo(f"  {'error':<16}{run['error'].splitlines()[-1]}")
+    elif run["output"] is not None:
+        click.echo(f"  {'output':<16}{short_json(run['output'], 100)}")
+    rows = [
+        (
+            s["name"], s["status"], str(s["retry_attempts"]), short_time(s["next_attempt_at"]),
+            (s["error"] or "").splitlines()[-1][:80] if s["error"] else short_json(s["result"]),
+        )
+        for s in found["steps"]
+    ]  # fmt: skip
+    print_table(("STEP", "STATUS", "FAILED", "NEXT", "RESULT"), rows, "No steps.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,7 +14,12 @@ MAX_ERROR_CHARACTERS = 8000
 
 
 def retry_after_ms(exc: RetryAfter) -> int:
-    return max(1, round(min(max(exc.seconds, 0) * 1000, MAX_DURATION_MS)))
+    """What cannot be understood as a number waits a second: the service has said no, and will say so again."""
+    try:
+        seconds = float(exc.seconds)
+    except (TypeError, ValueError, OverflowError):
+        seconds = 1.0
+    return max(1, round(min(max(1.0 if math.isnan(seconds) else seconds, 0) * 1000, MAX_DURATION_MS)))
 
 
 def called(call: Callable[[], Any]) -> Any:
@@ -32,9 +38,23 @@ async def guarded(work: Awaitable[Any]) -> Any:
         raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc
 
 
+def cleaned(text: str) -> str:
+    """Text that the database can keep: without U+0000, and with halves of characters written out."""
+    return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode(errors="backslashreplace").decode()
+
+
+def reason_of(exc: BaseException) -> str:
+    """What an exception says of itself, never empty."""
+    try:
+        text = str(exc)
+    except Exception:  # its __str__ fails
+        text = ""
+    return cleaned(text[:MAX_ERROR_CHARACTERS]).strip() or type(exc).__name__
+
+
 def error_text(exc: BaseException) -> str:
     """The traceback, cut to a size; of a refusal that names its reason, the reason alone."""
     if isinstance(exc, NonRetryable | RetryAfter):
-        return str(exc).replace("\x00", "\N{REPLACEMENT CHARACTER}")
-    text = "".join(traceback.format_exception(exc)).replace("\x00", "\N{REPLACEMENT CHARACTER}")
+        return reason_of(exc)
+    text = cleaned("".join(traceback.format_exception(exc)))
     return text if len(text) <= MAX_ERROR_CHARACTERS else f"…{text[-MAX_ERROR_CHARACTERS:]}"

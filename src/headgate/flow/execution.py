@@ -1,9 +1,8 @@
 """Execution: one claimed run, from the first line of its function to its end, or until it must wait.
 
 The function is called anew each time its run goes on; what its finished steps gave is remembered and not done again. A
-step that is to be tried again later, and a timer, hold no worker: the run rests until then. Writes are handed to the
-group commit at once and are committed before the next step begins; so a step's effect repeats only if the process died
-before its commit.
+step that is to be tried again later, and a timer, hold no worker: the run rests until then. What was written is
+committed before the next step begins; so a step's effect repeats only if the process died before its commit.
 """
 
 from __future__ import annotations
@@ -11,23 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from headgate import failpoints
 from headgate.clock import monotonic, uuid7
 from headgate.errors import NonRetryable, RetryAfter, StepFailed
-from headgate.flow.calls import called, error_text, guarded, retry_after_ms
+from headgate.flow.calls import called, cleaned, error_text, guarded, reason_of, retry_after_ms
+from headgate.flow.endings import End, Endings
+from headgate.flow.journal import Cancelled, Journal, LeaseLost, Put, Stop, Written
 from headgate.flow.output import encode_output
 from headgate.flow.workflow import Context, SyncContext, Workflow, current_step
 from headgate.model.event import Event
-from headgate.model.retry import RetryPolicy, backoff_ms, is_exhausted
-from headgate.model.run import ClaimedRun, FinishedRun, Step
+from headgate.model.retry import RetryPolicy, backoff_ms, why_given_up
+from headgate.model.run import ClaimedRun, Step
 from headgate.model.step import Closing, StepKind, StepWrite, SuspendedRun
 from headgate.model.units import duration_ms
 from headgate.telemetry.logs import logger
@@ -35,35 +36,14 @@ from headgate.telemetry.logs import logger
 MAX_STEP_NAME = 200
 # When every step of a run waits, its function gets this long to begin another before the run is put to rest.
 QUIET_SECONDS = 0.01
+# A function that is to leave gets this long before it is told again, and is told so often.
+LEAVE_SECONDS, LEAVE_TIMES = 5.0, 3
 
 _log = logger("run")
 
 
-class Written(NamedTuple):
-    """Whether a write counted (the claim still held), whether the run is to be cancelled, and when the step goes on."""
-
-    is_kept: bool
-    is_cancel_requested: bool = False
-    next_attempt_at: datetime | None = None
-
-
-Submit = Callable[[StepWrite], Awaitable[Written]]
-
-
-class _Stop(BaseException):
-    """Unwinds a workflow's function; not an Exception, so that its own handlers let it pass."""
-
-
-class _Suspend(_Stop):
-    """A step waits, in a function that runs in a thread."""
-
-
-class _Cancelled(_Stop):
-    """Someone asked for the run to be cancelled."""
-
-
-class LeaseLost(_Stop):
-    """The run belongs to another worker now; whatever is done here does not count."""
+class _Suspend(Stop):
+    """The run rests."""
 
 
 class Execution:
@@ -76,63 +56,66 @@ class Execution:
         event: Event | None,
         steps: list[Step],
         *,
-        submit: Submit,
+        put: Put,
         policy: RetryPolicy,
         workflow_threads: Executor,
         step_threads: Executor,
     ) -> None:
         self.run = run
         self.event = event
+        self.claimed_at = monotonic()
         self._workflow = workflow
-        self._submit = submit
         self._policy = policy
         self._workflow_threads = workflow_threads
         self._step_threads = step_threads
         self._steps = {step.name: step for step in steps}
-        self._began_at = monotonic()
+        self._journal = Journal(put, is_cancelled=run.cancel_requested)
+        self._endings = Endings(run, workflow, policy, self._steps)
         self._used: set[str] = set()
         self._sleeps = 0
-        self._parked: dict[str, datetime] = {}
-        self._warnings: dict[str, str] = {}
         self._active = 0
-        self._writes: set[asyncio.Task[Written]] = set()
-        self._quiet = asyncio.Event()
-        self._is_cancelled = run.cancel_requested
-        self._is_lost = False
+        self._main: asyncio.Task[Any] | None = None
+        self._over: asyncio.Future[None] | None = None
         self._is_resting = False
 
     def now(self) -> datetime:
         """The database's time, as far as this process can tell."""
-        return self.run.now + timedelta(seconds=monotonic() - self._began_at)
+        return self.run.now + timedelta(seconds=monotonic() - self.claimed_at)
 
     def cancel(self) -> None:
         """Stop at the next step."""
-        self._is_cancelled = True
+        self._journal.is_cancelled = True
 
-    def cancelled(self) -> FinishedRun:
-        """The run ends here, as was asked for."""
-        return self._finished("cancelled", error="cancelled while it was running")
-
-    async def go(self) -> FinishedRun | SuspendedRun:
+    async def go(self) -> End:
         """Call the function; how the run ended, or until when it waits. LeaseLost when it belongs to someone else."""
-        timed_out = self._finished("failed", error=f"timed out after {self._workflow.timeout_ms} ms")
-        left = self._seconds_left()
+        deadline = self._endings.deadline
+        left = None if deadline is None else (deadline - self.now()).total_seconds()
         if left is not None and left <= 0:
-            return timed_out
-        main = asyncio.create_task(self._call())
-        quiet = asyncio.create_task(self._quiet.wait())
+            return self._endings.timed_out()
+        self._over = asyncio.get_running_loop().create_future()
+        self._main = main = asyncio.create_task(self._call())
+        main.add_done_callback(self._rest)
         try:
-            await asyncio.wait({main, quiet}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await (self._over if left is None else asyncio.wait([self._over], timeout=left))
             if main.done():
-                return self._ended(main)
-            if quiet.done():
-                return self._suspended()
-            return timed_out
+                return await self._ended(main)
+            return self._endings.resting() if self._over.done() else self._endings.timed_out()
         finally:
             self._is_resting = True
-            for task in (main, quiet):
-                task.cancel()
-            await asyncio.gather(main, quiet, return_exceptions=True)
+            if not main.done():
+                await self._leave(main)
+
+    async def close(self, end: End) -> tuple[End, Written]:
+        """Write how it ended, with what was not yet written of its steps; what was written, and whether it counted."""
+        try:
+            written = await self._journal.close(end)
+            if not (isinstance(end, SuspendedRun) and written.is_cancel_requested):
+                return end, written
+            end = self._endings.cancelled()
+        except Exception as exc:
+            _log.error("run.unwritable", run_id=str(self.run.id), workflow=self.run.workflow, error=exc, exc_info=exc)
+            end = self._endings.unwritable(exc)
+        return end, await self._journal.end(end)
 
     async def step(
         self,
@@ -145,87 +128,141 @@ class Execution:
         timeout: str | int | float | None,
     ) -> Any:
         """The result of a step: remembered, or had now. StepFailed when it was given up."""
-        known = self._begin(name)
+        known = await self._begin(name)
         if known is not None and known.status == "succeeded":
             return known.result
         if known is not None and known.status == "failed":
             raise StepFailed(name, known.error or "")
-        await self._barrier()
-        if known is not None and known.next_attempt_at is not None and known.next_attempt_at > self.now():
-            await self._park(known.name, known.next_attempt_at, known.error)
-        attempt = (known.retry_attempts if known else 0) + 1
-        failure: Exception | None = None
-        result = None
         self._active += 1
         try:
-            value = await self._try(name, function, args, kwargs, timeout)
-            result = encode_output(value, f"what step {name!r} returned")
-        except Exception as exc:
-            failure = exc
+            while True:
+                await self._ready(name)
+                failure = await self._try(name, partial(function, *args, **kwargs), function, timeout)
+                if not isinstance(failure, _Failure):
+                    return failure
+                await self._failed(name, failure.exc, retry or self._policy)
+        except asyncio.CancelledError:
+            self._cut_off(name, "step")
+            raise
         finally:
-            self._active -= 1
-            self._check_quiet()
-        if failure is not None:
-            return await self._failed(name, known, attempt, failure, retry or self._policy)
-        failpoints.hit("step.before_commit")
-        self._write(name, known, status="succeeded", result=result, retry_attempts=attempt - 1)
-        return None if result is None else msgspec.json.decode(result)
+            self._leave_step()
 
-    async def sleep(self, duration: str | int | float) -> None:
+    async def sleep(self, duration: str | int | float, name: str | None = None, *, is_alone: bool = True) -> None:
         """Go on after a while, counted from the first time this line was reached; nobody waits meanwhile."""
-        self._sleeps += 1
-        name = f"sleep-{self._sleeps}"
-        known = self._begin(name)
+        if name is None:
+            if not is_alone or (self._workflow.is_async and asyncio.current_task() is not self._main):
+                raise NonRetryable(
+                    "a sleep beside other steps needs a name, since their order may change: ctx.sleep('2h', name='…')"
+                )
+            self._sleeps += 1
+            name = f"sleep-{self._sleeps}"
+        known = await self._begin(name)
         if known is not None and known.status == "succeeded":
             return
-        await self._barrier()
-        until = known.next_attempt_at if known is not None else None
-        if until is None:
-            write = self._write(
-                name, None, kind="sleep", status="pending", retry_state="scheduled", delay_ms=duration_ms(duration),
-                retry_metadata={"reason": "sleep"},
-            )  # fmt: skip
-            until = await self._kept(write)
-        if until is not None and until > self.now():
-            await self._park(name, until, None)
-        self._write(name, self._steps.get(name), kind="sleep", status="succeeded", retry_state="completed")
+        self._active += 1
+        try:
+            await self._journal.barrier()
+            if known is None:
+                await self._waits(
+                    name, kind="sleep", delay_ms=duration_ms(duration), retry_metadata={"reason": "sleep"}
+                )
+            await self._ready(name)
+            self._write(name, kind="sleep", status="succeeded", retry_state="completed")
+        except asyncio.CancelledError:
+            self._cut_off(name, "sleep")
+            raise
+        finally:
+            self._leave_step()
 
-    def _begin(self, name: str) -> Step | None:
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_STEP_NAME:
-            raise NonRetryable(f"a step's name must be text of 1 to {MAX_STEP_NAME} characters, not {name!r}")
+    def _cut_off(self, name: str, kind: StepKind) -> None:
+        """The function does not wait for a step any more (`wait_for`, a sibling's failure): nor will it when it is
+        called anew."""
+        task = asyncio.current_task()
+        if not self._is_resting and task is not None and task.cancelling():
+            self._write(name, kind=kind, status="cancelled", error="cut off by the workflow", retry_state="cancelled")
+
+    async def _begin(self, name: str) -> Step | None:
+        refusal = self._refusal(name)
+        if refusal is not None:
+            await asyncio.sleep(0)  # a loop that catches everything and tries again must not keep the worker busy
+            raise refusal
+        self._used.add(name)
+        known = self._steps.get(name)
+        if known is not None and known.status == "cancelled":
+            raise TimeoutError(f"step {name!r} was cut off before")
+        return known
+
+    def _refusal(self, name: str) -> BaseException | None:
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_STEP_NAME or cleaned(name) != name:
+            return NonRetryable(f"a step's name must be text of 1 to {MAX_STEP_NAME} characters, not {name!r}")
         if self._is_resting:  # a `finally` that is passed on the way to rest; it has its turn when the run goes on
-            raise _Suspend
+            return _Suspend()
+        outer = current_step.get()
+        if outer is not None:  # it could not wait: the outer step would hold the worker meanwhile
+            return NonRetryable(f"step {name!r} is begun inside of step {outer!r}; call it from the workflow itself")
         if name in self._used:
-            raise NonRetryable(
+            return NonRetryable(
                 f"step {name!r} is called twice in one run; give each its own name, as in 'charge-{{i}}'"
             )
-        self._used.add(name)
-        return self._steps.get(name)
+        return None
 
-    async def _try(
-        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: Any
-    ) -> Any:
-        """Call a step's function, in a thread unless it is async."""
-        seconds = None if timeout is None else duration_ms(timeout) / 1000
-        context = contextvars.copy_context()
-        context.run(current_step.set, name)
-        call = partial(function, *args, **kwargs)
-        loop = asyncio.get_running_loop()
+    async def _ready(self, name: str) -> None:
+        """What was written so far is committed, and the step's time has come."""
+        await self._journal.barrier()
+        while (known := self._steps.get(name)) is not None and known.next_attempt_at is not None:
+            if known.next_attempt_at <= self.now():
+                break
+            await self._park(known, known.next_attempt_at)
+        if self._is_resting:
+            raise _Suspend
+
+    async def _try(self, name: str, call: Callable[[], Any], function: Any, timeout: Any) -> Any:
+        """Call a step's function once: its result, written down, or a _Failure."""
+        token = current_step.set(name)
         try:
-            async with asyncio.timeout(seconds):
-                if inspect.iscoroutinefunction(function):
-                    return await loop.create_task(guarded(call()), context=context)
-                value = await loop.run_in_executor(self._step_threads, partial(context.run, called, call))
-                return await loop.create_task(guarded(value), context=context) if inspect.isawaitable(value) else value
+            value = await self._timed(name, call, function, timeout)
+            result = encode_output(value, f"what step {name!r} returned")
+        except (Stop, GeneratorExit):
+            raise
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if self._is_resting or task is None or task.cancelling():
+                raise
+            return _Failure(exc)  # nobody cancelled this step: its function gave up by itself
+        except BaseException as exc:
+            return _Failure(exc)
+        finally:
+            current_step.reset(token)
+        failpoints.hit("step.before_commit")
+        known = self._steps.get(name)
+        self._write(name, status="succeeded", result=result, retry_attempts=known.retry_attempts if known else 0)
+        return None if result is None else msgspec.json.decode(result)
+
+    async def _timed(self, name: str, call: Callable[[], Any], function: Any, timeout: Any) -> Any:
+        if timeout is None:
+            return await self._called(call, function)
+        try:
+            async with asyncio.timeout(duration_ms(timeout) / 1000):
+                return await self._called(call, function)
         except TimeoutError as exc:
-            if seconds is None or not isinstance(exc.__cause__, asyncio.CancelledError):
+            if not isinstance(exc.__cause__, asyncio.CancelledError):
                 raise
             raise TimeoutError(f"step {name!r} took longer than {timeout}") from exc
 
-    async def _failed(self, name: str, known: Step | None, attempt: int, exc: Exception, policy: RetryPolicy) -> Any:
-        """Write that an attempt failed; wait for the next, or StepFailed when there is none."""
-        error = error_text(exc)
-        is_final = isinstance(exc, NonRetryable) or is_exhausted(policy, attempt)
+    async def _called(self, call: Callable[[], Any], function: Any) -> Any:
+        """In a thread, unless it is async."""
+        if inspect.iscoroutinefunction(function):
+            return await guarded(call())
+        context, loop = contextvars.copy_context(), asyncio.get_running_loop()
+        value = await loop.run_in_executor(self._step_threads, partial(context.run, called, call))
+        return await guarded(value) if inspect.isawaitable(value) else value
+
+    async def _failed(self, name: str, exc: BaseException, policy: RetryPolicy) -> None:
+        """Write that an attempt failed, and when there is another; StepFailed when there is none."""
+        known, error = self._steps.get(name), error_text(exc)
+        attempt = (known.retry_attempts if known else 0) + 1
+        age = self.now() - known.created_at if known and known.created_at else timedelta()
+        is_final = isinstance(exc, NonRetryable) or why_given_up(policy, attempt, age) is not None
         _log.warning(
             "step.exhausted" if is_final else "step.failed",
             run_id=str(self.run.id), workflow=self.run.workflow, step=name, attempt=attempt,
@@ -233,31 +270,31 @@ class Execution:
         )  # fmt: skip
         if is_final:
             self._write(
-                name, known, status="failed", error=error, retry_state="exhausted", retry_attempts=attempt,
+                name, status="failed", error=error, retry_state="exhausted", retry_attempts=attempt,
                 retry_metadata={"reason": "failed"},
             )  # fmt: skip
             raise StepFailed(name, error) from exc
-        delay_ms = backoff_ms(policy, attempt)
-        if isinstance(exc, RetryAfter):
-            delay_ms = retry_after_ms(exc)
-        write = self._write(
-            name, known, status="pending", error=error, retry_state="scheduled", delay_ms=delay_ms,
-            retry_attempts=attempt, retry_metadata={"reason": "failed", "of": policy.max_attempts},
-            closes=self._closing(exc, delay_ms),
+        delay_ms = retry_after_ms(exc) if isinstance(exc, RetryAfter) else backoff_ms(policy, attempt)
+        await self._waits(
+            name, error=error, delay_ms=delay_ms, retry_attempts=attempt,
+            retry_metadata={"reason": "failed", "of": policy.max_attempts}, closes=self._closing(exc, delay_ms),
         )  # fmt: skip
-        at = await self._kept(write)
-        assert at is not None, "a step that is to be tried again has a time"
-        await self._park(name, at, error)
 
-    def _closing(self, exc: Exception, delay_ms: int) -> Closing | None:
+    def _closing(self, exc: BaseException, delay_ms: int) -> Closing | None:
         """What is closed for everyone; a key only where the trigger limits by key."""
         if not isinstance(exc, RetryAfter) or exc.everyone is None or self.run.trigger_id is None:
             return None
         key = self.run.concurrency_key if exc.everyone == "key" else None
-        return Closing(trigger_id=self.run.trigger_id, concurrency_key=key, delay_ms=delay_ms, reason=str(exc))
+        return Closing(trigger_id=self.run.trigger_id, concurrency_key=key, delay_ms=delay_ms, reason=reason_of(exc))
 
-    def _write(self, name: str, known: Step | None, *, kind: StepKind = "step", **fields: Any) -> asyncio.Task[Written]:
-        """Hand a step's outcome to the group commit, and remember it."""
+    async def _waits(self, name: str, **fields: Any) -> None:
+        """Write that a step waits; when that is committed, its time is known."""
+        at = await self._journal.kept(self._write(name, status="pending", retry_state="scheduled", **fields))
+        self._steps[name] = msgspec.structs.replace(self._steps[name], next_attempt_at=at)
+
+    def _write(self, name: str, *, kind: StepKind = "step", **fields: Any) -> asyncio.Future[Written]:
+        """Give a step's outcome to the journal, and remember it."""
+        known = self._steps.get(name)
         write = StepWrite(
             id=known.id if known else uuid7(),
             workflow_run_id=self.run.id,
@@ -266,118 +303,98 @@ class Execution:
             kind=kind,
             **fields,
         )
-        task = asyncio.ensure_future(self._submit(write))
-        self._writes.add(task)
         self._steps[name] = Step(
             id=write.id, workflow_run_id=self.run.id, name=name, kind=kind, status=write.status, error=write.error,
             retry_state=write.retry_state, retry_attempts=write.retry_attempts,
+            created_at=known.created_at if known else None,
         )  # fmt: skip
-        return task
+        return self._journal.write(write)
 
-    async def _kept(self, write: asyncio.Task[Written]) -> datetime | None:
-        """Wait for a write; when its step goes on."""
-        written = await asyncio.shield(write)
-        self._is_lost |= not written.is_kept
-        self._is_cancelled |= written.is_cancel_requested
-        self._writes.discard(write)
-        self._check()
-        return written.next_attempt_at
-
-    async def _barrier(self) -> None:
-        """What this run has written so far is committed; nothing more is begun when it is cancelled or not ours."""
-        while self._writes:
-            await self._kept(next(iter(self._writes)))
-        self._check()
-
-    def _check(self) -> None:
-        if self._is_lost:
-            raise LeaseLost
-        if self._is_cancelled:
-            raise _Cancelled
-
-    async def _park(self, name: str, until: datetime, error: str | None) -> None:
-        """Wait for a time without holding the worker: this call does not return before the run goes on."""
-        self._parked[name] = until
-        if error:
-            attempts = self._steps[name].retry_attempts
-            self._warnings[name] = (
-                f"step {name!r} failed {attempts} times, next at {until:%Y-%m-%d %H:%M:%S} UTC: "
-                + (error.splitlines()[-1])
+    async def _park(self, step: Step, until: datetime) -> None:
+        """Wait for a time. If all others wait too, the run is put to rest, and this call does not return."""
+        self._endings.parked[step.name] = until
+        if step.error:
+            self._endings.warnings[step.name] = (
+                f"step {step.name!r} failed {step.retry_attempts} times, next at {until:%Y-%m-%d %H:%M:%S} UTC: "
+                + step.error.splitlines()[-1]
             )
         if not self._workflow.is_async:
             self._is_resting = True
             raise _Suspend
-        self._check_quiet()
-        await asyncio.Event().wait()
+        self._leave_step()
+        try:
+            await asyncio.sleep((until - self.now()).total_seconds())
+        finally:
+            self._active += 1
+            if not self._is_resting:
+                self._endings.parked.pop(step.name, None)
+                self._endings.warnings.pop(step.name, None)
 
-    def _check_quiet(self) -> None:
-        if self._parked and not self._active:
+    def _leave_step(self) -> None:
+        """While a step is under way, its run is not put to rest for the sake of others that wait."""
+        self._active -= 1
+        if self._endings.parked and not self._active:
             asyncio.get_running_loop().call_later(QUIET_SECONDS, self._rest_if_quiet)
 
     def _rest_if_quiet(self) -> None:
-        if self._parked and not self._active:
-            self._quiet.set()
+        if self._endings.parked and not self._active:
+            self._is_resting = True
+            self._rest()
+
+    def _rest(self, _: asyncio.Task[Any] | None = None) -> None:
+        """The function has ended, or every step of it waits."""
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
+
+    async def _leave(self, main: asyncio.Task[Any]) -> None:
+        """Have the function leave; one that catches everything is told again, and in the end left alone."""
+        for _ in range(LEAVE_TIMES):
+            main.cancel()
+            await asyncio.wait({main}, timeout=LEAVE_SECONDS)
+            if main.done():
+                if not main.cancelled():
+                    main.exception()  # whatever it is, the outcome is known already
+                return
+        _log.error("run.does_not_leave", run_id=str(self.run.id), workflow=self.run.workflow)
 
     async def _call(self) -> Any:
-        self._check()
+        self._journal.check()
         arguments = self._workflow.bind(self.run.parameters)
         if self._workflow.is_async:
-            return await self._workflow.function(Context(self), **arguments)
+            return await guarded(self._workflow.function(Context(self), **arguments))
         loop = asyncio.get_running_loop()
-        call = partial(self._workflow.function, SyncContext(self, loop), **arguments)
+        ctx = SyncContext(self, loop)
+
+        def call() -> Any:
+            ctx.called_here()
+            return self._workflow.function(ctx, **arguments)
+
         context = contextvars.copy_context()
         return await loop.run_in_executor(self._workflow_threads, partial(context.run, called, call))
 
-    def _ended(self, main: asyncio.Task[Any]) -> FinishedRun | SuspendedRun:
+    async def _ended(self, main: asyncio.Task[Any]) -> End:
+        """What the end of the function means. Of a run that was told to stop, it is that, whatever came of it."""
+        error = asyncio.CancelledError() if main.cancelled() else main.exception()
+        if isinstance(self._journal.told, LeaseLost):
+            raise self._journal.told
+        if isinstance(self._journal.told, Cancelled):
+            return self._endings.cancelled()
+        if self._is_resting or isinstance(error, _Suspend):
+            return self._endings.resting()
         try:
-            return self._finished("succeeded", output=encode_output(main.result(), "what the workflow returned"))
-        except _Suspend:
-            return self._suspended()
-        except _Cancelled:
-            return self.cancelled()
-        except StepFailed as exc:
-            step = self._steps.get(exc.name)
-            return self._finished("failed", error=f"{exc}\n{exc.error}", dead_step_id=step.id if step else None)
-        except NonRetryable as exc:
-            return self._finished("failed", error=str(exc))
-        except RetryAfter as exc:
-            if is_exhausted(self._policy, self.run.attempts):
-                return self._finished("failed", error=error_text(exc))
-            self._warnings[""] = str(exc)
-            return self._suspended(delay_ms=retry_after_ms(exc))
-        except Exception as exc:
-            return self._finished("failed", error=error_text(exc))
+            end: End = self._endings.succeeded(encode_output(main.result(), "what the workflow returned"))
+        except BaseException as exc:
+            end = self._endings.raised(exc)
+        self._is_resting = True
+        while self._active and isinstance(end, SuspendedRun):  # noqa: ASYNC110 - what is under way counts
+            await asyncio.sleep(QUIET_SECONDS)
+        return end
 
-    def _suspended(self, delay_ms: int | None = None) -> SuspendedRun:
-        """Rest until the first of its steps goes on, or its time is over."""
-        until = min(self._parked.values(), default=None)
-        deadline = self._deadline()
-        if until is not None and deadline is not None:
-            until = min(until, deadline)
-        return SuspendedRun(
-            id=self.run.id,
-            claim_generation=self.run.claim_generation,
-            next_attempt_at=until,
-            delay_ms=delay_ms,
-            warning="; ".join(self._warnings.values())[:1000] or None,
-        )
 
-    def _finished(self, status: Any, **fields: Any) -> FinishedRun:
-        return FinishedRun(
-            id=self.run.id,
-            claim_generation=self.run.claim_generation,
-            status=status,
-            trigger_id=self.run.trigger_id,
-            concurrency_key=self.run.concurrency_key,
-            is_probe=self.run.is_probe,
-            has_waiting_steps=any(step.retry_state == "scheduled" for step in self._steps.values()),
-            **fields,
-        )
+class _Failure:
+    """What a step's function raised."""
 
-    def _deadline(self) -> datetime | None:
-        timeout_ms = self._workflow.timeout_ms
-        return None if timeout_ms is None else self.run.started_at + timedelta(milliseconds=timeout_ms)
+    __slots__ = ("exc",)
 
-    def _seconds_left(self) -> float | None:
-        deadline = self._deadline()
-        return None if deadline is None else (deadline - self.now()).total_seconds()
+    def __init__(self, exc: BaseException) -> None:
+        self.exc = exc

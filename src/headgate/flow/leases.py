@@ -34,7 +34,7 @@ class LeaseKeeper:
         lease_ms: int,
         held: Callable[[], Mapping[uuid.UUID, ClaimedRun]],
         *,
-        lost: Callable[[uuid.UUID], None],
+        lost: Callable[[ClaimedRun], None],
         cancelled: Callable[[uuid.UUID], None],
     ) -> None:
         self._url = url
@@ -64,8 +64,9 @@ class LeaseKeeper:
     async def _keep(self, worker: asyncio.AbstractEventLoop) -> None:
         database = Database(self._url, "leases", size=1)
         try:
-            await self._beat(database)
-            while not await asyncio.to_thread(self._stopping.wait, self._lease_ms / 3000):
+            seconds = 0.0  # the first beat at once; it may fail like any other
+            while not await asyncio.to_thread(self._stopping.wait, seconds):
+                seconds = self._lease_ms / 3000
                 try:
                     await self._renew(database, worker)
                     await self._beat(database)
@@ -92,8 +93,8 @@ class LeaseKeeper:
             return
         async with database.transaction() as connection:
             kept = await runs.renew(connection, list(held.values()), self._lease_ms)
-        for run_id in held:
+        for run_id, run in held.items():
             if run_id not in kept:
-                worker.call_soon_threadsafe(self._lost, run_id)
+                worker.call_soon_threadsafe(self._lost, run)
             elif kept[run_id]:
                 worker.call_soon_threadsafe(self._cancelled, run_id)

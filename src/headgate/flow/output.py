@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -25,6 +26,22 @@ def encode_output(result: Any, what: str) -> str | None:
         raise NonRetryable(f"{what} cannot be stored as JSON: {exc}") from exc
     if len(output) > MAX_OUTPUT_BYTES:
         raise NonRetryable(f"{what} is {len(output)} bytes; at most {MAX_OUTPUT_BYTES} are kept")
+    if b"null" in output and _is_beyond_json(result):
+        raise NonRetryable(f"{what} cannot be stored as JSON: it holds a number that is not finite")
     if _NUL.search(output):
         raise NonRetryable(f"{what} holds the character U+0000, which cannot be stored")
     return output.decode()
+
+
+def _is_beyond_json(value: Any) -> bool:
+    """Whether it holds NaN or an infinity; msgspec writes them as null without a word."""
+    waiting = [msgspec.to_builtins(value)]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, float) and not math.isfinite(one):
+            return True
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list | tuple | set | frozenset):
+            waiting += one
+    return False

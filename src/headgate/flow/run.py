@@ -1,56 +1,49 @@
-"""Run: claim due runs, execute them, write what came of it. A worker that lost its claim changes nothing."""
+"""Run: claim due runs, execute them, hand in what came of it. A worker that lost its claim changes nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 from headgate import failpoints
+from headgate.clock import monotonic
 from headgate.errors import Unavailable
-from headgate.flow import slots
-from headgate.flow.execution import Execution, LeaseLost, Written
+from headgate.flow.execution import Execution
+from headgate.flow.journal import LeaseLost
 from headgate.flow.leases import LeaseKeeper
+from headgate.flow.outcomes import Outcomes, Waiting
 from headgate.flow.slots import Fill, Freed
-from headgate.flow.tell import tell_moves
 from headgate.flow.workflow import Workflow
 from headgate.model.event import Event
 from headgate.model.retry import STEP_RETRY, RetryPolicy
 from headgate.model.run import ClaimedRun, FinishedRun, Step
 from headgate.model.source import TRIGGER_BREAKER, BreakerPolicy
-from headgate.model.step import StepWrite, SuspendedRun
-from headgate.store import events, runs, steps, trigger_gates
-from headgate.store.db import Connection, Database
-from headgate.store.deliveries import Claim
-from headgate.store.group_commit import GroupCommit
-from headgate.store.steps import Recorded
+from headgate.store import events, runs, steps
+from headgate.store.db import Database
+from headgate.store.deliveries import NOBODY, Claim
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
-_WRITE_RETRY_SECONDS = 0.5
+# Beyond its slots a worker claims what they will get through in a moment, so that short runs are claimed in batches;
+# what has not begun a while later goes back, so that nothing waits here for long runs while another worker is idle.
+SHORT_SECONDS, AHEAD_SECONDS, MAX_AHEAD = 0.01, 0.2, 1000
+BACK_SECONDS = 0.3
+# When so many are claimed ahead, new events wait a little for them: their runs are then claimed as they are created.
+BUSY, BREATH_SECONDS = 50, 0.25
 
 _log = logger("run")
-
-Write = StepWrite | SuspendedRun | FinishedRun
-
-
-class Waiting(NamedTuple):
-    """A step that goes on at a time: what a wake-up needs to know."""
-
-    id: uuid.UUID
-    retry_attempts: int
-    next_attempt_at: datetime | None
 
 
 class Runner:
     """Runs the workflows of one worker process, at most `concurrency` at a time.
 
-    The transaction that ends a run launches what waits for its slot (`fill`) and claims it: the next begins at once.
-    `after_free` hears of it after the commit, `after_wait` of steps that are to be tried again.
+    A run is claimed here when it is due (`run_once`), or with its creation: by whoever asks for a `claim` and passes
+    the runs to `start`. `after_free` hears of what a freed slot let launch, `after_wait` of steps that wait.
     """
 
     def __init__(
@@ -73,47 +66,76 @@ class Runner:
         self._concurrency = concurrency
         self._lease_ms = lease_ms
         self._policy = policy
-        self._breaker = breaker
-        self._fill = fill
         self._after_free = after_free
-        self._after_wait = after_wait
         self._definitions: list[uuid.UUID] = []
-        self._held: dict[uuid.UUID, tuple[Execution, asyncio.Task[None]]] = {}
+        self._ready: deque[Execution] = deque()  # claimed, not begun
+        self._tasks: dict[Execution, asyncio.Task[None]] = {}  # begun, and not yet written to the end
+        self._executing: set[Execution] = set()  # those of them that hold a slot
+        self._typical_seconds: float | None = None
+        self._has_backlog = False
+        self._returning: asyncio.Task[None] | None = None
         self._free = asyncio.Event()
         self._closing = False
         self._workflow_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="workflow")
         self._step_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="step")
-        self._writes: GroupCommit[Write, Written] = GroupCommit(
-            self._write_all, weight=lambda _: 1, max_weight=1000, max_waiting=1_000_000
-        )
+        self._outcomes = Outcomes(
+            database, breaker=breaker, fill=fill, claim=self._claim_freed,
+            after_free=self._freed, after_wait=after_wait,
+        )  # fmt: skip
         self._leases = LeaseKeeper(
             database.url, worker, lambda: self._definitions, lease_ms,
-            lambda: {i: e.run for i, (e, _) in list(self._held.items())}, lost=self._lost, cancelled=self._cancelled,
+            lambda: {execution.run.id: execution.run for execution in list(self._tasks)},
+            lost=self._lost, cancelled=self._cancelled,
         )  # fmt: skip
 
     def serve(self, definitions: list[uuid.UUID]) -> None:
         """The definitions whose code is in this process; runs of others are left alone."""
         self._definitions = definitions
 
-    def start(self) -> None:
+    def keep_leases(self) -> None:
         """Begin to keep leases alive."""
         self._leases.start()
 
     @property
-    def is_full(self) -> bool:
-        """Whether every slot is taken."""
-        return len(self._held) >= self._concurrency
+    def room(self) -> int:
+        """How many runs may be claimed now."""
+        claimed = len(self._ready) + len(self._tasks)
+        return 0 if self._closing else max(0, self._concurrency + self._ahead() - claimed)
 
-    async def wait_for_slot(self) -> None:
-        """Wait until a run ends, or nothing more is to be claimed."""
+    def claim(self) -> Claim:
+        """What this worker claims of runs that are being created."""
+        room = self.room
+        return Claim(self._worker, self._lease_ms, self._definitions, room) if room else NOBODY
+
+    def expect(self) -> None:
+        """Runs were created that this worker did not claim at once."""
+        self._has_backlog = True
+
+    def start(self, claimed: Sequence[tuple[ClaimedRun, Event | None]]) -> None:
+        """Execute runs that were claimed for this worker."""
+        for run, event in claimed:
+            self._start(run, event, [])
+
+    async def wait_for_room(self) -> None:
+        """Wait until more may be claimed, or nothing more is to be claimed."""
         self._free.clear()
-        if self.is_full and not self._closing:
+        if self.room == 0 and not self._closing:
             await self._free.wait()
+
+    async def breathe(self) -> None:
+        """While short runs end all the time, wait a moment for room: runs that are created then are claimed at once."""
+        if self._ahead() < BUSY:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BREATH_SECONDS):
+                while (self._has_backlog or self.room < self._ahead() // 2) and not self._closing:
+                    self._free.clear()
+                    await self._free.wait()
 
     async def idle(self) -> None:
         """Wait until nothing runs here."""
-        while self._held:
-            await asyncio.gather(*(task for _, task in list(self._held.values())), return_exceptions=True)
+        while self._tasks:
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def stop_claiming(self) -> None:
         """Claim nothing more; what runs goes on."""
@@ -121,19 +143,21 @@ class Runner:
         self._free.set()
 
     async def run_once(self) -> int:
-        """Claim as many due runs as there are free slots and start them; how many."""
-        free = self._concurrency - len(self._held)
-        if free <= 0 or self._closing or not self._definitions:
+        """Claim as many due runs as there is room for and start them; how many."""
+        room = self.room
+        if room == 0 or not self._definitions:
             return 0
         async with self._database.transaction() as connection:
             claimed = await runs.claim_due(
-                connection, definitions=self._definitions, limit=free, worker=self._worker, lease_ms=self._lease_ms
+                connection, definitions=self._definitions, limit=room, worker=self._worker, lease_ms=self._lease_ms
             )
             ids = {run.event_id for run in claimed if run.event_id is not None}
             found = await events.get_many(connection, ids) if ids else {}
             again = [run.id for run in claimed if run.attempts > 1]  # a fresh one has no steps yet
             known = await steps.list_of_runs(connection, again)
         failpoints.hit("run.after_claim")
+        self._has_backlog = len(claimed) == room
+        self._free.set()
         for run in claimed:
             mine = [step for step in known if step.workflow_run_id == run.id]
             self._start(run, found.get(run.event_id) if run.event_id else None, mine)
@@ -146,21 +170,31 @@ class Runner:
 
     async def stop(self, patience_seconds: float) -> None:
         """Wait for running workflows, then hand back what is still running."""
-        tasks = [task for _, task in self._held.values()]
-        if tasks:
-            await asyncio.wait(tasks, timeout=patience_seconds)
-        left = list(self._held.values())
-        for _, task in left:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in left), return_exceptions=True)
-        await self._writes.close()
+        await self._give_back()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=patience_seconds)
+        left: list[ClaimedRun] = []
+        while self._tasks or self._outcomes.is_busy:  # a commit that is under way may still begin what fills a slot
+            left += [execution.run for execution in self._tasks]
+            tasks = list(self._tasks.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._outcomes.close()
+        await self._give_back()
         if left:
             async with self._database.transaction() as connection:
-                back = await runs.hand_back(connection, [execution.run for execution, _ in left])
+                back = await runs.hand_back(connection, left)
             _log.info("run.handed_back", count=len(back))
         await self._leases.stop()
         for threads in (self._workflow_threads, self._step_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    def _ahead(self) -> int:
+        """How many runs the slots will get through in a moment, going by the last ones."""
+        if self._typical_seconds is None or self._typical_seconds > SHORT_SECONDS:
+            return 0
+        return min(MAX_AHEAD, int(self._concurrency * AHEAD_SECONDS / max(self._typical_seconds, 1e-6)))
 
     def _start(self, run: ClaimedRun, event: Event | None, known: list[Step]) -> None:
         execution = Execution(
@@ -168,137 +202,112 @@ class Runner:
             self._workflows[run.workflow],
             event,
             known,
-            submit=self._writes.submit,
+            put=self._outcomes.put,
             policy=self._policy,
             workflow_threads=self._workflow_threads,
             step_threads=self._step_threads,
         )
-        self._held[run.id] = (execution, asyncio.create_task(self._execute(execution)))
+        for ghost in [one for one in self._tasks if one.run.id == run.id] if run.attempts > 1 else ():
+            self._tasks[ghost].cancel()  # its lease ended, and this worker is the one that took over
+        self._ready.append(execution)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin what is ready, as far as there are slots; the rest waits for one, but not for long."""
+        while self._ready and len(self._executing) < self._concurrency:
+            if monotonic() - self._ready[0].claimed_at > self._lease_ms / 3000:
+                break  # claimed so long ago that another may soon have it
+            execution = self._ready.popleft()
+            self._executing.add(execution)
+            self._tasks[execution] = task = asyncio.create_task(self._execute(execution))
+            task.add_done_callback(partial(self._over, execution))
+        if self._ready and self._returning is None:
+            self._returning = asyncio.create_task(self._give_back_later())
 
     async def _execute(self, execution: Execution) -> None:
         run = execution.run
         try:
+            began_at = monotonic()
             ended = await execution.go()
+            self._learn(monotonic() - began_at)
             failpoints.hit("run.before_finish")
-            written = await self._writes.submit(ended)
-            if isinstance(ended, SuspendedRun) and written.is_cancel_requested:
-                written = await self._writes.submit(execution.cancelled())
+            self._free_slot(execution)  # what is left to do needs none
+            ended, written = await execution.close(ended)
             failpoints.hit("run.after_finish")
             if not written.is_kept:
                 _log.warning("run.result_discarded", run_id=str(run.id), reason="the lease was lost")
+            elif isinstance(ended, FinishedRun):
+                self._tell(execution, ended)
         except LeaseLost:
             _log.warning("run.lease_lost", run_id=str(run.id), workflow=run.workflow)
+
+    def _free_slot(self, execution: Execution) -> None:
+        if execution in self._executing:
+            self._executing.remove(execution)
+            self._begin()
+
+    def _learn(self, seconds: float) -> None:
+        """Follow how long a run takes; one that took longer counts less, since it may have waited for the processor."""
+        known = seconds if self._typical_seconds is None else self._typical_seconds
+        self._typical_seconds = known + (seconds - known) * (0.2 if seconds < known else 0.02)
+
+    def _over(self, execution: Execution, task: asyncio.Task[None]) -> None:
+        """Nothing is left of a run here, however it went. If it was not written, its lease ends by itself."""
+        del self._tasks[execution]
+        self._free_slot(execution)
+        self._free.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("run.left", run_id=str(execution.run.id), workflow=execution.run.workflow, exc_info=error)
+
+    async def _give_back_later(self) -> None:
+        """Give back what has been ready for a while."""
+        try:
+            while self._ready and not self._closing:
+                left = self._ready[0].claimed_at + BACK_SECONDS - monotonic()
+                if left > 0:
+                    await asyncio.sleep(left)
+                else:
+                    self._typical_seconds = None  # runs take longer than was thought
+                    await self._give_back()
         finally:
-            self._held.pop(run.id, None)
+            self._returning = None
+
+    async def _give_back(self) -> None:
+        """Let others have what is claimed and not begun. If that fails, the leases end by themselves."""
+        unbegun = [execution.run for execution in self._ready]
+        self._ready.clear()
+        if not unbegun:
+            return
+        try:
+            async with self._database.transaction() as connection:
+                await runs.give_back(connection, unbegun)
+            _log.info("run.given_back", count=len(unbegun))
+        except Unavailable as exc:
+            _log.warning("run.give_back_failed", count=len(unbegun), error=exc)
+        finally:
             self._free.set()
 
-    def _lost(self, run_id: uuid.UUID) -> None:
-        if run_id in self._held:
-            execution, task = self._held[run_id]
-            _log.warning("run.lease_lost", run_id=str(run_id), workflow=execution.run.workflow)
+    def _lost(self, run: ClaimedRun) -> None:
+        for task in [task for execution, task in self._tasks.items() if execution.run is run]:
+            _log.warning("run.lease_lost", run_id=str(run.id), workflow=run.workflow)
             task.cancel()
 
     def _cancelled(self, run_id: uuid.UUID) -> None:
-        if run_id in self._held:
-            self._held[run_id][0].cancel()
+        for execution in [one for one in self._tasks if one.run.id == run_id]:
+            execution.cancel()
 
-    async def _write_all(self, items: list[Write]) -> list[Written]:
-        fill = None if self._closing else self._fill
-        also: frozenset[uuid.UUID] = frozenset()
-        while True:
-            try:
-                written, freed = await self._database.run(partial(self._write, items=items, fill=fill, also=also))
-            except Unavailable as exc:
-                # The work is done; keep its result until the database is back. If the lease ends first, another
-                # worker runs it again, and this write will change nothing.
-                _log.warning("run.finish_waits", count=len(items), error=exc)
-                await asyncio.sleep(_WRITE_RETRY_SECONDS)
-                continue
-            except slots.Unlocked as exc:
-                also |= exc.trigger_ids
-                continue
-            except Exception as exc:
-                if fill is None:
-                    raise
-                # What waits for the slots cannot be decided; that must not keep these runs from ending.
-                _log.warning("run.fill_failed", count=len(items), error=exc)
-                fill = None
-                continue
-            self._committed(items, written, freed)
-            return written
+    def _claim_freed(self, ending: int) -> Claim | None:
+        """What this worker claims of what is launched into the slots of runs that end; None: nothing is launched."""
+        return None if self._closing else Claim(self._worker, self._lease_ms, self._definitions, ending)
 
-    async def _write(
-        self, connection: Connection, items: list[Write], fill: Fill | None, also: frozenset[uuid.UUID]
-    ) -> tuple[list[Written], Freed]:
-        """One transaction: the outcomes of steps, runs that rest, runs that ended."""
-        finished = [item for item in items if isinstance(item, FinishedRun)]
-        step_writes = [item for item in items if isinstance(item, StepWrite)]
-        suspended = [item for item in items if isinstance(item, SuspendedRun)]
-        closing = [item.closes for item in step_writes if item.closes is not None]
-        kept: dict[tuple[uuid.UUID, str], Recorded] = {}
-        resting: set[uuid.UUID] = set()
+    def _freed(self, freed: Freed) -> None:
+        if freed.filled:
+            self.start(freed.filled.claimed)
+        self._after_free(freed)
 
-        async def before() -> None:
-            nonlocal kept, resting
-            kept = await steps.write(connection, step_writes) if step_writes else {}
-            for one in closing:
-                await trigger_gates.close(
-                    connection, one.trigger_id, key=one.concurrency_key, delay_ms=one.delay_ms, reason=one.reason
-                )
-            resting = await runs.suspend(connection, suspended) if suspended else set()
-
-        claim = Claim(self._worker, self._lease_ms, self._definitions, len(finished))
-        freed = await slots.finish(
-            connection,
-            finished,
-            breaker=self._breaker,
-            fill=fill,
-            claim=claim,
-            before=before,
-            also=also | {one.trigger_id for one in closing},
-        )
-        ended = [run for run in finished if run.id in freed.written]
-        await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
-        await runs.bury(connection, [run for run in ended if run.status == "failed"])
-        asked = await runs.cancel_requested(connection, [s.id for s in suspended if s.id not in resting])
-        answers = []
-        for item in items:
-            if isinstance(item, StepWrite):
-                row = kept.get((item.workflow_run_id, item.name))
-                answers.append(Written(True, *row) if row else Written(False))
-            elif isinstance(item, SuspendedRun):
-                answers.append(Written(item.id in resting, item.id in asked))
-            else:
-                answers.append(Written(item.id in freed.written))
-        return answers, freed
-
-    def _committed(self, items: list[Write], written: list[Written], freed: Freed) -> None:
-        for run, event in freed.filled.claimed if freed.filled else ():
-            self._start(run, event, [])
-        tell_moves(freed.moves)
-        if freed.woken or freed.filled or freed.moves:
-            self._after_free(freed)
-        waiting: list[Waiting] = []
-        for item, answer in zip(items, written, strict=True):
-            if not answer.is_kept:
-                continue
-            if isinstance(item, FinishedRun):
-                self._tell(item)
-            elif isinstance(item, StepWrite) and item.kind == "step":
-                outcome = {"scheduled": "scheduled", "exhausted": "exhausted"}.get(item.retry_state)
-                if outcome or item.retry_attempts:
-                    metrics.STEP_RETRIES.labels(outcome or "completed").inc()
-            if isinstance(item, StepWrite) and item.retry_state == "scheduled":
-                waiting.append(Waiting(item.id, item.retry_attempts, answer.next_attempt_at))
-        if waiting:
-            self._after_wait(waiting)
-
-    def _tell(self, run: FinishedRun) -> None:
-        held = self._held.get(run.id)
-        if held is None:
-            return
-        claimed = held[0].run
-        metrics.ran(claimed.workflow, run.status, (held[0].now() - claimed.started_at).total_seconds())
+    def _tell(self, execution: Execution, run: FinishedRun) -> None:
+        claimed = execution.run
+        metrics.ran(claimed.workflow, run.status, (execution.now() - claimed.started_at).total_seconds())
         log = _log.info if run.status == "succeeded" else _log.warning
         log(
             f"run.{run.status}",

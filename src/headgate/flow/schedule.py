@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from typing import NamedTuple
 
 from headgate import failpoints
@@ -33,6 +34,7 @@ class Turn(NamedTuple):
 
 class _Tick(NamedTuple):
     due: DueSchedule
+    at: datetime
     event: NewEvent
     moved: Advanced
 
@@ -69,13 +71,20 @@ class Schedule:
 
     async def _publish(self, connection: Connection) -> tuple[list[_Tick], set[uuid.UUID]]:
         due = await store.lock_due(connection, self._definitions, self._batch_size)
-        ticks = [tick for tick in map(self._decide, due) if tick is not None]
-        if not ticks:
+        ahead = [one for one in due if one.schedule.last_at is not None and one.schedule.last_at > one.now]
+        ticks = [tick for tick in map(self._decide, (one for one in due if one not in ahead)) if tick is not None]
+        if not ticks and not ahead:
             return [], set()
-        new = await events.insert(connection, [tick.event for tick in ticks])
-        await store.advance(connection, [tick.moved for tick in ticks])
+        new = await events.insert(connection, [tick.event for tick in ticks]) if ticks else set()
+        await store.advance(connection, [tick.moved for tick in ticks] + [self._set_right(one) for one in ahead])
         failpoints.hit("schedule.before_commit")
         return ticks, new
+
+    def _set_right(self, due: DueSchedule) -> Advanced:
+        """Its last tick lies ahead: the clock was wrong then. It counts from now; no tick has two events."""
+        next_at = next_after(due.schedule, due.now)
+        _log.warning("schedule.set_right", workflow=due.schedule.workflow, next_at=tick_text(next_at))
+        return Advanced(due.definition_id, None, next_at)
 
     def _decide(self, due: DueSchedule) -> _Tick | None:
         """The latest tick that has come; those before it, missed while nobody looked, are not made up for."""
@@ -87,7 +96,7 @@ class Schedule:
             self._definitions.discard(due.definition_id)
             _log.error("schedule.not_understood", workflow=due.schedule.workflow, error=exc)
             return None
-        return _Tick(due, tick_event(due.schedule.workflow, tick, uuid7()), moved)
+        return _Tick(due, tick, tick_event(due.schedule.workflow, tick, uuid7()), moved)
 
 
 async def declare(connection: Connection, workflow: str, definition_id: uuid.UUID, spec: ScheduleSpec | None) -> None:
@@ -104,11 +113,11 @@ async def declare(connection: Connection, workflow: str, definition_id: uuid.UUI
 def _log_line(tick: _Tick, *, is_new: bool) -> None:
     line = _log.bind(
         workflow=tick.due.schedule.workflow, event_id=str(tick.event.id), source=SOURCE,
-        scheduled_at=tick_text(tick.moved.last_at), next_at=tick_text(tick.moved.next_at),
+        scheduled_at=tick_text(tick.at), next_at=tick_text(tick.moved.next_at),
     )  # fmt: skip
     if not is_new:
         line.warning("schedule.repeated", reason="an event with this tick's id exists already")
-    elif tick.moved.last_at > tick.due.schedule.next_at:
+    elif tick.at > tick.due.schedule.next_at:
         line.warning("schedule.caught_up", missed_since=tick_text(tick.due.schedule.next_at))
     else:
         line.info("schedule.published")

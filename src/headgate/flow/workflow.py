@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar, get_type_hints, overload
 
@@ -33,22 +34,30 @@ class Runs(Protocol):
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *,
         retry: RetryPolicy | None, timeout: str | int | float | None,
     ) -> Any: ...  # fmt: skip
-    async def sleep(self, duration: str | int | float) -> None: ...
+    async def sleep(self, duration: str | int | float, name: str | None = None, *, is_alone: bool = True) -> None: ...
 
 
 class _Context:
     """What every workflow gets as its first argument."""
 
-    __slots__ = ("_execution", "event", "log", "run_id")
+    __slots__ = ("_execution", "_log", "event", "run_id")
 
     def __init__(self, execution: Runs) -> None:
         run = execution.run
         self._execution = execution
         self.run_id = run.id
         self.event = execution.event
-        self.log = logger("workflow").bind(
-            run_id=str(run.id), workflow=run.workflow, correlation_id=run.correlation_id, attempt=run.attempts
-        )
+        self._log: Any = None
+
+    @property
+    def log(self) -> Any:
+        """A structlog logger whose lines name the run."""
+        if self._log is None:
+            run = self._execution.run
+            self._log = logger("workflow").bind(
+                run_id=str(run.id), workflow=run.workflow, correlation_id=run.correlation_id, attempt=run.attempts
+            )
+        return self._log
 
     @property
     def attempt(self) -> int:
@@ -109,19 +118,27 @@ class Context(_Context):
         """
         return await self._execution.step(name, function, args, kwargs, retry=retry, timeout=timeout)
 
-    async def sleep(self, duration: str | int | float) -> None:
-        """Go on after a while (`"2h"`, `"30s"`); it survives restarts and holds no worker."""
-        await self._execution.sleep(duration)
+    async def sleep(self, duration: str | int | float, *, name: str | None = None) -> None:
+        """Go on after a while (`"2h"`, `"30s"`); it survives restarts and holds no worker.
+
+        One that runs beside other steps (in `asyncio.gather` or a task) needs a name of its own.
+        """
+        await self._execution.sleep(duration, name)
 
 
 class SyncContext(_Context):
     """The context of a plain `def` workflow, which runs in a thread: the same, without `await`."""
 
-    __slots__ = ("_loop",)
+    __slots__ = ("_loop", "_thread")
 
     def __init__(self, execution: Runs, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(execution)
         self._loop = loop
+        self._thread: int | None = None
+
+    def called_here(self) -> None:
+        """The function is called in this thread."""
+        self._thread = threading.get_ident()
 
     def step(
         self,
@@ -138,9 +155,11 @@ class SyncContext(_Context):
         found: T = asyncio.run_coroutine_threadsafe(work, self._loop).result()
         return found
 
-    def sleep(self, duration: str | int | float) -> None:
-        """Go on after a while; it survives restarts and holds no worker."""
-        asyncio.run_coroutine_threadsafe(self._execution.sleep(duration), self._loop).result()
+    def sleep(self, duration: str | int | float, *, name: str | None = None) -> None:
+        """Go on after a while; it survives restarts and holds no worker. In a thread of your own it needs a name."""
+        is_alone = self._thread in (None, threading.get_ident())
+        work = self._execution.sleep(duration, name, is_alone=is_alone)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 class Workflow:

@@ -55,6 +55,7 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     claim_generation: int
     now: datetime
     started_at: datetime
+    retry_attempts: int = 0
     cancel_requested: bool = False
     trigger_id: uuid.UUID | None = None
     concurrency_key: str | None = None

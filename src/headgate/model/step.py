@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from headgate.model.retry import RetryState
-from headgate.model.run import StepStatus
+from headgate.model.run import FinishedRun, StepStatus
 
 StepKind = Literal["step", "sleep"]
 
@@ -44,12 +44,21 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     closes: Closing | None = None
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """What a run writes at once: the outcomes of steps, and its end or rest if it came to that. All or nothing."""
+
+    steps: list[StepWrite]
+    end: FinishedRun | SuspendedRun | None = None
+
+
 class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A claimed run that waits until `next_attempt_at`, or `delay_ms` from the database's time on, and holds no worker
-    meanwhile."""
+    """A claimed run that waits until `next_attempt_at`, or `delay_ms` from the database's time on, but not past its
+    `deadline_at`, and holds no worker meanwhile. `is_retry`: its function has failed and is called anew."""
 
     id: uuid.UUID
     claim_generation: int
     next_attempt_at: datetime | None
     delay_ms: int | None = None
+    deadline_at: datetime | None = None
+    is_retry: bool = False
     warning: str | None = None

@@ -38,6 +38,10 @@ class GroupCommit(Generic[Item, Result]):
 
     async def submit(self, item: Item) -> Result:
         """The item's result, once the transaction that holds it is over."""
+        return await self.put(item)
+
+    def put(self, item: Item) -> asyncio.Future[Result]:
+        """Hand in an item; its result comes with the future."""
         weight = self._weight(item)
         if self._waiting_weight + weight > self._max_waiting:
             raise Overloaded("too much is waiting to be written; try again in a second")
@@ -46,7 +50,12 @@ class GroupCommit(Generic[Item, Result]):
         self._waiting_weight += weight
         if self._task is None:
             self._task = asyncio.create_task(self._drain())
-        return await future
+        return future
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written."""
+        return self._task is not None
 
     async def close(self) -> None:
         """Wait until everything submitted so far is written."""

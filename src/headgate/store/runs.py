@@ -59,6 +59,14 @@ async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> lis
     return [EndedRun(*row) for row in rows]
 
 
+async def ended_by(connection: Connection, finished: Sequence[FinishedRun]) -> set[uuid.UUID]:
+    """Those of the runs that have ended already, by this very claim and in this way."""
+    if not finished:
+        return set()
+    columns = [f.id for f in finished], [f.claim_generation for f in finished], [f.status for f in finished]
+    return {row[0] for row in await connection.fetch(_sql["ended_by"], *columns)}
+
+
 async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> set[uuid.UUID]:
     """Put runs that are still held to rest until a time. The ids that rest; the others are lost, or to be cancelled."""
     rows = await connection.fetch(
@@ -67,6 +75,8 @@ async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> 
         [s.claim_generation for s in suspended],
         [s.next_attempt_at for s in suspended],
         [s.delay_ms for s in suspended],
+        [s.deadline_at for s in suspended],
+        [s.is_retry for s in suspended],
         [s.warning for s in suspended],
     )
     return {row[0] for row in rows}
@@ -108,6 +118,12 @@ async def bury(connection: Connection, failed: Sequence[FinishedRun]) -> None:
 async def hand_back(connection: Connection, held: Sequence[ClaimedRun]) -> set[uuid.UUID]:
     """Make runs due again at once. The ids handed back."""
     rows = await connection.fetch(_sql["hand_back"], [r.id for r in held], [r.claim_generation for r in held])
+    return {row[0] for row in rows}
+
+
+async def give_back(connection: Connection, unbegun: Sequence[ClaimedRun]) -> set[uuid.UUID]:
+    """Let others have runs that were claimed and not begun. The ids given back."""
+    rows = await connection.fetch(_sql["give_back"], [r.id for r in unbegun], [r.claim_generation for r in unbegun])
     return {row[0] for row in rows}
 
 

@@ -14,7 +14,7 @@ update headgate.workflow_runs r
   from due, clock, headgate.workflow_definitions w
  where r.id = due.id and w.id = r.workflow_definition_id
 returning r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation,
-          r.trigger_id, r.concurrency_key, r.is_probe, now, r.started_at,
+          r.trigger_id, r.concurrency_key, r.is_probe, now, r.started_at, r.retry_attempts,
           r.cancel_requested_at is not null as cancel_requested
 
 -- name: cancel_requested
@@ -43,15 +43,27 @@ update headgate.workflow_runs r
  where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
 returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
 
+-- name: ended_by
+-- Those of the runs that have ended by the given claims: whoever takes a run over raises its generation.
+select r.id from headgate.workflow_runs r
+  join unnest($1::uuid[], $2::bigint[], $3::text[]) as u (id, claim_generation, status)
+    on r.id = u.id and r.claim_generation = u.claim_generation and r.status = u.status
+
 -- name: suspend
--- Puts runs that their worker still holds to rest until a time; one whose cancellation was asked for is not. Returns the
--- ids that rest.
+-- Puts runs that their worker still holds to rest until a time, not before their trigger or key is open again, nor past
+-- their deadline; one whose cancellation was asked for is not. What has come so far does not kill its workers: crashes are
+-- counted anew. Returns the ids that rest.
 update headgate.workflow_runs r
-   set status = 'pending', warning = u.warning,
-       next_attempt_at = coalesce(u.next_attempt_at, headgate.now() + u.delay_ms * interval '1 ms'),
+   set status = 'pending', warning = u.warning, deadline_at = u.deadline_at, crashes = 0,
+       retry_attempts = r.retry_attempts + u.is_retry::int,
+       next_attempt_at = least(u.deadline_at, greatest(
+         coalesce(u.next_attempt_at, headgate.now() + u.delay_ms * interval '1 ms'),
+         (select g.closed_until from headgate.event_scheduler_triggers g where g.trigger_id = r.trigger_id),
+         (select h.until from headgate.trigger_key_holds h
+           where h.trigger_id = r.trigger_id and h.concurrency_key = r.concurrency_key))),
        claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null, updated_at = headgate.now()
-  from unnest($1::uuid[], $2::bigint[], $3::timestamptz[], $4::bigint[], $5::text[])
-         as u (id, claim_generation, next_attempt_at, delay_ms, warning)
+  from unnest($1::uuid[], $2::bigint[], $3::timestamptz[], $4::bigint[], $5::timestamptz[], $6::boolean[], $7::text[])
+         as u (id, claim_generation, next_attempt_at, delay_ms, deadline_at, is_retry, warning)
  where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation and r.cancel_requested_at is null
 returning r.id
 
@@ -86,6 +98,15 @@ on conflict (kind, subject_id) do nothing
 update headgate.workflow_runs r
    set status = 'pending', next_attempt_at = headgate.now(), claim_generation = r.claim_generation + 1,
        claimed_by = null, claim_expires_at = null, updated_at = headgate.now()
+  from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
+ where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
+returning r.id
+
+-- name: give_back
+-- Lets others have runs that a worker has claimed and not begun: they are as they were before. Returns the ids.
+update headgate.workflow_runs r
+   set status = 'pending', attempts = r.attempts - 1, claim_generation = r.claim_generation + 1, claimed_by = null,
+       claim_expires_at = null, started_at = case when r.attempts > 1 then r.started_at end, updated_at = headgate.now()
   from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
  where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
 returning r.id

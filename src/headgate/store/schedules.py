@@ -28,7 +28,7 @@ class Advanced(NamedTuple):
     """Where a schedule stands after a tick."""
 
     definition_id: uuid.UUID
-    last_at: datetime
+    last_at: datetime | None
     next_at: datetime
 
 

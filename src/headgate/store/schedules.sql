@@ -14,12 +14,14 @@ returning s.workflow_definition_id
 delete from headgate.schedules where workflow_definition_id = $1 returning workflow_definition_id
 
 -- name: lock_due
--- Schedules of these workflows whose tick has come, for this transaction alone, the longest due first.
+-- Schedules of these workflows whose tick has come, for this transaction alone, the longest due first; and those whose last
+-- tick lies ahead, since the clock was wrong for a while.
 select s.workflow_definition_id, w.slug as workflow, s.every_ms, s.cron, s.timezone, s.next_at, s.last_at,
        headgate.now() as now
   from headgate.schedules s
   join headgate.workflow_definitions w on w.id = s.workflow_definition_id
- where s.workflow_definition_id = any ($1::uuid[]) and s.next_at <= headgate.now()
+ where s.workflow_definition_id = any ($1::uuid[])
+   and (s.next_at <= headgate.now() or s.last_at > headgate.now())
  order by s.next_at, s.workflow_definition_id
  limit $2
    for update of s skip locked
@@ -33,7 +35,8 @@ update headgate.schedules s
 
 -- name: next_due_seconds
 -- Seconds until the next tick of these workflows, negative when it is overdue; null when there is none.
-select extract(epoch from min(s.next_at) - headgate.now())::float8
+select extract(epoch from min(case when s.last_at > headgate.now() then headgate.now() else s.next_at end)
+                     - headgate.now())::float8
   from headgate.schedules s where s.workflow_definition_id = any ($1::uuid[])
 
 -- name: list

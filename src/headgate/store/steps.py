@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -56,8 +56,13 @@ class Recorded(NamedTuple):
     next_attempt_at: datetime | None
 
 
-async def write(connection: Connection, writes: Sequence[StepWrite]) -> dict[tuple[uuid.UUID, str], Recorded]:
-    """Record the outcome of steps of runs that are still held. By run and name; the others were written in vain."""
+async def write(
+    connection: Connection, writes: Sequence[StepWrite], ended: Collection[uuid.UUID] = ()
+) -> dict[tuple[uuid.UUID, str], Recorded]:
+    """Record the outcome of steps of runs that are still held, or `ended` in this transaction. By run and name; the
+    others were written in vain."""
+    if not writes:
+        return {}
     rows = await connection.fetch(
         _sql["write"],
         [w.id for w in writes],
@@ -72,6 +77,7 @@ async def write(connection: Connection, writes: Sequence[StepWrite]) -> dict[tup
         [w.delay_ms for w in writes],
         [w.retry_attempts for w in writes],
         json_texts(w.retry_metadata for w in writes),
+        [w.workflow_run_id in ended for w in writes],
     )
     return {(row[0], row[1]): Recorded(row[2], row[3]) for row in rows}
 

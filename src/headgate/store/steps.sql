@@ -2,7 +2,7 @@
 -- Records steps as given, retry state included; a step of that name in the run stays as it is. Returns the ids.
 insert into headgate.workflow_run_steps
   (id, workflow_run_id, name, status, result, error, retry_state, next_attempt_at, retry_attempts, retry_metadata)
-select u.id, u.workflow_run_id, u.name, u.status, u.result::jsonb, u.error, u.retry_state, u.next_attempt_at,
+select u.id, u.workflow_run_id, u.name, u.status, u.result::json, u.error, u.retry_state, u.next_attempt_at,
        u.retry_attempts, u.retry_metadata::jsonb
   from unnest($1::uuid[], $2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::text[], $8::timestamptz[],
               $9::bigint[], $10::text[])
@@ -17,7 +17,7 @@ returning id
 update headgate.workflow_run_steps r
    set retry_state = u.retry_state, retry_attempts = greatest(r.retry_attempts, u.attempts),
        next_attempt_at = u.next_attempt_at, error = u.last_error, retry_metadata = u.metadata::jsonb,
-       status = coalesce(u.status, r.status), result = coalesce(u.result::jsonb, r.result),
+       status = coalesce(u.status, r.status), result = coalesce(u.result::json, r.result),
        claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null,
        updated_at = headgate.now()
   from unnest($1::uuid[], $2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::timestamptz[], $7::text[], $8::text[],
@@ -28,32 +28,44 @@ update headgate.workflow_run_steps r
 returning r.id
 
 -- name: write
--- Records the outcome of steps of runs that their worker still holds; a step that is done stays as it is. Returns run,
--- name, and whether the run's cancellation was asked for; what is missing there was written by a worker that lost its
--- claim, and changes nothing. The runs are locked, so that nobody takes one over meanwhile.
+-- Records the outcome of steps of runs that their worker still holds, or that this transaction has ended ($13); a step that
+-- is done stays as it is. Returns run, name, whether the run's cancellation was asked for, and when the step goes on; what
+-- is missing there was written by a worker that lost its claim, and changes nothing. One that the same claim has written
+-- before, by a commit whose answer was lost, is there. The runs are locked, so that nobody takes one over meanwhile.
 with input as materialized (
   select * from unnest($1::uuid[], $2::uuid[], $3::bigint[], $4::text[], $5::text[], $6::text[], $7::text[], $8::text[],
-                       $9::text[], $10::bigint[], $11::bigint[], $12::text[])
+                       $9::text[], $10::bigint[], $11::bigint[], $12::text[], $13::boolean[])
     as u (id, workflow_run_id, claim_generation, name, status, kind, result, error, retry_state, delay_ms,
-          retry_attempts, retry_metadata)
+          retry_attempts, retry_metadata, has_ended)
 ), held as materialized (
-  select r.id, r.claim_generation from headgate.workflow_runs r
-   where r.id = any ($2::uuid[]) and r.status = 'running' order by r.id for no key update of r
+  select r.id, r.claim_generation, r.cancel_requested_at is not null as cancel_requested from headgate.workflow_runs r
+   where r.id in (select workflow_run_id from input where not has_ended) and r.status = 'running'
+   order by r.id for no key update of r
+), written as (
+  insert into headgate.workflow_run_steps as s
+    (id, workflow_run_id, name, kind, status, result, error, retry_state, next_attempt_at, retry_attempts,
+     retry_metadata)
+  select u.id, u.workflow_run_id, u.name, u.kind, u.status, u.result::json, u.error, u.retry_state,
+         headgate.now() + u.delay_ms * interval '1 ms', u.retry_attempts, u.retry_metadata::jsonb
+    from input u left join held h on h.id = u.workflow_run_id and h.claim_generation = u.claim_generation
+   where u.has_ended or h.id is not null
+   order by u.workflow_run_id, u.name
+  on conflict (workflow_run_id, name) do update
+     set status = excluded.status, result = excluded.result, error = excluded.error, retry_state = excluded.retry_state,
+         next_attempt_at = excluded.next_attempt_at,
+         retry_attempts = greatest(s.retry_attempts, excluded.retry_attempts),
+         retry_metadata = excluded.retry_metadata, claim_generation = s.claim_generation + 1, updated_at = headgate.now()
+   where s.status not in ('succeeded', 'failed', 'cancelled')
+  returning workflow_run_id, name, next_attempt_at
 )
-insert into headgate.workflow_run_steps as s
-  (id, workflow_run_id, name, kind, status, result, error, retry_state, next_attempt_at, retry_attempts,
-   retry_metadata)
-select u.id, u.workflow_run_id, u.name, u.kind, u.status, u.result::jsonb, u.error, u.retry_state,
-       headgate.now() + u.delay_ms * interval '1 ms', u.retry_attempts, u.retry_metadata::jsonb
-  from input u join held on held.id = u.workflow_run_id and held.claim_generation = u.claim_generation
- order by u.workflow_run_id, u.name
-on conflict (workflow_run_id, name) do update
-   set status = excluded.status, result = excluded.result, error = excluded.error, retry_state = excluded.retry_state,
-       next_attempt_at = excluded.next_attempt_at, retry_attempts = greatest(s.retry_attempts, excluded.retry_attempts),
-       retry_metadata = excluded.retry_metadata, claim_generation = s.claim_generation + 1, updated_at = headgate.now()
- where s.status not in ('succeeded', 'failed', 'cancelled')
-returning workflow_run_id, name, (select r.cancel_requested_at is not null from headgate.workflow_runs r
-                                   where r.id = s.workflow_run_id) as cancel_requested, next_attempt_at
+select w.workflow_run_id, w.name, coalesce(h.cancel_requested, false), w.next_attempt_at
+  from written w left join held h on h.id = w.workflow_run_id
+union all
+select s.workflow_run_id, s.name, h.cancel_requested, s.next_attempt_at
+  from input u
+  join held h on h.id = u.workflow_run_id and h.claim_generation = u.claim_generation
+  join headgate.workflow_run_steps s on s.workflow_run_id = u.workflow_run_id and s.name = u.name
+ where s.id = u.id and s.status = u.status and s.status in ('succeeded', 'failed', 'cancelled')
 
 -- name: end_waiting
 -- The run has ended: what it did not wait for any more is not tried again.

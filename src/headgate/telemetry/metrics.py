@@ -7,6 +7,7 @@ Postgres before a scrape (`flow.health`), so every process reports the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -120,10 +121,14 @@ def received(counts: Mapping[str, int]) -> None:
 
 def allowed(lags: Iterable[tuple[str, float]]) -> None:
     """Events that the gate let through: the source, and the seconds since the receipt."""
+    by_source: dict[str, list[float]] = {}
     for source, seconds in lags:
-        label = source_label(source)
-        SOURCE_DECISIONS.labels(label, "allowed").inc()
-        INGRESS_LAG.labels(label).observe(seconds)
+        by_source.setdefault(source_label(source), []).append(seconds)
+    for label, found in by_source.items():
+        SOURCE_DECISIONS.labels(label, "allowed").inc(len(found))
+        lag = INGRESS_LAG.labels(label)
+        for seconds in found:
+            lag.observe(seconds)
 
 
 def refused(holds: Iterable[tuple[str, str | None]]) -> None:
@@ -132,10 +137,14 @@ def refused(holds: Iterable[tuple[str, str | None]]) -> None:
         SOURCE_DECISIONS.labels(source_label(source), _DECISIONS.get(reason or "", "throttled")).inc()
 
 
+_runs = cache(RUNS.labels)
+_run_duration = cache(RUN_DURATION.labels)
+
+
 def ran(workflow: str, status: str, seconds: float) -> None:
     """A run that ended, and the time since it first began."""
-    RUNS.labels(workflow, status).inc()
-    RUN_DURATION.labels(workflow).observe(max(0.0, seconds))
+    _runs(workflow, status).inc()
+    _run_duration(workflow).observe(max(0.0, seconds))
 
 
 def evaluated(trigger: str, status: str, count: int = 1) -> None:

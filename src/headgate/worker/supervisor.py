@@ -7,8 +7,8 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping
-from datetime import datetime
-from typing import Literal
+from datetime import datetime, timedelta
+from typing import Literal, NamedTuple
 
 from headgate.flow.batch import Batch
 from headgate.flow.delivery_replan import DeliveryReplan
@@ -42,16 +42,22 @@ DRAIN_SECONDS = 0.02
 REQUEUE_PAGE_SECONDS, REQUEUE_PASS_SECONDS = 0.25, 3.0
 
 
+class Turn(NamedTuple):
+    """How much was done, and when there is more to do."""
+
+    done: int
+    next_at: datetime | None
+
+
 class Worker:
     """Decides events and runs the workflows of one application until `stop` is called."""
 
     def __init__(self, settings: Settings, workflows: Mapping[str, Workflow], definitions: list[uuid.UUID]) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
-        self._settings = settings
+        self.settings = settings
         self._database = Database(settings.require_database_url(), "worker", size=8)
         self._queue = open_queue(settings, self._database)
         matcher = Matcher()  # one for all stages: a thousand triggers are compiled once
-        self._dispatch, self._retry, self._replan = self._event_stages(matcher)
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
         self._rests = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0}
         self._definitions, self._served = definitions, dict(workflows)  # http workflows join as they appear
@@ -69,6 +75,7 @@ class Worker:
             after_wait=lambda waiting: self._queue.schedule(step_wakeups(waiting)),
         )
         self._runner.serve(definitions)
+        self._dispatch, self._retry, self._replan = self._event_stages(matcher)
         self._reconcile = Reconcile(self._database, batch_size=settings.batch_size, breaker=settings.trigger_error)
         self._requeue = Requeue(self._database, self._queue, batch_size=settings.batch_size)
         self._schedule = Schedule(
@@ -81,18 +88,20 @@ class Worker:
         self._stopping = asyncio.Event()
 
     def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, Retry, Replan]:
-        settings, queue = self._settings, self._queue
+        settings, queue = self.settings, self._queue
         batch = Batch(
             settings.source_error,
             matcher=matcher,
             trigger_breaker=settings.trigger_error,
             trigger_retry=settings.trigger_retry,
             after_hold=lambda held: queue.schedule(delivery_wakeups(held)),
+            claim=self._runner.claim,
+            after_claim=self._runner.start,
         )
         dispatch = Dispatch(
             self._database,
             batch_size=settings.batch_size,
-            after_launch=lambda: queue.hint("runs"),
+            after_launch=self._after_launch,
             after_hold=lambda held: queue.schedule(event_wakeups(held)),
             batch=batch,
         )
@@ -111,7 +120,7 @@ class Worker:
         return dispatch, retry, replan
 
     def _delivery_stages(self, matcher: Matcher) -> tuple[DeliveryRetry, DeliveryReplan]:
-        settings, queue = self._settings, self._queue
+        settings, queue = self.settings, self._queue
         retry = DeliveryRetry(
             self._database,
             batch_size=settings.batch_size,
@@ -138,10 +147,10 @@ class Worker:
         """Work until stopped. A loop that dies stops the worker with its error."""
         await self._database.open()
         await migrate.require_current(self._database)
-        await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
+        await durability.require_safe(self._database, allow_unsafe=self.settings.allow_unsafe_durability)
         self._queue.start_listening()
-        poll = self._settings.poll_ms / 1000
-        lease = self._settings.lease_ms / 1000
+        poll = self.settings.poll_ms / 1000
+        lease = self.settings.lease_ms / 1000
         claiming = [
             Loop("dispatch", self._dispatch_once, rest_seconds=poll, wake=self._queue.wake("inbox")),
             self._retry_loop("retries", self._retry),
@@ -155,7 +164,7 @@ class Worker:
         ]
         _log.info("worker.started", worker=self.name, workflows=self._workflows)
         claims = [asyncio.create_task(loop.run(), name=loop.name) for loop in claiming]
-        self._runner.start()
+        self._runner.keep_leases()
         stopped = asyncio.create_task(self._stopping.wait(), name="stop")
         try:
             done, _ = await asyncio.wait([*claims, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -163,7 +172,7 @@ class Worker:
                 loop.stop()
             self._runner.stop_claiming()
             await asyncio.gather(*claims, return_exceptions=True)
-            await self._runner.stop(self._settings.shutdown_ms / 1000)
+            await self._runner.stop(self.settings.shutdown_ms / 1000)
             for task in done - {stopped}:
                 task.result()
         finally:
@@ -173,9 +182,38 @@ class Worker:
             await self._database.close()
             _log.info("worker.stopped", worker=self.name)
 
+    async def turn(self, now: datetime) -> Turn:
+        """Every stage once, and wait until nothing runs: for whoever turns a worker by hand instead of `run`."""
+        ticks = await self._schedule.run_once()
+        done = ticks.published + (await self._dispatch.run_once()).events
+        events, deliveries = await self._retry.run_once(), await self._delivery_retry.run_once()
+        done += events.due + len(events.replanned) + deliveries.due + len(deliveries.replanned)
+        done += await self._replan.run_once() + await self._delivery_replan.run_once()
+        done += sum((await self._reconcile.run_once()).values())
+        done += await self._runner.run_once()
+        await self._runner.idle()
+        waits = [
+            await self._runner.next_due_seconds(),
+            await self._retry.next_look_seconds(),
+            await self._delivery_retry.next_look_seconds(),
+            ticks.next_seconds,
+        ]
+        # When there is room again for those that are due and found none, and when something is due or ticks.
+        times = [at for at in (events.look_at, deliveries.look_at) if at is not None]
+        times += [now + timedelta(seconds=seconds) for seconds in waits if seconds is not None]
+        return Turn(done, min((at for at in times if at > now), default=None))
+
+    async def close(self) -> None:
+        """End a worker that was turned by hand; what still runs is handed back."""
+        self._runner.stop_claiming()
+        await self._runner.stop(0)
+        await self._queue.close()
+        await self._database.close()
+
     async def _dispatch_once(self) -> int:
+        await self._runner.breathe()
         outcome = await self._dispatch.run_once()
-        return outcome.events
+        return outcome.events if self._dispatch.has_more else 0
 
     def _retry_loop(self, topic: RetryTopic, retry: Retry | DeliveryRetry) -> Loop:
         """Looks at what is due, and rests until the next slot."""
@@ -186,7 +224,7 @@ class Worker:
                 self._rests[topic] = await self._until_next_slot(retry, turn.look_at, turn.now)
             else:
                 # Slots of a drain lie close together: let some come due, so that each turn is a batch.
-                self._rests[topic] = 0 if turn.due >= self._settings.batch_size else DRAIN_SECONDS
+                self._rests[topic] = 0 if turn.due >= self.settings.batch_size else DRAIN_SECONDS
             return 0
 
         return Loop(topic, once, rest_seconds=lambda: self._rests[topic], wake=self._queue.wake(topic))
@@ -194,7 +232,7 @@ class Worker:
     async def _until_next_slot(
         self, retry: Retry | DeliveryRetry, look_at: datetime | None, now: datetime | None
     ) -> float:
-        poll = self._settings.poll_ms / 1000
+        poll = self.settings.poll_ms / 1000
         if look_at is not None and now is not None:
             return min(poll, max(DRAIN_SECONDS, (look_at - now).total_seconds()))
         seconds = await retry.next_look_seconds()
@@ -207,6 +245,10 @@ class Worker:
         if deliveries_moved:
             self._queue.hint("deliveries")
         return moved + deliveries_moved
+
+    def _after_launch(self) -> None:
+        self._runner.expect()
+        self._queue.hint("runs")
 
     def _after_free(self, freed: Freed) -> None:
         if isinstance(freed.filled, DeliveryTurn):
@@ -225,19 +267,19 @@ class Worker:
 
     async def _run_once(self) -> int:
         started = await self._runner.run_once()
-        if started == 0 and self._runner.is_full:
-            # Wait for a slot, not for a hint: there may be plenty to do already.
-            await self._runner.wait_for_slot()
+        if started == 0 and self._runner.room == 0:
+            # Wait for room, not for a hint: there may be plenty to do already.
+            await self._runner.wait_for_room()
             return 1
         if started == 0:
             seconds = await self._runner.next_due_seconds()
-            poll = self._settings.poll_ms / 1000
+            poll = self.settings.poll_ms / 1000
             self._rests["runs"] = poll if seconds is None else min(poll, max(0.005, seconds))
         return started
 
     async def _schedule_once(self) -> int:
         turn = await self._schedule.run_once()
-        poll = self._settings.poll_ms / 1000
+        poll = self.settings.poll_ms / 1000
         next_tick = poll if turn.next_seconds is None else max(DRAIN_SECONDS, turn.next_seconds)
         self._rests["schedules"] = min(poll, next_tick)
         return turn.published

@@ -9,6 +9,7 @@ from typing import Literal
 from headgate.errors import Conflict, NotFound
 from headgate.flow import slots
 from headgate.flow.slots import Freed
+from headgate.model.run import FINAL_RUN_STATUSES
 from headgate.model.source import BreakerPolicy
 from headgate.store import audit, runs
 from headgate.store.db import Connection, Database
@@ -35,12 +36,14 @@ async def _cancel(connection: Connection, run_id: uuid.UUID, actor: str, breaker
         raise NotFound(f"no run {run_id}")
     trigger_id = await runs.trigger_of(connection, run_id)
     end = partial(runs.cancel_waiting, connection, run_id, actor)
-    freed: Freed | None = await slots.end_waiting(connection, trigger_id, end, breaker)
-    done: Cancelled = "cancelled"
-    if freed is None:
-        if not await runs.request_cancel(connection, run_id, actor):
-            ended = await runs.get(connection, run_id)
-            raise Conflict(f"run {run_id} has ended already: it is {(ended or known).status}")
-        done = "cancelling"
+    while True:
+        freed: Freed | None = await slots.end_waiting(connection, trigger_id, end, breaker)
+        done: Cancelled = "cancelled" if freed is not None else "cancelling"
+        if freed is not None or await runs.request_cancel(connection, run_id, actor):
+            break
+        now = await runs.get(connection, run_id) or known
+        if now.status in FINAL_RUN_STATUSES:
+            raise Conflict(f"run {run_id} has ended already: it is {now.status}")
+        # It was put to rest, or went on, between the two: ask again.
     await audit.insert(connection, actor=actor, action="run.cancel", subject=str(run_id))
     return done

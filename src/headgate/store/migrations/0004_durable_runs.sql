@@ -6,7 +6,10 @@ alter table headgate.workflow_runs
   -- How often a worker died with it.
   add column crashes             bigint not null default 0,
   -- What it waits for, when a step is to be tried again.
-  add column warning             text;
+  add column warning             text,
+  -- How often its function failed with RetryAfter and was called anew, and when its time is over.
+  add column retry_attempts      bigint not null default 0,
+  add column deadline_at         timestamptz;
 
 -- A step was told to come back later, for everyone: nothing of the trigger (or of one of its keys) is begun before.
 alter table headgate.event_scheduler_triggers
@@ -31,6 +34,9 @@ create table headgate.workers (
 create index workflow_runs_crashing_idx on headgate.workflow_runs (next_attempt_at)
   where status = 'pending' and crashes > 0;
 
+-- A result is kept as it was returned: jsonb would order the keys anew and turn 1e20 into an integer, so that a function
+-- that is called anew would see another value than the first time.
 alter table headgate.workflow_run_steps
+  alter column result type json using result::json,
   add column kind text not null default 'step',
   add constraint workflow_run_steps_kind_check check (kind in ('step', 'sleep'));

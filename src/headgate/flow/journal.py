@@ -1,0 +1,128 @@
+"""Journal: what one run has written of its steps, and will write in a moment.
+
+A step's outcome waits a moment for the end of its run, to be written with it; whatever comes first sends it: that
+moment, the next step, a wait, or the end. All that is written names the claim: when that is lost, nothing counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime
+from typing import NamedTuple
+
+from headgate.model.run import FinishedRun
+from headgate.model.step import Outcome, StepWrite, SuspendedRun
+
+SOON_SECONDS = 0.001
+
+
+class Stop(BaseException):
+    """Unwinds a workflow's function; not an Exception, so that its own handlers let it pass."""
+
+
+class Cancelled(Stop):
+    """Someone asked for the run to be cancelled."""
+
+
+class LeaseLost(Stop):
+    """The run belongs to another worker now; whatever is done here does not count."""
+
+
+class Written(NamedTuple):
+    """Whether a write counted (the claim still held), whether the run is to be cancelled, and when the step goes on."""
+
+    is_kept: bool
+    is_cancel_requested: bool = False
+    next_attempt_at: datetime | None = None
+
+
+class Recorded(NamedTuple):
+    """What became of an Outcome: of each of its steps, and of the end."""
+
+    steps: list[Written]
+    end: Written
+
+
+Put = Callable[[Outcome], asyncio.Future[Recorded]]
+
+
+class Journal:
+    """The writes of one attempt at one run. `put` hands them to the group commit."""
+
+    def __init__(self, put: Put, *, is_cancelled: bool) -> None:
+        self.is_cancelled = is_cancelled
+        self._put = put
+        self.told: Stop | None = None
+        self._is_lost = False
+        self._unsent: list[tuple[StepWrite, asyncio.Future[Written]]] = []
+        self._sent: set[asyncio.Future[Written]] = set()
+
+    def write(self, write: StepWrite) -> asyncio.Future[Written]:
+        """Take in the outcome of a step; it is written in a moment."""
+        loop = asyncio.get_running_loop()
+        if not self._unsent:
+            loop.call_later(SOON_SECONDS, self._send)
+        written: asyncio.Future[Written] = loop.create_future()
+        self._unsent.append((write, written))
+        return written
+
+    async def kept(self, write: asyncio.Future[Written]) -> datetime | None:
+        """Wait for a write; when its step goes on."""
+        self._send()
+        written = await self._heard(write)
+        self.check()
+        return written.next_attempt_at
+
+    async def barrier(self) -> None:
+        """What was written so far is committed; nothing more is begun when the run is cancelled or not ours."""
+        self._send()
+        await self._settle()
+        self.check()
+
+    def check(self) -> None:
+        """LeaseLost or Cancelled when it came to that; `told` says so too, should the function not listen."""
+        if self._is_lost or self.is_cancelled:
+            self.told = LeaseLost() if self._is_lost else Cancelled()
+            raise self.told
+
+    async def close(self, end: FinishedRun | SuspendedRun) -> Written:
+        """Write how the run ended, or that it rests, with what was not yet written of its steps."""
+        await self._settle()
+        if self._is_lost:
+            raise LeaseLost
+        unsent, self._unsent = self._unsent, []
+        return (await self._put(Outcome([write for write, _ in unsent], end))).end
+
+    async def end(self, end: FinishedRun) -> Written:
+        """Write how the run ended, and nothing else."""
+        self._unsent.clear()
+        return (await self._put(Outcome([], end))).end
+
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if not unsent:
+            return
+        self._sent.update(written for _, written in unsent)
+
+        def answer(recorded: asyncio.Future[Recorded]) -> None:
+            for i, (_, written) in enumerate(unsent):
+                if recorded.cancelled():
+                    written.cancel()
+                elif error := recorded.exception():
+                    written.set_exception(error)
+                else:
+                    written.set_result(recorded.result().steps[i])
+
+        self._put(Outcome([write for write, _ in unsent])).add_done_callback(answer)
+
+    async def _settle(self) -> None:
+        while self._sent:
+            await self._heard(next(iter(self._sent)))
+
+    async def _heard(self, write: asyncio.Future[Written]) -> Written:
+        written = await asyncio.shield(write)
+        self._is_lost |= not written.is_kept
+        self.is_cancelled |= written.is_cancel_requested
+        self._sent.discard(write)
+        return written

@@ -1,0 +1,192 @@
+"""Outcomes: what runs write: steps, that they rest, how they ended. Many runs share one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import partial
+from typing import NamedTuple
+
+from headgate.errors import Unavailable
+from headgate.flow import slots
+from headgate.flow.journal import Recorded, Written
+from headgate.flow.slots import Fill, Freed
+from headgate.flow.tell import tell_moves
+from headgate.model.run import FinishedRun
+from headgate.model.source import BreakerPolicy
+from headgate.model.step import Outcome, SuspendedRun
+from headgate.store import runs, steps, trigger_gates
+from headgate.store.db import Connection, Database
+from headgate.store.deliveries import NOBODY, Claim
+from headgate.store.group_commit import GroupCommit
+from headgate.telemetry import metrics
+from headgate.telemetry.logs import logger
+
+MAX_WRITES = 1000
+_RETRY_SECONDS = 0.5
+
+_log = logger("run")
+
+
+class Waiting(NamedTuple):
+    """A step that goes on at a time: what a wake-up needs to know."""
+
+    id: uuid.UUID
+    retry_attempts: int
+    next_attempt_at: datetime | None
+
+
+def _weight(item: Outcome) -> int:
+    """A large result counts as many writes: a transaction stays a matter of a moment."""
+    return 1 + len(item.steps) + sum(len(write.result or "") for write in item.steps) // 10_000
+
+
+class Outcomes:
+    """Writes what came of runs. The transaction that ends a run launches what waits for its slot (`fill`), and claims
+    as much of it as `claim` allows. After the commit `after_free` hears of it, `after_wait` of steps that wait."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        breaker: BreakerPolicy,
+        fill: Fill | None,
+        claim: Callable[[int], Claim | None],
+        after_free: Callable[[Freed], None],
+        after_wait: Callable[[Sequence[Waiting]], None],
+    ) -> None:
+        self._database = database
+        self._breaker = breaker
+        self._fill = fill
+        self._claim = claim
+        self._after_free = after_free
+        self._after_wait = after_wait
+        self._group: GroupCommit[Outcome, Recorded] = GroupCommit(
+            self._write_all, weight=_weight, max_weight=MAX_WRITES, max_waiting=1_000_000
+        )
+
+    def put(self, item: Outcome) -> asyncio.Future[Recorded]:
+        """Hand in an outcome; the future tells when it is committed, and whether it counted."""
+        return self._group.put(item)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written."""
+        return self._group.is_busy
+
+    async def close(self) -> None:
+        """Wait until everything is written."""
+        await self._group.close()
+
+    async def _write_all(self, items: list[Outcome]) -> Sequence[Recorded | Exception]:
+        """Write a group; if it fails, one by one, so that what cannot be written is nobody else's trouble."""
+        try:
+            return await self._write_group(items)
+        except Exception as exc:
+            if len(items) == 1:
+                raise
+            _log.warning("run.group_failed", count=len(items), error=exc, reason="writing one by one")
+        answers: list[Recorded | Exception] = []
+        for item in items:
+            try:
+                answers += await self._write_group([item])
+            except Exception as exc:
+                answers.append(exc)
+        return answers
+
+    async def _write_group(self, items: list[Outcome]) -> list[Recorded]:
+        claim = self._claim(sum(isinstance(item.end, FinishedRun) for item in items))
+        fill = None if claim is None else self._fill
+        also: frozenset[uuid.UUID] = frozenset()
+        while True:
+            work = partial(self._write, items=items, fill=fill, claim=claim, also=also)
+            try:
+                recorded, freed = await self._database.run(work)
+            except Unavailable as exc:
+                # The work is done; keep its result until the database is back. If the lease ends first, another
+                # worker runs it again, and this write will change nothing.
+                _log.warning("run.finish_waits", count=len(items), error=exc)
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            except slots.Unlocked as exc:
+                also |= exc.trigger_ids
+                continue
+            except Exception as exc:
+                if fill is None:
+                    raise
+                # What waits for the slots cannot be decided; that must not keep these runs from ending.
+                _log.warning("run.fill_failed", count=len(items), error=exc)
+                fill = None
+                continue
+            self._committed(items, recorded, freed)
+            return recorded
+
+    async def _write(
+        self,
+        connection: Connection,
+        items: list[Outcome],
+        fill: Fill | None,
+        claim: Claim | None,
+        also: frozenset[uuid.UUID],
+    ) -> tuple[list[Recorded], Freed]:
+        """One transaction: the outcomes of steps, runs that rest, runs that ended."""
+        finished = [item.end for item in items if isinstance(item.end, FinishedRun)]
+        suspended = [item.end for item in items if isinstance(item.end, SuspendedRun)]
+        step_writes = [write for item in items for write in item.steps]
+        closing = [write for write in step_writes if write.closes is not None]
+        kept: dict[tuple[uuid.UUID, str], steps.Recorded] = {}
+
+        async def close() -> None:
+            kept.update(await steps.write(connection, closing))
+            for write in closing:
+                if (write.workflow_run_id, write.name) in kept and (one := write.closes) is not None:
+                    await trigger_gates.close(
+                        connection, one.trigger_id, key=one.concurrency_key, delay_ms=one.delay_ms, reason=one.reason
+                    )
+
+        freed = await slots.finish(
+            connection,
+            finished,
+            breaker=self._breaker,
+            fill=fill,
+            claim=claim or NOBODY,
+            before=close,
+            also=also | {write.closes.trigger_id for write in closing if write.closes},
+        )
+        kept |= await steps.write(connection, [write for write in step_writes if write.closes is None], freed.written)
+        resting = await runs.suspend(connection, suspended) if suspended else set()
+        ended = [run for run in finished if run.id in freed.written]
+        await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
+        await runs.bury(connection, [run for run in ended if run.status == "failed"])
+        # By a commit whose answer was lost.
+        before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
+        asked = await runs.cancel_requested(connection, [s.id for s in suspended if s.id not in resting])
+
+        def recorded(item: Outcome) -> Recorded:
+            rows = [kept.get((write.workflow_run_id, write.name)) for write in item.steps]
+            end = item.end.id if item.end else None
+            return Recorded(
+                [Written(True, *row) if row else Written(False) for row in rows],
+                Written(end in resting or end in freed.written or end in before, end in asked),
+            )
+
+        return [recorded(item) for item in items], freed
+
+    def _committed(self, items: list[Outcome], recorded: list[Recorded], freed: Freed) -> None:
+        tell_moves(freed.moves)
+        if freed.woken or freed.filled or freed.moves:
+            self._after_free(freed)
+        waiting: list[Waiting] = []
+        for item, answer in zip(items, recorded, strict=True):
+            for write, written in zip(item.steps, answer.steps, strict=True):
+                if not written.is_kept:
+                    continue
+                if write.retry_state == "scheduled":
+                    waiting.append(Waiting(write.id, write.retry_attempts, written.next_attempt_at))
+                if write.kind == "step" and (write.retry_state != "none" or write.retry_attempts):
+                    outcome = "completed" if write.retry_state == "none" else write.retry_state
+                    metrics.STEP_RETRIES.labels(outcome).inc()
+        if waiting:
+            self._after_wait(waiting)
