@@ -457,7 +457,7 @@ def world(postgres: EmbeddedPostgres, template: str, monkeypatch: pytest.MonkeyP
         runner.run(admin(f"drop database {name} with (force)"))
 
 
-@pytest.mark.timeout(max(120, EXAMPLES * 30))
+@pytest.mark.timeout(max(300, EXAMPLES * 30))
 def test_the_gate_keeps_its_promises(world: World) -> None:
     GateMachine.world = world
     run_state_machine_as_test(

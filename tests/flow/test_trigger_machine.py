@@ -682,7 +682,7 @@ def world(postgres: EmbeddedPostgres, template: str, monkeypatch: pytest.MonkeyP
         runner.run(admin(f"drop database {name} with (force)"))
 
 
-@pytest.mark.timeout(max(120, EXAMPLES * 30))
+@pytest.mark.timeout(max(300, EXAMPLES * 30))
 def test_triggers_keep_their_promises(world: World) -> None:
     TriggerMachine.world = world
     run_state_machine_as_test(
