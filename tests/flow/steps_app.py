@@ -92,9 +92,9 @@ async def leave(ctx: Context) -> None:
 
 @hg.workflow(on="steps.thread")
 async def thread(ctx: Context) -> None:
-    await ctx.step("long", time.sleep, 20)
+    await ctx.step("long", time.sleep, 3600)
 
 
 @hg.workflow(on="steps.plain_thread")
 def plain_thread(ctx: SyncContext) -> None:
-    ctx.step("long", time.sleep, 20)
+    ctx.step("long", time.sleep, 3600)

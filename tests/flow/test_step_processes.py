@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -157,8 +156,6 @@ async def test_sigterm_ends_the_process_although_a_thread_is_busy(
     with worker(database_url, APP, HEADGATE_SHUTDOWN_MS="200", **QUICK) as first:
         await connection.execute(f"select headgate.publish('steps.{which}', 'test')")
         await eventually(database, "select count(*) = 1 from headgate.workflow_runs where status = 'running'")
-        began = time.monotonic()
         first.signal(signal.SIGTERM)
-        assert first.wait() == 0
-        assert time.monotonic() - began < 15  # the thread sleeps for 20 s
+        assert first.wait() == 0  # the thread sleeps for an hour
     assert await connection.fetchval("select status from headgate.workflow_runs") == "pending"
