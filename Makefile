@@ -6,14 +6,14 @@ READY  := $(VENV)/.ready
 # The queue that `make bench` compares with, and that its tests run.
 OTHER  := $(VENV)/pgqueuer
 
-JOBS   ?= 3
+JOBS   ?= 2
 
 .PHONY: dev test check fmt bench clean
 
 dev: $(READY)
 	@exec $(BIN)/headgate dev examples/demo.py
 
-# Most tests wait for processes and clocks: three at a time take half as long on two cores. A file stays together.
+# Most tests wait for processes and clocks: two at a time take half as long. A file stays together.
 test: $(READY) $(OTHER)/.ready
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 

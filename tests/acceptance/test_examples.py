@@ -115,4 +115,5 @@ async def test_limited_api(load: Load) -> None:
         await harness.advance("10m")
         assert {run.status for run in await harness.runs("sync")} == {"succeeded"}
     assert api.contacts == set(range(25)) and len(api.calls) == 5 + 25
-    assert api.refused <= 3, "those that were under way; the others waited"
+    # Those that were under way, and those that an end which was being written at that moment had launched.
+    assert api.refused <= 6

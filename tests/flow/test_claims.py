@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headgate import Context, Headgate
+from headgate import Context, Headgate, RetryAfter
 from headgate.flow import run as run_stage
 from headgate.flow.batch import Batch
 from headgate.flow.dispatch import Dispatch
@@ -215,6 +215,32 @@ async def test_what_is_claimed_and_does_not_begin_goes_to_a_worker_that_is_free(
         assert (await statuses(connection), ran) == ({"succeeded": 6}, [1] * 6)
     finally:
         await other.runner.stop(0)
+
+
+async def test_what_is_claimed_ahead_does_not_hammer_a_service_that_has_said_no(
+    connection: Connection, hg: Headgate, crew: Crew
+) -> None:
+    calls: list[int] = []
+
+    async def call(n: int) -> None:
+        calls.append(n)
+        raise RetryAfter(600, "429", everyone="trigger")
+
+    @hg.workflow(on="go")
+    async def work(ctx: Context, n: int) -> None:
+        await ctx.step("call", call, n)
+
+    await crew.serve()
+    crew.runner._typical_seconds = 0.001
+    for n in range(30):
+        await publish(connection, "go", n=n)
+    await crew.dispatch.run_once()
+    assert await statuses(connection) == {"running": 30}
+    await eventually(crew.database, f"select {PENDING} = 30")
+    await asyncio.wait_for(crew.runner.idle(), 30)
+    assert calls == [0, 1, 2]  # those that were under way
+    early = "select count(*) from headgate.workflow_runs where next_attempt_at < headgate.now() + interval '500 s'"
+    assert await connection.fetchval(early) == 0
 
 
 async def test_a_stopping_worker_gives_back_at_once_what_it_has_not_begun(

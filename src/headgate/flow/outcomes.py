@@ -16,7 +16,7 @@ from headgate.flow.slots import Fill, Freed
 from headgate.flow.tell import tell_moves
 from headgate.model.run import FinishedRun
 from headgate.model.source import BreakerPolicy
-from headgate.model.step import Outcome, SuspendedRun
+from headgate.model.step import Closing, Outcome, SuspendedRun
 from headgate.store import runs, steps, trigger_gates
 from headgate.store.db import Connection, Database
 from headgate.store.deliveries import NOBODY, Claim
@@ -45,7 +45,8 @@ def _weight(item: Outcome) -> int:
 
 class Outcomes:
     """Writes what came of runs. The transaction that ends a run launches what waits for its slot (`fill`), and claims
-    as much of it as `claim` allows. After the commit `after_free` hears of it, `after_wait` of steps that wait."""
+    as much of it as `claim` allows. After the commit `after_free` hears of it, `after_wait` of steps that wait,
+    `after_close` of triggers and keys that a step has closed for everyone."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Outcomes:
         claim: Callable[[int], Claim | None],
         after_free: Callable[[Freed], None],
         after_wait: Callable[[Sequence[Waiting]], None],
+        after_close: Callable[[Closing], None],
     ) -> None:
         self._database = database
         self._breaker = breaker
@@ -63,6 +65,7 @@ class Outcomes:
         self._claim = claim
         self._after_free = after_free
         self._after_wait = after_wait
+        self._after_close = after_close
         self._group: GroupCommit[Outcome, Recorded] = GroupCommit(
             self._write_all, weight=_weight, max_weight=MAX_WRITES, max_waiting=1_000_000
         )
@@ -183,6 +186,8 @@ class Outcomes:
             for write, written in zip(item.steps, answer.steps, strict=True):
                 if not written.is_kept:
                     continue
+                if write.closes is not None:
+                    self._after_close(write.closes)
                 if write.retry_state == "scheduled":
                     waiting.append(Waiting(write.id, write.retry_attempts, written.next_attempt_at))
                 if write.kind == "step" and (write.retry_state != "none" or write.retry_attempts):

@@ -23,6 +23,7 @@ from headgate.model.event import Event
 from headgate.model.retry import STEP_RETRY, RetryPolicy
 from headgate.model.run import ClaimedRun, FinishedRun, Step
 from headgate.model.source import TRIGGER_BREAKER, BreakerPolicy
+from headgate.model.step import Closing
 from headgate.store import events, runs, steps
 from headgate.store.db import Database
 from headgate.store.deliveries import NOBODY, Claim
@@ -74,13 +75,14 @@ class Runner:
         self._typical_seconds: float | None = None
         self._has_backlog = False
         self._returning: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
         self._free = asyncio.Event()
         self._closing = False
         self._workflow_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="workflow")
         self._step_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="step")
         self._outcomes = Outcomes(
             database, breaker=breaker, fill=fill, claim=self._claim_freed,
-            after_free=self._freed, after_wait=after_wait,
+            after_free=self._freed, after_wait=after_wait, after_close=self._closed,
         )  # fmt: skip
         self._leases = LeaseKeeper(
             database.url, worker, lambda: self._definitions, lease_ms,
@@ -182,6 +184,7 @@ class Runner:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._outcomes.close()
         await self._give_back()
+        await asyncio.gather(*self._background)
         if left:
             async with self._database.transaction() as connection:
                 back = await runs.hand_back(connection, left)
@@ -276,8 +279,10 @@ class Runner:
         """Let others have what is claimed and not begun. If that fails, the leases end by themselves."""
         unbegun = [execution.run for execution in self._ready]
         self._ready.clear()
-        if not unbegun:
-            return
+        if unbegun:
+            await self._return(unbegun)
+
+    async def _return(self, unbegun: list[ClaimedRun]) -> None:
         try:
             async with self._database.transaction() as connection:
                 await runs.give_back(connection, unbegun)
@@ -300,6 +305,15 @@ class Runner:
         """What this worker claims of what is launched into the slots of runs that end; None: nothing is launched."""
         return None if self._closing else Claim(self._worker, self._lease_ms, self._definitions, ending)
 
+    def _closed(self, closing: Closing) -> None:
+        """What is claimed and not begun goes back, to be begun when the trigger or key is open again."""
+        held = [one for one in self._ready if _is_of(one.run, closing)]
+        for execution in held:
+            self._ready.remove(execution)
+        if held:
+            self._background.add(task := asyncio.create_task(self._return([execution.run for execution in held])))
+            task.add_done_callback(self._background.discard)
+
     def _freed(self, freed: Freed) -> None:
         if freed.filled:
             self.start(freed.filled.claimed)
@@ -318,3 +332,8 @@ class Runner:
             attempt=claimed.attempts,
             **({"reason": run.error.splitlines()[-1]} if run.error else {}),
         )
+
+
+def _is_of(run: ClaimedRun, closing: Closing) -> bool:
+    """Whether a run belongs to what was closed."""
+    return run.trigger_id == closing.trigger_id and closing.concurrency_key in (None, run.concurrency_key)

@@ -103,9 +103,15 @@ update headgate.workflow_runs r
 returning r.id
 
 -- name: give_back
--- Lets others have runs that a worker has claimed and not begun: they are as they were before. Returns the ids.
+-- Lets others have runs that a worker has claimed and not begun: they are as they were before, but are not begun before their
+-- trigger or key is open again. Returns the ids.
 update headgate.workflow_runs r
-   set status = 'pending', attempts = r.attempts - 1, claim_generation = r.claim_generation + 1, claimed_by = null,
+   set status = 'pending', attempts = r.attempts - 1,
+       next_attempt_at = least(r.deadline_at, greatest(
+         r.next_attempt_at,
+         (select g.closed_until from headgate.event_scheduler_triggers g where g.trigger_id = r.trigger_id),
+         (select h.until from headgate.trigger_key_holds h
+           where h.trigger_id = r.trigger_id and h.concurrency_key = r.concurrency_key))), claim_generation = r.claim_generation + 1, claimed_by = null,
        claim_expires_at = null, started_at = case when r.attempts > 1 then r.started_at end, updated_at = headgate.now()
   from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
  where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
