@@ -18,7 +18,7 @@ from bench.trigger_limits import Span, most_at_once
 ROOT = Path(__file__).parents[2]
 
 # Many real processes one after the other: slow where other tests use the machine too.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 
 
 def quick(out: Path, figures: Sequence[str]) -> tuple[dict[str, Any], str]:

@@ -111,9 +111,10 @@ async def test_limited_api(load: Load) -> None:
         for contact in range(25):
             await harness.publish("contact.changed", source="crm", payload={"id": contact})
         await harness.run_until_idle()
-        assert len(api.contacts) == 5 and api.refused
+        assert len(api.contacts) == 5
+        assert 1 <= api.refused <= 3, "those that were under way; the others waited"
         await harness.advance("10m")
         assert {run.status for run in await harness.runs("sync")} == {"succeeded"}
     assert api.contacts == set(range(25)) and len(api.calls) == 5 + 25
-    # Those that were under way, and those that an end which was being written at that moment had launched.
-    assert api.refused <= 6
+    # In each of the next two minutes those that were refused come on top of the ten that are launched, three at a time.
+    assert api.refused <= 9

@@ -74,6 +74,7 @@ async def backlog(database: Database, connection: Connection, count: int) -> Non
     await eventually(database, HELD, "noisy", count)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("size", "count"), [(4, 600), (8, 420)])
 async def test_workers_share_one_limit_and_one_line(
     database_url: str, database: Database, connection: Connection, app: Path, size: int, count: int
@@ -91,7 +92,7 @@ async def test_workers_share_one_limit_and_one_line(
     assert inversions([row[0] for row in rows]) == []
     times = milliseconds([row["launched_at"] for row in rows])
     assert most_in_any_interval(times, INTERVAL_MS) <= LIMIT
-    assert share_used(times, LIMIT, INTERVAL_MS, since=INTERVAL_MS, until=max(times)) >= 0.7  # `make bench` measures it
+    assert share_used(times, LIMIT, INTERVAL_MS, since=INTERVAL_MS, until=max(times)) >= 0.95
     attempts = await connection.fetchval("select sum(attempts)::float8 / count(*) from headgate.event_ingress_retries")
     assert attempts <= 1.2
     others = await connection.fetch(LAUNCHED, "other")

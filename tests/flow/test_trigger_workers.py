@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from headgate.flow import control
 from headgate.queue.bullmq import TRIGGERS
@@ -118,6 +119,7 @@ async def mean_attempts(connection: Connection) -> float:
     return found
 
 
+@pytest.mark.alone
 async def test_workers_share_one_throttle(
     database_url: str, database: Database, connection: Connection, effects: Effects, tmp_path: Path
 ) -> None:
@@ -128,7 +130,7 @@ async def test_workers_share_one_throttle(
     times = milliseconds(await launches(connection))
     assert len(times) == count
     assert most_in_any_interval(times, window_ms) <= limit
-    assert share_used(times, limit, window_ms, since=window_ms, until=max(times)) >= 0.7  # `make bench` measures it
+    assert share_used(times, limit, window_ms, since=window_ms, until=max(times)) >= 0.95
     assert await mean_attempts(connection) <= 1.2
     assert Counter(run for run, _ in await effects()) == {row["id"]: 1 for row in await all_runs(connection)}
 

@@ -153,7 +153,7 @@ class Outcomes:
             connection,
             finished,
             breaker=self._breaker,
-            fill=fill,
+            fill=None if closing else fill,  # what waits is judged by the gate as it is after the closing
             claim=claim or NOBODY,
             before=close,
             also=also | {write.closes.trigger_id for write in closing if write.closes},
