@@ -259,6 +259,7 @@ async def test_a_stopping_worker_gives_back_at_once_what_it_has_not_begun(
     stopping = asyncio.create_task(crew.runner.stop(30))
 
     await eventually(crew.database, f"select {PENDING} = 2")
+    assert await statuses(connection) == {"running": 3, "pending": 2}  # what has begun gets its time
     stopping.cancel()
     await asyncio.gather(stopping, return_exceptions=True)
 
