@@ -19,17 +19,19 @@ import msgspec
 from headgate import failpoints
 from headgate.errors import SettingsError
 from headgate.model.event import EventLimits, is_name
+from headgate.model.health import HEALTH, HealthPolicy
 from headgate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
 from headgate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit
 
 TOML_FILE = "headgate.toml"
-Policy = RetryPolicy | BreakerPolicy
+Policy = RetryPolicy | BreakerPolicy | HealthPolicy
 _POLICIES: dict[str, Policy] = {
     "event_retry": EVENT_RETRY,
     "trigger_retry": TRIGGER_RETRY,
     "step_retry": STEP_RETRY,
     "source_error": SOURCE_BREAKER,
     "trigger_error": TRIGGER_BREAKER,
+    "health": HEALTH,
 }
 
 
@@ -48,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     source_rate_limits: dict[str, RateLimit] = {}
     source_error: BreakerPolicy = SOURCE_BREAKER
     trigger_error: BreakerPolicy = TRIGGER_BREAKER
+    health: HealthPolicy = HEALTH
     host: str = "127.0.0.1"
     port: int = 8700
     url: str = "http://127.0.0.1:8700"

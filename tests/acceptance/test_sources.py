@@ -207,7 +207,9 @@ def test_a_pause_holds_until_resumed_and_health_says_so(server: str, source: str
     assert seen["status"] == "degraded"
     [cause] = [c for c in seen["causes"] if c["subject"] == source]
     assert cause["code"] == "source_paused" and "by ann" in cause["message"] and "maintenance" in cause["message"]
-    assert cause["since"] == paused["paused_at"] and cause["runbook"] == "docs/sources.md#pauses"
+    assert (
+        cause["since"] == paused["paused_at"] and cause["runbook"] == "docs/operations/event-scheduler.md#source-paused"
+    )
     [listed] = [p for p in seen["paused_sources"] if p["source"] == source]
     assert (listed["until"], listed["reason"], listed["paused_by"]) == (None, "maintenance", "ann")
     assert seen["retries"]["events"]["by_reason"]["paused"] >= 3
@@ -605,7 +607,10 @@ def test_an_open_breaker_shows_in_health(server: str, source: str) -> None:
     [totals] = [s for s in health(server)["sources"] if s["source"] == source]
     assert totals["failures"] == 5
     [cause] = [c for c in health(server)["causes"] if c["subject"] == source]
-    assert cause["code"] == "source_breaker_open" and cause["runbook"] == "docs/sources.md#the-breaker"
+    assert (
+        cause["code"] == "source_breaker_open"
+        and cause["runbook"] == "docs/operations/event-scheduler.md#source-breaker-open"
+    )
     ok(act(server, "POST", at(source, "resume")))
     closed = known(server, source)
     assert closed and closed["breaker_state"] == "closed"
@@ -626,7 +631,10 @@ def test_the_commands_in_the_documentation_run(server: str) -> None:
 
 
 def test_every_metric_is_documented(server: str) -> None:
-    text = "".join((ROOT / "docs" / name).read_text() for name in ("sources.md", "triggers.md", "workflows.md"))
+    text = "".join(
+        (ROOT / "docs" / name).read_text()
+        for name in ("sources.md", "triggers.md", "workflows.md", "operations/event-scheduler.md")
+    )
     families = {family.name for family in text_string_to_metric_families(_http.get(f"{server}/metrics").text)}
     counted = {name.removesuffix("_created") for name in families}
     assert [name for name in sorted(counted) if name not in text] == []

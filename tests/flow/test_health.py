@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
+
 from headgate.flow import control, health
-from headgate.flow.health import OVERDUE_MS, Exposition
+from headgate.flow.health import Exposition
+from headgate.model.health import HEALTH
 from headgate.model.source import RateLimit
 from headgate.store import triggers, workers
 from headgate.store.db import Connection, Database
@@ -13,6 +16,14 @@ from headgate.telemetry import metrics
 from tests.conftest import Clock
 from tests.flow.test_gate import Worker, limit, ticks
 from tests.flow.test_gate import worker as worker  # noqa: PLC0414 - a fixture
+
+
+@pytest.fixture(autouse=True)
+async def _alive(connection: Connection) -> None:
+    """A worker that is alive for long, so that its absence does not hide what these tests are about."""
+    await connection.execute(
+        "insert into headgate.workers (name, definitions, seen_at) values ('w0', '{}', '2999-01-01')"
+    )
 
 
 async def test_nothing_at_all_is_ok(connection: Connection, clock: Clock) -> None:
@@ -52,17 +63,18 @@ async def test_overdue_and_stalled(database: Database, connection: Connection, c
     await worker.turn()
     retry = (await health.snapshot(connection)).retries["events"]
     assert retry.next_attempt_at is not None
-    await clock.advance((retry.next_attempt_at - clock.now) / timedelta(milliseconds=1) + OVERDUE_MS)
+    await clock.advance((retry.next_attempt_at - clock.now) / timedelta(milliseconds=1) + HEALTH.overdue_ms)
     found = await health.snapshot(connection)
-    # No worker is running here, which is told too.
+    # No worker has the code of it, which is told too.
     codes = [(cause.code, cause.subject) for cause in found.causes]
     assert codes == [("retries_overdue", "events"), ("workflow_unserved", "tick")]
     assert found.causes[0].since == retry.next_attempt_at
     await clock.advance(60_000)
     codes = [(cause.code, cause.subject) for cause in (await health.snapshot(connection)).causes]
-    assert [code for code, _ in codes] == ["retries_overdue", "ingress_stalled", "workflow_unserved"]
+    assert [code for code, _ in codes] == ["retries_overdue", "ingress_stalled", "runs_stalled", "workflow_unserved"]
     await worker.turn()
-    assert [cause.code for cause in (await health.snapshot(connection)).causes] == ["workflow_unserved"]
+    codes = [cause.code for cause in (await health.snapshot(connection)).causes]
+    assert codes == ["runs_stalled", "workflow_unserved"]
 
 
 async def test_pauses_and_breakers(database: Database, connection: Connection, clock: Clock, worker: Worker) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import headgate
+from headgate.model.health import HEALTH
 from headgate.model.retry import RetryPolicy
 from headgate.settings import Settings
 from headgate.store.db import Connection
@@ -38,6 +39,15 @@ def test_every_setting_is_documented() -> None:
             cells = [cell.strip() for cell in row.split("|")[2:-1]]
             assert cells == [f"{getattr(default, f):g}" if isinstance(getattr(default, f), float)
                              else str(getattr(default, f)) for f in RetryPolicy.__struct_fields__]  # fmt: skip
+
+
+def test_every_health_threshold_is_documented_with_its_default() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text().split("\n## Health\n")[1].split("\n## ")[0]
+    documented: dict[str, int] = {}
+    for row in re.findall(r"^\| (`_.*)$", text, re.MULTILINE):
+        names, defaults = row.split(" | ")[:2]
+        documented |= zip(re.findall(r"`_(\w+)`", names), map(int, defaults.split(", ")), strict=True)
+    assert documented == {name.upper(): getattr(HEALTH, name) for name in HEALTH.__struct_fields__}
 
 
 async def test_every_table_and_column_is_documented(connection: Connection) -> None:

@@ -51,6 +51,11 @@ def test_shared_gauges() -> None:
     state = SharedState(
         paused_sources=2,
         paused_triggers=1,
+        open_breakers={"source": 1, "trigger": 0},
+        workers_alive=2,
+        unserved_workflows=0,
+        overdue_retries={"events": 5},
+        expired_claims={"runs": 6},
         deferred={("events", "paused"): 7},
         queue_depth={("runs", "ready"): 3},
         oldest_due_age_seconds={"runs": 1.5},
@@ -67,3 +72,10 @@ def test_shared_gauges() -> None:
     assert sample("headgate_queue_depth", queue="runs", state="ready") is None
     families = {family.name for family in text_string_to_metric_families(metrics.text().decode())}
     assert {"headgate_events_received", "headgate_paused_sources", "headgate_deferred"} <= families
+
+
+def test_workflow_labels_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_workflows", {f"w{n}" for n in range(metrics.MAX_WORKFLOWS)})
+    metrics.ran("one-too-many", "succeeded", 0.1)
+    assert sample("headgate_runs_total", workflow="one-too-many", status="succeeded") is None
+    assert (sample("headgate_runs_total", workflow="other", status="succeeded") or 0) >= 1

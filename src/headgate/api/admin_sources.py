@@ -12,7 +12,7 @@ from headgate.api import bodies
 from headgate.api.routes import Route, Services
 from headgate.errors import FieldError, InvalidInput
 from headgate.flow import control
-from headgate.flow.health import is_paused
+from headgate.flow.verdict import is_paused
 from headgate.model.source import BreakerState, RateLimit
 from headgate.store import sources
 from headgate.store.sources import SourceRecord

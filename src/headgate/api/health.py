@@ -6,11 +6,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.routes import Route, Services, json_response
+from headgate.api.routes import Query, Route, Services, json_response, parameters
 from headgate.errors import HeadgateError
 from headgate.flow.health import Snapshot, snapshot
 from headgate.store import durability, migrate
 from headgate.telemetry import metrics
+
+HEALTH_QUERY = (
+    Query("probe", "string", "1: answer 503 when the status is critical, for load balancers and probes", ("0", "1")),
+)
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -45,9 +49,11 @@ async def readyz(_: Request, services: Services) -> Response:
     return json_response(Ready("ok", checks))
 
 
-async def event_health(_: Request, services: Services) -> Snapshot:
+async def event_health(request: Request, services: Services) -> Response:
+    probe = parameters(request, HEALTH_QUERY).get("probe") == "1"
     async with services.database.transaction() as connection:
-        return await snapshot(connection)
+        found = await snapshot(connection, services.settings.health)
+    return json_response(found, 503 if probe and found.status == "critical" else 200)
 
 
 async def metrics_text(_: Request, services: Services) -> Response:
@@ -57,6 +63,14 @@ async def metrics_text(_: Request, services: Services) -> Response:
 ROUTES = (
     Route("GET", "/livez", livez, "The process lives", (Live,)),
     Route("GET", "/readyz", readyz, "The process can do its work", (Ready,), errors=(503,)),
-    Route("GET", "/admin/event-health", event_health, "The state of the whole cluster, and what is wrong", (Snapshot,)),
+    Route(
+        "GET",
+        "/admin/event-health",
+        event_health,
+        "The state of the whole cluster, and what is wrong",
+        (Snapshot,),
+        query=HEALTH_QUERY,
+        errors=(422, 503),
+    ),
     Route("GET", "/metrics", metrics_text, "Prometheus metrics", (str,), media="text/plain"),
 )

@@ -41,6 +41,7 @@ from headgate.queue.choose import open_queue
 from headgate.settings import Settings
 from headgate.store import durability, migrate
 from headgate.store.db import Database
+from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
 _log = logger("api")
@@ -111,7 +112,9 @@ class Api:
             max_waiting=settings.ingest_max_waiting,
             after_commit=lambda: self._queue.hint("inbox"),
         )
-        self.services = Services(settings, self._database, ingest, self._queue, Exposition(self._database))
+        self.services = Services(
+            settings, self._database, ingest, self._queue, Exposition(self._database, settings.health)
+        )
         self.app = _application(self.services)
 
     async def open(self) -> None:
@@ -202,9 +205,7 @@ def bind(settings: Settings) -> socket.socket:
 
 def _application(services: Services) -> ASGIApp:
     document = openapi.document(ROUTES)
-    routes = [
-        StarletteRoute(route.path, _endpoint(route.handler, services), methods=[route.method]) for route in ROUTES
-    ]
+    routes = [StarletteRoute(route.path, _endpoint(route, services), methods=[route.method]) for route in ROUTES]
     routes.append(StarletteRoute("/openapi.json", _fixed(json_response(document))))
     for path, (name, media) in _PAGES.items():
         content = (resources.files("headgate.api") / "static" / name).read_bytes()
@@ -213,9 +214,10 @@ def _application(services: Services) -> ASGIApp:
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         if _is_cross_site(scope):
+            metrics.answered(metrics.OTHER, 403)
             await problems.response(Problem(403, "requests from other web sites are refused"))(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == "/v1/events" and scope["method"] == "POST":
-            await publish.handle(services, scope, receive, send)
+            metrics.answered("/v1/events", await publish.handle(services, scope, receive, send))
         else:
             await framework(scope, receive, send)
 
@@ -229,17 +231,18 @@ def _is_cross_site(scope: Scope) -> bool:
     return (b"sec-fetch-site", b"cross-site") in scope["headers"]
 
 
-def _endpoint(handler: Any, services: Services) -> Any:
+def _endpoint(route: Route, services: Services) -> Any:
     async def endpoint(request: Request) -> Response:
         try:
             if any("\x00" in value for value in request.path_params.values()):
                 raise NotFound("nothing has the character U+0000 in its name")
-            result = await handler(request, services)
+            result = await route.handler(request, services)
         except Exception as exc:
             result = problems.response(exc)
         response = result if isinstance(result, Response) else json_response(result)
         response.headers["cache-control"] = "no-store"
         response.headers["x-content-type-options"] = "nosniff"
+        metrics.answered(route.path, response.status_code)
         return response
 
     return endpoint
@@ -248,7 +251,8 @@ def _endpoint(handler: Any, services: Services) -> Any:
 def _fixed(response: Response) -> Any:
     response.headers.update(_SECURITY_HEADERS)
 
-    async def endpoint(_: Request) -> Response:
+    async def endpoint(request: Request) -> Response:
+        metrics.answered(request.url.path, response.status_code)  # a fixed path, one of a few
         return response
 
     return endpoint
@@ -256,9 +260,11 @@ def _fixed(response: Response) -> Any:
 
 async def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
+    metrics.answered(metrics.OTHER, exc.status_code)
     what = {404: f"there is nothing at {request.url.path[:100]}", 405: f"{request.method} is not possible here"}
     return problems.response(Problem(exc.status_code, what.get(exc.status_code, str(exc.detail))))
 
 
 async def _any_error(_: Request, exc: Exception) -> Response:
+    metrics.answered(metrics.OTHER, 500)
     return problems.response(exc)

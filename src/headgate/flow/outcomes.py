@@ -16,7 +16,7 @@ from headgate.flow.slots import Fill, Freed
 from headgate.flow.tell import tell_moves
 from headgate.model.run import FinishedRun
 from headgate.model.source import BreakerPolicy
-from headgate.model.step import Closing, Outcome, SuspendedRun
+from headgate.model.step import Closing, Outcome, StepWrite, SuspendedRun
 from headgate.store import runs, steps, trigger_gates
 from headgate.store.db import Connection, Database
 from headgate.store.deliveries import NOBODY, Claim
@@ -191,7 +191,16 @@ class Outcomes:
                 if write.retry_state == "scheduled":
                     waiting.append(Waiting(write.id, write.retry_attempts, written.next_attempt_at))
                 if write.kind == "step" and (write.retry_state != "none" or write.retry_attempts):
-                    outcome = "completed" if write.retry_state == "none" else write.retry_state
-                    metrics.STEP_RETRIES.labels(outcome).inc()
+                    _count_retry(write)
         if waiting:
             self._after_wait(waiting)
+
+
+def _count_retry(write: StepWrite) -> None:
+    """A step that failed, now or before. Whatever ends an attempt after the first had come due for it."""
+    has_failed_now = write.retry_state in ("scheduled", "exhausted")
+    is_again = write.retry_attempts > has_failed_now
+    outcome = "completed" if write.retry_state == "none" else write.retry_state
+    if is_again:
+        metrics.STEP_RETRIES.labels("due").inc()
+    metrics.STEP_RETRIES.labels("rescheduled" if is_again and outcome == "scheduled" else outcome).inc()

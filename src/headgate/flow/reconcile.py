@@ -42,7 +42,8 @@ class Reconcile:
     async def run_once(self) -> dict[str, int]:
         """Release expired claims; how many of each kind."""
         released = await self._database.run(self._release)
-        await self._database.run(self._give_up)
+        for workflow in await self._database.run(self._give_up):
+            metrics.ran(workflow, "failed")
         for kind, count in released.items():
             if count:
                 metrics.RECONCILE_REQUEUED.labels(kind).inc(count)
@@ -58,8 +59,12 @@ class Reconcile:
         await idempotency.forget_expired(connection, self._batch_size)
         return released
 
-    async def _give_up(self, connection: Connection) -> None:
-        """Runs that have taken too many workers with them: whoever takes such a run next would be the next to die."""
+    async def _give_up(self, connection: Connection) -> list[str]:
+        """Runs that have taken too many workers with them: whoever takes such a run next would be the next to die.
+
+        Returns their workflows.
+        """
+        given_up: list[str] = []
         for run_id, trigger_id in await runs.list_crashing(connection, MAX_CRASHES, self._batch_size):
             reason = f"given up: its worker died {MAX_CRASHES} times"
             end = partial(runs.fail_waiting, connection, run_id, reason)
@@ -67,6 +72,9 @@ class Reconcile:
                 failed = FinishedRun(id=run_id, claim_generation=0, status="failed", error=reason)
                 await runs.bury(connection, [failed])
                 _log.error("run.given_up", run_id=str(run_id), reason=reason)
+                known = await runs.get(connection, run_id)
+                given_up += [known.workflow] if known else []
+        return given_up
 
 
 Place = tuple[datetime, uuid.UUID]

@@ -114,7 +114,8 @@ class Retry:
             except Unavailable:
                 raise
             except Exception as exc:
-                one = Turn(due=await self._database.run(partial(self._give_up, name=name, exc=exc)))
+                given_up = await self._database.run(partial(self._give_up, name=name, exc=exc))
+                one = Turn(due=given_up, expired=given_up)
             total = total.plus(one)
         return total
 

@@ -29,6 +29,7 @@ class RetrySummary(msgspec.Struct, frozen=True, kw_only=True):
 
     total: int = 0
     overdue: int = 0
+    overdue_since: datetime | None = None
     next_attempt_at: datetime | None = None
     by_reason: dict[str, int] = {}
 
@@ -38,6 +39,28 @@ class DeadLetterCount(msgspec.Struct, frozen=True, kw_only=True):
 
     total: int = 0
     last_24h: int = 0
+
+
+class DeadLetters(DeadLetterCount, frozen=True, kw_only=True):
+    """The same of one kind; `recent` ones were given up within the window that was asked about."""
+
+    recent: int = 0
+    recent_since: datetime | None = None
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True):
+    """How many workers are alive, and when any was seen last (one that stopped in order is forgotten)."""
+
+    alive: int
+    seen_at: datetime | None
+
+
+class ExpiredClaims(msgspec.Struct, frozen=True, kw_only=True):
+    """Claims of one kind whose lease is over and that nobody has released."""
+
+    kind: str
+    total: int
+    since: datetime
 
 
 class PausedTrigger(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +84,7 @@ class OpenBreaker(msgspec.Struct, frozen=True, kw_only=True):
     until: datetime | None
     reason: str | None
     probe_run_id: uuid.UUID | None
+    since: datetime | None = None
 
 
 class TriggerCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +135,9 @@ async def retries(connection: Connection, overdue_after_ms: int) -> dict[str, Re
         kind: RetrySummary(
             total=sum(row["total"] for row in rows if row["kind"] == kind),
             overdue=sum(row["overdue"] for row in rows if row["kind"] == kind),
+            overdue_since=min(
+                (row["overdue_since"] for row in rows if row["kind"] == kind and row["overdue"]), default=None
+            ),
             next_attempt_at=min((row["next_attempt_at"] for row in rows if row["kind"] == kind), default=None),
             by_reason={row["reason"]: row["total"] for row in rows if row["kind"] == kind},
         )
@@ -118,10 +145,29 @@ async def retries(connection: Connection, overdue_after_ms: int) -> dict[str, Re
     }
 
 
-async def dead_letters(connection: Connection) -> dict[str, DeadLetterCount]:
+async def dead_letters(connection: Connection, window_ms: int) -> dict[str, DeadLetters]:
     """What was given up, by kind."""
-    rows = await connection.fetch(_sql["dead_letters"])
-    return {row["kind"]: DeadLetterCount(total=row["total"], last_24h=row["last_24h"]) for row in rows}
+    found = {}
+    for row in await connection.fetch(_sql["dead_letters"], window_ms):
+        fields = dict(row)
+        kind = fields.pop("kind")
+        found[kind] = DeadLetters(**fields)
+    return found
+
+
+async def source_breakers(connection: Connection) -> dict[str, datetime | None]:
+    """Sources whose breaker is not closed, and since when."""
+    return {row["source"]: row["since"] for row in await connection.fetch(_sql["source_breakers"])}
+
+
+async def workers(connection: Connection, alive_ms: int) -> Alive:
+    """How many workers are alive."""
+    return Alive(**dict(await connection.fetchrow(_sql["workers"], alive_ms) or {}))
+
+
+async def expired_claims(connection: Connection) -> list[ExpiredClaims]:
+    """Claims that should have been released by now, by kind."""
+    return [ExpiredClaims(**dict(row)) for row in await connection.fetch(_sql["expired_claims"])]
 
 
 async def paused_triggers(connection: Connection) -> list[PausedTrigger]:

@@ -10,11 +10,19 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_SOURCES = 200
 MAX_TRIGGERS = 200
+MAX_WORKFLOWS = 200
 OTHER = "other"
 REGISTRY = CollectorRegistry()
 
@@ -54,6 +62,13 @@ RUN_DURATION = Histogram(
 RECONCILE_REQUEUED = Counter(
     "headgate_reconcile_requeued", "Wake-ups and claims recreated, by kind", ["kind"], registry=REGISTRY
 )
+HTTP_REQUESTS = Counter(
+    "headgate_http_requests", "Requests that the API answered, by route and status", ["route", "code"],
+    registry=REGISTRY,
+)  # fmt: skip
+LOOP_FAILURES = Counter(
+    "headgate_loop_failures", "Turns of a worker's loop that failed, such as reconcile", ["loop"], registry=REGISTRY
+)
 PAUSED_SOURCES = Gauge("headgate_paused_sources", "Sources that an operator has paused", registry=REGISTRY)
 PAUSED_TRIGGERS = Gauge("headgate_paused_triggers", "Triggers that are paused", registry=REGISTRY)
 DEFERRED = Gauge("headgate_deferred", "What waits, by kind and reason", ["kind", "reason"], registry=REGISTRY)
@@ -61,10 +76,27 @@ QUEUE_DEPTH = Gauge(
     "headgate_queue_depth", "Work by queue and state: ready, delayed, active", ["queue", "state"], registry=REGISTRY
 )
 OLDEST_DUE_AGE = Gauge(
-    "headgate_oldest_due_age_seconds", "How long the oldest due work has been due", ["queue"], registry=REGISTRY
+    "headgate_oldest_due_age_seconds",
+    "How long the oldest work that may run now has been due",
+    ["queue"],
+    registry=REGISTRY,
 )
 DEAD_LETTERS = Gauge("headgate_dead_letters", "What was given up and not replayed, by kind", ["kind"],
                      registry=REGISTRY)  # fmt: skip
+OPEN_BREAKERS = Gauge(
+    "headgate_open_breakers", "Breakers that are not closed, by kind: source, trigger", ["kind"], registry=REGISTRY
+)
+WORKERS_ALIVE = Gauge("headgate_workers_alive", "Workers that were seen of late", registry=REGISTRY)
+UNSERVED_WORKFLOWS = Gauge(
+    "headgate_unserved_workflows", "Workflows with due runs whose code no living worker has", registry=REGISTRY
+)
+OVERDUE_RETRIES = Gauge(
+    "headgate_overdue_retries", "What waits, is not held on purpose and should have gone on by now", ["kind"],
+    registry=REGISTRY,
+)  # fmt: skip
+EXPIRED_CLAIMS = Gauge(
+    "headgate_expired_claims", "Claims whose lease is over and that nobody has released", ["kind"], registry=REGISTRY
+)
 LAST_PROCESSED = Gauge(
     "headgate_last_processed_event_timestamp_seconds", "When the gate last decided an event", registry=REGISTRY
 )
@@ -76,10 +108,13 @@ for _outcome in ("scheduled", "due", "completed", "rescheduled", "cancelled", "e
     STEP_RETRIES.labels(_outcome)
 for _kind in ("events", "deliveries", "steps", "runs"):
     RECONCILE_REQUEUED.labels(_kind)
+for _loop in ("reconcile", "requeue"):
+    LOOP_FAILURES.labels(_loop)
 
 _DECISIONS = {"rate_limit": "throttled", "paused": "paused", "breaker_open": "paused"}
 _sources: set[str] = set()
 _triggers: set[str] = set()
+_workflows: set[str] = set()
 
 
 class SharedState(NamedTuple):
@@ -87,6 +122,11 @@ class SharedState(NamedTuple):
 
     paused_sources: int
     paused_triggers: int
+    open_breakers: Mapping[str, int]
+    workers_alive: int
+    unserved_workflows: int
+    overdue_retries: Mapping[str, int]
+    expired_claims: Mapping[str, int]
     deferred: Mapping[tuple[str, str], int]
     queue_depth: Mapping[tuple[str, str], int]
     oldest_due_age_seconds: Mapping[str, float]
@@ -102,6 +142,11 @@ def source_label(source: str) -> str:
 def trigger_label(trigger: str) -> str:
     """The label of a trigger; the first `MAX_TRIGGERS` keep theirs."""
     return _capped(trigger, _triggers, MAX_TRIGGERS)
+
+
+def workflow_label(workflow: str) -> str:
+    """The label of a workflow; the first `MAX_WORKFLOWS` keep theirs."""
+    return _capped(workflow, _workflows, MAX_WORKFLOWS)
 
 
 def _capped(name: str, known: set[str], limit: int) -> str:
@@ -141,10 +186,12 @@ _runs = cache(RUNS.labels)
 _run_duration = cache(RUN_DURATION.labels)
 
 
-def ran(workflow: str, status: str, seconds: float) -> None:
-    """A run that ended, and the time since it first began."""
-    _runs(workflow, status).inc()
-    _run_duration(workflow).observe(max(0.0, seconds))
+def ran(workflow: str, status: str, seconds: float | None = None) -> None:
+    """A run that ended, and the time since it first began; None: it never did."""
+    label = workflow_label(workflow)
+    _runs(label, status).inc()
+    if seconds is not None:
+        _run_duration(label).observe(max(0.0, seconds))
 
 
 def evaluated(trigger: str, status: str, count: int = 1) -> None:
@@ -152,14 +199,24 @@ def evaluated(trigger: str, status: str, count: int = 1) -> None:
     TRIGGER_EVALUATIONS.labels(trigger_label(trigger), status).inc(count)
 
 
+_http_requests = cache(HTTP_REQUESTS.labels)
+
+
+def answered(route: str, code: int) -> None:
+    """A request was answered; the route is the pattern, never the address, which anyone can make up."""
+    _http_requests(route, str(code)).inc()
+
+
 def show(state: SharedState | None) -> None:
     """Set the gauges; None (the database is away) shows none of them rather than old ones."""
-    for gauge in (DEFERRED, QUEUE_DEPTH, OLDEST_DUE_AGE, DEAD_LETTERS):
+    for gauge in (DEFERRED, QUEUE_DEPTH, OLDEST_DUE_AGE, DEAD_LETTERS, OPEN_BREAKERS, OVERDUE_RETRIES, EXPIRED_CLAIMS):
         gauge.clear()
     DATABASE_UP.set(state is not None)
     unknown = float("nan")
     PAUSED_SOURCES.set(state.paused_sources if state else unknown)
     PAUSED_TRIGGERS.set(state.paused_triggers if state else unknown)
+    WORKERS_ALIVE.set(state.workers_alive if state else unknown)
+    UNSERVED_WORKFLOWS.set(state.unserved_workflows if state else unknown)
     LAST_PROCESSED.set(state.last_processed if state and state.last_processed is not None else unknown)
     if state is None:
         return
@@ -169,8 +226,14 @@ def show(state: SharedState | None) -> None:
         QUEUE_DEPTH.labels(queue, depth).set(count)
     for queue, seconds in state.oldest_due_age_seconds.items():
         OLDEST_DUE_AGE.labels(queue).set(seconds)
-    for kind, count in state.dead_letters.items():
-        DEAD_LETTERS.labels(kind).set(count)
+    for gauge, counts in (
+        (DEAD_LETTERS, state.dead_letters),
+        (OPEN_BREAKERS, state.open_breakers),
+        (OVERDUE_RETRIES, state.overdue_retries),
+        (EXPIRED_CLAIMS, state.expired_claims),
+    ):
+        for kind, count in counts.items():
+            gauge.labels(kind).set(count)
 
 
 def text() -> bytes:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from headgate.errors import Unavailable
+from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
 _PAUSE_SECONDS = 0.5
@@ -45,11 +46,13 @@ class Loop:
                 done = await self._run_once()
                 failures = 0
             except Unavailable as exc:
+                metrics.LOOP_FAILURES.labels(self.name).inc()
                 _log.warning("worker.loop_waits", loop=self.name, error=exc)
                 await self._rest(_PAUSE_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311
                 continue
             except Exception as exc:
                 failures += 1
+                metrics.LOOP_FAILURES.labels(self.name).inc()
                 _log.error("worker.loop_failed", loop=self.name, error=exc, failures=failures, exc_info=exc)
                 if failures >= MAX_FAILURES_IN_A_ROW:
                     raise

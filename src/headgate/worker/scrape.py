@@ -26,7 +26,7 @@ async def scrapable(settings: Settings) -> AsyncIterator[None]:
         yield
         return
     database = Database(settings.require_database_url(), "metrics", size=1)
-    server = _Server(Exposition(database))
+    server = _Server(Exposition(database, settings.health))
     try:
         listening = await asyncio.start_server(server.answer, settings.host, settings.metrics_port, limit=HEAD_BYTES)
     except OSError as exc:

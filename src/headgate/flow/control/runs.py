@@ -13,6 +13,7 @@ from headgate.model.run import FINAL_RUN_STATUSES
 from headgate.model.source import BreakerPolicy
 from headgate.store import audit, runs
 from headgate.store.db import Connection, Database
+from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
 _log = logger("control")
@@ -25,12 +26,16 @@ async def cancel_run(database: Database, run_id: uuid.UUID, actor: str, breaker:
 
     Conflict when it has ended already.
     """
-    done = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
+    done, workflow = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
+    if done == "cancelled":
+        metrics.ran(workflow, done)
     _log.info(f"run.{done}", run_id=str(run_id), actor=actor)
     return done
 
 
-async def _cancel(connection: Connection, run_id: uuid.UUID, actor: str, breaker: BreakerPolicy) -> Cancelled:
+async def _cancel(
+    connection: Connection, run_id: uuid.UUID, actor: str, breaker: BreakerPolicy
+) -> tuple[Cancelled, str]:
     known = await runs.get(connection, run_id)
     if known is None:
         raise NotFound(f"no run {run_id}")
@@ -46,4 +51,4 @@ async def _cancel(connection: Connection, run_id: uuid.UUID, actor: str, breaker
             raise Conflict(f"run {run_id} has ended already: it is {now.status}")
         # It was put to rest, or went on, between the two: ask again.
     await audit.insert(connection, actor=actor, action="run.cancel", subject=str(run_id))
-    return done
+    return done, known.workflow

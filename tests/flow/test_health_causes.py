@@ -1,0 +1,315 @@
+"""Each cause of the health verdict flips on at its threshold, off when it is over; it says since when."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.app import Headgate
+from headgate.flow import control, health
+from headgate.flow.health import Exposition
+from headgate.flow.reconcile import Reconcile
+from headgate.flow.verdict import RUNBOOK, Cause
+from headgate.model.health import HEALTH, HealthPolicy, severity
+from headgate.model.source import TRIGGER_BREAKER
+from headgate.store import workers
+from headgate.store.db import Connection, Database
+from headgate.telemetry import metrics
+from headgate.worker.loop import Loop
+from tests.conftest import Clock
+from tests.flow.test_gate import Worker, limit, ticks
+from tests.flow.test_gate import worker as worker  # noqa: PLC0414 - a fixture
+
+ROOT = Path(__file__).parent.parent.parent
+ANCHORS = {
+    re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+    for line in (ROOT / RUNBOOK).read_text().splitlines()
+    if line.startswith("#")
+}
+
+
+@pytest.fixture(autouse=True)
+async def _alive(connection: Connection) -> None:
+    await connection.execute(
+        "insert into headgate.workers (name, definitions, seen_at) values ('w0', '{}', '2999-01-01')"
+    )
+
+
+async def cause(connection: Connection, code: str, policy: HealthPolicy = HEALTH) -> Cause | None:
+    """The cause with this code, if there is one; its runbook exists."""
+    found = await health.snapshot(connection, policy)
+    [one] = [c for c in found.causes if c.code == code] or [None]
+    if one is not None:
+        page, _, anchor = one.runbook.partition("#")
+        assert page == RUNBOOK and anchor in ANCHORS, one.runbook
+        assert found.status == ("critical" if any(c.severity == "critical" for c in found.causes) else "degraded")
+    return one
+
+
+async def gauge(database: Database, name: str, **labels: str) -> float | None:
+    await Exposition(database).text()
+    return metrics.REGISTRY.get_sample_value(name, labels)
+
+
+async def test_overdue_retries(database: Database, connection: Connection, clock: Clock, worker: Worker) -> None:
+    await limit(database, 1)
+    await ticks(connection, 4)
+    await worker.turn()
+    due = (await health.snapshot(connection)).retries["events"].next_attempt_at
+    assert due is not None
+    await clock.advance((due - clock.now) / timedelta(milliseconds=1) + HEALTH.overdue_ms - 1)
+    assert await cause(connection, "retries_overdue") is None
+    await clock.advance(1)
+    found = await cause(connection, "retries_overdue")
+    assert found and (found.severity, found.subject, found.since) == ("degraded", "events", due)
+    assert await gauge(database, "headgate_overdue_retries", kind="events") == 1
+    await clock.advance(60_000)
+    assert await cause(connection, "retries_overdue", HealthPolicy(overdue_degraded=4)) is None
+    critical = await cause(connection, "retries_overdue", HealthPolicy(overdue_critical=3))
+    assert critical and critical.severity == "critical"
+    for _ in range(6):
+        await worker.turn()
+        await clock.advance(2000)
+    assert await cause(connection, "retries_overdue") is None
+    assert await gauge(database, "headgate_overdue_retries", kind="events") == 0
+
+
+async def test_what_is_held_on_purpose_is_not_late(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    await limit(database, 1)
+    await ticks(connection, 3)
+    await worker.turn()
+    await control.pause(database, "noisy", actor="ann")
+    await clock.advance(3_600_000)  # no worker has moved their slots behind the pause
+    found = await health.snapshot(connection)
+    assert (found.queues["ingress"].ready, found.queues["ingress"].oldest_due_age_seconds) == (0, 0)
+    assert (found.retries["events"].overdue, found.retries["events"].by_reason) == (0, {"paused": 2})
+    assert await gauge(database, "headgate_deferred", kind="events", reason="paused") == 2
+    assert await gauge(database, "headgate_oldest_due_age_seconds", queue="ingress") == 0
+    await control.resume(database, "noisy", "ann")
+    assert (await health.snapshot(connection)).queues["ingress"].oldest_due_age_seconds > 3500
+    assert (await gauge(database, "headgate_oldest_due_age_seconds", queue="ingress") or 0) > 3500
+
+
+async def test_a_queue_that_stands_still(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    await ticks(connection, 1)
+    published = clock.now
+    await clock.advance(HEALTH.due_age_degraded_ms - 1)
+    assert await cause(connection, "ingress_stalled") is None
+    await clock.advance(1)
+    found = await cause(connection, "ingress_stalled")
+    assert found and (found.severity, found.since) == ("degraded", published)
+    await clock.advance(HEALTH.due_age_critical_ms - HEALTH.due_age_degraded_ms)
+    found = await cause(connection, "ingress_stalled")
+    assert found and found.severity == "critical"
+    await worker.turn()
+    assert await cause(connection, "ingress_stalled") is None
+    await clock.advance(HEALTH.due_age_degraded_ms)
+    found = await cause(connection, "runs_stalled")
+    assert found and found.subject == "runs" and found.since is not None
+
+
+async def bury(connection: Connection, count: int, kind: str = "run") -> None:
+    await connection.execute(
+        "insert into headgate.dead_letters (id, kind, subject_id, reason) "
+        "select headgate.uuid7(), $1, gen_random_uuid(), 'x' from generate_series(1, $2)", kind, count
+    )  # fmt: skip
+
+
+async def test_dead_letters_that_grow(database: Database, connection: Connection, clock: Clock) -> None:
+    first = clock.now
+    await bury(connection, HEALTH.dead_letters_degraded - 1)
+    assert await cause(connection, "dead_letters_growing") is None
+    await bury(connection, 1)
+    found = await cause(connection, "dead_letters_growing")
+    assert found and (found.severity, found.subject, found.since) == ("degraded", "run", first)
+    assert await gauge(database, "headgate_dead_letters", kind="run") == 10
+    await bury(connection, HEALTH.dead_letters_critical)
+    found = await cause(connection, "dead_letters_growing")
+    assert found and found.severity == "critical"
+    off = HealthPolicy(dead_letters_degraded=0, dead_letters_critical=0)
+    assert await cause(connection, "dead_letters_growing", off) is None
+    await clock.advance(HEALTH.dead_letters_window_ms)
+    assert await cause(connection, "dead_letters_growing") is None
+
+
+async def test_paused_sources(database: Database, connection: Connection, clock: Clock) -> None:
+    await control.pause(database, "one", actor="ann")
+    since = clock.now
+    found = await cause(connection, "source_paused")
+    assert found and (found.severity, found.subject, found.since) == ("degraded", "one", since)
+    late = HealthPolicy(paused_degraded_ms=60_000, paused_critical_ms=120_000)
+    assert await cause(connection, "source_paused", late) is None
+    await clock.advance(60_000)
+    found = await cause(connection, "source_paused", late)
+    assert found and found.severity == "degraded"
+    await clock.advance(60_000)
+    found = await cause(connection, "source_paused", late)
+    assert found and found.severity == "critical"
+    assert await gauge(database, "headgate_paused_sources") == 1
+    await control.resume(database, "one", "ann")
+    assert await cause(connection, "source_paused") is None
+    assert await gauge(database, "headgate_paused_sources") == 0
+
+
+async def test_paused_and_broken_triggers(database: Database, connection: Connection, clock: Clock) -> None:
+    hg = Headgate()
+
+    @hg.workflow(on="tick")
+    async def tick(ctx: Any) -> None: ...
+
+    await database.run(hg.register)
+    trigger_id = await connection.fetchval("select id from headgate.workflow_event_triggers")
+    for state in ("paused_at = headgate.now()", "breaker_state = 'open', failures = array[headgate.now()]"):
+        code = "trigger_paused" if "paused" in state else "trigger_breaker_open"
+        await connection.execute(
+            "insert into headgate.event_scheduler_triggers (trigger_id) values ($1) on conflict do nothing", trigger_id
+        )
+        assert await cause(connection, code) is None
+        await connection.execute(f"update headgate.event_scheduler_triggers set {state}")
+        found = await cause(connection, code)
+        assert found and (found.severity, found.subject, found.since) == ("degraded", str(trigger_id), clock.now)
+        await connection.execute("update headgate.event_scheduler_triggers set paused_at = null")
+        assert await cause(connection, "trigger_paused") is None
+    assert await gauge(database, "headgate_open_breakers", kind="trigger") == 1
+    assert await gauge(database, "headgate_open_breakers", kind="source") == 0
+
+
+async def test_an_open_source_breaker(database: Database, connection: Connection, clock: Clock) -> None:
+    await control.pause(database, "bad", actor="ann")
+    await control.resume(database, "bad", "ann")
+    await connection.execute(
+        "update headgate.event_scheduler_sources set breaker_state = 'open', failures = array[headgate.now()], "
+        "breaker_until = headgate.now() + interval '1 h'"
+    )
+    found = await cause(connection, "source_breaker_open")
+    assert found and (found.subject, found.since) == ("bad", clock.now)
+    assert await gauge(database, "headgate_open_breakers", kind="source") == 1
+    await control.resume(database, "bad", "ann")
+    assert await cause(connection, "source_breaker_open") is None
+
+
+async def test_no_worker(database: Database, connection: Connection, clock: Clock) -> None:
+    await connection.execute("delete from headgate.workers")
+    found = await cause(connection, "no_worker")
+    assert found and (found.severity, found.since) == ("degraded", None)  # nobody has ever been there
+    await workers.beat(connection, "w", [])
+    seen = clock.now
+    assert await cause(connection, "no_worker") is None
+    assert await gauge(database, "headgate_workers_alive") == 1
+    await clock.advance(HEALTH.worker_degraded_ms)
+    found = await cause(connection, "no_worker")
+    assert found and (found.severity, found.since) == ("degraded", seen)
+    assert await gauge(database, "headgate_workers_alive") == 0
+    await ticks(connection, 1)
+    await clock.advance(HEALTH.worker_critical_ms)
+    found = await cause(connection, "no_worker")
+    assert found and found.severity == "critical"
+    await workers.beat(connection, "w", [])
+    assert await cause(connection, "no_worker") is None
+
+
+async def test_reconcile_that_fails(database: Database, connection: Connection, clock: Clock, worker: Worker) -> None:
+    await ticks(connection, 1)
+    await worker.turn()
+    await connection.execute(
+        "update headgate.workflow_runs set status = 'running', next_attempt_at = null, claimed_by = 'gone', "
+        "claim_expires_at = headgate.now()"
+    )
+    since = clock.now
+    assert await gauge(database, "headgate_expired_claims", kind="runs") == 1
+    await clock.advance(HEALTH.reconcile_degraded_ms - 1)
+    assert await cause(connection, "reconcile_failing") is None
+    await clock.advance(1)
+    found = await cause(connection, "reconcile_failing")
+    assert found and (found.severity, found.subject, found.since) == ("degraded", "runs", since)
+    await clock.advance(HEALTH.reconcile_critical_ms)
+    found = await cause(connection, "reconcile_failing")
+    assert found and found.severity == "critical"
+    await Reconcile(database, batch_size=10).run_once()
+    assert await cause(connection, "reconcile_failing") is None
+    assert await gauge(database, "headgate_expired_claims", kind="runs") == 0
+
+
+async def test_unserved(database: Database, connection: Connection, clock: Clock, worker: Worker) -> None:
+    await ticks(connection, 1)
+    await worker.turn()
+    since = clock.now
+    await clock.advance(10_000)
+    found = await cause(connection, "workflow_unserved")
+    assert found and (found.subject, found.since) == ("tick", since)
+    assert await gauge(database, "headgate_unserved_workflows") == 1
+    await workers.beat(connection, "w", [await definition(connection)])
+    assert await cause(connection, "workflow_unserved") is None
+    assert await gauge(database, "headgate_unserved_workflows") == 0
+
+
+async def definition(connection: Connection) -> uuid.UUID:
+    found: uuid.UUID = await connection.fetchval("select id from headgate.workflow_definitions where slug = 'tick'")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0, None), (4, None), (5, "degraded"), (9, "degraded"), (10, "critical"), (11, "critical")]
+)
+def test_severity(value: int, expected: str | None) -> None:
+    assert severity(value, 5, 10) == expected
+    assert severity(value, 5, 0) == ("degraded" if value >= 5 else None)
+    assert severity(value, 0, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"overdue_ms": 0}, "overdue_ms must be more than 0"),
+        ({"overdue_critical": -1}, "must not be negative"),
+        ({"overdue_degraded": 2000}, "overdue_critical is 1000, below overdue_degraded, which is 2000"),
+    ],
+)
+def test_thresholds_are_checked(given: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HealthPolicy(**given)
+
+
+async def test_runs_that_end_without_a_worker_are_counted(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    def count(status: str) -> float:
+        return metrics.REGISTRY.get_sample_value("headgate_runs_total", {"workflow": "tick", "status": status}) or 0
+
+    cancelled, failed = count("cancelled"), count("failed")
+    await ticks(connection, 2)
+    await worker.turn()
+    first, second = [row["id"] for row in await connection.fetch("select id from headgate.workflow_runs order by id")]
+    await control.cancel_run(database, first, "ann", TRIGGER_BREAKER)
+    assert (count("cancelled"), count("failed")) == (cancelled + 1, failed)
+    await connection.execute("update headgate.workflow_runs set crashes = 5 where id = $1", second)
+    await Reconcile(database, batch_size=10).run_once()
+    assert (count("cancelled"), count("failed")) == (cancelled + 1, failed + 1)
+
+
+async def test_a_failing_loop_is_counted() -> None:
+    def count() -> float:
+        return metrics.REGISTRY.get_sample_value("headgate_loop_failures_total", {"loop": "reconcile"}) or 0
+
+    before, turns = count(), 0
+
+    async def once() -> int:
+        nonlocal turns
+        turns += 1
+        if turns == 1:
+            raise OSError("no")
+        loop.stop()
+        return 0
+
+    loop = Loop("reconcile", once, rest_seconds=0)
+    await loop.run()
+    assert count() == before + 1
