@@ -21,6 +21,7 @@ from headgate.api import (
     admin_retries,
     admin_sources,
     admin_triggers,
+    bodies,
     events,
     health,
     openapi,
@@ -28,6 +29,7 @@ from headgate.api import (
     publish,
     runs,
     schedules,
+    tokens,
     triggers,
     workflows,
 )
@@ -35,6 +37,7 @@ from headgate.api.problems import Problem
 from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound, SettingsError
 from headgate.flow import control
+from headgate.flow.access import Access
 from headgate.flow.health import Exposition
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
 from headgate.queue.choose import open_queue
@@ -72,6 +75,7 @@ PUBLISH = Route(
     _post_events,
     "Publish one event or a batch; answered after the commit",
     (Accepted, publish.AcceptedBatch),
+    scope="publish",
     status=202,
     body={
         "application/json": {
@@ -92,6 +96,7 @@ ROUTES: tuple[Route, ...] = (
     *admin_sources.ROUTES,
     *admin_triggers.ROUTES,
     *admin_retries.ROUTES,
+    *tokens.ROUTES,
     *health.ROUTES,
 )
 
@@ -111,7 +116,8 @@ class Api:
             max_waiting=settings.ingest_max_waiting,
             after_commit=lambda: self._queue.hint("inbox"),
         )
-        self.services = Services(settings, self._database, ingest, self._queue, Exposition(self._database))
+        access = Access(settings, self._database)
+        self.services = Services(settings, self._database, ingest, self._queue, Exposition(self._database), access)
         self.app = _application(self.services)
 
     async def open(self) -> None:
@@ -202,9 +208,7 @@ def bind(settings: Settings) -> socket.socket:
 
 def _application(services: Services) -> ASGIApp:
     document = openapi.document(ROUTES)
-    routes = [
-        StarletteRoute(route.path, _endpoint(route.handler, services), methods=[route.method]) for route in ROUTES
-    ]
+    routes = [StarletteRoute(route.path, _endpoint(route, services), methods=[route.method]) for route in ROUTES]
     routes.append(StarletteRoute("/openapi.json", _fixed(json_response(document))))
     for path, (name, media) in _PAGES.items():
         content = (resources.files("headgate.api") / "static" / name).read_bytes()
@@ -229,12 +233,15 @@ def _is_cross_site(scope: Scope) -> bool:
     return (b"sec-fetch-site", b"cross-site") in scope["headers"]
 
 
-def _endpoint(handler: Any, services: Services) -> Any:
+def _endpoint(route: Route, services: Services) -> Any:
     async def endpoint(request: Request) -> Response:
         try:
+            if route.scope != "public":
+                principal = await services.access.check(request.headers.get("authorization"), route.scope)
+                bodies.set_principal(request, principal)
             if any("\x00" in value for value in request.path_params.values()):
                 raise NotFound("nothing has the character U+0000 in its name")
-            result = await handler(request, services)
+            result = await route.handler(request, services)
         except Exception as exc:
             result = problems.response(exc)
         response = result if isinstance(result, Response) else json_response(result)
