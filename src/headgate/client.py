@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from headgate import settings
 from headgate.errors import FieldError, InvalidInput, RequestRefused, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:8700"
@@ -71,7 +72,10 @@ def _options(url: str, token: str | None, timeout: float, actor: str | None) -> 
     headers = {"content-type": "application/json"}
     if actor:
         headers["x-headgate-actor"] = actor
+    token = (token or settings.client_token() or "").strip()
     if token:
+        if not (token.isascii() and token.isprintable()):
+            raise InvalidInput("the token cannot be sent", [FieldError("token", "must be printable ASCII")])
         headers["authorization"] = f"Bearer {token}"
     return {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False}
 
@@ -87,7 +91,8 @@ def _receipts(answer: Any) -> list[Receipt]:
 class Client:
     """A blocking client. `publish` returns when the server has committed the event.
 
-    `actor` is the name that the audit log shows for what this client changes. Raises RequestRefused (the server said
+    `token` is `HEADGATE_TOKEN` unless told. `actor` is the name that the audit log shows for what this client changes
+    where the API needs no token; else the token's name is. Raises RequestRefused (the server said
     no, and why), Unavailable (try again), InvalidInput (not JSON).
     """
 

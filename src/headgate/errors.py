@@ -5,6 +5,8 @@ HeadgateError
 ├── InvalidInput           what a caller sent breaks a rule; `errors` names each field
 ├── NotFound               no such thing
 ├── Conflict               it exists already, differs, or has moved on meanwhile
+├── Unauthorized           no token came with the request, or none that holds
+├── Forbidden              the token may not do this; `needed` is the scope that may
 ├── Unavailable            the database (or another part) cannot be used right now; try again
 │   └── Overloaded         too much is waiting already; try again later
 ├── SchemaError            the database's schema does not fit this version of Headgate
@@ -59,6 +61,23 @@ class Conflict(HeadgateError):
 
     def __init__(self, message: str, errors: list[FieldError] | None = None) -> None:
         super().__init__(message)
+        self.errors = errors or []
+
+
+class Unauthorized(HeadgateError):
+    """No token came with the request, or (`is_given`) none that holds."""
+
+    def __init__(self, message: str, *, is_given: bool = False) -> None:
+        super().__init__(message)
+        self.is_given = is_given
+
+
+class Forbidden(HeadgateError):
+    """The token does not allow this; `needed` is the scope that does."""
+
+    def __init__(self, message: str, needed: str, errors: list[FieldError] | None = None) -> None:
+        super().__init__(message)
+        self.needed = needed
         self.errors = errors or []
 
 

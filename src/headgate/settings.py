@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     database_url: str | None = None
     queue: Literal["postgres", "bullmq"] = "postgres"
     redis_url: str | None = None
-    auth: Literal["off"] = "off"
+    auth: Literal["auto", "on", "off"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     event_retry: RetryPolicy = EVENT_RETRY
@@ -96,11 +96,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.queue == "bullmq":
             self.require_redis_url()
-        if not _is_loopback(self.host):
+        if self.auth == "off" and not self.is_loopback:
             raise SettingsError(
-                f"{_env('host')} is {self.host!r}: without authentication the API listens on loopback only "
-                "(127.0.0.1, ::1 or localhost)"
+                f"{_env('host')} is {self.host!r}: without authentication ({_env('auth')}=off) the API listens on "
+                "loopback only (127.0.0.1, ::1 or localhost)"
             )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the API."""
+        return _is_loopback(self.host)
 
     @property
     def limits(self) -> EventLimits:
@@ -128,6 +133,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 def load(overrides: Mapping[str, Any] | None = None) -> Settings:
     """Settings from `headgate.toml` and the environment; `overrides` (by field name) win over both."""
     return from_sources(os.environ, Path(TOML_FILE), overrides or {})
+
+
+def client_token() -> str | None:
+    """`HEADGATE_TOKEN`, for clients that are given none."""
+    return os.environ.get(_env("token")) or None
 
 
 def from_sources(environ: Mapping[str, str], toml: Path, overrides: Mapping[str, Any]) -> Settings:

@@ -104,7 +104,7 @@ def test_an_unusable_data_directory(tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"HEADGATE_PORT": "eight"}, "HEADGATE_PORT must be a whole number, not 'eight'"),
-        ({"HEADGATE_HOST": "0.0.0.0"}, "HEADGATE_HOST is '0.0.0.0': without authentication"),
+        ({"HEADGATE_HOST": "0.0.0.0", "HEADGATE_AUTH": "off"}, "HEADGATE_HOST is '0.0.0.0': without authentication"),
         ({"HEADGATE_EVENT_RETRY_FACTOR": "0.5"}, "HEADGATE_EVENT_RETRY_FACTOR must lie between 1 and 100, not 0.5"),
         ({"HEADGATE_DATABASE_URL": "mysql://x"}, "HEADGATE_DATABASE_URL must start with postgresql://"),
         ({"HEADGATE_QUEUE": "kafka"}, "HEADGATE_QUEUE must be postgres"),

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from headgate import Headgate
-from headgate.clock import uuid7
+from headgate.clock import utc_now, uuid7
 from headgate.errors import Conflict, InvalidInput, NotFound
 from headgate.flow import control
+from headgate.model.source import TRIGGER_BREAKER
 from headgate.model.trigger import Trigger
 from headgate.store import decisions, held_deliveries, sources, trigger_gates, triggers
 from headgate.store.db import Connection, Database
 from headgate.store.trigger_gates import TriggerState
-from tests.store.builders import make_definition, make_events
+from tests.store.builders import make_definition, make_events, make_runs
 
 FAR = "headgate.now() + interval '1 hour'"
 
@@ -204,3 +205,20 @@ async def test_registering_changed_code_judges_what_waits_anew(database: Databas
     await database.run(app("2/h").register)
     assert await plan(database, made.id) == (1, True)
     assert (await database.run(code)).version == 2
+
+
+async def test_what_was_and_what_is_are_on_record(database: Database, trigger: Trigger, connection: Connection) -> None:
+    forced, cancelled = await hold(database, trigger.id), await hold(database, trigger.id)
+    await control.force_delivery(database, forced, "night-shift")
+    await control.cancel_delivery(database, cancelled, "night-shift")
+    [run_id] = await make_runs(connection, [utc_now()])
+    await control.cancel_run(database, run_id, "night-shift", TRIGGER_BREAKER)
+    found = await connection.fetch(
+        "select action, subject, before, after from headgate.audit_log where actor = 'night-shift' order by id"
+    )
+    assert [(r["action"], r["subject"]) for r in found] == [
+        ("delivery.force", str(forced)), ("delivery.cancel", str(cancelled)), ("run.cancel", str(run_id)),
+    ]  # fmt: skip
+    assert found[0]["before"]["next_attempt_at"] > found[0]["after"]["next_attempt_at"]
+    assert (found[1]["before"]["status"], found[1]["after"]["status"]) == ("throttled", "cancelled")
+    assert (found[2]["before"], found[2]["after"]) == ({"status": "pending"}, {"status": "cancelled"})

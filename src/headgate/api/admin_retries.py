@@ -242,16 +242,18 @@ def _due_place(after: tuple[datetime | None, uuid.UUID] | None) -> tuple[datetim
 
 
 ROUTES = (
-    Route("GET", "/admin/retries", list_retries, "What waits, why, and until when", (RetryPage,), query=LIST_QUERY,
-          errors=(422,)),
+    Route("GET", "/admin/retries", list_retries, "What waits, why, and until when", (RetryPage,),
+          scope="read", query=LIST_QUERY, errors=(422,)),
     Route("POST", "/admin/retries/events/{id:path}/cancel", cancel_event,
-          "Cancel an event that waits, by our id or the producer's", (RetryChanged,), errors=(404, 409, 422)),
+          "Cancel an event that waits, by our id or the producer's", (RetryChanged,),
+          scope="operate", errors=(404, 409, 422)),
     Route("POST", "/admin/retries/events/{id:path}/force", force_event,
-          "Make an event that waits due now; the gate is still asked", (RetryChanged,), status=202,
+          "Make an event that waits due now; the gate is still asked", (RetryChanged,), scope="operate", status=202,
           errors=(404, 409, 422)),
     Route("POST", "/admin/retries/deliveries/{delivery_id}/cancel", cancel_delivery, "Cancel a delivery that waits",
-          (RetryChanged,), errors=(404, 409, 422)),
+          (RetryChanged,), scope="operate", errors=(404, 409, 422)),
     Route("POST", "/admin/retries/deliveries/{delivery_id}/force", force_delivery,
-          "Make a delivery that waits due now; its trigger's gate is still asked", (RetryChanged,), status=202,
+          "Make a delivery that waits due now; its trigger's gate is still asked", (RetryChanged,),
+          scope="operate", status=202,
           errors=(404, 409, 422)),
 )  # fmt: skip

@@ -150,13 +150,13 @@ _REFUSALS = (400, 408, 413, 415, 422)
 
 ROUTES = (
     Route("GET", "/admin/sources", list_sources, "Every source with a limit, a pause, a breaker or waiting events",
-          (SourceList,)),
+          (SourceList,), scope="read"),
     Route("PUT", "/admin/sources/{source:path}/limit", set_limit, "Set a source's limit (`*`: the default)", (Source,),
-          body=bodies.schema(LimitBody), errors=_REFUSALS),
+          scope="admin", body=bodies.schema(LimitBody), errors=_REFUSALS),
     Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit, "Remove a source's limit", (Source,),
-          errors=_REFUSALS),
-    Route("POST", "/admin/sources/{source:path}/pause", pause_source, "Pause a source", (Source,),
+          scope="admin", errors=_REFUSALS),
+    Route("POST", "/admin/sources/{source:path}/pause", pause_source, "Pause a source", (Source,), scope="operate",
           body=bodies.schema(PauseBody), errors=_REFUSALS),
     Route("POST", "/admin/sources/{source:path}/resume", resume_source,
-          "Lift a source's pause and close its breaker", (Source,), errors=(*_REFUSALS, 404)),
+          "Lift a source's pause and close its breaker", (Source,), scope="operate", errors=(*_REFUSALS, 404)),
 )  # fmt: skip

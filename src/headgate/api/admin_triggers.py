@@ -54,11 +54,11 @@ _REFUSALS = (400, 404, 408, 413, 415, 422)
 
 ROUTES = (
     Route("GET", "/admin/triggers", list_all_triggers, "Every trigger, with its pause, breaker and waiting deliveries",
-          (TriggerList,)),
+          (TriggerList,), scope="read"),
     Route("GET", "/admin/triggers/{trigger_id}", show_any_trigger, "One trigger, whichever workflow it launches",
-          (TriggerAnswer,), errors=(404,)),
+          (TriggerAnswer,), scope="read", errors=(404,)),
     Route("POST", "/admin/triggers/{trigger_id}/pause", pause_trigger, "Pause a trigger", (TriggerAnswer,),
-          body=bodies.schema(PauseBody), errors=_REFUSALS),
+          scope="operate", body=bodies.schema(PauseBody), errors=_REFUSALS),
     Route("POST", "/admin/triggers/{trigger_id}/resume", resume_trigger, "Lift a trigger's pause and close its breaker",
-          (TriggerAnswer,), errors=_REFUSALS),
+          (TriggerAnswer,), scope="operate", errors=_REFUSALS),
 )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from headgate.api.problems import Problem
 from headgate.errors import FieldError, InvalidInput
+from headgate.flow.access import Principal
 from headgate.model.conversion import convert
+from headgate.model.token import is_token_name
 
 MAX_BYTES = 64 * 1024
 BODY_SECONDS = 10
@@ -22,7 +23,7 @@ MAX_REASON = 500
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_ACTOR = re.compile(r"[A-Za-z0-9._@+-]{1,64}", re.ASCII)
+_PRINCIPAL = "headgate.principal"
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,9 +31,17 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def actor(request: Request) -> str:
-    """Who acts, for the audit log: the header `x-headgate-actor` if it is a plain name."""
+    """Who acts, for the audit log: the token's name; where none is needed, `x-headgate-actor` if it is a plain name."""
+    principal: Principal | None = request.scope.get(_PRINCIPAL)
+    if principal is not None:
+        return principal.name
     given = request.headers.get("x-headgate-actor", "")
-    return given if _ACTOR.fullmatch(given) else DEFAULT_ACTOR
+    return given if is_token_name(given) else DEFAULT_ACTOR
+
+
+def set_principal(request: Request, principal: Principal | None) -> None:
+    """Note who asks, once that is checked."""
+    request.scope[_PRINCIPAL] = principal
 
 
 async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:

@@ -62,10 +62,11 @@ async def explain_event(request: Request, services: Services) -> Explanation:
 
 
 ROUTES = (
-    Route("GET", "/v1/events", list_events, "List events, newest first", (EventPage,), query=LIST_QUERY, errors=(422,)),
+    Route("GET", "/v1/events", list_events, "List events, newest first", (EventPage,),
+          scope="read", query=LIST_QUERY, errors=(422,)),
     Route("GET", "/v1/events/{id:path}/explain", explain_event, "Every decision about an event", (Explanation,),
-          errors=(404, 409)),
-    Route("GET", "/v1/events/{id:path}", show_event, "One event, by our id or the producer's", (Event,),
+          scope="read", errors=(404, 409)),
+    Route("GET", "/v1/events/{id:path}", show_event, "One event, by our id or the producer's", (Event,), scope="read",
           errors=(404, 409)),
 )  # fmt: skip
 

@@ -61,16 +61,17 @@ async def metrics_text(_: Request, services: Services) -> Response:
 
 
 ROUTES = (
-    Route("GET", "/livez", livez, "The process lives", (Live,)),
-    Route("GET", "/readyz", readyz, "The process can do its work", (Ready,), errors=(503,)),
+    Route("GET", "/livez", livez, "The process lives", (Live,), scope="public"),
+    Route("GET", "/readyz", readyz, "The process can do its work", (Ready,), scope="public", errors=(503,)),
     Route(
         "GET",
         "/admin/event-health",
         event_health,
         "The state of the whole cluster, and what is wrong",
         (Snapshot,),
+        scope="read",
         query=HEALTH_QUERY,
         errors=(422, 503),
     ),
-    Route("GET", "/metrics", metrics_text, "Prometheus metrics", (str,), media="text/plain"),
+    Route("GET", "/metrics", metrics_text, "Prometheus metrics", (str,), scope="read", media="text/plain"),
 )

@@ -49,7 +49,16 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "token": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "an API token with the scope that the operation names; `admin` may do everything",
+                }
+            },
+        },
     }
 
 
@@ -57,7 +66,8 @@ def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, An
     shapes = [by_type[answer] for answer in route.returns]
     schema = shapes[0] if len(shapes) == 1 else {"oneOf": shapes}
     answers: dict[str, Any] = {str(route.status): {"description": "done", "content": {route.media: {"schema": schema}}}}
-    for status in sorted({*route.errors, 503} - {route.status}):
+    refusals = () if route.scope == "public" else (401, 403)
+    for status in sorted({*route.errors, *refusals, 503} - {route.status}):
         answers[str(status)] = {
             "description": TITLES[status],
             "content": {"application/problem+json": {"schema": by_type[ProblemBody]}},
@@ -70,6 +80,7 @@ def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, An
         "operationId": route.handler.__name__.lstrip("_"),
         "summary": route.summary,
         "parameters": in_path + [_parameter(query) for query in route.query],
+        "security": [] if route.scope == "public" else [{"token": [route.scope]}],
         "responses": answers,
     }
     if route.body:

@@ -10,15 +10,18 @@ from starlette.responses import Response
 from headgate.errors import (
     Conflict,
     FieldError,
+    Forbidden,
     HeadgateError,
     InvalidInput,
     NotFound,
+    Unauthorized,
     Unavailable,
 )
 from headgate.telemetry.logs import logger
 
 TITLES = {
     400: "Bad request",
+    401: "Unauthorized",
     403: "Forbidden",
     404: "Not found",
     405: "Method not allowed",
@@ -31,6 +34,8 @@ TITLES = {
     500: "Internal error",
     503: "Unavailable",
 }
+
+_CHALLENGE = 'Bearer realm="headgate"'
 
 _log = logger("api")
 
@@ -56,7 +61,7 @@ class ProblemBody(msgspec.Struct, omit_defaults=True):
 
 def response(exc: Exception) -> Response:
     """The answer to an exception; one that we did not foresee is logged and says nothing of the inside."""
-    headers: dict[str, str] = {}
+    headers = {"cache-control": "no-store"}
     errors: list[FieldError] = getattr(exc, "errors", [])
     match exc:
         case Problem():
@@ -65,6 +70,12 @@ def response(exc: Exception) -> Response:
             status = 413 if errors and all(e.too_large for e in errors) else 422
         case Conflict():
             status = 409
+        case Unauthorized():
+            status = 401
+            headers["www-authenticate"] = _CHALLENGE + (', error="invalid_token"' if exc.is_given else "")
+        case Forbidden():
+            status = 403
+            headers["www-authenticate"] = f'{_CHALLENGE}, error="insufficient_scope", scope="{exc.needed}"'
         case NotFound():
             status = 404
         case Unavailable():

@@ -13,7 +13,8 @@ from headgate.api import cloudevents, problems
 from headgate.api.problems import Problem
 from headgate.api.routes import Services, json_response
 from headgate.clock import utc_now, uuid7
-from headgate.errors import FieldError, InvalidInput
+from headgate.errors import FieldError, Forbidden, InvalidInput
+from headgate.flow.access import Principal
 from headgate.flow.ingest import Accepted
 from headgate.model.event import NewEvent, check_event, is_text_id, trace_id
 
@@ -39,12 +40,24 @@ async def answer(services: Services, scope: Scope, receive: Receive) -> Response
     """Publish what the request holds."""
     try:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        principal = await services.access.check(headers.get("authorization"), "publish")
         body = await _read(receive, headers, services.settings.max_body_bytes)
         events, is_batch = _parse(services, headers, body)
+        if principal is not None:
+            _check_sources(principal, events, is_batch)
         accepted = await services.ingest.accept(events)
     except Exception as exc:
         return problems.response(exc)
     return json_response(AcceptedBatch(accepted) if is_batch else accepted[0], 202)
+
+
+def _check_sources(principal: Principal, events: list[NewEvent], is_batch: bool) -> None:
+    """Forbidden names the events of sources that the token is not for; with them the whole batch is refused."""
+    wrong = [i for i, event in enumerate(events) if not principal.may_publish(event.source)]
+    if wrong:
+        message = f"the token {principal.name} may not publish for this source"
+        errors = [FieldError(f"[{i}].source" if is_batch else "source", message) for i in wrong[:100]]
+        raise Forbidden(f"this needs the scope publish for the source {events[wrong[0]].source}", "publish", errors)
 
 
 async def _read(receive: Receive, headers: dict[str, str], limit: int) -> bytes:

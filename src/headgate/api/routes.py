@@ -14,8 +14,10 @@ from starlette.responses import Response
 
 from headgate.api.problems import Problem
 from headgate.errors import FieldError, InvalidInput
+from headgate.flow.access import Access
 from headgate.flow.health import Exposition
 from headgate.flow.ingest import Ingest
+from headgate.model.token import Scope
 from headgate.queue.port import Queue
 from headgate.settings import Settings
 from headgate.store.db import Database
@@ -32,6 +34,7 @@ class Services:
     ingest: Ingest
     queue: Queue
     exposition: Exposition
+    access: Access
 
 
 Handler = Callable[[Request, Services], Awaitable[Any]]
@@ -49,13 +52,17 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation. `returns` are the types of its answer; a handler that returns a Response answers for itself."""
+    """One operation. `returns` are the types of its answer; a handler that returns a Response answers for itself.
+
+    `scope` is what a token must have; `public` is for what says nothing about anyone's events.
+    """
 
     method: str
     path: str
     handler: Handler
     summary: str
     returns: tuple[Any, ...]
+    scope: Scope | Literal["public"] = field(kw_only=True)
     status: int = 200
     query: tuple[Query, ...] = ()
     body: dict[str, Any] = field(default_factory=dict)

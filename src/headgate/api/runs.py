@@ -80,14 +80,24 @@ async def cancel_run(request: Request, services: Services) -> Response:
 
 
 ROUTES = (
-    Route("GET", "/v1/runs", list_runs, "List runs, newest first", (RunPage,), query=LIST_QUERY, errors=(422,)),
-    Route("GET", "/v1/runs/{run_id}", show_run, "One run with its steps", (RunDetail,), errors=(404,)),
+    Route(
+        "GET",
+        "/v1/runs",
+        list_runs,
+        "List runs, newest first",
+        (RunPage,),
+        scope="read",
+        query=LIST_QUERY,
+        errors=(422,),
+    ),
+    Route("GET", "/v1/runs/{run_id}", show_run, "One run with its steps", (RunDetail,), scope="read", errors=(404,)),
     Route(
         "POST",
         "/v1/runs/{run_id}/cancel",
         cancel_run,
         "Cancel a run: at once, or (202) at its next step",
         (RunCancelled,),
+        scope="operate",
         errors=(404, 409, 422),
     ),
 )

@@ -21,4 +21,8 @@ async def list_schedules(_: Request, services: Services) -> ScheduleList:
         return ScheduleList(await schedules.list_all(connection))
 
 
-ROUTES = (Route("GET", "/v1/schedules", list_schedules, "List schedules with their next ticks", (ScheduleList,)),)
+ROUTES = (
+    Route(
+        "GET", "/v1/schedules", list_schedules, "List schedules with their next ticks", (ScheduleList,), scope="read"
+    ),
+)

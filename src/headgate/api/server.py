@@ -21,6 +21,7 @@ from headgate.api import (
     admin_retries,
     admin_sources,
     admin_triggers,
+    bodies,
     events,
     health,
     openapi,
@@ -28,6 +29,7 @@ from headgate.api import (
     publish,
     runs,
     schedules,
+    tokens,
     triggers,
     workflows,
 )
@@ -35,6 +37,7 @@ from headgate.api.problems import Problem
 from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound, SettingsError
 from headgate.flow import control
+from headgate.flow.access import Access
 from headgate.flow.health import Exposition
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
 from headgate.queue.choose import open_queue
@@ -73,6 +76,7 @@ PUBLISH = Route(
     _post_events,
     "Publish one event or a batch; answered after the commit",
     (Accepted, publish.AcceptedBatch),
+    scope="publish",
     status=202,
     body={
         "application/json": {
@@ -93,6 +97,7 @@ ROUTES: tuple[Route, ...] = (
     *admin_sources.ROUTES,
     *admin_triggers.ROUTES,
     *admin_retries.ROUTES,
+    *tokens.ROUTES,
     *health.ROUTES,
 )
 
@@ -112,9 +117,9 @@ class Api:
             max_waiting=settings.ingest_max_waiting,
             after_commit=lambda: self._queue.hint("inbox"),
         )
-        self.services = Services(
-            settings, self._database, ingest, self._queue, Exposition(self._database, settings.health)
-        )
+        access = Access(settings, self._database)
+        exposition = Exposition(self._database, settings.health)
+        self.services = Services(settings, self._database, ingest, self._queue, exposition, access)
         self.app = _application(self.services)
 
     async def open(self) -> None:
@@ -234,6 +239,9 @@ def _is_cross_site(scope: Scope) -> bool:
 def _endpoint(route: Route, services: Services) -> Any:
     async def endpoint(request: Request) -> Response:
         try:
+            if route.scope != "public":
+                principal = await services.access.check(request.headers.get("authorization"), route.scope)
+                bodies.set_principal(request, principal)
             if any("\x00" in value for value in request.path_params.values()):
                 raise NotFound("nothing has the character U+0000 in its name")
             result = await route.handler(request, services)

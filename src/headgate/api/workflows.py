@@ -84,14 +84,14 @@ _ALL, _ONE = "/v1/workflows", "/v1/workflows/{slug}"
 _REFUSALS = (400, 408, 409, 413, 415, 422)
 
 ROUTES = (
-    Route("GET", _ALL, list_workflows, "List workflows", (WorkflowList,)),
+    Route("GET", _ALL, list_workflows, "List workflows", (WorkflowList,), scope="read"),
     Route("POST", _ALL, create_workflow, "Create a workflow that posts its runs to a URL", (WorkflowWritten,),
-          status=201, body=bodies.schema(HttpWorkflowBody), errors=_REFUSALS),
-    Route("GET", _ONE, show_workflow, "One workflow", (WorkflowDefinition,), errors=(404,)),
+          scope="admin", status=201, body=bodies.schema(HttpWorkflowBody), errors=_REFUSALS),
+    Route("GET", _ONE, show_workflow, "One workflow", (WorkflowDefinition,), scope="read", errors=(404,)),
     Route("PATCH", _ONE, update_workflow, "Change what is given; a secret of null is made anew", (WorkflowWritten,),
-          body=bodies.schema(HttpWorkflowPatch), errors=(*_REFUSALS, 404)),
+          scope="admin", body=bodies.schema(HttpWorkflowPatch), errors=(*_REFUSALS, 404)),
     Route("POST", f"{_ONE}/rotate", rotate_secret, "Sign with a new secret, and for a while with the old one too",
-          (WorkflowWritten,), body=bodies.schema(SecretRotation), errors=(*_REFUSALS, 404)),
+          (WorkflowWritten,), scope="admin", body=bodies.schema(SecretRotation), errors=(*_REFUSALS, 404)),
     Route("DELETE", _ONE, delete_workflow, "Delete a workflow that has no triggers and no unfinished runs",
-          (WorkflowDefinition,), errors=(*_REFUSALS, 404)),
+          (WorkflowDefinition,), scope="admin", errors=(*_REFUSALS, 404)),
 )  # fmt: skip

@@ -30,6 +30,7 @@ class _LazyGroup(click.Group):
         "deliveries": "deliveries",
         "retries": "retries",
         "health": "health",
+        "token": "token",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:

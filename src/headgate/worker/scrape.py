@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from headgate.errors import SettingsError
+from headgate.errors import Forbidden, HeadgateError, SettingsError, Unauthorized
+from headgate.flow.access import Access
 from headgate.flow.health import Exposition
 from headgate.settings import Settings
 from headgate.store.db import Database
@@ -26,7 +27,7 @@ async def scrapable(settings: Settings) -> AsyncIterator[None]:
         yield
         return
     database = Database(settings.require_database_url(), "metrics", size=1)
-    server = _Server(Exposition(database, settings.health))
+    server = _Server(Exposition(database, settings.health), Access(settings, database))
     try:
         listening = await asyncio.start_server(server.answer, settings.host, settings.metrics_port, limit=HEAD_BYTES)
     except OSError as exc:
@@ -43,8 +44,9 @@ async def scrapable(settings: Settings) -> AsyncIterator[None]:
 
 
 class _Server:
-    def __init__(self, exposition: Exposition) -> None:
+    def __init__(self, exposition: Exposition, access: Access) -> None:
         self._exposition = exposition
+        self._access = access
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request per connection."""
@@ -58,11 +60,12 @@ class _Server:
             elif method != b"GET":
                 status, body = "405 Method Not Allowed", b"only GET is possible here\n"
             else:
-                status, body = "200 OK", await self._exposition.text()
+                status, body = await self._metrics(head)
             media = metrics.CONTENT_TYPE if status == "200 OK" else "text/plain"
+            challenge = 'www-authenticate: Bearer realm="headgate"\r\n' if status.startswith("401") else ""
             writer.write(
                 f"HTTP/1.1 {status}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n"
-                "connection: close\r\n\r\n".encode()
+                f"{challenge}connection: close\r\n\r\n".encode()
                 + body
             )
             await writer.drain()
@@ -70,3 +73,17 @@ class _Server:
             pass  # a scraper that says nothing, too much, or went away gets no answer
         finally:
             writer.close()
+
+    async def _metrics(self, head: bytes) -> tuple[str, bytes]:
+        """The metrics, for whoever may read them: the same tokens as at the API."""
+        lines = (line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:])
+        headers = {name.strip().lower(): value.strip() for name, _, value in lines}
+        try:
+            await self._access.check(headers.get("authorization"), "read")
+        except Unauthorized as exc:
+            return "401 Unauthorized", f"{exc}\n".encode()
+        except Forbidden as exc:
+            return "403 Forbidden", f"{exc}\n".encode()
+        except HeadgateError:
+            return "503 Service Unavailable", b"the database cannot be asked\n"
+        return "200 OK", await self._exposition.text()

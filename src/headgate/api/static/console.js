@@ -27,8 +27,13 @@ class Refused extends Error {} // the server answered, but not with what was ask
 const exactly = (_, value, context) =>
   typeof value === "number" && JSON.rawJSON && String(value) !== context.source ? JSON.rawJSON(context.source) : value;
 
+// A token lives as long as the tab; no cookie, so that no other site's page can use it.
+const token = () => sessionStorage.getItem("headgate-token");
+
 async function get(path) {
-  const response = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
+  const headers = token() ? { authorization: `Bearer ${token()}` } : {};
+  const response = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store", headers });
+  if (response.status === 401) $("#login").hidden = false;
   const isJson = /json/.test(response.headers.get("content-type"));
   const body = isJson ? JSON.parse(await response.text(), exactly) : {};
   if (response.ok && isJson) return body;
@@ -340,5 +345,12 @@ $("#close").addEventListener("click", close);
 followRows($("#held"));
 addEventListener("keydown", (key) => key.key === "Escape" && !panel.hidden && close());
 addEventListener("hashchange", drawPanel);
+$("#login").addEventListener("submit", (submit) => {
+  submit.preventDefault();
+  sessionStorage.setItem("headgate-token", $("#token").value.trim());
+  $("#token").value = "";
+  $("#login").hidden = true;
+  schedule(0);
+});
 document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : schedule(0)));
 schedule(0);

@@ -57,8 +57,10 @@ function operation(method, given) {
   });
   const parameters = (given.parameters ?? []).map((parameter) =>
     [el("code", {}, parameter.name), type(parameter.schema), [`in ${parameter.in}`, remarks(parameter, parameter.required)].filter(Boolean).join("; ")]);
+  const scopes = (given.security ?? []).flatMap((entry) => Object.values(entry).flat());
   return el("div", { class: "operation" },
     el("p", {}, el("span", { class: `pill ${TONES[method] ?? "calm"}` }, method.toUpperCase()), el("b", {}, given.summary)),
+    el("p", {}, scopes.length ? `needs a token with the scope ${scopes.join(", ")}` : "needs no token"),
     parameters.length && table("Parameters", parameters),
     ...(given.requestBody ? requestBody(given.requestBody.content) : []),
     table("Responses", answers));

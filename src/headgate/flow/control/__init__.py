@@ -4,6 +4,7 @@ from headgate.flow.control.deliveries import cancel_delivery, force_delivery
 from headgate.flow.control.events import cancel_event, force_event
 from headgate.flow.control.runs import cancel_run
 from headgate.flow.control.sources import pause, resume, seed_limits, set_limit
+from headgate.flow.control.tokens import NewToken, create_token, revoke_token
 from headgate.flow.control.triggers import (
     create_trigger,
     declare_trigger,
@@ -23,9 +24,11 @@ from headgate.flow.control.workflows import (
 
 __all__ = [
     "Changed",
+    "NewToken",
     "cancel_delivery",
     "cancel_event",
     "cancel_run",
+    "create_token",
     "create_trigger",
     "create_workflow",
     "declare_trigger",
@@ -37,6 +40,7 @@ __all__ = [
     "pause_trigger",
     "resume",
     "resume_trigger",
+    "revoke_token",
     "rotate_secret",
     "seed_limits",
     "set_limit",

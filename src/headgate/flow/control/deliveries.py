@@ -52,8 +52,16 @@ async def _change_waiting(
         trigger_id=changed.trigger_id,
     )  # fmt: skip
     await decisions.insert(connection, [recorded])
-    await audit.insert(connection, actor=actor, action=f"delivery.{verb}", subject=str(delivery_id))
+    after = await held_deliveries.get(connection, delivery_id)
+    await audit.insert(
+        connection, actor=actor, action=f"delivery.{verb}", subject=str(delivery_id), before=_waits(known),
+        after=_waits(after or known),
+    )  # fmt: skip
     return changed
+
+
+def _waits(row: HeldDelivery) -> dict[str, object]:
+    return {"status": row.status, "retry_state": row.retry_state, "next_attempt_at": row.next_attempt_at}
 
 
 async def _cancel(connection: Connection, known: HeldDelivery, reason: str) -> Changed | None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal
 
 from headgate.errors import Conflict, NotFound
+from headgate.model.ingress_retry import IngressRetry
 from headgate.store import audit, decisions, ingress_retries
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
@@ -32,6 +33,7 @@ async def force_event(database: Database, event_id: uuid.UUID, actor: str) -> No
 async def _change_waiting(
     connection: Connection, *, event_id: uuid.UUID, actor: str, verb: Literal["cancel", "force"]
 ) -> None:
+    before = await ingress_retries.get(connection, event_id)
     if verb == "cancel":
         found = await ingress_retries.cancel(connection, event_id, f"cancelled by {actor}")
     else:
@@ -43,4 +45,12 @@ async def _change_waiting(
         raise Conflict(f"event {event_id} is no longer waiting: its retry is {row.retry_state}")
     done = "cancelled" if verb == "cancel" else "forced"
     await decisions.insert(connection, [Recorded(event_id, None, "gate", done, None, None, found[1], actor)])
-    await audit.insert(connection, actor=actor, action=f"event.{verb}", subject=str(event_id))
+    after = await ingress_retries.get(connection, event_id)
+    await audit.insert(
+        connection, actor=actor, action=f"event.{verb}", subject=str(event_id), before=_waits(before),
+        after=_waits(after),
+    )  # fmt: skip
+
+
+def _waits(row: IngressRetry | None) -> dict[str, object] | None:
+    return None if row is None else {"retry_state": row.retry_state, "next_attempt_at": row.next_attempt_at}

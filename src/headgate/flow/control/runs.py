@@ -50,5 +50,8 @@ async def _cancel(
         if now.status in FINAL_RUN_STATUSES:
             raise Conflict(f"run {run_id} has ended already: it is {now.status}")
         # It was put to rest, or went on, between the two: ask again.
-    await audit.insert(connection, actor=actor, action="run.cancel", subject=str(run_id))
+    await audit.insert(
+        connection, actor=actor, action="run.cancel", subject=str(run_id), before={"status": known.status},
+        after={"status": done},
+    )  # fmt: skip
     return done, known.workflow

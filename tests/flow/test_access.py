@@ -1,0 +1,190 @@
+"""The check before every route: when it is open, what it keeps, and what it makes of a database that is away."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headgate.errors import Conflict, Forbidden, HeadgateError, InvalidInput, NotFound, Unauthorized, Unavailable
+from headgate.flow import access as module
+from headgate.flow import control
+from headgate.flow.access import Access
+from headgate.model.token import Scope
+from headgate.settings import Settings
+from headgate.store.db import Connection, Database
+from tests.conftest import Clock
+
+ON = Settings(auth="on")
+
+
+async def create(database: Database, name: str = "ci", scopes: tuple[Scope, ...] = ("read",), **more: Any) -> str:
+    made = await control.create_token(database, {"name": name, "scopes": list(scopes), **more}, actor="ann")
+    return made.secret
+
+
+async def refusal(access: Access, authorization: str | None, needed: Scope = "read") -> HeadgateError:
+    with pytest.raises((Unauthorized, Forbidden)) as caught:
+        await access.check(authorization, needed)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "after"),
+    [
+        (Settings(), True, False),
+        (Settings(host="::1"), True, False),
+        (Settings(host="0.0.0.0"), False, False),
+        (Settings(auth="on"), False, False),
+        (Settings(auth="off"), True, True),
+    ],
+)
+async def test_when_it_is_open(database: Database, settings: Settings, before: bool, after: bool) -> None:
+    async def is_open() -> bool:
+        try:
+            return await Access(settings, database).check(None, "admin") is None
+        except Unauthorized:
+            return False
+
+    assert await is_open() is before
+    await create(database)
+    assert await is_open() is after
+    await control.revoke_token(database, "ci", actor="ann")
+    assert await is_open() is after  # the end of the last token opens nothing
+
+
+async def test_the_door_closes_within_the_kept_time(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    access = Access(Settings(), database)
+    assert await access.check(None, "admin") is None
+    await create(database)
+    assert await access.check(None, "admin") is None  # kept, for a second
+    monkeypatch.setattr(access, "_open_until", 1e-9)
+    await refusal(access, None)
+
+
+async def test_refusals(database: Database, clock: Clock) -> None:
+    secret = await create(database, expires_in_ms=60_000)
+    other = await create(database, "other", ("publish",), sources=["shop.*", "crm"])
+    access = Access(ON, database)
+    for authorization in (None, ""):
+        error = await refusal(access, authorization)
+        assert isinstance(error, Unauthorized) and not error.is_given
+    for authorization in (
+        secret,
+        f"Basic {secret}",
+        "Bearer",
+        "Bearer x",
+        f"Bearer {secret}x",
+        f"Bearer {secret[:-1]}",
+    ):
+        error = await refusal(access, authorization)
+        assert isinstance(error, Unauthorized) and error.is_given and secret not in str(error)
+    principal = await access.check(f"bearer  {secret}", "read")
+    assert principal is not None and principal.name == "ci" and principal.may_publish("anything")
+    error = await refusal(access, f"Bearer {secret}", "operate")
+    assert isinstance(error, Forbidden) and error.needed == "operate" and "scope operate" in str(error)
+    bound = await access.check(f"Bearer {other}", "publish")
+    assert bound is not None
+    takes = {"shop.api": True, "crm": True, "crm.x": False, "shop": False, "x.shop.api": False}
+    assert {source: bound.may_publish(source) for source in takes} == takes
+    await clock.advance(60_000)
+    assert "expired" in str(await refusal(Access(ON, database), f"Bearer {secret}"))
+    await control.revoke_token(database, "other", actor="ann")
+    assert "revoked" in str(await refusal(Access(ON, database), f"Bearer {other}", "publish"))
+
+
+async def test_one_look_serves_many_and_ends(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = await create(database)
+    looks = 0
+    by_hash = module.tokens.by_hash
+
+    async def counted(connection: Connection, hashed: bytes) -> Any:
+        nonlocal looks
+        looks += 1
+        return await by_hash(connection, hashed)
+
+    monkeypatch.setattr(module.tokens, "by_hash", counted)
+    access = Access(ON, database)
+    await asyncio.gather(*(access.check(f"Bearer {secret}", "read") for _ in range(50)))
+    assert looks == 1
+    await control.revoke_token(database, "ci", actor="ann")
+    assert module.KEEP_SECONDS == 1
+    monkeypatch.setattr(module, "KEEP_SECONDS", -1)
+    access.forget()
+    await refusal(access, f"Bearer {secret}")
+    await refusal(access, f"Bearer {secret}")
+    assert looks == 3
+
+
+async def test_a_database_that_is_away(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was known stands (metrics must be readable then); what was not is refused."""
+    monkeypatch.setattr(module, "KEEP_SECONDS", -1)
+    open_access, access = Access(Settings(), database), Access(ON, database)
+    monkeypatch.setattr(open_access, "_open_until", 1e-9)
+    secret, unknown = await create(database), await create(database, "new")
+    await access.check(f"Bearer {secret}", "read")
+
+    async def away(*_: Any) -> Any:
+        raise Unavailable("the database cannot be reached")
+
+    monkeypatch.setattr(module.tokens, "by_hash", away)
+    monkeypatch.setattr(module.tokens, "is_any", away)
+    for _ in range(3):
+        assert await access.check(f"Bearer {secret}", "read") is not None
+        assert await open_access.check(None, "read") is None
+    await refusal(access, f"Bearer {secret}", "admin")
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await access.check(f"Bearer {unknown}", "read")
+    with pytest.raises(Unavailable):
+        await Access(Settings(), database).check(None, "read")
+
+
+async def test_one_who_goes_away_takes_nobody_along(database: Database) -> None:
+    secret = await create(database)
+    access = Access(ON, database)
+    first = asyncio.create_task(access.check(f"Bearer {secret}", "read"))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(access.check(f"Bearer {secret}", "read"))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second is not None
+
+
+async def test_verbs_and_their_record(database: Database, connection: Connection) -> None:
+    secret = await create(database, scopes=("publish",), sources=["shop.*"])
+    with pytest.raises(Conflict):
+        await create(database)
+    for wrong in ({"scopes": None}, {"scopes": ["root"]}, {"expires_in_ms": 0}, {"expires_at": "2020-01-01T00:00:00Z"}):
+        with pytest.raises(InvalidInput):
+            await control.create_token(database, {"name": "x", "scopes": ["read"]} | wrong, actor="ann")
+    for unknown in ("nobody", secret, "0198f2a0-0000-7000-8000-000000000000"):
+        with pytest.raises(NotFound) as caught:
+            await control.revoke_token(database, unknown, actor="ann")
+        assert unknown not in str(caught.value)
+    revoked = await control.revoke_token(database, "ci", actor="bob")
+    assert await control.revoke_token(database, str(revoked.id), actor="eve") == revoked
+    await create(database)  # the name is free again
+    rows = await connection.fetch("select * from headgate.audit_log order by id")
+    assert [(r["actor"], r["action"]) for r in rows] == [
+        ("ann", "token.create"), ("bob", "token.revoke"), ("ann", "token.create"),
+    ]  # fmt: skip
+    assert rows[0]["after"]["sources"] == ["shop.*"] and rows[1]["before"]["revoked_at"] is None
+    assert rows[1]["after"]["revoked_at"] is not None
+    assert secret not in str([dict(r) for r in rows])
+
+
+async def test_names_stay_unique_under_a_race(database: Database) -> None:
+    done = await asyncio.gather(*(create(database) for _ in range(5)), return_exceptions=True)
+    assert sorted(isinstance(one, Conflict) for one in done) == [False, True, True, True, True]
+
+
+async def test_last_use_is_noted_about_once_a_minute(database: Database, connection: Connection, clock: Clock) -> None:
+    secret = await create(database)
+    seen = []
+    for ms in (0, 30_000, 31_000):
+        await clock.advance(ms)
+        await Access(ON, database).check(f"Bearer {secret}", "read")
+        seen.append(await connection.fetchval("select last_used_at from headgate.api_tokens"))
+    assert seen[0] == seen[1] and seen[2] == clock.now

@@ -1,0 +1,49 @@
+"""Every route names its scope; what needs no token is listed here, one by one."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from headgate.api import openapi, server
+from headgate.api.routes import Route
+from headgate.model.token import SCOPES, Scope
+
+# Nothing here says anything about anyone's events.
+PUBLIC = {"/livez", "/readyz"}
+PUBLIC_PAGES = {
+    "/", "/docs", "/static/icon.svg", "/static/console.js", "/static/docs.js", "/static/style.css",
+}  # fmt: skip
+
+
+async def handler(*_: Any) -> None: ...
+
+
+def test_a_route_without_a_scope_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="scope"):
+        Route("GET", "/v1/new", handler, "New", (str,))  # type: ignore[call-arg]
+
+
+def test_every_route_has_a_scope() -> None:
+    assert {route.path for route in server.ROUTES if route.scope not in SCOPES} == PUBLIC
+    assert set(server._PAGES) == PUBLIC_PAGES
+    assert get_args(Scope) == SCOPES
+
+
+def test_what_changes_something_cannot_be_done_by_readers() -> None:
+    harmless = {"/v1/workflows/{slug}/triggers/{trigger_id}/test"}  # it stores nothing
+    for route in server.ROUTES:
+        if route.method != "GET" and route.path not in harmless:
+            assert route.scope in ("publish", "operate", "admin"), (route.method, route.path)
+
+
+def test_the_document_names_the_scopes() -> None:
+    document = openapi.document(server.ROUTES)
+    scheme = document["components"]["securitySchemes"]["token"]
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            scoped = [scope for entry in operation["security"] for scope in entry["token"]]
+            assert all(scope in SCOPES for scope in scoped) and len(scoped) <= 1
+            assert ({"401", "403"} <= operation["responses"].keys()) is bool(scoped)
