@@ -16,10 +16,10 @@ from headgate.client import Client
 def client() -> Client:
     """A client for the API at `HEADGATE_URL`."""
     given = settings.load()
-    return Client(given.url, given.token, actor=_user())
+    return Client(given.url, given.token, actor=user())
 
 
-def _user() -> str | None:
+def user() -> str | None:
     """Who acts, for the audit log."""
     try:
         name = getpass.getuser()
