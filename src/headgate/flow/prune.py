@@ -15,11 +15,8 @@ from typing import NamedTuple
 from headgate import failpoints
 from headgate.store import retention
 from headgate.store.db import Connection, Database
-from headgate.telemetry.logs import logger
 
 BATCH = 200
-
-_log = logger("prune")
 
 
 class Retention(NamedTuple):
@@ -67,8 +64,6 @@ class Prune:
         if pruned.is_done:
             self._stage += 1
         found = {table: count for table, count in pruned.deleted.items() if count}
-        if found:
-            _log.info("prune.deleted", **found)
         return Pruned(found, is_done=False)
 
     async def run(self, batches: int | None = None) -> Counter[str]:

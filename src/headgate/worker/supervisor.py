@@ -309,8 +309,13 @@ class Worker:
                 self._queue.hint(topic)
 
     async def _prune_once(self) -> int:
-        is_over = not self._prune.is_on or (await self._prune.run_once()).is_done
-        self._rests["prune"] = PRUNE_PASS_SECONDS if is_over else PRUNE_BATCH_SECONDS
+        self._rests["prune"] = PRUNE_PASS_SECONDS
+        if self._prune.is_on:
+            pruned = await self._prune.run_once()
+            if pruned.deleted:
+                _log.info("prune.deleted", **pruned.deleted)
+            if not pruned.is_done:
+                self._rests["prune"] = PRUNE_BATCH_SECONDS
         return 0
 
     async def _reconcile_once(self) -> int:
