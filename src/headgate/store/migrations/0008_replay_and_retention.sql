@@ -22,7 +22,3 @@ alter table headgate.workflow_runs add column replayed_from uuid;
 
 -- From here its time to live and its age are counted anew.
 alter table headgate.workflow_events add column replayed_at timestamptz;
-
--- An inbox row is stored with its event, in one statement, and whoever deletes events asks for it by its key. Checked the
--- other way round, each event that is deleted would read the whole inbox.
-alter table headgate.event_inbox drop constraint event_inbox_event_id_fkey;
