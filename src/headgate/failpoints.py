@@ -31,6 +31,9 @@ POINTS = frozenset(
         "run.after_finish",
         "reconcile.mid_batch",
         "schedule.before_commit",
+        "replay.before_commit",
+        "replay.after_commit",
+        "prune.before_commit",
         "migrate.mid_migration",
     }
 )

@@ -24,6 +24,7 @@ from headgate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPo
 from headgate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit
 
 TOML_FILE = "headgate.toml"
+MAX_RETENTION_SECONDS = 100 * 366 * 86_400
 Policy = RetryPolicy | BreakerPolicy | HealthPolicy
 _POLICIES: dict[str, Policy] = {
     "event_retry": EVENT_RETRY,
@@ -67,6 +68,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_unsafe_durability: bool = False
     metrics_port: int = 0
     http_allow_private: bool = False
+    retention_events_seconds: int = 0
+    retention_dead_letters_seconds: int = 0
+    retention_audit_seconds: int = 0
     failpoints: str = ""
 
     def __post_init__(self) -> None:
@@ -82,6 +86,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("max_payload_bytes", 1024, 16 * 1024 * 1024),
             ("ingest_max_waiting", 1, 1_000_000),
             ("metrics_port", 0, 65535),
+            ("retention_events_seconds", 0, MAX_RETENTION_SECONDS),
+            ("retention_dead_letters_seconds", 0, MAX_RETENTION_SECONDS),
+            ("retention_audit_seconds", 0, MAX_RETENTION_SECONDS),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

@@ -18,6 +18,7 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headgate.api import (
+    admin_dead_letters,
     admin_retries,
     admin_sources,
     admin_triggers,
@@ -97,6 +98,7 @@ ROUTES: tuple[Route, ...] = (
     *admin_sources.ROUTES,
     *admin_triggers.ROUTES,
     *admin_retries.ROUTES,
+    *admin_dead_letters.ROUTES,
     *tokens.ROUTES,
     *health.ROUTES,
 )

@@ -29,6 +29,8 @@ class _LazyGroup(click.Group):
         "triggers": "triggers",
         "deliveries": "deliveries",
         "retries": "retries",
+        "dlq": "dlq",
+        "prune": "prune",
         "health": "health",
         "token": "token",
     }

@@ -203,7 +203,7 @@ def measure(
     total = Counter(event.source for event in newcomers)
     lags: dict[str, list[int]] = {}
     for event in passed:
-        lags.setdefault(event.source, []).append(max(0, round((now - event.received_at) / _MS)))
+        lags.setdefault(event.source, []).append(max(0, round((now - event.counted_from) / _MS)))
     return [
         SourceMetrics(
             source=source,
@@ -223,7 +223,7 @@ def measure(
 
 def lags(now: datetime, passed: Sequence[Event]) -> list[tuple[str, float]]:
     """The source of each event that passed, and the seconds since its receipt."""
-    return [(event.source, max(0.0, (now - event.received_at).total_seconds())) for event in passed]
+    return [(event.source, max(0.0, (now - event.counted_from).total_seconds())) for event in passed]
 
 
 async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered: Delivered = NOTHING) -> None:

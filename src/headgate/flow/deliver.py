@@ -203,7 +203,7 @@ def _wait(board: Board, candidate: Candidate, wait: Wait, is_newcomer: bool) -> 
     # Only what it has waited for already, and a limit refuses again, uses an attempt; not a pause, not a breaker.
     is_refused = wait.reason == candidate.waited_for and wait.reason in ("throttle", "concurrency")
     attempts_used = candidate.attempts if is_refused else 0
-    why = why_given_up(policy, attempts_used, now - candidate.event.received_at)
+    why = why_given_up(policy, attempts_used, now - candidate.event.counted_from)
     if why and not is_newcomer and wait.reason != "paused":
         text = f"given up after {why}: {wait.message}"
         return decided(candidate, "exhausted", last_error=text, retry_state="exhausted", reason=wait.reason)

@@ -105,7 +105,7 @@ def decide(gates: OpenGates, newcomers: Sequence[Event]) -> Verdict:
 
 def is_expired(event: Event, now: datetime) -> bool:
     """Whether the event's time to live is over."""
-    return event.ttl_ms is not None and now > event.received_at + timedelta(milliseconds=event.ttl_ms)
+    return event.ttl_ms is not None and now > event.counted_from + timedelta(milliseconds=event.ttl_ms)
 
 
 async def record(

@@ -65,6 +65,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     ttl_ms: int | None
     metadata: dict[str, Any]
     traceparent: str | None = None
+    replayed_at: datetime | None = None
+
+    @property
+    def counted_from(self) -> datetime:
+        """From when its age and its time to live are counted: its receipt, or the last replay."""
+        return self.replayed_at or self.received_at
 
     def envelope(self) -> dict[str, Any]:
         """The event as plain JSON values: what `$` and `event` mean in paths, expressions and templates."""

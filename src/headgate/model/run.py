@@ -37,6 +37,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     next_attempt_at: datetime | None
     cancel_requested_at: datetime | None
     cancelled_by: str | None
+    replayed_from: uuid.UUID | None
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None

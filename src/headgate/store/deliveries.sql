@@ -191,7 +191,7 @@ returning id, case when status = 'running' then parameters end
 -- name: take_stale
 -- Locks waiting deliveries of a trigger whose time belongs to an older plan, in the order of arrival, after a given one.
 select d.id, d.event_id, d.retry_attempts, d.next_attempt_at, d.ingress_sequence, d.reason, d.concurrency_key,
-       (select e.received_at from headgate.workflow_events e where e.id = d.event_id) as received_at
+       (select coalesce(e.replayed_at, e.received_at) from headgate.workflow_events e where e.id = d.event_id) as received_at
   from headgate.workflow_trigger_deliveries d
  where d.trigger_id = $1 and d.retry_state = 'scheduled' and d.plan_version < $2 and d.ingress_sequence > $3
  order by d.ingress_sequence
@@ -254,7 +254,7 @@ select extract(epoch from min(next_attempt_at) - headgate.now())::float8
 insert into headgate.dead_letters (id, kind, subject_id, event_id, reason, detail)
 select headgate.uuid7(), 'delivery', u.id, u.event_id, u.reason, u.detail::jsonb
   from unnest($1::uuid[], $2::uuid[], $3::text[], $4::text[]) as u (id, event_id, reason, detail)
-on conflict (kind, subject_id) do nothing
+on conflict (kind, subject_id) where replayed_at is null do nothing
 
 -- name: insert
 -- Records deliveries as given, retry state included; one that exists for the trigger and event stays. Returns the ids.

@@ -131,4 +131,5 @@ def _event(row: Row) -> Event:
         ttl_ms=row["ttl_ms"],
         metadata=row["metadata"],
         traceparent=row["traceparent"],
+        replayed_at=row.get("replayed_at"),  # what is still in the inbox was never replayed
     )

@@ -93,38 +93,39 @@ with claimed as (
 ), buried as (
   insert into headgate.dead_letters (id, kind, subject_id, event_id, reason)
   select headgate.uuid7(), 'event', event_id, event_id, $2 from claimed
-  on conflict (kind, subject_id) do nothing
+  on conflict (kind, subject_id) where replayed_at is null do nothing
 )
 select e.source from claimed join headgate.workflow_events e on e.id = claimed.event_id
 
 -- name: find
 -- Events by our id or the producer's.
 select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
   from headgate.workflow_events e where e.id = $1::uuid
 union all
 select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
   from headgate.workflow_events e where e.external_id = $2 and e.id is distinct from $1::uuid
  limit 20
 
 -- name: get_many
 -- Events by our ids.
 select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
   from headgate.workflow_events e where e.id = any ($1::uuid[])
 
 -- name: is_waiting
 -- Whether an event still waits in the inbox, and whether it was quarantined.
 select exists (select 1 from headgate.event_inbox i
                 where i.ingress_sequence = e.ingress_sequence) as undecided,
-       (select d.reason from headgate.dead_letters d where d.kind = 'event' and d.subject_id = e.id) as dead_reason
+       (select d.reason from headgate.dead_letters d where d.kind = 'event' and d.subject_id = e.id and d.replayed_at is null
+       ) as dead_reason
   from headgate.workflow_events e where e.id = $1
 
 -- name: list
 -- A page of events, newest first; null filters do not filter.
 select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
   from headgate.workflow_events e
  where ($1::text is null or e.type = $1)
    and ($2::text is null or e.source = $2)

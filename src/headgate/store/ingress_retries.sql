@@ -124,7 +124,7 @@ select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
 -- Locks waiting events of a source whose slot belongs to an older plan, in the order of arrival, after a given one.
 -- The time is looked up row by row: as a join, a plan made while the tables were small reads all history.
 select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence,
-       (select e.received_at from headgate.workflow_events e where e.id = r.event_id) as received_at
+       (select coalesce(e.replayed_at, e.received_at) from headgate.workflow_events e where e.id = r.event_id) as received_at
   from headgate.event_ingress_retries r
  where r.source = $1 and r.retry_state = 'scheduled' and r.plan_version < $2 and r.ingress_sequence > $3
  order by r.ingress_sequence
@@ -226,4 +226,4 @@ select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_st
 insert into headgate.dead_letters (id, kind, subject_id, event_id, reason, detail)
 select headgate.uuid7(), 'event', u.event_id, u.event_id, u.reason, u.detail::jsonb
   from unnest($1::uuid[], $2::text[], $3::text[]) as u (event_id, reason, detail)
-on conflict (kind, subject_id) do nothing
+on conflict (kind, subject_id) where replayed_at is null do nothing

@@ -91,7 +91,7 @@ select headgate.uuid7(), case when u.step_id is null then 'run' else 'step' end,
        r.event_id, u.reason, jsonb_build_object('run_id', u.run_id, 'attempts', r.attempts)
   from unnest($1::uuid[], $2::uuid[], $3::text[]) as u (run_id, step_id, reason)
   join headgate.workflow_runs r on r.id = u.run_id
-on conflict (kind, subject_id) do nothing
+on conflict (kind, subject_id) where replayed_at is null do nothing
 
 -- name: hand_back
 -- Gives runs that a stopping worker holds back, due at once. Returns the ids.
@@ -174,7 +174,7 @@ select trigger_id from headgate.workflow_runs where id = $1
 -- One run.
 select r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r.correlation_id, r.status,
        r.parameters, r.output, r.error, r.warning, r.attempts, r.crashes, r.next_attempt_at, r.cancel_requested_at,
-       r.cancelled_by, r.created_at, r.started_at, r.finished_at
+       r.cancelled_by, r.replayed_from, r.created_at, r.started_at, r.finished_at
   from headgate.workflow_runs r join headgate.workflow_definitions w on w.id = r.workflow_definition_id
  where r.id = $1
 
@@ -182,7 +182,7 @@ select r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.even
 -- A page of runs, newest first; null filters do not filter.
 select r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r.correlation_id, r.status,
        r.parameters, r.output, r.error, r.warning, r.attempts, r.crashes, r.next_attempt_at, r.cancel_requested_at,
-       r.cancelled_by, r.created_at, r.started_at, r.finished_at
+       r.cancelled_by, r.replayed_from, r.created_at, r.started_at, r.finished_at
   from headgate.workflow_runs r join headgate.workflow_definitions w on w.id = r.workflow_definition_id
  where ($1::text is null or w.slug = $1)
    and ($2::text is null or r.status = $2)

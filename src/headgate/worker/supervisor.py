@@ -17,8 +17,11 @@ from headgate.flow.delivery_retry import Turn as DeliveryTurn
 from headgate.flow.dispatch import Dispatch
 from headgate.flow.http_workflow import HttpWorkflows
 from headgate.flow.match import Matcher
+from headgate.flow.prune import Prune, Retention
 from headgate.flow.reconcile import Reconcile, Requeue
 from headgate.flow.replan import Replan
+from headgate.flow.replay import TOPICS as REPLAY_TOPICS
+from headgate.flow.replay import Replay
 from headgate.flow.retry import Retry
 from headgate.flow.run import Runner
 from headgate.flow.schedule import Schedule
@@ -40,6 +43,8 @@ RetryTopic = Literal["retries", "deliveries"]
 DRAIN_SECONDS = 0.02
 # A pass over the waiting events, a page at a time so that a large backlog costs little; then a rest.
 REQUEUE_PAGE_SECONDS, REQUEUE_PASS_SECONDS = 0.25, 3.0
+# Old rows are deleted in small batches with a rest in between, so that nobody notices; then a longer rest.
+PRUNE_BATCH_SECONDS, PRUNE_PASS_SECONDS = 0.05, 60.0
 
 
 class Turn(NamedTuple):
@@ -59,7 +64,7 @@ class Worker:
         self._queue = open_queue(settings, self._database)
         matcher = Matcher()  # one for all stages: a thousand triggers are compiled once
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
-        self._rests = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0}
+        self._rests = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0, "replays": 0.0, "prune": 0.0}
         self._definitions, self._served = definitions, dict(workflows)  # http workflows join as they appear
         self._http_workflows = HttpWorkflows(self._database, allow_private=settings.http_allow_private)
         self._runner = Runner(
@@ -84,6 +89,9 @@ class Worker:
             batch_size=settings.batch_size,
             after_publish=lambda: self._queue.hint("inbox"),
         )
+        self._replay = Replay(self._database, batch_size=settings.batch_size, after_replay=self._after_replay)
+        kept = (settings.retention_events_seconds, settings.retention_dead_letters_seconds)
+        self._prune = Prune(self._database, Retention(*kept, settings.retention_audit_seconds))
         self._workflows = sorted(workflows)
         self._stopping = asyncio.Event()
 
@@ -159,6 +167,8 @@ class Worker:
             Loop("definitions", self._definitions_once, rest_seconds=poll),
             Loop("run", self._run_once, rest_seconds=lambda: self._rests["runs"], wake=self._queue.wake("runs")),
             Loop("schedule", self._schedule_once, rest_seconds=lambda: self._rests["schedules"]),
+            Loop("replay", self._replay_once, rest_seconds=lambda: self._rests["replays"]),
+            Loop("prune", self._prune_once, rest_seconds=lambda: self._rests["prune"]),
             Loop("reconcile", self._reconcile_once, rest_seconds=min(lease / 3, 1.0)),
             Loop("requeue", self._requeue_once, rest_seconds=self._requeue_rest),
         ]
@@ -185,7 +195,7 @@ class Worker:
     async def turn(self, now: datetime) -> Turn:
         """Every stage once, and wait until nothing runs: for whoever turns a worker by hand instead of `run`."""
         ticks = await self._schedule.run_once()
-        done = ticks.published + (await self._dispatch.run_once()).events
+        done = await self._replay.run_once() + ticks.published + (await self._dispatch.run_once()).events
         events, deliveries = await self._retry.run_once(), await self._delivery_retry.run_once()
         done += events.due + len(events.replanned) + deliveries.due + len(deliveries.replanned)
         done += await self._replan.run_once() + await self._delivery_replan.run_once()
@@ -196,6 +206,7 @@ class Worker:
             await self._runner.next_due_seconds(),
             await self._retry.next_look_seconds(),
             await self._delivery_retry.next_look_seconds(),
+            await self._replay.next_look_seconds(),
             ticks.next_seconds,
         ]
         # When there is room again for those that are due and found none, and when something is due or ticks.
@@ -283,6 +294,29 @@ class Worker:
         next_tick = poll if turn.next_seconds is None else max(DRAIN_SECONDS, turn.next_seconds)
         self._rests["schedules"] = min(poll, next_tick)
         return turn.published
+
+    async def _replay_once(self) -> int:
+        done = await self._replay.run_once()
+        if done == 0:
+            seconds = await self._replay.next_look_seconds()
+            poll = self.settings.poll_ms / 1000
+            self._rests["replays"] = poll if seconds is None else min(poll, max(DRAIN_SECONDS, seconds))
+        return done
+
+    def _after_replay(self, kinds: set[str]) -> None:
+        for kind, topic in REPLAY_TOPICS.items():
+            if kind in kinds:
+                self._queue.hint(topic)
+
+    async def _prune_once(self) -> int:
+        self._rests["prune"] = PRUNE_PASS_SECONDS
+        if self._prune.is_on:
+            pruned = await self._prune.run_once()
+            if pruned.deleted:
+                _log.info("prune.deleted", **pruned.deleted)
+            if not pruned.is_done:
+                self._rests["prune"] = PRUNE_BATCH_SECONDS
+        return 0
 
     async def _reconcile_once(self) -> int:
         released = await self._reconcile.run_once()

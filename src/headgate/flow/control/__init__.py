@@ -1,5 +1,12 @@
 """Control: the operator's verbs, shared by API and CLI. Each is one transaction with its audit row."""
 
+from headgate.flow.control.dead_letters import (
+    LetterReplayed,
+    preview_replay,
+    replay_letter,
+    replay_letters,
+    stop_replays,
+)
 from headgate.flow.control.deliveries import cancel_delivery, force_delivery
 from headgate.flow.control.events import cancel_event, force_event
 from headgate.flow.control.runs import cancel_run
@@ -24,6 +31,7 @@ from headgate.flow.control.workflows import (
 
 __all__ = [
     "Changed",
+    "LetterReplayed",
     "NewToken",
     "cancel_delivery",
     "cancel_event",
@@ -38,6 +46,9 @@ __all__ = [
     "force_event",
     "pause",
     "pause_trigger",
+    "preview_replay",
+    "replay_letter",
+    "replay_letters",
     "resume",
     "resume_trigger",
     "revoke_token",
@@ -45,6 +56,7 @@ __all__ = [
     "seed_limits",
     "set_limit",
     "shown_workflow",
+    "stop_replays",
     "update_trigger",
     "update_workflow",
 ]

@@ -1,0 +1,73 @@
+-- name: page
+-- The next events in the order of arrival after a given one: the last of them, how many, and how many of them are older
+-- than $3 s.
+select max(p.ingress_sequence), count(*),
+       count(*) filter (where p.received_at < headgate.now() - $3::bigint * interval '1 s')
+  from (select e.ingress_sequence, e.received_at from headgate.workflow_events e
+         where e.ingress_sequence > $1 order by e.ingress_sequence limit $2) p
+
+-- name: lock_finished_events
+-- Locks the events of a page (after $1, up to $2) with which nothing is alive and nothing has happened for $3 s: decided, no
+-- retry or delivery that waits, no run unfinished, no key that one of its launches still holds, no dead letter. What another
+-- transaction has locked stays for the next pass. Returns the ids.
+with cut as materialized (
+  select headgate.now() - $3::bigint * interval '1 s' as off, headgate.now() as now
+)
+select e.id
+  from headgate.workflow_events e, cut
+ where e.ingress_sequence > $1 and e.ingress_sequence <= $2
+   and e.received_at < cut.off and (e.replayed_at is null or e.replayed_at < cut.off)
+   and not exists (select from headgate.event_inbox i where i.ingress_sequence = e.ingress_sequence)
+   and not exists (select from headgate.event_ingress_retries r
+                    where r.event_id = e.id and (r.retry_state in ('scheduled', 'running') or r.updated_at >= cut.off))
+   and not exists (select from headgate.workflow_trigger_deliveries d
+                    where d.event_id = e.id
+                      and (d.retry_state in ('scheduled', 'running') or d.status in ('matched', 'throttled', 'paused')
+                           or d.updated_at >= cut.off
+                           or exists (select from headgate.trigger_idempotency_keys k
+                                       where k.trigger_id = d.trigger_id and k.dedupe_key = d.dedupe_key
+                                         and k.delivery_id = d.id and (k.expires_at is null or k.expires_at > cut.now))))
+   and not exists (select from headgate.workflow_runs r
+                    where r.event_id = e.id and (r.finished_at is null or r.finished_at >= cut.off))
+   and not exists (select from headgate.dead_letters l where l.event_id = e.id)
+ order by e.ingress_sequence
+   for update of e skip locked
+
+-- name: delete_steps
+-- Deletes the steps of the runs of the given events. Returns nothing; the command says how many.
+delete from headgate.workflow_run_steps s
+ where s.workflow_run_id = any (array(select r.id from headgate.workflow_runs r where r.event_id = any ($1::uuid[])))
+
+-- name: delete_runs
+-- Deletes the runs of the given events.
+delete from headgate.workflow_runs where event_id = any ($1::uuid[])
+
+-- name: delete_deliveries
+-- Deletes the deliveries of the given events.
+delete from headgate.workflow_trigger_deliveries where event_id = any ($1::uuid[])
+
+-- name: delete_retries
+-- Deletes the retries of the given events.
+delete from headgate.event_ingress_retries where event_id = any ($1::uuid[])
+
+-- name: delete_decisions
+-- Deletes what was decided about the given events.
+delete from headgate.event_decisions where event_id = any ($1::uuid[])
+
+-- name: delete_events
+-- Deletes the given events.
+delete from headgate.workflow_events where id = any ($1::uuid[])
+
+-- name: delete_dead_letters
+-- Deletes dead letters with which nothing has happened for $1 s and that nobody is to replay, the oldest first, at most $2.
+delete from headgate.dead_letters
+ where id in (select l.id from headgate.dead_letters l
+               where l.created_at < headgate.now() - $1::bigint * interval '1 s' and l.replay_at is null
+                 and (l.replayed_at is null or l.replayed_at < headgate.now() - $1::bigint * interval '1 s')
+               order by l.created_at limit $2 for update skip locked)
+
+-- name: delete_audit
+-- Deletes rows of the audit log that are older than $1 s, the oldest first, at most $2.
+delete from headgate.audit_log
+ where id in (select a.id from headgate.audit_log a where a.at < headgate.now() - $1::bigint * interval '1 s'
+               order by a.at limit $2 for update skip locked)

@@ -1,0 +1,107 @@
+"""Dead letters as operators see them, over HTTP and on the command line, on real API and worker processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from headgate.client import Client
+from headgate.store.db import Connection, Database
+from tests.flow.conftest import eventually
+from tests.processes import api, run, worker
+from tests.store.builders import make_events
+
+APP = """
+from pathlib import Path
+
+from headgate import Headgate, NonRetryable
+
+hg = Headgate()
+MENDED = Path(__file__).with_name("mended")
+
+
+def call():
+    if not MENDED.exists():
+        raise NonRetryable("the service is away")
+    return "ok"
+
+
+@hg.workflow(on="order.created")
+async def fulfil(ctx):
+    return await ctx.step("call", call)
+"""
+OPEN = "select count(*) = $1 from headgate.dead_letters where replayed_at is null and replay_at is null"
+DONE = "select count(*) = $1 from headgate.workflow_runs where status = 'succeeded'"
+
+
+def cli(url: str, *arguments: str) -> Any:
+    done = run("dlq", *arguments, "--json", env={"HEADGATE_URL": url})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+async def test_look_preview_replay(database_url: str, database: Database, tmp_path: Path) -> None:
+    app = tmp_path / "app.py"
+    app.write_text(APP)
+    with api(database_url) as (_, url), worker(database_url, app), Client(url) as client:
+        for n in range(5):
+            client.publish("order.created", source="shop.api", payload={"n": n})
+        await eventually(database, OPEN, 5)
+        first = client.request("GET", "/admin/dead-letters", kind="step", workflow="fulfil", limit=3)
+        rest = client.request("GET", "/admin/dead-letters", cursor=first["next_cursor"])
+        assert (len(first["dead_letters"]), len(rest["dead_letters"]), rest["next_cursor"]) == (3, 2, None)
+        letter = rest["dead_letters"][-1]
+        assert (letter["source"], letter["step"], letter["trigger"] is not None) == ("shop.api", "call", True)
+        for wrong in ({"kind": "x"}, {"since": "x"}, {"state": "x"}, {"rate": "1"}):
+            assert httpx.get(f"{url}/admin/dead-letters", params=wrong, trust_env=False).status_code == 422
+        for body in ({"rate": 0}, {"rate": "x"}, {"since": "2026-01-31T09:30:00"}, {"what": 1}, {"reason": "\0"}):
+            answer = httpx.post(f"{url}/admin/dead-letters/replay", json=body, trust_env=False)
+            assert answer.status_code == 422, body
+        assert cli(url, "replay", "--kind", "step", "--reason", "AWAY", "--dry-run")["count"] == 5
+        assert cli(url, "replay", "--kind", "event", "--dry-run")["count"] == 0
+        (tmp_path / "mended").touch()
+        one = cli(url, "replay", letter["id"])
+        assert (one["status"], one["replayed_into"]) == ("replayed", letter["workflow_run_id"])
+        refused = run("dlq", "replay", letter["id"], env={"HEADGATE_URL": url})
+        assert refused.returncode == 1 and "force it" in refused.stderr
+        plan = cli(url, "replay", "--trigger", f"fulfil/{letter['trigger']}", "--rate", "50")
+        assert (plan["status"], plan["count"]) == ("scheduled", 4)
+        await eventually(database, DONE, 5)
+        shown = cli(url, "show", letter["id"])
+        assert shown["replayed_into"] == letter["workflow_run_id"] and shown["replayed_by"]
+        replayed = client.request("GET", f"/v1/runs/{letter['workflow_run_id']}")["run"]
+        assert (replayed["status"], replayed["replayed_from"]) == ("succeeded", letter["id"])
+        assert cli(url, "list")["dead_letters"] == [] and cli(url, "stop") == {"count": 0}
+        for command in (("list", "--state", "all"), ("show", letter["id"]), ("replay", "--all"), ("stop",)):
+            assert run("dlq", *command, env={"HEADGATE_URL": url}).returncode == 0
+        assert run("dlq", "replay", env={"HEADGATE_URL": url}).returncode == 2
+        assert run("dlq", "replay", letter["id"], "--all", env={"HEADGATE_URL": url}).returncode == 2
+
+
+async def test_killed_in_the_middle_nothing_is_lost_or_doubled(
+    database_url: str, database: Database, connection: Connection, tmp_path: Path
+) -> None:
+    app = tmp_path / "app.py"
+    app.write_text(APP)
+    (tmp_path / "mended").touch()
+    ids = await make_events(connection, 20)
+    await connection.execute("delete from headgate.event_inbox")
+    await connection.execute(
+        "insert into headgate.dead_letters (id, kind, subject_id, event_id, reason) "
+        "select headgate.uuid7(), 'event', e, e, 'broken' from unnest($1::uuid[]) e",
+        ids,
+    )
+    with api(database_url) as (_, url):
+        assert cli(url, "replay", "--all", "--rate", "100")["count"] == 20
+    for point in ("replay.before_commit=kill@5", "replay.after_commit=kill@5"):
+        with worker(database_url, app, HEADGATE_FAILPOINTS=point, HEADGATE_LEASE_MS="1000") as process:
+            assert process.wait() == 137
+    with worker(database_url, app, HEADGATE_LEASE_MS="1000"):
+        await eventually(database, DONE, 20)
+    assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 20
+    assert await connection.fetchval("select count(*) from headgate.dead_letters where replayed_at is null") == 0
+    replays = "select count(*) from headgate.audit_log where action = 'dead_letter.replay'"
+    assert await connection.fetchval(replays) == 20

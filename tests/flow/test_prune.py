@@ -1,0 +1,179 @@
+"""Pruning on a real database: nothing alive goes, everything dead goes, in small parts, by however many at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headgate import Context, failpoints
+from headgate.flow.prune import Prune, Retention
+from headgate.store.db import Connection, Database
+from tests.conftest import Clock
+from tests.flow.conftest import APP, World, eventually
+from tests.flow.test_dispatch import publish
+from tests.processes import run, worker
+from tests.store.builders import make_events
+
+DAY_MS = 86_400_000
+WEEK = Retention(events_seconds=7 * 86_400)
+TABLES = (
+    "workflow_events", "workflow_trigger_deliveries", "workflow_runs", "workflow_run_steps", "event_decisions",
+    "event_ingress_retries",
+)  # fmt: skip
+
+
+async def counts(connection: Connection) -> dict[str, int]:
+    return {table: await connection.fetchval(f"select count(*) from headgate.{table}") for table in TABLES}
+
+
+async def done_world(connection: Connection, world: World, **options: Any) -> Any:
+    """A workflow with a step, and three events that it has finished."""
+
+    @world.hg.workflow(on="go", **options)
+    async def work(ctx: Context, wait: bool = False) -> None:
+        await ctx.step("one", lambda: 1)
+        if wait:
+            await ctx.sleep("300d")
+
+    runner = await world.runner()
+    for n in range(3):
+        await publish(connection, "go", n=n)
+    await publish(connection, "nobody.wants.it")
+    await world.turn(runner)
+    return runner
+
+
+async def test_everything_dead_goes(database: Database, connection: Connection, clock: Clock, world: World) -> None:
+    await done_world(connection, world)
+    [held] = await make_events(connection)
+    await connection.execute("delete from headgate.event_inbox")
+    await connection.execute(
+        "insert into headgate.event_ingress_retries (event_id, source, retry_state) values ($1, 'shop', 'completed')",
+        held,
+    )
+    await clock.advance(6 * DAY_MS)
+    assert not await Prune(database, WEEK).run()
+    await clock.advance(2 * DAY_MS)
+    deleted = await Prune(database, WEEK).run()
+    assert (deleted["events"], deleted["runs"], deleted["steps"], deleted["retries"]) == (5, 3, 3, 1)
+    assert set((await counts(connection)).values()) == {0}
+
+
+async def test_nothing_alive_goes(database: Database, connection: Connection, clock: Clock, world: World) -> None:
+    runner = await done_world(connection, world, idempotency_key="{{ event.payload.n }}", idempotency_window="30d")
+    await publish(connection, "go", wait=True, n=7)  # a run that sleeps
+    await world.turn(runner)
+    undecided, waiting, dead = await make_events(connection, 3)
+    await connection.execute("delete from headgate.event_inbox where event_id <> $1", undecided)
+    await connection.execute(
+        "insert into headgate.event_ingress_retries (event_id, source, next_attempt_at) values ($1, 'shop', now())",
+        waiting,
+    )
+    await connection.execute(
+        "insert into headgate.dead_letters (id, kind, subject_id, event_id, reason) "
+        "values (headgate.uuid7(), 'event', $1, $1, 'broken')", dead,
+    )  # fmt: skip
+    before = await counts(connection)
+    await clock.advance(20 * DAY_MS)
+    assert (await Prune(database, WEEK).run())["events"] == 1  # the one that no trigger took
+    after = await counts(connection)
+    assert after | {"workflow_events": 0, "event_decisions": 0} == before | {"workflow_events": 0, "event_decisions": 0}
+    await clock.advance(20 * DAY_MS)  # the keys' windows are over
+    assert (await Prune(database, WEEK).run())["events"] == 3
+    left = {row[0] for row in await connection.fetch("select id from headgate.workflow_events")}
+    assert {undecided, waiting, dead} < left and len(left) == 4
+    kept = Retention(WEEK.events_seconds, dead_letters_seconds=30 * 86_400)
+    assert (await Prune(database, kept).run()) == {"dead_letters": 1, "events": 1}
+    await connection.execute(
+        "update headgate.workflow_trigger_deliveries set status = 'throttled', retry_state = 'scheduled', "
+        "next_attempt_at = headgate.now(), workflow_run_id = null"
+    )
+    await connection.execute("delete from headgate.workflow_run_steps")
+    await connection.execute("delete from headgate.workflow_runs")
+    assert not await Prune(database, WEEK).run()  # a delivery that waits
+
+
+async def test_what_finished_a_moment_ago_stays_however_old_its_event(
+    database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    runner = await done_world(connection, world)
+    await publish(connection, "go", wait=True)
+    await world.turn(runner)
+    await clock.advance(301 * DAY_MS)
+    await world.turn(runner)
+    assert (await Prune(database, WEEK).run())["runs"] == 3
+    assert (await counts(connection))["workflow_runs"] == 1
+
+
+async def test_letters_and_the_audit_log_have_times_of_their_own(
+    database: Database, connection: Connection, clock: Clock
+) -> None:
+    await connection.execute(
+        "insert into headgate.dead_letters "
+        "(id, kind, subject_id, reason, replay_at, replay_by, replayed_at, replayed_by) "
+        "values (headgate.uuid7(), 'run', gen_random_uuid(), 'old', null, null, null, null), "
+        "(headgate.uuid7(), 'run', gen_random_uuid(), 'soon', headgate.now() + interval '90 days', 'ann', null, null), "
+        "(headgate.uuid7(), 'run', gen_random_uuid(), 'new', null, null, headgate.now() + interval '19 days', 'ann')"
+    )
+    await connection.execute(
+        "insert into headgate.audit_log (id, actor, action, subject) select headgate.uuid7(), 'ann', 'x', n::text "
+        "from generate_series(1, 5) n"
+    )
+    await clock.advance(20 * DAY_MS)
+    assert not await Prune(database, Retention()).run()
+    kept = Retention(0, 7 * 86_400, 30 * 86_400)
+    assert await Prune(database, kept).run() == {"dead_letters": 1}
+    await clock.advance(11 * DAY_MS)
+    assert await Prune(database, kept, batch_size=2).run() == {"dead_letters": 1, "audit_log": 5}
+
+
+async def test_batches_are_small_and_several_may_prune_at_once(
+    database: Database, connection: Connection, clock: Clock
+) -> None:
+    await make_events(connection, 95)
+    await connection.execute("delete from headgate.event_inbox")
+    await clock.advance(8 * DAY_MS)
+    prune = Prune(database, WEEK, batch_size=10)
+    assert (await prune.run_once()).deleted == {"events": 10}
+    totals = await asyncio.gather(*(Prune(database, WEEK, batch_size=10).run() for _ in range(4)))
+    assert sum(total["events"] for total in totals) == 85
+    assert (await counts(connection))["workflow_events"] == 0
+
+
+async def test_dying_in_the_middle_leaves_whole_events(
+    database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    await done_world(connection, world)
+    await clock.advance(8 * DAY_MS)
+    failpoints.arm("prune.before_commit=raise@2")
+    with pytest.raises(failpoints.FailpointHit):
+        await Prune(database, WEEK, batch_size=2).run()
+    found = await counts(connection)
+    assert (found["workflow_events"], found["workflow_runs"], found["workflow_run_steps"]) == (2, 1, 1)
+    await Prune(database, WEEK, batch_size=2).run()
+    assert set((await counts(connection)).values()) == {0}
+
+
+async def test_a_killed_worker_and_the_command(database_url: str, database: Database, connection: Connection) -> None:
+    async def old_events() -> None:
+        await make_events(connection, 300)
+        await connection.execute("delete from headgate.event_inbox")
+        await connection.execute("update headgate.workflow_events set received_at = now() - interval '2 days'")
+
+    await connection.execute("create table effects (n bigserial primary key, run_id uuid, what text)")
+    await old_events()
+    kept = {"HEADGATE_RETENTION_EVENTS_SECONDS": "86400"}
+    with worker(database_url, APP, HEADGATE_FAILPOINTS="prune.before_commit=kill@2", **kept) as process:
+        assert process.wait() == 137
+    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 100
+    with worker(database_url, APP, **kept):
+        await eventually(database, "select count(*) = 0 from headgate.workflow_events")
+    await old_events()
+    refused = run("prune", env={"HEADGATE_DATABASE_URL": database_url})
+    assert refused.returncode == 2 and "HEADGATE_RETENTION_" in refused.stderr
+    done = run("prune", "--events", "1d", env={"HEADGATE_DATABASE_URL": database_url})
+    assert (done.returncode, done.stdout) == (0, "deleted 300 events\n"), done.stderr
+    assert done.stderr == "… 200 events\n… 300 events\n"
+    assert await connection.fetchval("select after from headgate.audit_log where action = 'prune'") == {"events": 300}
