@@ -172,7 +172,7 @@ def test_requests_are_counted_by_route(server: tuple[str, str]) -> None:
         return sample(address, "headgate_http_requests_total", route=route, code=str(code))
 
     before = count("/v1/events", 202), count("/v1/events", 422), count("/v1/runs/{run_id}", 404), count("other", 404)
-    publish(address, "nothing")
+    publish(address, "nothing", "requests")
     httpx.post(f"{address}/v1/events", json={"type": "x"})
     for n in range(3):
         httpx.get(f"{address}/v1/runs/00000000-0000-0000-0000-00000000000{n}")

@@ -37,7 +37,7 @@ MAX_WORK = 1_000_000
 MAX_FILTER_TEXT = 1024
 
 # The event's own fields; what lies below `payload` and `metadata` is the producer's.
-FIELDS = tuple(name for name in Event.__struct_fields__ if name != "traceparent")
+FIELDS = tuple(name for name in Event.__struct_fields__ if name not in ("traceparent", "replayed_at"))
 
 Find = Callable[[dict[str, Any]], list[Any]]
 Test = Callable[[Any], bool]
