@@ -4,10 +4,10 @@ const [POLL_MS, TIMEOUT_MS] = [2000, 10_000];
 const SIZES = [10, 50, 200, 500]; // rows of a list, one "Show …" after the other; the API gives at most 500
 const COMMAND = `headgate publish order.created --source shop.api --data '{"id": 7, "amount": 120}'`;
 const TONES = {
-  good: ["succeeded", "launched"],
-  bad: ["failed", "exhausted", "dead_letter"],
+  good: ["succeeded", "launched", "ok"],
+  bad: ["failed", "exhausted", "dead_letter", "critical"],
   busy: ["running", "matched"],
-  wait: ["pending", "waiting", "throttled", "paused", "held", "scheduled", "rate_limit", "breaker_open", "rescheduled"],
+  wait: ["pending", "waiting", "throttled", "paused", "held", "scheduled", "rate_limit", "breaker_open", "rescheduled", "degraded"],
 };
 
 const $ = (selector, inside = document) => inside.querySelector(selector);
@@ -33,13 +33,13 @@ const token = () => sessionStorage.getItem("headgate-token");
 async function get(path) {
   const headers = token() ? { authorization: `Bearer ${token()}` } : {};
   const response = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store", headers });
-  if (response.status === 401) $("#login").hidden = false;
   const isJson = /json/.test(response.headers.get("content-type"));
   const body = isJson ? JSON.parse(await response.text(), exactly) : {};
   if (response.ok && isJson) return body;
   const failing = Object.values(body.checks ?? {}).filter((state) => state !== "ok").join("; ");
   const fields = (body.errors ?? []).map((error) => `${error.field}: ${error.message}`);
-  throw new Refused([body.detail ?? (failing || `HTTP ${response.status}`), ...fields].join("; "));
+  const refused = new Refused([body.detail ?? (failing || `HTTP ${response.status}`), ...fields].join("; "));
+  throw Object.assign(refused, { isLocked: response.status === 401 });
 }
 
 // Values as text
@@ -167,6 +167,22 @@ function drawCounts() {
   const isEmpty = !isFiltered(runs, events) && !runs.items.length && !events.items.length;
   runs.section.hidden = events.section.hidden = isEmpty;
   $("#welcome").hidden = !isEmpty;
+}
+
+// What is wrong, since when, and where to read what to do; nothing is shown while nothing is
+
+function drawCauses({ causes, dead_letters: letters }) {
+  const section = $("#causes");
+  section.hidden = !causes.length && !letters.total;
+  const page = (where) => (/^https?:/.test(where) ? el("a", { href: where, rel: "noreferrer" }, "runbook") : code(visible(where)));
+  const lines = causes.map((cause) => el("li", {},
+    pill(cause.severity), el("b", {}, visible(`${cause.code.replaceAll("_", " ")}: ${cause.subject}`)),
+    el("span", {}, visible(cause.message)), cause.since && el("span", {}, "since ", time(cause.since)), page(cause.runbook)));
+  const fresh = el("ul", {}, ...lines);
+  if (!$("ul", section).isEqualNode(fresh) && !section.contains(document.activeElement)) $("ul", section).replaceWith(fresh);
+  $("#letters").textContent = letters.total
+    ? `dead letters: ${letters.total}, ${letters.last_24h} of the last 24 h; headgate dlq list shows them`
+    : "";
 }
 
 // What waits, and which sources and triggers are paused; nothing is shown while nothing waits
@@ -307,11 +323,12 @@ async function tick() {
   const mine = generation;
   const query = `?${new URLSearchParams([...filters(runs), ...filters(events)])}`.replace(/^\?$/, "");
   if (query !== location.search) history.replaceState(null, "", location.pathname + query + location.hash);
-  const asked = [get("/readyz"), load(runs), load(events), get("/v1/workflows"), ...["/admin/retries?limit=10", "/admin/retries?kind=deliveries&limit=10", "/admin/sources", "/admin/triggers"].map((path) => get(path))];
-  const [ready, runPage, eventPage, workflows, ...waits] = await Promise.allSettled(asked);
+  const asked = [get("/readyz"), get("/admin/event-health"), load(runs), load(events), get("/v1/workflows"), ...["/admin/retries?limit=10", "/admin/retries?kind=deliveries&limit=10", "/admin/sources", "/admin/triggers"].map((path) => get(path))];
+  const [ready, health, runPage, eventPage, workflows, ...waits] = await Promise.allSettled(asked);
   if (mine !== generation) return;
   try {
-    drawHealth(ready.reason, runPage.reason ?? eventPage.reason);
+    drawHealth(ready.reason, health.value, runPage.reason ?? eventPage.reason);
+    if (health.value) drawCauses(health.value);
     if (runPage.value) drawList(runs, runPage.value);
     if (eventPage.value) drawList(events, eventPage.value);
     const [held, deliveries, sources, triggers] = waits.map((answer) => answer.value);
@@ -326,16 +343,26 @@ async function tick() {
   }
 }
 
-function drawHealth(unready, failure) {
+// Without a token that holds there is nothing to show but the question for one.
+function drawLogin(isLocked, why) {
+  $("#main").hidden = isLocked;
+  $("#login-why").textContent = isLocked && token() ? visible(why) : "";
+  if ($("#login").hidden === !isLocked) return;
+  $("#login").hidden = !isLocked;
+  if (isLocked) $("#token").focus();
+}
+
+function drawHealth(unready, health, failure) {
+  drawLogin(Boolean(failure?.isLocked), failure?.message);
   const isLost = Boolean(failure) && !(failure instanceof Refused);
   lostAt = isLost ? (lostAt ?? new Date().toISOString()) : null;
   const lost = () => `No answer from ${location.origin} since ${time(lostAt).textContent}; trying again every two seconds.`;
-  const text = isLost ? `${lost()} What you see is its last answer.` : visible(failure?.message ?? "");
+  const text = isLost ? `${lost()} What you see is its last answer.` : failure?.isLocked ? "" : visible(failure?.message ?? "");
   if ($("#banner").textContent !== text) $("#banner").textContent = text; // said once by a screen reader, not every time
   $("#banner").hidden = !text;
   document.body.classList.toggle("stale", Boolean(text));
-  $("#dot").className = `dot ${unready ? "bad" : "good"}`;
-  $("#health").textContent = !unready ? "ready" : unready instanceof Refused ? visible(unready.message) : "no answer";
+  $("#dot").className = `dot ${unready ? "bad" : health ? tone(health.status) : "good"}`;
+  $("#health").textContent = !unready ? (health?.status ?? "ready") : unready instanceof Refused ? visible(unready.message) : "no answer";
 }
 
 const isDefault = ["http://127.0.0.1:8700", "http://localhost:8700"].includes(location.origin);
@@ -349,7 +376,6 @@ $("#login").addEventListener("submit", (submit) => {
   submit.preventDefault();
   sessionStorage.setItem("headgate-token", $("#token").value.trim());
   $("#token").value = "";
-  $("#login").hidden = true;
   schedule(0);
 });
 document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : schedule(0)));
