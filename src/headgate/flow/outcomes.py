@@ -161,7 +161,7 @@ class Outcomes:
         kept |= await steps.write(connection, [write for write in step_writes if write.closes is None], freed.written)
         resting = await runs.suspend(connection, suspended) if suspended else set()
         ended = [run for run in finished if run.id in freed.written]
-        await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
+        cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
         await runs.bury(connection, [run for run in ended if run.status == "failed"])
         # By a commit whose answer was lost.
         before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
@@ -175,10 +175,11 @@ class Outcomes:
                 Written(end in resting or end in freed.written or end in before, end in asked),
             )
 
-        return [recorded(item) for item in items], freed
+        return [recorded(item) for item in items], freed._replace(cancelled_retries=cancelled)
 
     def _committed(self, items: list[Outcome], recorded: list[Recorded], freed: Freed) -> None:
         tell_moves(freed.moves)
+        metrics.STEP_RETRIES.labels("cancelled").inc(freed.cancelled_retries)
         if freed.woken or freed.filled or freed.moves:
             self._after_free(freed)
         waiting: list[Waiting] = []

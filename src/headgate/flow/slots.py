@@ -52,12 +52,14 @@ class Fill(Protocol):
 
 
 class Freed(NamedTuple):
-    """The runs that ended, how many deliveries were made due, what was launched instead, the breakers that moved."""
+    """The runs that ended, how many deliveries were made due, what was launched instead, the breakers that moved, and
+    how many retries of steps were cancelled with their runs."""
 
     written: frozenset[uuid.UUID] = frozenset()
     woken: int = 0
     filled: Filled | None = None
     moves: Sequence[TriggerMove] = ()
+    cancelled_retries: int = 0
 
 
 async def finish(
@@ -114,12 +116,12 @@ async def end_waiting(
     ended = await end()
     if ended is None:
         return None
-    await steps.end_waiting(connection, [ended.id])
+    cancelled = await steps.end_waiting(connection, [ended.id])
     moves = await _tell(connection, locked, [ended], breaker)
     woken = 0
     if ended.trigger_id is not None and ended.concurrency_key is not None:
         woken = await trigger_gates.wake(connection, [(ended.trigger_id, ended.concurrency_key)])
-    return Freed(frozenset([ended.id]), woken, moves=moves)
+    return Freed(frozenset([ended.id]), woken, moves=moves, cancelled_retries=cancelled)
 
 
 async def _tell(

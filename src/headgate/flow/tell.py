@@ -41,6 +41,9 @@ def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newc
     """Count and log, after the commit, what was decided about deliveries."""
     for (trigger_id, status), count in Counter((d.trigger_id, d.status) for d in decided).items():
         metrics.evaluated(names.get(trigger_id, str(trigger_id)), status, count)
+    if are_newcomers:
+        for trigger_id, count in Counter(d.trigger_id for d in decided).items():
+            metrics.evaluated(names.get(trigger_id, str(trigger_id)), "matched", count)
     outcomes = Counter(_outcome(d, are_newcomers) for d in decided)
     for outcome, count in outcomes.items():
         if outcome is not None:

@@ -82,10 +82,9 @@ async def write(
     return {(row[0], row[1]): Recorded(row[2], row[3]) for row in rows}
 
 
-async def end_waiting(connection: Connection, run_ids: Sequence[uuid.UUID]) -> None:
-    """The runs have ended: their waiting steps are not tried again."""
-    if run_ids:
-        await connection.execute(_sql["end_waiting"], run_ids)
+async def end_waiting(connection: Connection, run_ids: Sequence[uuid.UUID]) -> int:
+    """The runs have ended: their waiting steps are not tried again; how many."""
+    return await connection.fetchval(_sql["end_waiting"], run_ids) if run_ids else 0
 
 
 async def list_of_runs(connection: Connection, run_ids: Sequence[uuid.UUID]) -> list[Step]:

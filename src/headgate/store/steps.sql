@@ -68,11 +68,15 @@ select s.workflow_run_id, s.name, h.cancel_requested, s.next_attempt_at
  where s.id = u.id and s.status = u.status and s.status in ('succeeded', 'failed', 'cancelled')
 
 -- name: end_waiting
--- The run has ended: what it did not wait for any more is not tried again.
-update headgate.workflow_run_steps
-   set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, claim_generation = claim_generation + 1,
-       updated_at = headgate.now()
- where workflow_run_id = any ($1::uuid[]) and retry_state = 'scheduled'
+-- The runs have ended: what they do not wait for any more is not tried again. Returns how many retries (timers are none).
+with ended as (
+  update headgate.workflow_run_steps
+     set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, claim_generation = claim_generation + 1,
+         updated_at = headgate.now()
+   where workflow_run_id = any ($1::uuid[]) and retry_state = 'scheduled'
+  returning kind
+)
+select count(*) from ended where kind = 'step'
 
 -- name: list_of_runs
 -- The steps of several runs.

@@ -26,16 +26,17 @@ async def cancel_run(database: Database, run_id: uuid.UUID, actor: str, breaker:
 
     Conflict when it has ended already.
     """
-    done, workflow = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
-    if done == "cancelled":
-        metrics.ran(workflow, done)
+    done, workflow, freed = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
+    if freed is not None:
+        metrics.ran(workflow, "cancelled")
+        metrics.STEP_RETRIES.labels("cancelled").inc(freed.cancelled_retries)
     _log.info(f"run.{done}", run_id=str(run_id), actor=actor)
     return done
 
 
 async def _cancel(
     connection: Connection, run_id: uuid.UUID, actor: str, breaker: BreakerPolicy
-) -> tuple[Cancelled, str]:
+) -> tuple[Cancelled, str, Freed | None]:
     known = await runs.get(connection, run_id)
     if known is None:
         raise NotFound(f"no run {run_id}")
@@ -54,4 +55,4 @@ async def _cancel(
         connection, actor=actor, action="run.cancel", subject=str(run_id), before={"status": known.status},
         after={"status": done},
     )  # fmt: skip
-    return done, known.workflow
+    return done, known.workflow, freed

@@ -1,0 +1,455 @@
+"""Each metric moves with its cause: a scene for every name and every fixed label value, on a real database."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from headgate import NonRetryable, Retry
+from headgate.flow import control
+from headgate.flow.health import Exposition
+from headgate.flow.reconcile import Reconcile
+from headgate.model.retry import RetryPolicy
+from headgate.model.source import TRIGGER_BREAKER
+from headgate.store import workers
+from headgate.store.db import Connection, Database
+from headgate.telemetry import metrics
+from tests.conftest import Clock
+from tests.flow import test_gate
+from tests.flow.step_world import World
+from tests.flow.test_dispatch import publish
+from tests.flow.test_gate import limit
+from tests.flow.trigger_worker import TriggerWorker, make_trigger
+
+THREE = RetryPolicy(base_ms=1000, factor=2, max_ms=8000, jitter_ratio=0, max_attempts=3, max_age_ms=3_600_000)
+CLAIMED = "claimed_by = 'gone', claim_expires_at = headgate.now() - interval '1 s', next_attempt_at = null"
+
+
+class Scene:
+    """A database whose clock is moved by hand, and one worker's stages."""
+
+    def __init__(self, database: Database, connection: Connection, clock: Clock, world: World) -> None:
+        self.database, self.connection, self.clock, self.world = database, connection, clock, world
+        self.worker = TriggerWorker(database, policy=THREE)
+
+    async def ticks(self, count: int, source: str = "noisy", **payload: Any) -> list[str]:
+        return [await publish(self.connection, "tick", source, n=n, **payload) for n in range(count)]
+
+    async def due(self, table: str) -> None:
+        """Whatever waits there is due now, and everyone looks."""
+        await self.connection.execute(
+            f"update headgate.{table} set next_attempt_at = headgate.now() where retry_state = 'scheduled'"
+        )
+        await self.worker.turn()
+
+    async def run_all(self) -> None:
+        """Decide what is new and run it, and what is due afterwards."""
+        runner = await self.world.runner()
+        for _ in range(4):
+            await self.world.turn(runner)
+            await self.clock.advance(10_000)
+
+    async def claimed(self, table: str, state: str) -> None:
+        """Claimed by a worker that is gone; reconcile looks."""
+        await self.connection.execute(f"update headgate.{table} set {state}, {CLAIMED}")
+        await Reconcile(self.database, batch_size=10).run_once()
+
+
+SCENES: dict[Callable[[Scene], Awaitable[None]], list[str]] = {}
+
+
+def moves(*samples: str) -> Callable[[Callable[[Scene], Awaitable[None]]], Callable[[Scene], Awaitable[None]]]:
+    """The samples that are higher after the scene than before."""
+
+    def note(scene: Callable[[Scene], Awaitable[None]]) -> Callable[[Scene], Awaitable[None]]:
+        SCENES[scene] = list(samples)
+        return scene
+
+    return note
+
+
+# Sources ------------------------------------------------------------------------------------------------------------
+
+
+@moves(
+    'headgate_source_decisions_total{source="noisy",decision="allowed"}',
+    'headgate_source_decisions_total{source="noisy",decision="throttled"}',
+    'headgate_event_ingress_lag_seconds_count{source="noisy"}',
+    'headgate_event_retries_total{outcome="scheduled"}',
+    'headgate_deferred{kind="events",reason="rate_limit"}',
+    'headgate_queue_depth{queue="ingress",state="delayed"}',
+    "headgate_last_processed_event_timestamp_seconds",
+)
+async def a_limit(scene: Scene) -> None:
+    await make_trigger(scene.database)
+    await limit(scene.database, 1)
+    await scene.ticks(3)
+    await scene.worker.turn()
+
+
+@moves('headgate_event_retries_total{outcome="due"}', 'headgate_event_retries_total{outcome="completed"}')
+async def the_limit_lets_it_through(scene: Scene) -> None:
+    await a_limit(scene)
+    await scene.clock.advance(3_600_000)
+    await scene.worker.turn()
+
+
+@moves('headgate_event_retries_total{outcome="rescheduled"}')
+async def it_finds_no_room(scene: Scene) -> None:
+    await make_trigger(scene.database)
+    await limit(scene.database, 1, interval_ms=60_000)
+    await scene.ticks(2)
+    await scene.worker.turn()
+    await scene.due("event_ingress_retries")
+    await scene.worker.turn()
+
+
+@moves('headgate_event_retries_total{outcome="exhausted"}', 'headgate_dead_letters{kind="event"}')
+async def it_is_given_up(scene: Scene) -> None:
+    await it_finds_no_room(scene)
+    for _ in range(3):
+        await scene.due("event_ingress_retries")
+        await scene.worker.turn()
+
+
+@moves('headgate_event_retries_total{outcome="cancelled"}')
+async def it_is_cancelled(scene: Scene) -> None:
+    await a_limit(scene)
+    event_id = await scene.connection.fetchval("select event_id from headgate.event_ingress_retries limit 1")
+    await control.cancel_event(scene.database, event_id, "ann")
+
+
+@moves(
+    "headgate_paused_sources",
+    'headgate_source_decisions_total{source="noisy",decision="paused"}',
+    'headgate_deferred{kind="events",reason="paused"}',
+)
+async def a_pause(scene: Scene) -> None:
+    await control.pause(scene.database, "noisy", actor="ann")
+    await scene.ticks(1)
+    await scene.worker.turn()
+
+
+@moves(
+    'headgate_open_breakers{kind="source"}', 'headgate_trigger_evaluations_total{trigger="bad/code",status="failed"}'
+)
+async def failures(scene: Scene) -> None:
+    worker = await test_gate.worker.__wrapped__(scene.database, scene.clock)  # type: ignore[attr-defined]
+    for _ in range(3):
+        await publish(scene.connection, "bad", "noisy")
+    await worker.turn()
+
+
+# Triggers -----------------------------------------------------------------------------------------------------------
+
+
+@moves(
+    'headgate_trigger_evaluations_total{trigger="tick/main",status="launched"}',
+    'headgate_trigger_evaluations_total{trigger="tick/main",status="throttled"}',
+    'headgate_delivery_retries_total{outcome="scheduled"}',
+    'headgate_deferred{kind="deliveries",reason="throttle"}',
+    'headgate_queue_depth{queue="triggers",state="delayed"}',
+    'headgate_queue_depth{queue="runs",state="ready"}',
+)
+async def a_throttle(scene: Scene) -> None:
+    await make_trigger(scene.database, throttle_count=1, throttle_window_ms=60_000)
+    await scene.ticks(2)
+    await scene.worker.turn()
+
+
+@moves('headgate_delivery_retries_total{outcome="due"}', 'headgate_delivery_retries_total{outcome="completed"}')
+async def the_throttle_lets_it_through(scene: Scene) -> None:
+    await a_throttle(scene)
+    await scene.clock.advance(120_000)
+    await scene.worker.turn()
+
+
+@moves('headgate_delivery_retries_total{outcome="rescheduled"}')
+async def the_throttle_has_no_room(scene: Scene) -> None:
+    await a_throttle(scene)
+    await scene.due("workflow_trigger_deliveries")
+
+
+@moves('headgate_delivery_retries_total{outcome="exhausted"}', 'headgate_dead_letters{kind="delivery"}')
+async def the_delivery_is_given_up(scene: Scene) -> None:
+    await a_throttle(scene)
+    for _ in range(4):
+        await scene.due("workflow_trigger_deliveries")
+
+
+@moves('headgate_delivery_retries_total{outcome="cancelled"}')
+async def the_delivery_is_cancelled(scene: Scene) -> None:
+    await a_throttle(scene)
+    delivery_id = await scene.connection.fetchval(
+        "select id from headgate.workflow_trigger_deliveries where retry_state = 'scheduled'"
+    )
+    await control.cancel_delivery(scene.database, delivery_id, "ann")
+
+
+@moves('headgate_trigger_evaluations_total{trigger="tick/main",status="skipped"}')
+async def a_key_is_taken(scene: Scene) -> None:
+    await make_trigger(scene.database, idempotency_key="{{ event.payload.k }}", idempotency_window_ms=60_000)
+    await scene.ticks(2, k="same")
+    await scene.worker.turn()
+
+
+@moves('headgate_trigger_evaluations_total{trigger="tick/main",status="filtered"}')
+async def a_filter(scene: Scene) -> None:
+    await make_trigger(scene.database, where="event.payload.n > 5")
+    await scene.ticks(1)
+    await scene.worker.turn()
+
+
+@moves(
+    "headgate_paused_triggers",
+    'headgate_trigger_evaluations_total{trigger="tick/main",status="paused"}',
+    'headgate_deferred{kind="deliveries",reason="paused"}',
+)
+async def a_paused_trigger(scene: Scene) -> None:
+    trigger_id = await make_trigger(scene.database)
+    await control.pause_trigger(scene.database, trigger_id, actor="ann")
+    await scene.ticks(1)
+    await scene.worker.turn()
+
+
+@moves('headgate_open_breakers{kind="trigger"}', 'headgate_deferred{kind="deliveries",reason="breaker_open"}')
+async def failed_runs(scene: Scene) -> None:
+    await make_trigger(scene.database)
+    await scene.ticks(3)
+    await scene.worker.turn()
+    await scene.worker.end_runs(3, "failed")
+    await scene.ticks(1)
+    await scene.worker.turn()
+
+
+@moves(
+    'headgate_deferred{kind="deliveries",reason="concurrency"}',
+    'headgate_trigger_evaluations_total{trigger="tick/main",status="matched"}',
+)
+async def no_slot(scene: Scene) -> None:
+    await make_trigger(scene.database, max_concurrency=1)
+    await scene.ticks(2)
+    await scene.worker.turn()
+
+
+# Runs and steps -----------------------------------------------------------------------------------------------------
+
+
+@moves(
+    'headgate_runs_total{workflow="fine",status="succeeded"}',
+    'headgate_run_duration_seconds_count{workflow="fine"}',
+    'headgate_step_retries_total{outcome="scheduled"}',
+    'headgate_step_retries_total{outcome="due"}',
+    'headgate_step_retries_total{outcome="completed"}',
+)
+async def a_step_that_fails_once(scene: Scene) -> None:
+    tries: list[int] = []
+
+    @scene.world.hg.workflow(on="tick")
+    async def fine(ctx: Any) -> None:
+        async def flaky() -> None:
+            tries.append(1)
+            if len(tries) == 1:
+                raise OSError("not yet")
+
+        await ctx.step("flaky", flaky)
+
+    await scene.ticks(1)
+    await scene.run_all()
+
+
+@moves(
+    'headgate_step_retries_total{outcome="rescheduled"}',
+    'headgate_step_retries_total{outcome="exhausted"}',
+    'headgate_runs_total{workflow="never",status="failed"}',
+    'headgate_dead_letters{kind="step"}',
+)
+async def a_step_that_always_fails(scene: Scene) -> None:
+    @scene.world.hg.workflow(on="tick")
+    async def never(ctx: Any) -> None:
+        async def broken() -> None:
+            raise OSError("no")
+
+        await ctx.step("broken", broken, retry=Retry(max_attempts=3, base="1s"))
+
+    await scene.ticks(1)
+    await scene.run_all()
+
+
+@moves('headgate_dead_letters{kind="run"}')
+async def a_function_that_fails(scene: Scene) -> None:
+    @scene.world.hg.workflow(on="tick")
+    async def refuses(ctx: Any) -> None:
+        raise NonRetryable("never")
+
+    await scene.ticks(1)
+    await scene.run_all()
+
+
+async def waiting_step(scene: Scene) -> None:
+    @scene.world.hg.workflow(on="tick")
+    async def waits(ctx: Any) -> None:
+        async def broken() -> None:
+            raise OSError("no")
+
+        await ctx.step("broken", broken, retry=Retry(max_attempts=3, base="1h", cap="1h"))
+
+    await scene.ticks(1)
+    await scene.world.turn(await scene.world.runner())
+
+
+@moves(
+    'headgate_runs_total{workflow="waits",status="cancelled"}', 'headgate_step_retries_total{outcome="cancelled"}',
+)  # fmt: skip
+async def a_cancelled_run(scene: Scene) -> None:
+    await waiting_step(scene)
+    run_id = await scene.connection.fetchval("select id from headgate.workflow_runs")
+    await control.cancel_run(scene.database, run_id, "ann", TRIGGER_BREAKER)
+
+
+@moves('headgate_queue_depth{queue="runs",state="delayed"}')
+async def a_waiting_step(scene: Scene) -> None:
+    await waiting_step(scene)
+
+
+# What does not move, and who takes it back --------------------------------------------------------------------------
+
+
+@moves(
+    'headgate_queue_depth{queue="ingress",state="ready"}', 'headgate_oldest_due_age_seconds{queue="ingress"}',
+)  # fmt: skip
+async def nobody_decides(scene: Scene) -> None:
+    await scene.ticks(1)
+    await scene.clock.advance(5000)
+
+
+@moves('headgate_oldest_due_age_seconds{queue="runs"}', "headgate_unserved_workflows")
+async def nobody_runs(scene: Scene) -> None:
+    await make_trigger(scene.database)
+    await scene.ticks(1)
+    await scene.worker.turn()
+    await scene.clock.advance(10_000)
+
+
+@moves(
+    'headgate_overdue_retries{kind="deliveries"}',
+    'headgate_oldest_due_age_seconds{queue="triggers"}',
+    'headgate_queue_depth{queue="triggers",state="ready"}',
+)
+async def nobody_looks_at_deliveries(scene: Scene) -> None:
+    await a_throttle(scene)
+    await scene.clock.advance(120_000)
+
+
+@moves('headgate_overdue_retries{kind="events"}')
+async def nobody_looks_at_events(scene: Scene) -> None:
+    await a_limit(scene)
+    await scene.clock.advance(120_000)
+
+
+@moves('headgate_overdue_retries{kind="steps"}')
+async def nobody_looks_at_steps(scene: Scene) -> None:
+    await waiting_step(scene)
+    await scene.clock.advance(timedelta(hours=2) / timedelta(milliseconds=1))
+
+
+@moves("headgate_workers_alive")
+async def a_worker(scene: Scene) -> None:
+    await workers.beat(scene.connection, "w", [])
+
+
+@moves('headgate_queue_depth{queue="runs",state="active"}', 'headgate_expired_claims{kind="runs"}')
+async def a_dead_worker(scene: Scene) -> None:
+    await make_trigger(scene.database)
+    await scene.ticks(1)
+    await scene.worker.turn()
+    await scene.connection.execute(f"update headgate.workflow_runs set status = 'running', {CLAIMED}")
+
+
+@moves('headgate_reconcile_requeued_total{kind="runs"}')
+async def its_run(scene: Scene) -> None:
+    await make_trigger(scene.database)
+    await scene.ticks(1)
+    await scene.worker.turn()
+    await scene.claimed("workflow_runs", "status = 'running'")
+
+
+@moves('headgate_reconcile_requeued_total{kind="events"}')
+async def its_event(scene: Scene) -> None:
+    await a_limit(scene)
+    await scene.claimed("event_ingress_retries", "retry_state = 'running'")
+
+
+@moves('headgate_reconcile_requeued_total{kind="deliveries"}')
+async def its_delivery(scene: Scene) -> None:
+    await a_throttle(scene)
+    await scene.connection.execute("delete from headgate.workflow_runs")
+    await scene.connection.execute("delete from headgate.workflow_trigger_deliveries where status = 'launched'")
+    await scene.claimed("workflow_trigger_deliveries", "retry_state = 'running'")
+
+
+@moves('headgate_reconcile_requeued_total{kind="steps"}')
+async def its_step(scene: Scene) -> None:
+    await waiting_step(scene)
+    await scene.claimed("workflow_run_steps", "retry_state = 'running'")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def parts(sample: str) -> tuple[str, dict[str, str]]:
+    name, _, labels = sample.partition("{")
+    return name, dict(re.findall(r'(\w+)="([^"]*)"', labels))
+
+
+async def read(database: Database, sample: str) -> float:
+    await Exposition(database).text()
+    name, labels = parts(sample)
+    found = metrics.REGISTRY.get_sample_value(name, labels)
+    return found if found is not None and found == found else 0.0  # NaN: nobody knows yet
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+async def test_it_moves(
+    scene: Callable[[Scene], Awaitable[None]], database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    before = {sample: await read(database, sample) for sample in SCENES[scene]}
+    await scene(Scene(database, connection, clock, world))
+    after = {sample: await read(database, sample) for sample in SCENES[scene]}
+    assert [sample for sample in before if after[sample] <= before[sample]] == []
+
+
+def test_every_metric_has_a_scene() -> None:
+    """Requests, received events, failing loops and the database's absence are seen on real processes and elsewhere."""
+    elsewhere = {"headgate_http_requests", "headgate_events_received", "headgate_loop_failures", "headgate_database_up"}
+    seen = {
+        parts(sample)[0].removesuffix("_total").removesuffix("_count")
+        for samples in SCENES.values()
+        for sample in samples
+    }
+    every = {family.name for family in metrics.REGISTRY.collect()}
+    assert every - elsewhere == seen
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "values"),
+    [
+        (f"headgate_{kind}_retries_total", "outcome", "scheduled due completed rescheduled cancelled exhausted")
+        for kind in ("event", "delivery", "step")
+    ]
+    + [
+        ("headgate_source_decisions_total", "decision", "allowed throttled paused"),
+        ("headgate_trigger_evaluations_total", "status", "filtered matched launched throttled skipped failed paused"),
+        ("headgate_dead_letters", "kind", "event delivery step run"),
+        ("headgate_queue_depth", "state", "ready delayed active"),
+        ("headgate_reconcile_requeued_total", "kind", "events deliveries steps runs"),
+        ("headgate_runs_total", "status", "succeeded failed cancelled"),
+    ],
+)
+def test_every_value_has_a_scene(name: str, label: str, values: str) -> None:
+    samples = [parts(sample) for every in SCENES.values() for sample in every]
+    assert {labels[label] for found, labels in samples if found == name} == set(values.split())
