@@ -41,7 +41,7 @@ async def answer(services: Services, scope: Scope, receive: Receive) -> Response
     try:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         principal = await services.access.check(headers.get("authorization"), "publish")
-        body = await _read(receive, headers, services.settings.max_body_bytes)
+        body = await read_body(receive, headers, services.settings.max_body_bytes)
         events, is_batch = _parse(services, headers, body)
         if principal is not None:
             _check_sources(principal, events, is_batch)
@@ -60,7 +60,7 @@ def _check_sources(principal: Principal, events: list[NewEvent], is_batch: bool)
         raise Forbidden(f"this needs the scope publish for the source {events[wrong[0]].source}", "publish", errors)
 
 
-async def _read(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
+async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
     """The body, counted while it comes in, so that no sender can make us hold more than the limit."""
     if headers.get("content-encoding", "identity") != "identity":
         raise Problem(415, "compressed bodies are not accepted; send without Content-Encoding")

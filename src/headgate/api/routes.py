@@ -17,6 +17,7 @@ from headgate.errors import FieldError, InvalidInput
 from headgate.flow.access import Access
 from headgate.flow.health import Exposition
 from headgate.flow.ingest import Ingest
+from headgate.flow.webhooks import Webhooks
 from headgate.model.token import Scope
 from headgate.queue.port import Queue
 from headgate.settings import Settings
@@ -35,6 +36,7 @@ class Services:
     queue: Queue
     exposition: Exposition
     access: Access
+    webhooks: Webhooks
 
 
 Handler = Callable[[Request, Services], Awaitable[Any]]
@@ -54,7 +56,8 @@ class Query:
 class Route:
     """One operation. `returns` are the types of its answer; a handler that returns a Response answers for itself.
 
-    `scope` is what a token must have; `public` is for what says nothing about anyone's events.
+    `scope` is what a token must have; `public` is for what says nothing about anyone's events, and
+    for what is signed.
     """
 
     method: str

@@ -22,6 +22,7 @@ from headgate.api import (
     admin_retries,
     admin_sources,
     admin_triggers,
+    admin_webhooks,
     bodies,
     events,
     health,
@@ -32,6 +33,7 @@ from headgate.api import (
     schedules,
     tokens,
     triggers,
+    webhooks,
     workflows,
 )
 from headgate.api.problems import Problem
@@ -41,6 +43,7 @@ from headgate.flow import control
 from headgate.flow.access import Access
 from headgate.flow.health import Exposition
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
+from headgate.flow.webhooks import Webhooks
 from headgate.queue.choose import open_queue
 from headgate.settings import Settings
 from headgate.store import durability, migrate
@@ -99,6 +102,8 @@ ROUTES: tuple[Route, ...] = (
     *admin_triggers.ROUTES,
     *admin_retries.ROUTES,
     *admin_dead_letters.ROUTES,
+    *webhooks.ROUTES,
+    *admin_webhooks.ROUTES,
     *tokens.ROUTES,
     *health.ROUTES,
 )
@@ -121,7 +126,8 @@ class Api:
         )
         access = Access(settings, self._database)
         exposition = Exposition(self._database, settings.health)
-        self.services = Services(settings, self._database, ingest, self._queue, exposition, access)
+        received = Webhooks(self._database, ingest)
+        self.services = Services(settings, self._database, ingest, self._queue, exposition, access, received)
         self.app = _application(self.services)
 
     async def open(self) -> None:

@@ -26,6 +26,7 @@ class _LazyGroup(click.Group):
         "workflows": "workflows",
         "schedules": "schedules",
         "sources": "sources",
+        "webhooks": "webhooks",
         "triggers": "triggers",
         "deliveries": "deliveries",
         "retries": "retries",

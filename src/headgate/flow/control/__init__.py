@@ -20,6 +20,13 @@ from headgate.flow.control.triggers import (
     resume_trigger,
     update_trigger,
 )
+from headgate.flow.control.webhooks import (
+    WebhookWritten,
+    delete_webhook,
+    retire_webhook_secret,
+    rotate_webhook,
+    set_webhook,
+)
 from headgate.flow.control.workflows import (
     Changed,
     create_workflow,
@@ -33,6 +40,7 @@ __all__ = [
     "Changed",
     "LetterReplayed",
     "NewToken",
+    "WebhookWritten",
     "cancel_delivery",
     "cancel_event",
     "cancel_run",
@@ -41,6 +49,7 @@ __all__ = [
     "create_workflow",
     "declare_trigger",
     "delete_trigger",
+    "delete_webhook",
     "delete_workflow",
     "force_delivery",
     "force_event",
@@ -51,10 +60,13 @@ __all__ = [
     "replay_letters",
     "resume",
     "resume_trigger",
+    "retire_webhook_secret",
     "revoke_token",
     "rotate_secret",
+    "rotate_webhook",
     "seed_limits",
     "set_limit",
+    "set_webhook",
     "shown_workflow",
     "stop_replays",
     "update_trigger",
