@@ -332,6 +332,8 @@ def fields(given: WebhookConfig, headers: dict[str, str], found: Any) -> tuple[d
          ("evt_1", "invoice.paid", "2021-02-25T15:00:30+00:00")),
         ("stripe", STRIPE, {"id": "evt_1", "type": "invoice.paid", "created": 10**18},
          ("evt_1", "invoice.paid", "2021-02-25T15:02:10+00:00")),
+        ("stripe", STRIPE, {"id": "evt_1", "type": "invoice.paid", "created": "2021-02-25T15:00:00.5Z"},
+         ("evt_1", "invoice.paid", "2021-02-25T15:00:00.500000+00:00")),
         ("stripe", STRIPE, {"id": "evt_1", "type": "invoice.paid"},
          ("evt_1", "invoice.paid", "2021-02-25T15:02:10+00:00")),
         ("github", {"x-github-event": "push", "x-github-delivery": "d-1"}, {"ref": "main"},
