@@ -446,6 +446,35 @@ def test_refusals_are_told_with_their_reason(guarded: tuple[Process, str], admin
         )  # fmt: skip
 
 
+def outcomes(admin: Admin, source: str) -> dict[str, float]:
+    text = ok_text(admin("GET", "/metrics"))
+    found = re.findall(rf'headgate_webhooks_total{{outcome="(\w+)",source="{re.escape(source)}"}} (\S+)', text)
+    return {outcome: float(count) for outcome, count in found}
+
+
+def ok_text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200
+    return answer.text
+
+
+def test_every_outcome_is_counted(url: str, admin: Admin, source: str) -> None:
+    secret = admin.set(source, "github")
+    strangers = outcomes(admin, "other").get("unsigned", 0)
+    for headers, body in (
+        (signed("github", secret, b"{}"), b"{}"),
+        (signed("github", secret, b"{}"), b"{}"),
+        (signed("github", secret, b"[]"), b"[]"),
+        (signed("github", secret, b"{"), b"{"),
+        (signed("github", secret, b"{}"), b"{ }"),
+        ({}, b"{}"),
+    ):
+        send(url, source, headers, body)
+    send(url, "nobody.at.all", signed("github", secret, b"{}"), b"{}")
+    assert outcomes(admin, source) == {"accepted": 1, "duplicate": 2, "invalid": 1, "unsigned": 2}
+    assert outcomes(admin, "other")["unsigned"] >= strangers + 1
+    assert "nobody.at.all" not in admin("GET", "/metrics").text
+
+
 def test_a_database_that_is_away_is_503_for_everyone(tmp_path: Path) -> None:
     server = EmbeddedPostgres(tmp_path)
     database_url = server.start()
@@ -469,6 +498,8 @@ def test_a_database_that_is_away_is_503_for_everyone(tmp_path: Path) -> None:
             headers = signed("github", secret, b"{}", message_id="m-2")
             eventually(lambda: send(url, "acme", headers, b"{}").status_code == 202, "the database is back")
             assert len(admin.events("acme")) == 2
+            counted = outcomes(admin, "acme") | {"other": outcomes(admin, "other")["unavailable"]}
+            assert counted["accepted"] == 2 and counted["other"] >= 1
     finally:
         server.stop()
 

@@ -427,6 +427,7 @@ async def test_it_moves(
 def test_every_metric_has_a_scene() -> None:
     """Requests, received events, failing loops and the database's absence are seen on real processes and elsewhere."""
     elsewhere = {"headgate_http_requests", "headgate_events_received", "headgate_loop_failures", "headgate_database_up"}
+    elsewhere |= {"headgate_webhooks"}
     seen = {
         parts(sample)[0].removesuffix("_total").removesuffix("_count")
         for samples in SCENES.values()
