@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from headgate.api.routes import Query, Route, Services, json_response, parameters
 from headgate.errors import HeadgateError
-from headgate.flow.health import Snapshot, snapshot
+from headgate.flow.health import Snapshot
 from headgate.store import durability, migrate
 from headgate.telemetry import metrics
 
@@ -51,8 +51,7 @@ async def readyz(_: Request, services: Services) -> Response:
 
 async def event_health(request: Request, services: Services) -> Response:
     probe = parameters(request, HEALTH_QUERY).get("probe") == "1"
-    async with services.database.transaction() as connection:
-        found = await snapshot(connection, services.settings.health)
+    found = await services.snapshots.read()
     return json_response(found, 503 if probe and found.status == "critical" else 200)
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from headgate.api.problems import Problem
 from headgate.errors import FieldError, InvalidInput
 from headgate.flow.access import Access
-from headgate.flow.health import Exposition
+from headgate.flow.health import Exposition, Snapshots
 from headgate.flow.ingest import Ingest
 from headgate.model.token import Scope
 from headgate.queue.port import Queue
@@ -34,6 +34,7 @@ class Services:
     ingest: Ingest
     queue: Queue
     exposition: Exposition
+    snapshots: Snapshots
     access: Access
 
 

@@ -39,7 +39,7 @@ from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound, SettingsError
 from headgate.flow import control
 from headgate.flow.access import Access
-from headgate.flow.health import Exposition
+from headgate.flow.health import Exposition, Snapshots
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
 from headgate.queue.choose import open_queue
 from headgate.settings import Settings
@@ -121,7 +121,8 @@ class Api:
         )
         access = Access(settings, self._database)
         exposition = Exposition(self._database, settings.health)
-        self.services = Services(settings, self._database, ingest, self._queue, exposition, access)
+        snapshots = Snapshots(self._database, settings.health, settings.runbook_url)
+        self.services = Services(settings, self._database, ingest, self._queue, exposition, snapshots, access)
         self.app = _application(self.services)
 
     async def open(self) -> None:
