@@ -17,6 +17,7 @@ from headgate.errors import FieldError, InvalidInput
 from headgate.flow.access import Access
 from headgate.flow.health import Exposition, Snapshots
 from headgate.flow.ingest import Ingest
+from headgate.flow.ready import Readiness
 from headgate.model.token import Scope
 from headgate.queue.port import Queue
 from headgate.settings import Settings
@@ -35,6 +36,7 @@ class Services:
     queue: Queue
     exposition: Exposition
     snapshots: Snapshots
+    readiness: Readiness
     access: Access
 
 

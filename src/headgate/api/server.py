@@ -41,6 +41,7 @@ from headgate.flow import control
 from headgate.flow.access import Access
 from headgate.flow.health import Exposition, Snapshots
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
+from headgate.flow.ready import Readiness
 from headgate.queue.choose import open_queue
 from headgate.settings import Settings
 from headgate.store import durability, migrate
@@ -122,7 +123,10 @@ class Api:
         access = Access(settings, self._database)
         exposition = Exposition(self._database, settings.health)
         snapshots = Snapshots(self._database, settings.health, settings.runbook_url)
-        self.services = Services(settings, self._database, ingest, self._queue, exposition, snapshots, access)
+        readiness = Readiness(settings, self._database, self._queue)
+        self.services = Services(
+            settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access
+        )
         self.app = _application(self.services)
 
     async def open(self) -> None:
