@@ -132,10 +132,11 @@ select gen_random_uuid(), workflow_run_id, 'one', 'pending', 'scheduled', now() 
        '{"reason": "error"}'
   from delivered
 """
-_TABLES = (
+TABLES = (
     "workflow_events", "event_ingress_retries", "workflow_trigger_deliveries", "workflow_runs", "workflow_run_steps",
     "event_decisions",
 )  # fmt: skip
+NAMES = ", ".join(f"headgate.{table}" for table in TABLES)
 
 
 async def load(connection: Any, *, events: int, retries: int, chunk: int = 100_000) -> Mapping[str, int]:
@@ -155,14 +156,9 @@ async def load(connection: Any, *, events: int, retries: int, chunk: int = 100_0
         first += counts[kind]
     await connection.execute(f"select setval('headgate.ingress_sequence', {first})")
     await connection.execute("reset session_replication_role")
-    await connection.execute(f"analyze {_names()}")
     return counts
 
 
 async def settle(connection: Any) -> None:
-    """What the server does by itself within a minute: mark the pages whose rows everyone sees."""
-    await connection.execute(f"vacuum {_names()}")
-
-
-def _names() -> str:
-    return ", ".join(f"headgate.{table}" for table in _TABLES)
+    """What the server does by itself within minutes: statistics, and a mark on the pages whose rows everyone sees."""
+    await connection.execute(f"vacuum (analyze) {NAMES}")
