@@ -137,12 +137,19 @@ def _workers(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
 
 
 def _reconcile(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
-    """Reconcile releases a claim within a second of its end: one that stays shows that reconcile does not work."""
+    """Reconcile releases a claim within a second of its end, and says that it has looked: a claim that stays, or a long
+    silence, shows that it does not work."""
     for claims in facts.expired_claims:
         late_ms = (facts.now - claims.since) / timedelta(milliseconds=1)
         if level := severity(late_ms, policy.reconcile_degraded_ms, policy.reconcile_critical_ms):
             text = f"{claims.total} {claims.kind} are claimed by a worker whose lease is over, and nobody released them"
             yield _cause("reconcile_failing", level, claims.kind, text, claims.since)
+    since = facts.workers.reconciled_at
+    if facts.workers.alive and since is not None:
+        late_ms = (facts.now - since) / timedelta(milliseconds=1)
+        if level := severity(late_ms, policy.reconcile_degraded_ms, policy.reconcile_critical_ms):
+            text = f"none of {facts.workers.alive} workers could look for what dead workers hold; their logs say why"
+            yield _cause("reconcile_failing", level, "workers", text, since)
 
 
 def _pause_level(since: datetime | None, now: datetime, policy: HealthPolicy) -> Severity | None:

@@ -112,8 +112,9 @@ select m.trigger_id, w.slug as workflow, m.filtered, m.matched, m.launched, m.th
 select max(last_event_at) from headgate.event_scheduler_source_metrics
 
 -- name: workers
--- How many workers were seen within $1 ms, and when the last of all was.
-select count(*) filter (where seen_at > headgate.now() - $1::bigint * interval '1 ms') as alive, max(seen_at) as seen_at
+-- How many workers were seen within $1 ms, when the last of all was, and when one of the living last reconciled.
+select count(*) filter (where seen_at > headgate.now() - $1::bigint * interval '1 ms') as alive, max(seen_at) as seen_at,
+       max(reconciled_at) filter (where seen_at > headgate.now() - $1::bigint * interval '1 ms') as reconciled_at
   from headgate.workers
 
 -- name: expired_claims

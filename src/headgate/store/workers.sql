@@ -1,8 +1,13 @@
 -- name: beat
--- A worker is alive and has the code of these definitions.
-insert into headgate.workers as w (name, definitions, seen_at)
-values ($1, $2::uuid[], headgate.now())
+-- A worker is alive and has the code of these definitions. Of a new one it is said when it began, not that it has reconciled.
+insert into headgate.workers as w (name, definitions, seen_at, reconciled_at)
+values ($1, $2::uuid[], headgate.now(), headgate.now())
 on conflict (name) do update set definitions = excluded.definitions, seen_at = excluded.seen_at
+
+-- name: reconciled
+-- A worker has looked for what dead workers held; written every five seconds at most.
+update headgate.workers set reconciled_at = headgate.now()
+ where name = $1 and (reconciled_at is null or reconciled_at <= headgate.now() - interval '5 s')
 
 -- name: leave
 -- A worker has stopped.

@@ -30,3 +30,6 @@ alter table headgate.event_ingress_retries
   set (autovacuum_vacuum_insert_scale_factor = 0.02, autovacuum_vacuum_scale_factor = 0.05);
 alter table headgate.workflow_trigger_deliveries set (autovacuum_vacuum_insert_scale_factor = 0.02);
 alter table headgate.workflow_run_steps set (autovacuum_vacuum_insert_scale_factor = 0.02);
+
+-- When a worker last took back what dead workers held: a loop that fails everywhere is seen from anywhere. Null: not known.
+alter table headgate.workers add column reconciled_at timestamptz;
