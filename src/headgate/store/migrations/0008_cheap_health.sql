@@ -1,10 +1,10 @@
 -- What waits can be counted from its index alone, and an event can be deleted without a search through the inbox.
 
--- The same keys as before: the line of a source and of a trigger, and what is due. Beside them now stands why each row waits,
+-- The same keys as before: what is due, and the line of a trigger. Beside them now stands why each row waits,
 -- so that health reads these indexes and no rows. All are partial: what does not wait is in none of them.
-drop index headgate.event_ingress_retries_source_idx;
-create index event_ingress_retries_source_idx
-  on headgate.event_ingress_retries (source, next_attempt_at, ingress_sequence) include (reason)
+drop index headgate.event_ingress_retries_due_idx;
+create index event_ingress_retries_due_idx
+  on headgate.event_ingress_retries (next_attempt_at, event_id) include (source, reason)
   where retry_state = 'scheduled';
 drop index headgate.workflow_trigger_deliveries_line_idx;
 create index workflow_trigger_deliveries_line_idx
