@@ -67,6 +67,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ingest_max_waiting: int = 20_000
     allow_unsafe_durability: bool = False
     metrics_port: int = 0
+    runbook_url: str = "docs/operations/event-scheduler.md"
     http_allow_private: bool = False
     retention_events_seconds: int = 0
     retention_dead_letters_seconds: int = 0
@@ -103,6 +104,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.queue == "bullmq":
             self.require_redis_url()
+        if not re.fullmatch(r"[^\s#]+", self.runbook_url):
+            raise SettingsError(
+                f"{_env('runbook_url')} must be the address of the runbook's page without #section and spaces, such as "
+                f"https://wiki.example/headgate, not {self.runbook_url!r}"
+            )
         if self.auth == "off" and not self.is_loopback:
             raise SettingsError(
                 f"{_env('host')} is {self.host!r}: without authentication ({_env('auth')}=off) the API listens on "

@@ -149,6 +149,8 @@ def test_variable(name: str, text: str, value: Any) -> None:
         ("log_format", "xml", "json or console"),
         ("allow_unsafe_durability", "maybe", "true or false"),
         ("auth", "maybe", "auto or on or off"),
+        ("runbook_url", "https://wiki.example/page#section", "without #section"),
+        ("runbook_url", "two words", "without #section and spaces"),
     ],
 )
 def test_variable_refused(name: str, text: str, expected: str) -> None:

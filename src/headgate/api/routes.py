@@ -15,8 +15,9 @@ from starlette.responses import Response
 from headgate.api.problems import Problem
 from headgate.errors import FieldError, InvalidInput
 from headgate.flow.access import Access
-from headgate.flow.health import Exposition
+from headgate.flow.health import Exposition, Snapshots
 from headgate.flow.ingest import Ingest
+from headgate.flow.ready import Readiness
 from headgate.flow.webhooks import Webhooks
 from headgate.model.token import Scope
 from headgate.queue.port import Queue
@@ -35,6 +36,8 @@ class Services:
     ingest: Ingest
     queue: Queue
     exposition: Exposition
+    snapshots: Snapshots
+    readiness: Readiness
     access: Access
     webhooks: Webhooks
 

@@ -41,8 +41,9 @@ from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound, SettingsError
 from headgate.flow import control
 from headgate.flow.access import Access
-from headgate.flow.health import Exposition
+from headgate.flow.health import Exposition, Snapshots
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
+from headgate.flow.ready import Readiness
 from headgate.flow.webhooks import Webhooks
 from headgate.queue.choose import open_queue
 from headgate.settings import Settings
@@ -126,8 +127,12 @@ class Api:
         )
         access = Access(settings, self._database)
         exposition = Exposition(self._database, settings.health)
+        snapshots = Snapshots(self._database, settings.health, settings.runbook_url)
+        readiness = Readiness(settings, self._database, self._queue)
         received = Webhooks(self._database, ingest)
-        self.services = Services(settings, self._database, ingest, self._queue, exposition, access, received)
+        self.services = Services(
+            settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access, received
+        )
         self.app = _application(self.services)
 
     async def open(self) -> None:
