@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headgate.api import (
     admin_dead_letters,
     admin_retries,
+    admin_retry_verbs,
     admin_sources,
     admin_triggers,
     bodies,
@@ -98,6 +99,7 @@ ROUTES: tuple[Route, ...] = (
     *admin_sources.ROUTES,
     *admin_triggers.ROUTES,
     *admin_retries.ROUTES,
+    *admin_retry_verbs.ROUTES,
     *admin_dead_letters.ROUTES,
     *tokens.ROUTES,
     *health.ROUTES,
