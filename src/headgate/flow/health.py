@@ -18,7 +18,7 @@ from headgate.flow.verdict import Cause, Facts, is_paused, verdict
 from headgate.model.health import HEALTH, HealthPolicy
 from headgate.store import health, sources, workers
 from headgate.store.db import Connection, Database
-from headgate.store.health import DeadLetterCount, PausedTrigger, QueueDepth, RetrySummary, TriggerMetrics
+from headgate.store.health import DeadLetterCount, PausedTrigger, QueueDepth, RetrySummary, Totals, TriggerMetrics
 from headgate.store.sources import SourceMetrics, SourceRecord
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
@@ -78,6 +78,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     generated_at: datetime
     last_processed_event_at: datetime | None
     queues: dict[str, QueueDepth]
+    totals: Totals
     sources: list[SourceHealth]
     triggers: list[TriggerMetrics]
     rate_limits: list[LimitHealth]
@@ -98,6 +99,7 @@ async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH) -> Sna
         generated_at=found.now,
         last_processed_event_at=(await health.overview(connection)).last_processed_event_at,
         queues=found.queues,
+        totals=await health.totals(connection),
         sources=[_source(totals) for totals in await sources.list_metrics(connection)],
         triggers=await health.trigger_metrics(connection),
         rate_limits=[limit for record in found.sources if (limit := _limit(record))],

@@ -34,6 +34,16 @@ class RetrySummary(msgspec.Struct, frozen=True, kw_only=True):
     by_reason: dict[str, int] = {}
 
 
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Running totals of events received and decided, of runs launched and ended; a replayed run ends twice, and makes
+    the last one smaller meanwhile."""
+
+    received: int
+    decided: int
+    launched: int
+    ended: int
+
+
 class DeadLetterCount(msgspec.Struct, frozen=True, kw_only=True):
     """What was given up and not replayed."""
 
@@ -193,3 +203,8 @@ async def trigger_metrics(connection: Connection) -> list[TriggerMetrics]:
 async def overview(connection: Connection) -> Overview:
     """How many are paused, and when the gate last decided an event."""
     return Overview(**dict(await connection.fetchrow(_sql["overview"]) or {}))
+
+
+async def totals(connection: Connection) -> Totals:
+    """Running totals over the whole cluster."""
+    return Totals(**dict(await connection.fetchrow(_sql["totals"]) or {}))

@@ -164,3 +164,12 @@ with clock as materialized (
    where retry_state = 'running' and claim_expires_at <= now
 )
 select kind, count(*) as total, min(claim_expires_at) as since from expired group by kind order by kind
+
+-- name: totals
+-- Running totals over the whole cluster. What was received is what was decided and what is still in the inbox; what has
+-- ended is what was launched and is not unfinished, so that no finished run has to be read.
+select decided + (select count(*) from headgate.event_inbox) as received, decided, launched,
+       greatest(0, launched - (select count(*) from headgate.workflow_runs where status = 'pending')
+                            - (select count(*) from headgate.workflow_runs where status = 'running')) as ended
+  from (select (select coalesce(sum(total), 0)::bigint from headgate.event_scheduler_source_metrics) as decided,
+               (select coalesce(sum(launched), 0)::bigint from headgate.event_scheduler_trigger_metrics) as launched) t
