@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import uuid
 from typing import Any
 
@@ -12,7 +13,7 @@ from headgate import Client, RequestRefused
 from headgate.clock import uuid7
 from headgate.store.db import Connection
 from tests.flow.test_bulk_retries import hold_events, states
-from tests.processes import api, run
+from tests.processes import api, headgate, run
 from tests.store.builders import make_events, make_runs, make_triggers
 
 
@@ -74,6 +75,22 @@ async def test_commands_about_all_that_wait(database_url: str, connection: Conne
             ["--workflow", "x"], ["--kind", "deliveries", "--run", str(uuid7())],
         ):  # fmt: skip
             say("cancel", *wrong, status=2)
+
+
+async def test_a_stopped_command_leaves_whole_batches_and_says_so(database_url: str, connection: Connection) -> None:
+    await hold_events(connection, 1500)
+    # The first batch of the second call takes its time.
+    with api(database_url, HEADGATE_FAILPOINTS="bulk_retries.after_commit=sleep:5@11") as (_, url):
+        with headgate("retries", "cancel", "--all", "--yes", HEADGATE_URL=url) as command:
+            command.wait_for_line("cancelled 1000 of 1500")
+            command.signal(signal.SIGINT)
+            assert command.wait() == 130
+            assert "stopped: 1000 of 1500 are cancelled; run it again to go on" in command.output
+        again = run("retries", "cancel", "--all", "--yes", env={"HEADGATE_URL": url})
+        assert again.returncode == 0, again
+    assert await states(connection) == {("shop.api", "cancelled"): 1500}
+    noted = await connection.fetch("select after from headgate.audit_log where action = 'events.cancel'")
+    assert sum(row["after"]["count"] for row in noted) == 1500  # nothing twice
 
 
 async def test_deliveries_and_steps_on_the_command_line(database_url: str, connection: Connection) -> None:

@@ -31,7 +31,7 @@ MIN_INTERVAL_MS = 100
 QUIT = "q"
 # So often a key or another size of the terminal is noticed.
 _NOTICE_SECONDS = 0.1
-_REQUEST_SECONDS = 5.0
+_REQUEST_SECONDS = 10.0
 
 
 @click.command()
