@@ -27,6 +27,7 @@ from headgate.store.health import (
     QueueDepth,
     RetrySummary,
     SourceState,
+    Totals,
     TriggerMetrics,
 )
 from headgate.store.sources import SourceMetrics
@@ -88,6 +89,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     generated_at: datetime
     last_processed_event_at: datetime | None
     queues: dict[str, QueueDepth]
+    totals: Totals
     sources: list[SourceHealth]
     triggers: list[TriggerMetrics]
     rate_limits: list[LimitHealth]
@@ -109,6 +111,7 @@ async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH, runboo
         generated_at=found.now,
         last_processed_event_at=found.last_processed,
         queues=found.queues,
+        totals=await health.totals(connection, found.depths),
         sources=[_source(totals) for totals in await sources.list_metrics(connection)],
         triggers=await health.trigger_metrics(connection),
         rate_limits=[limit for state in found.sources if (limit := _limit(state, waiting))],
@@ -129,6 +132,7 @@ async def facts(connection: Connection, policy: HealthPolicy) -> Facts:
     held_events = await health.held_events(connection, now, late)
     held_deliveries = await health.held_deliveries(connection, now, late)
     groups = judge(held_events, held_deliveries, await health.waiting_steps(connection, now, late), held)
+    depths = await health.depths(connection, now)
     recent = now - timedelta(milliseconds=policy.dead_letters_window_ms)
     return Facts(
         now=now,
@@ -137,7 +141,8 @@ async def facts(connection: Connection, policy: HealthPolicy) -> Facts:
         held_events=held_events,
         paused_triggers=await health.paused_triggers(connection),
         trigger_breakers=await health.open_breakers(connection),
-        queues=backlog.queues(groups, await health.depths(connection, now), now),
+        depths=depths,
+        queues=backlog.queues(groups, depths, now),
         retries=backlog.retries(groups),
         dead_letters=await health.dead_letters(connection, now, recent),
         workers=await health.workers(connection, policy.worker_degraded_ms),

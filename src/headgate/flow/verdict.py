@@ -12,6 +12,7 @@ from headgate.model.health import HealthPolicy, Severity, severity
 from headgate.store.health import (
     Alive,
     DeadLetters,
+    Depths,
     ExpiredClaims,
     HeldEvents,
     OpenBreaker,
@@ -46,6 +47,7 @@ class Facts(NamedTuple):
     held_events: Sequence[HeldEvents]
     paused_triggers: list[PausedTrigger]
     trigger_breakers: Sequence[OpenBreaker]
+    depths: Depths
     queues: dict[str, QueueDepth]
     retries: dict[str, RetrySummary]
     dead_letters: Mapping[str, DeadLetters]

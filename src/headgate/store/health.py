@@ -35,6 +35,16 @@ class RetrySummary(msgspec.Struct, frozen=True, kw_only=True):
     by_reason: dict[str, int] = {}
 
 
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Running totals of events received and decided, of runs launched and ended; a replayed run ends twice, and makes
+    the last one smaller meanwhile."""
+
+    received: int
+    decided: int
+    launched: int
+    ended: int
+
+
 class DeadLetterCount(msgspec.Struct, frozen=True, kw_only=True):
     """What was given up and not replayed."""
 
@@ -254,3 +264,11 @@ async def last_processed(connection: Connection) -> datetime | None:
     """When the gate last decided an event."""
     found: datetime | None = await connection.fetchval(_sql["last_processed"])
     return found
+
+
+async def totals(connection: Connection, depths: Depths) -> Totals:
+    """Running totals over the whole cluster. What was received is what was decided and what is undecided; what ended is
+    what was launched and is not unfinished: no finished run has to be read."""
+    decided, launched = await connection.fetchrow(_sql["totals"]) or (0, 0)
+    ended = max(0, launched - depths.runs_total - depths.active_runs)
+    return Totals(received=decided + depths.inbox, decided=decided, launched=launched, ended=ended)

@@ -135,3 +135,8 @@ with clock as materialized (
    where retry_state = 'running' and claim_expires_at <= now
 )
 select kind, count(*) as total, min(claim_expires_at) as since from expired group by kind order by kind
+
+-- name: totals
+-- How many events were decided and how many runs launched, over the whole cluster.
+select (select coalesce(sum(total), 0)::bigint from headgate.event_scheduler_source_metrics) as decided,
+       (select coalesce(sum(launched), 0)::bigint from headgate.event_scheduler_trigger_metrics) as launched

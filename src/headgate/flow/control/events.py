@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 from headgate.errors import Conflict, NotFound
+from headgate.flow.control.verbs import DONE, RetryVerb
 from headgate.model.ingress_retry import IngressRetry
 from headgate.store import audit, decisions, ingress_retries
 from headgate.store.db import Connection, Database
@@ -30,21 +31,34 @@ async def force_event(database: Database, event_id: uuid.UUID, actor: str) -> No
     _log.info("event.retry_forced", event_id=str(event_id), actor=actor)
 
 
-async def _change_waiting(
-    connection: Connection, *, event_id: uuid.UUID, actor: str, verb: Literal["cancel", "force"]
-) -> None:
-    before = await ingress_retries.get(connection, event_id)
+async def change_events(
+    connection: Connection,
+    event_ids: Sequence[uuid.UUID],
+    verb: RetryVerb,
+    actor: str,
+    *,
+    reason: str | None = None,
+) -> list[uuid.UUID]:
+    """Cancel or force those of the events that wait, for `reason` if one is given, with the lines of their stories;
+    those that did."""
     if verb == "cancel":
-        found = await ingress_retries.cancel(connection, event_id, f"cancelled by {actor}")
+        changed = await ingress_retries.cancel(connection, event_ids, f"cancelled by {actor}", reason=reason)
     else:
-        found = await ingress_retries.force(connection, event_id)
-    if found is None:
+        changed = await ingress_retries.force(connection, event_ids, reason=reason)
+    done = DONE[verb]
+    await decisions.insert(
+        connection, [Recorded(one.event_id, None, "gate", done, None, None, one.attempts, actor) for one in changed]
+    )
+    return [one.event_id for one in changed]
+
+
+async def _change_waiting(connection: Connection, *, event_id: uuid.UUID, actor: str, verb: RetryVerb) -> None:
+    before = await ingress_retries.get(connection, event_id)
+    if not await change_events(connection, [event_id], verb, actor):
         row = await ingress_retries.get(connection, event_id)
         if row is None:
             raise NotFound(f"event {event_id} is not held: it has no retry")
         raise Conflict(f"event {event_id} is no longer waiting: its retry is {row.retry_state}")
-    done = "cancelled" if verb == "cancel" else "forced"
-    await decisions.insert(connection, [Recorded(event_id, None, "gate", done, None, None, found[1], actor)])
     after = await ingress_retries.get(connection, event_id)
     await audit.insert(
         connection, actor=actor, action=f"event.{verb}", subject=str(event_id), before=_waits(before),
