@@ -103,9 +103,8 @@ async def measure(stage: Stage, events: int, retries: int, turns: int) -> Health
 
 def lines(found: Health) -> list[tuple[str, str]]:
     """The figure for people."""
-    what = f"health, {found.events:,} events, {found.retries:,} wait"
     return [
-        (what, _words(found.settled)),
+        (f"health beside {found.events:,} events", f"{_words(found.settled)}; {found.retries:,} wait"),
         ("  just written, not yet vacuumed", _words(found.written)),
         *neighbours.disturbed("health", [found.neighbours]),
     ]
