@@ -17,7 +17,7 @@ from headgate.model.event import NewEvent
 from headgate.store import events as store
 from headgate.store.db import Connection, Database, TransientConflict, is_data_error
 from headgate.store.group_commit import GroupCommit
-from headgate.telemetry import metrics
+from headgate.telemetry import metrics, traces
 from headgate.telemetry.logs import logger
 
 # While the database is away, requests are refused; the first of them waits this long for it to come back.
@@ -59,13 +59,16 @@ class Ingest:
         )
 
     async def accept(self, events: Request) -> list[Accepted]:
-        """Store the events of one request, all or none; returns when they are committed.
+        """Store the events of one request, all or none; returns when they are committed. Those without a trace
+        continue the caller's, if there is one.
 
         Raises Conflict (an id repeated with another body), Unavailable (the database), Overloaded.
         """
         if not events:
             return []
         failpoints.hit("ingest.before_begin")
+        if (traceparent := traces.current()) is not None:
+            events = [e if e.traceparent else msgspec.structs.replace(e, traceparent=traceparent) for e in events]
         accepted = await self._group.submit(events)
         failpoints.hit("ingest.after_commit")
         return accepted
