@@ -134,9 +134,10 @@ class Span:
             return
         self._has_failed = True
         if isinstance(what, BaseException):
-            frames = "".join(traceback.format_tb(what.__traceback__, -MAX_FRAMES))
+            frames = traceback.extract_tb(what.__traceback__, -MAX_FRAMES)
+            places = "\n".join(f'File "{one.filename}", line {one.lineno}, in {one.name}' for one in frames)
             what = type(what).__qualname__
-            self._span.add_event("exception", {"exception.type": what, "exception.stacktrace": frames})
+            self._span.add_event("exception", {"exception.type": what, "exception.stacktrace": places})
         self._span.set_status(Status(StatusCode.ERROR, what))
 
     def end(self, ended_ns: int | None = None) -> None:
@@ -180,7 +181,7 @@ class Request:
 
     def __init__(self, method: str, route: str) -> None:
         self.status: int | None = None
-        self._method, self._route = method, route
+        self._method, self._route = method, route.replace(":path}", "}")
         self._began_ns = epoch_ns()
         self._span: Span | None = None
 
