@@ -503,22 +503,25 @@ async def test_a_run_of_an_untraced_event_is_in_nobodys_trace(
     hg: Headgate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
     seen: list[str | None] = []
+    begun, go_on = asyncio.Event(), asyncio.Event()
 
     @hg.workflow(on="go", max_concurrency=1)
     async def narrow(ctx: Context) -> None:
-        await ctx.step("look", look)
-
-    async def look() -> None:
         seen.append(traces.current())
+        begun.set()
+        await ctx.step("wait", go_on.wait)
 
     workers.append(await hg.worker())
-    with spans.provider.get_tracer("mine").start_as_current_span("caller"):
+    for _ in range(2):  # the second waits for the slot of the first
         await hg.publish("go", source="shop")
-    traces.switch_off()
-    await hg.publish("go", source="shop")
-    await workers[0]._dispatch.run_once()  # the second one waits for the slot of the first
-    await workers[0]._runner.idle()
-    traces.use(spans.provider)
-    await turn(workers[0], clock)
-    assert (await stored(connection))[1] is None
-    assert seen[-1] is None and len(seen) == 2
+    turning = asyncio.create_task(turn(workers[0], clock))
+    await begun.wait()
+    await connection.execute(
+        "update headgate.workflow_events set traceparent = null where id in "
+        "(select event_id from headgate.workflow_trigger_deliveries where status = 'throttled')"
+    )
+    go_on.set()
+    await turning  # what ends the first launches and begins the second
+    first = spans.one("run narrow")
+    assert seen == [named(first), None]
+    assert len(spans.called("step wait")) == 1
