@@ -27,6 +27,7 @@ TOML_FILE = "headgate.toml"
 MAX_RETENTION_SECONDS = 100 * 366 * 86_400
 _OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+TRACE_QUEUE_SIZE = 20_000
 Policy = RetryPolicy | BreakerPolicy | HealthPolicy
 _POLICIES: dict[str, Policy] = {
     "event_retry": EVENT_RETRY,
@@ -163,6 +164,11 @@ def trace_exporters() -> list[str]:
     otlp = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
     names = [name.strip() for name in given.split(",")]
     return [otlp if name == "otlp" else name for name in names if name not in ("", "none")]
+
+
+def trace_queue_size() -> int | None:
+    """How many spans may wait to be sent: a batch of events makes thousands at once. None: `OTEL_BSP_…` says it."""
+    return None if os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else TRACE_QUEUE_SIZE
 
 
 def from_sources(environ: Mapping[str, str], toml: Path, overrides: Mapping[str, Any]) -> Settings:

@@ -179,3 +179,43 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
     assert done.returncode == 0, done.stderr
     assert "run.succeeded" in done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_programs_own_provider_is_used(database_url: str) -> None:
+    probe = """
+import asyncio
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from headgate import Headgate
+from headgate.clock import utc_now
+
+exporter = InMemorySpanExporter()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+hg = Headgate()
+
+@hg.workflow(on="go")
+async def fulfil(ctx): ...
+
+async def main():
+    async with hg:
+        worker = await hg.worker()
+        with trace.get_tracer("shop").start_as_current_span("caller"):
+            await hg.publish("go", source="shop")
+        while (await worker.turn(utc_now())).done:
+            pass
+        await worker.close()
+
+asyncio.run(main())
+spans = exporter.get_finished_spans()
+print(len({span.context.trace_id for span in spans}), *sorted(span.name for span in spans))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False,
+        env={"HEADGATE_DATABASE_URL": database_url},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1 caller deliver gate match run fulfil"

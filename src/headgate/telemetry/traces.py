@@ -268,10 +268,11 @@ def _new_provider(exporters: Sequence[str]) -> Any:
     if str(resource.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": "headgate"}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # we flush, with a limit
+    queue_size = settings.trace_queue_size()
     for name in exporters:
         found = tuple(entry_points(group="opentelemetry_traces_exporter", name=name))
         if not found:
             raise LookupError(f"no exporter named {name} is installed")
-        provider.add_span_processor(BatchSpanProcessor(found[0].load()()))
+        provider.add_span_processor(BatchSpanProcessor(found[0].load()(), max_queue_size=queue_size))
     trace.set_tracer_provider(provider)
     return provider
