@@ -87,13 +87,10 @@ def current() -> str | None:
 class Span:
     """A span under way. `traceparent` is what continues it elsewhere."""
 
-    __slots__ = ("_context", "_has_failed", "_span", "_token", "traceparent")
+    __slots__ = ("_has_failed", "_span", "_token", "traceparent")
 
     def __init__(self, span: Any) -> None:
-        from opentelemetry import trace
-
         self._span = span
-        self._context = trace.set_span_in_context(span, _empty())
         self._token: Any = None
         self._has_failed = False
         self.traceparent = _traceparent(span.get_span_context())
@@ -171,9 +168,9 @@ def begin(
 
 def attach(span: Span | None) -> Any:
     """What is called from now on is inside of this span; None: inside of none, whoever began this task."""
-    from opentelemetry import context
+    from opentelemetry import context, trace
 
-    return context.attach(_empty() if span is None else span._context)
+    return context.attach(_empty() if span is None else trace.set_span_in_context(span._span, _empty()))
 
 
 class Request:
