@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -15,8 +16,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from headgate import AsyncClient, Client, Context, Headgate, SyncContext, failpoints
 from headgate.api.server import bind, serving
+from headgate.app import checked
 from headgate.flow import control
 from headgate.flow.dispatch import Dispatch
+from headgate.flow.ingest import Ingest
 from headgate.model.source import RateLimit
 from headgate.settings import Settings
 from headgate.store.db import Connection, Database
@@ -403,6 +406,20 @@ async def test_a_batch_whose_events_have_traces_of_their_own(
         assert all(span.parent and f"{span.parent.span_id:016x}" in one for span in mine)
     assert spans.of(trace_of(UNSAMPLED)) == []
     assert len(spans.of(request.context.trace_id)) == 1 + 3 * 2
+
+
+async def test_a_span_around_ingest_is_continued_by_the_events_of_its_trace(
+    database: Database, clock: Clock, connection: Connection, spans: Recorded
+) -> None:
+    ingest = Ingest(database, max_waiting=10, after_commit=lambda: None)
+    span = traces.begin("caller", PRODUCER)
+    span.enter()
+    for given in (PRODUCER, OTHER, None):
+        one = checked({"type": "go", "source": "shop"}, Settings())
+        await ingest.accept([msgspec.structs.replace(one, traceparent=given)])
+    span.leave()
+    await ingest.close()
+    assert await stored(connection) == [span.traceparent, OTHER, span.traceparent]
 
 
 async def test_one_cloudevent_with_a_trace_takes_the_request_into_it(
