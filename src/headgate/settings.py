@@ -25,6 +25,9 @@ from headgate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy
 
 TOML_FILE = "headgate.toml"
 MAX_RETENTION_SECONDS = 100 * 366 * 86_400
+_OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+TRACE_QUEUE_SIZE = 20_000
 Policy = RetryPolicy | BreakerPolicy | HealthPolicy
 _POLICIES: dict[str, Policy] = {
     "event_retry": EVENT_RETRY,
@@ -151,6 +154,27 @@ def load(overrides: Mapping[str, Any] | None = None) -> Settings:
 def client_token() -> str | None:
     """`HEADGATE_TOKEN`, for clients that are given none."""
     return os.environ.get(_env("token")) or None
+
+
+def is_tracing_disabled() -> bool:
+    """`OTEL_SDK_DISABLED`."""
+    return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+
+
+def trace_exporters() -> list[str]:
+    """The exporters that the environment asks for, as the packages that have them call them; none: no traces."""
+    given = os.environ.get("OTEL_TRACES_EXPORTER", "").strip()
+    if not given and any(os.environ.get(name) for name in _OTLP_ENDPOINTS):
+        given = "otlp"
+    protocol = next((text for name in _OTLP_PROTOCOLS if (text := os.environ.get(name))), "http/protobuf")
+    otlp = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+    names = [name.strip() for name in given.split(",")]
+    return [otlp if name == "otlp" else name for name in names if name not in ("", "none")]
+
+
+def trace_queue_size() -> int | None:
+    """How many spans may wait to be sent: a batch of events makes thousands at once. None: `OTEL_BSP_…` says it."""
+    return None if os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else TRACE_QUEUE_SIZE
 
 
 def from_sources(environ: Mapping[str, str], toml: Path, overrides: Mapping[str, Any]) -> Settings:

@@ -51,7 +51,7 @@ from headgate.queue.choose import open_queue
 from headgate.settings import Settings
 from headgate.store import durability, migrate
 from headgate.store.db import Database
-from headgate.telemetry import metrics
+from headgate.telemetry import metrics, traces
 from headgate.telemetry.logs import logger
 
 _log = logger("api")
@@ -65,6 +65,8 @@ _PAGES = {"/": ("console.html", "text/html"), "/docs": ("docs.html", "text/html"
         ("style.css", "text/css"),
     )
 }
+# Probes and scrapes: every few seconds, of no event.
+_UNTRACED = {"/livez", "/readyz", "/metrics"}
 _SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
@@ -155,6 +157,7 @@ class Api:
 @contextlib.asynccontextmanager
 async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator[Server]:
     """The API on its socket; open for business when this is entered, closed when it is left."""
+    traces.switch_on()
     api = Api(settings)
     server = Server(api.app, listening)
     try:
@@ -164,6 +167,7 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
     finally:
         await server.stop()
         await api.close()
+        await traces.flush()
 
 
 class Server:
@@ -254,7 +258,7 @@ def _is_cross_site(scope: Scope) -> bool:
 
 
 def _endpoint(route: Route, services: Services) -> Any:
-    async def endpoint(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         try:
             if route.scope != "public":
                 principal = await services.access.check(request.headers.get("authorization"), route.scope)
@@ -268,6 +272,15 @@ def _endpoint(route: Route, services: Services) -> Any:
         response.headers["cache-control"] = "no-store"
         response.headers["x-content-type-options"] = "nosniff"
         metrics.answered(route.path, response.status_code)
+        return response
+
+    async def endpoint(request: Request) -> Response:
+        if not traces.is_on or route.path in _UNTRACED:
+            return await answer(request)
+        with traces.Request(route.method, route.path) as traced:
+            traced.begin(request.headers.get("traceparent")).enter()
+            response = await answer(request)
+            traced.status = response.status_code
         return response
 
     return endpoint

@@ -13,11 +13,11 @@ import msgspec
 from headgate import failpoints
 from headgate.clock import monotonic
 from headgate.errors import Conflict, FieldError, InvalidInput, Unavailable
-from headgate.model.event import NewEvent
+from headgate.model.event import NewEvent, trace_id
 from headgate.store import events as store
 from headgate.store.db import Connection, Database, TransientConflict, is_data_error
 from headgate.store.group_commit import GroupCommit
-from headgate.telemetry import metrics
+from headgate.telemetry import metrics, traces
 from headgate.telemetry.logs import logger
 
 # While the database is away, requests are refused; the first of them waits this long for it to come back.
@@ -59,13 +59,16 @@ class Ingest:
         )
 
     async def accept(self, events: Request) -> list[Accepted]:
-        """Store the events of one request, all or none; returns when they are committed.
+        """Store the events of one request, all or none; returns when they are committed. Those without a trace, or
+        in the caller's, continue the span that the caller is in.
 
         Raises Conflict (an id repeated with another body), Unavailable (the database), Overloaded.
         """
         if not events:
             return []
         failpoints.hit("ingest.before_begin")
+        if (traceparent := traces.current()) is not None:
+            events = [_continued(event, traceparent) for event in events]
         accepted = await self._group.submit(events)
         failpoints.hit("ingest.after_commit")
         return accepted
@@ -182,6 +185,11 @@ def _conflicts(
         if errors:
             conflicts[position] = Conflict("an event with the same id and another body exists", errors)
     return conflicts
+
+
+def _continued(event: NewEvent, traceparent: str) -> NewEvent:
+    is_elsewhere = trace_id(event.traceparent) not in (None, trace_id(traceparent))
+    return event if is_elsewhere else msgspec.structs.replace(event, traceparent=traceparent)
 
 
 def _answer(event: NewEvent, new: set[uuid.UUID], resolved: dict[uuid.UUID, store.Resolved]) -> Accepted:

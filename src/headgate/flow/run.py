@@ -228,7 +228,9 @@ class Runner:
             self._returning = asyncio.create_task(self._give_back_later())
 
     async def _execute(self, execution: Execution) -> None:
-        run = execution.run
+        run, spans = execution.run, execution.spans
+        if spans is not None:
+            spans.enter()
         try:
             began_at = monotonic()
             ended = await execution.go()
@@ -237,12 +239,17 @@ class Runner:
             self._free_slot(execution)  # what is left to do needs none
             ended, written = await execution.close(ended)
             failpoints.hit("run.after_finish")
+            if spans is not None:
+                spans.end(ended, is_kept=written.is_kept)
             if not written.is_kept:
                 _log.warning("run.result_discarded", run_id=str(run.id), reason="the lease was lost")
             elif isinstance(ended, FinishedRun):
                 self._tell(execution, ended)
         except LeaseLost:
             _log.warning("run.lease_lost", run_id=str(run.id), workflow=run.workflow)
+        finally:
+            if spans is not None:
+                spans.end(None, is_kept=False)  # unless it has ended
 
     def _free_slot(self, execution: Execution) -> None:
         if execution in self._executing:

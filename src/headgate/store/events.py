@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -78,6 +78,12 @@ async def find(connection: Connection, event_id: str) -> list[Event]:
 async def get_many(connection: Connection, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, Event]:
     """Events by our ids."""
     return {row["id"]: _event(row) for row in await connection.fetch(_sql["get_many"], list(ids))}
+
+
+async def set_traceparents(connection: Connection, traceparents: Mapping[uuid.UUID, str]) -> None:
+    """Name the traces of events that came without one."""
+    if traceparents:
+        await connection.execute(_sql["set_traceparents"], list(traceparents), list(traceparents.values()))
 
 
 async def is_waiting(connection: Connection, event_id: uuid.UUID) -> tuple[bool, str | None]:

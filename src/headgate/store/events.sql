@@ -114,6 +114,12 @@ select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.in
        e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
   from headgate.workflow_events e where e.id = any ($1::uuid[])
 
+-- name: set_traceparents
+-- Names the traces of events that came without one.
+update headgate.workflow_events e set traceparent = u.traceparent
+  from unnest($1::uuid[], $2::text[]) as u (id, traceparent)
+ where e.id = u.id
+
 -- name: is_waiting
 -- Whether an event still waits in the inbox, and whether it was quarantined.
 select exists (select 1 from headgate.event_inbox i

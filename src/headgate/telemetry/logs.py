@@ -1,7 +1,7 @@
 """Structured logs: one line per decision that matters, with a stable `action`. Payloads and secrets never appear.
 
 Fields with a fixed meaning: `event_id`, `correlation_id`, `source`, `attempt`, `next_attempt_at`, `reason`, `run_id`,
-`workflow`, `trigger_id`.
+`workflow`, `trigger_id`; `trace_id` inside of a span.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
+
+from headgate.model.event import trace_id
+from headgate.telemetry import traces
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _MAX_TEXT = 2000
@@ -28,6 +31,7 @@ def configure(level: str, log_format: str) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            _add_trace,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.EventRenamer("action"),
             _format_error,
@@ -55,6 +59,12 @@ class _Forward(logging.Handler):
         structlog.get_logger(component=record.name).log(
             max(record.levelno, 10), "library.log", message=record.getMessage(), **({"error": error} if error else {})
         )
+
+
+def _add_trace(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    if traces.is_on and (found := trace_id(traces.current())) is not None:
+        fields.setdefault("trace_id", found)
+    return fields
 
 
 def _format_error(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

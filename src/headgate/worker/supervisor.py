@@ -32,6 +32,7 @@ from headgate.queue.wakeups import delivery_wakeups, event_wakeups, step_wakeups
 from headgate.settings import Settings
 from headgate.store import durability, migrate
 from headgate.store.db import Database
+from headgate.telemetry import traces
 from headgate.telemetry.logs import logger
 from headgate.worker.loop import Loop
 
@@ -192,6 +193,7 @@ class Worker:
             await asyncio.gather(stopped, return_exceptions=True)
             await self._queue.close()
             await self._database.close()
+            await traces.flush()
             _log.info("worker.stopped", worker=self.name)
 
     async def turn(self, now: datetime) -> Turn:
