@@ -18,6 +18,7 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headgate.api import (
+    admin_audit,
     admin_dead_letters,
     admin_retries,
     admin_sources,
@@ -100,6 +101,7 @@ ROUTES: tuple[Route, ...] = (
     *admin_retries.ROUTES,
     *admin_dead_letters.ROUTES,
     *tokens.ROUTES,
+    *admin_audit.ROUTES,
     *health.ROUTES,
 )
 

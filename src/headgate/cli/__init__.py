@@ -33,6 +33,7 @@ class _LazyGroup(click.Group):
         "prune": "prune",
         "health": "health",
         "token": "token",
+        "audit": "audit",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
