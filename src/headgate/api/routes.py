@@ -54,8 +54,8 @@ class Query:
 class Route:
     """One operation. `returns` are the types of its answer; a handler that returns a Response answers for itself.
 
-    `scope` is what a token must have; `public` is for what says nothing about anyone's events. `also` are other statuses
-    with the same answer, as 200 where nothing had to be done.
+    `scope` is what a token must have; `public` is for what says nothing about anyone's events. `also` are other
+    statuses with the same answer, as 200 where nothing had to be done.
     """
 
     method: str

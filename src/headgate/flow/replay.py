@@ -99,7 +99,8 @@ class Replay:
         failpoints.hit("replay.before_commit")
         if done.into is None:
             return "waiting", letter.kind
-        _log.info("dead_letter.replayed", dead_letter_id=str(letter.id), kind=letter.kind, into=str(done.into))
+        _log.info("dead_letter.replayed", dead_letter_id=letter.id, kind=letter.kind, event_id=letter.event_id,
+                  into=done.into, actor=letter.replay_by)  # fmt: skip
         return "replayed", letter.kind
 
     async def _refuse(self, connection: Connection, letter_id: uuid.UUID, exc: Exception) -> Outcome:

@@ -1,29 +1,39 @@
 """Structured logs: one line per decision that matters, with a stable `action`. Payloads and secrets never appear.
 
 Fields with a fixed meaning: `event_id`, `correlation_id`, `source`, `attempt`, `next_attempt_at`, `reason`, `run_id`,
-`workflow`, `trigger_id`.
+`workflow`, `trigger_id`. Every action is listed in docs/operations/logs.md.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import MutableMapping
+from datetime import datetime
 from typing import Any
+from uuid import UUID
 
+import msgspec
 import structlog
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _MAX_TEXT = 2000
+# A password in an address, or what a query string calls a token: libraries like to repeat them in their errors.
+_IN_ADDRESS = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+(?=@)")
+_IN_QUERY = re.compile(r"(?i)\b(password|passwd|token|secret|api_?key|access_token)=[^&\s'\"]+")
 
 
 def configure(level: str, log_format: str) -> None:
     """Send log lines to standard error, as JSON or for people."""
-    renderer: Any
+    renderers: list[Any]
+    factory: Any
     if log_format == "console":
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), event_key="action")
+        console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), event_key="action")
+        renderers, factory = [_as_text, console], structlog.WriteLoggerFactory(sys.stderr)
     else:
-        renderer = structlog.processors.JSONRenderer(default=str)
+        renderers = [structlog.processors.JSONRenderer(serializer=_json)]
+        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -31,15 +41,23 @@ def configure(level: str, log_format: str) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.EventRenamer("action"),
             _format_error,
-            _cut,
-            renderer,
+            structlog.processors.format_exc_info,
+            _mask,
+            *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=factory,
         cache_logger_on_first_use=True,
     )
     # Libraries that log through the standard module: only what is wrong, in our form.
     logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
+
+
+def masked(text: str) -> str:
+    """The text without the passwords and tokens of addresses in it."""
+    if "://" in text:
+        text = _IN_ADDRESS.sub(r"\1:[hidden]", text)
+    return _IN_QUERY.sub(r"\1=[hidden]", text) if "=" in text else text
 
 
 def logger(component: str) -> Any:
@@ -64,8 +82,22 @@ def _format_error(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableM
     return fields
 
 
-def _cut(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _mask(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """No secret of an address, and nothing without end."""
     for key, value in fields.items():
-        if isinstance(value, str) and len(value) > _MAX_TEXT:
-            fields[key] = value[:_MAX_TEXT] + "…"
+        if isinstance(value, str):
+            most = _MAX_TEXT if key != "exception" else 4 * _MAX_TEXT
+            fields[key] = masked(value if len(value) <= most else f"{value[:most]}…")
     return fields
+
+
+def _as_text(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Ids and times as people write them."""
+    for key, value in fields.items():
+        if isinstance(value, UUID | datetime):
+            fields[key] = str(value)
+    return fields
+
+
+def _json(fields: Any, **_: Any) -> bytes:
+    return msgspec.json.encode(fields, enc_hook=str)

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Literal
 
 from headgate.errors import Conflict, NotFound
+from headgate.model.event import Event
 from headgate.model.ingress_retry import IngressRetry
-from headgate.store import audit, decisions, ingress_retries
+from headgate.store import audit, decisions, events, ingress_retries
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
 from headgate.telemetry import metrics
@@ -19,20 +20,22 @@ _log = logger("control")
 
 async def cancel_event(database: Database, event_id: uuid.UUID, actor: str) -> None:
     """Cancel an event that waits: it will not be launched, whatever was in flight. Conflict when it does not wait."""
-    await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="cancel"))
+    event = await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="cancel"))
     metrics.EVENT_RETRIES.labels("cancelled").inc()
-    _log.info("event.retry_cancelled", event_id=str(event_id), actor=actor)
+    _log.info("event.retry_cancelled", event_id=event_id, correlation_id=event.correlation_id, source=event.source,
+              actor=actor)  # fmt: skip
 
 
 async def force_event(database: Database, event_id: uuid.UUID, actor: str) -> None:
     """Make an event that waits due now; the gate is still asked. Conflict when it does not wait."""
-    await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="force"))
-    _log.info("event.retry_forced", event_id=str(event_id), actor=actor)
+    event = await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="force"))
+    _log.info("event.retry_forced", event_id=event_id, correlation_id=event.correlation_id, source=event.source,
+              actor=actor)  # fmt: skip
 
 
 async def _change_waiting(
     connection: Connection, *, event_id: uuid.UUID, actor: str, verb: Literal["cancel", "force"]
-) -> None:
+) -> Event:
     before = await ingress_retries.get(connection, event_id)
     if verb == "cancel":
         found = await ingress_retries.cancel(connection, event_id, f"cancelled by {actor}")
@@ -50,6 +53,7 @@ async def _change_waiting(
         connection, actor=actor, action=f"event.{verb}", subject=str(event_id), before=_waits(before),
         after=_waits(after),
     )  # fmt: skip
+    return (await events.get_many(connection, [event_id]))[event_id]
 
 
 def _waits(row: IngressRetry | None) -> dict[str, object] | None:

@@ -9,7 +9,7 @@ from typing import Literal
 from headgate.errors import Conflict, NotFound
 from headgate.flow import slots
 from headgate.flow.slots import Freed
-from headgate.model.run import FINAL_RUN_STATUSES
+from headgate.model.run import FINAL_RUN_STATUSES, Run
 from headgate.model.source import BreakerPolicy
 from headgate.store import audit, runs
 from headgate.store.db import Connection, Database
@@ -26,16 +26,17 @@ async def cancel_run(database: Database, run_id: uuid.UUID, actor: str, breaker:
 
     Conflict when it has ended already.
     """
-    done, workflow = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
+    done, known = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
     if done == "cancelled":
-        metrics.ran(workflow, done)
-    _log.info(f"run.{done}", run_id=str(run_id), actor=actor)
+        metrics.ran(known.workflow, done)
+    _log.info(f"run.{done}", run_id=run_id, workflow=known.workflow, event_id=known.event_id,
+              correlation_id=known.correlation_id, actor=actor)  # fmt: skip
     return done
 
 
 async def _cancel(
     connection: Connection, run_id: uuid.UUID, actor: str, breaker: BreakerPolicy
-) -> tuple[Cancelled, str]:
+) -> tuple[Cancelled, Run]:
     known = await runs.get(connection, run_id)
     if known is None:
         raise NotFound(f"no run {run_id}")
@@ -54,4 +55,4 @@ async def _cancel(
         connection, actor=actor, action="run.cancel", subject=str(run_id), before={"status": known.status},
         after={"status": done},
     )  # fmt: skip
-    return done, known.workflow
+    return done, known
