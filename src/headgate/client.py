@@ -12,6 +12,7 @@ import msgspec
 
 from headgate import settings
 from headgate.errors import FieldError, InvalidInput, RequestRefused, Unavailable
+from headgate.model.masking import masked
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 
@@ -81,7 +82,7 @@ def _options(url: str, token: str | None, timeout: float, actor: str | None) -> 
 
 
 def _unreachable(url: str, exc: httpx.TransportError) -> Unavailable:
-    return Unavailable(f"no Headgate answers at {url} ({exc or type(exc).__name__}); is it running?")
+    return Unavailable(f"no Headgate answers at {masked(url)} ({exc or type(exc).__name__}); is it running?")
 
 
 def _receipts(answer: Any) -> list[Receipt]:

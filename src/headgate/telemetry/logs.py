@@ -7,7 +7,6 @@ Fields with a fixed meaning: `event_id`, `correlation_id`, `source`, `attempt`, 
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import MutableMapping
 from datetime import datetime
@@ -17,11 +16,10 @@ from uuid import UUID
 import msgspec
 import structlog
 
+from headgate.model.masking import masked
+
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _MAX_TEXT = 2000
-# A password in an address, or what a query string calls a token: libraries like to repeat them in their errors.
-_IN_ADDRESS = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+(?=@)")
-_IN_QUERY = re.compile(r"(?i)\b(password|passwd|token|secret|api_?key|access_token)=[^&\s'\"]+")
 
 
 def configure(level: str, log_format: str) -> None:
@@ -51,13 +49,6 @@ def configure(level: str, log_format: str) -> None:
     )
     # Libraries that log through the standard module: only what is wrong, in our form.
     logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
-
-
-def masked(text: str) -> str:
-    """The text without the passwords and tokens of addresses in it."""
-    if "://" in text:
-        text = _IN_ADDRESS.sub(r"\1:[hidden]", text)
-    return _IN_QUERY.sub(r"\1=[hidden]", text) if "=" in text else text
 
 
 def logger(component: str) -> Any:
