@@ -12,6 +12,7 @@ import msgspec
 
 from headgate import settings
 from headgate.errors import FieldError, InvalidInput, RequestRefused, Unavailable
+from headgate.model.masking import masked
 from headgate.telemetry import traces
 
 DEFAULT_URL = "http://127.0.0.1:8700"
@@ -88,7 +89,7 @@ def _trace() -> dict[str, str]:
 
 
 def _unreachable(url: str, exc: httpx.TransportError) -> Unavailable:
-    return Unavailable(f"no Headgate answers at {url} ({exc or type(exc).__name__}); is it running?")
+    return Unavailable(f"no Headgate answers at {masked(url)} ({exc or type(exc).__name__}); is it running?")
 
 
 def _receipts(answer: Any) -> list[Receipt]:

@@ -101,6 +101,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             scheme, found, _ = self.database_url.partition("://")  # the rest may hold a password
             given = f"{scheme[:20]}://" if found else "text without a scheme"
             raise SettingsError(f"{_env('database_url')} must start with postgresql://, not {given}")
+        if self.database_url is not None and not _has_readable_port(self.database_url):
+            raise SettingsError(  # without what was given: it may hold a password
+                f"{_env('database_url')} must be an address such as postgresql://user:password@host:5432/database; "
+                "characters such as / : @ # in a password are written %2F %3A %40 %23"
+            )
         if self.redis_url is not None and not _is_redis_url(self.redis_url):
             raise SettingsError(  # without what was given: it may hold a password
                 f"{_env('redis_url')} must be an address such as redis://localhost:6379/0, rediss://… or unix://…"
@@ -289,6 +294,16 @@ def _parse(where: str, hint: Any, text: str) -> Any:
             kind = "a whole number" if hint is int else "a number"
             raise SettingsError(f"{where} must be {kind}, not {text!r}") from exc
     return text
+
+
+def _has_readable_port(text: str) -> bool:
+    """A port that is no number is most likely a password with a / or # that is not encoded."""
+    try:
+        place = urlsplit(text).netloc.rpartition("@")[2]
+    except ValueError:
+        return False
+    ports = [host.rpartition("]")[2].partition(":")[2] for host in place.split(",")]  # several hosts may be named
+    return all(port == "" or port.isdecimal() for port in ports)
 
 
 def _is_redis_url(text: str) -> bool:

@@ -43,7 +43,7 @@ async def metrics_text(_: Request, services: Services) -> Response:
 
 ROUTES = (
     Route("GET", "/livez", livez, "The process lives", (Live,), scope="public"),
-    Route("GET", "/readyz", readyz, "The process can do its work", (Ready,), scope="public", errors=(503,)),
+    Route("GET", "/readyz", readyz, "The process can do its work", (Ready,), scope="public", also=(503,)),
     Route(
         "GET",
         "/admin/event-health",
@@ -52,7 +52,8 @@ ROUTES = (
         (Snapshot,),
         scope="read",
         query=HEALTH_QUERY,
-        errors=(422, 503),
+        also=(503,),
+        errors=(422,),
     ),
     Route("GET", "/metrics", metrics_text, "Prometheus metrics", (str,), scope="read", media="text/plain"),
 )

@@ -59,8 +59,8 @@ class Query:
 class Route:
     """One operation. `returns` are the types of its answer; a handler that returns a Response answers for itself.
 
-    `scope` is what a token must have; `public` is for what says nothing about anyone's events, and
-    for what is signed.
+    `scope` is what a token must have; `public` is for what says nothing about anyone's events, and for what is signed.
+    `also` are other statuses with the same answer, as 200 where nothing had to be done.
     """
 
     method: str
@@ -70,6 +70,7 @@ class Route:
     returns: tuple[Any, ...]
     scope: Scope | Literal["public"] = field(kw_only=True)
     status: int = 200
+    also: tuple[int, ...] = ()
     query: tuple[Query, ...] = ()
     body: dict[str, Any] = field(default_factory=dict)
     errors: tuple[int, ...] = ()

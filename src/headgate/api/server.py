@@ -14,10 +14,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headgate.api import (
+    admin_audit,
     admin_dead_letters,
     admin_retries,
     admin_retry_verbs,
@@ -112,6 +114,7 @@ ROUTES: tuple[Route, ...] = (
     *webhooks.ROUTES,
     *admin_webhooks.ROUTES,
     *tokens.ROUTES,
+    *admin_audit.ROUTES,
     *health.ROUTES,
 )
 
@@ -300,7 +303,16 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     metrics.answered(metrics.OTHER, exc.status_code)
     what = {404: f"there is nothing at {request.url.path[:100]}", 405: f"{request.method} is not possible here"}
-    return problems.response(Problem(exc.status_code, what.get(exc.status_code, str(exc.detail))))
+    response = problems.response(Problem(exc.status_code, what.get(exc.status_code, str(exc.detail))))
+    if exc.status_code == 405:
+        response.headers["allow"] = ", ".join(sorted(_methods(request)))
+    return response
+
+
+def _methods(request: Request) -> set[str]:
+    """What is possible at a path; several routes may share it."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in routes for method in route.methods or ()}
 
 
 async def _any_error(_: Request, exc: Exception) -> Response:

@@ -35,6 +35,7 @@ class _LazyGroup(click.Group):
         "health": "health",
         "top": "top",
         "token": "token",
+        "audit": "audit",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -292,7 +292,12 @@ class DeliveryRetry:
             await decisions.insert(connection, [line])
             await trigger_gates.wake(connection, [(row.trigger_id, row.concurrency_key or "")])
             metrics.DELIVERY_RETRIES.labels("exhausted").inc()
-            _log.error("delivery.failed", delivery_id=str(row.id), event_id=str(row.event_id), reason=reason)
+            event = (await events.get_many(connection, [row.event_id])).get(row.event_id)
+            _log.error(
+                "delivery.failed", delivery_id=row.id, event_id=row.event_id, trigger_id=row.trigger_id,
+                source=row.source, correlation_id=event and event.correlation_id, attempt=row.retry_attempts,
+                reason=reason,
+            )  # fmt: skip
 
 
 def _judge(look: _Look, row: Taken, event: Event) -> Candidate | Decided:

@@ -6,8 +6,9 @@ A crash anywhere before the commit leaves everything as it was; after it, everyt
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from headgate.model.source import SOURCE_BREAKER, BreakerPolicy
 from headgate.store import decisions, events, ingress_retries, sources
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
+from headgate.store.events import Quarantined
 from headgate.telemetry import metrics, traces
 from headgate.telemetry.logs import logger
 
@@ -51,6 +53,7 @@ class Decided(NamedTuple):
     lags: Sequence[tuple[str, float]] = ()
     delivered: Delivered = Delivered()
     expired: Sequence[IngressRetry] = ()
+    correlation_ids: Mapping[uuid.UUID, str] = {}
     spans: EventSpans | None = None
 
 
@@ -105,11 +108,15 @@ class Dispatch:
         self._batch.committed(decided.delivered)
         metrics.allowed(decided.lags)
         metrics.refused((retry.source, retry.reason) for retry in decided.held)
-        for retry in decided.held:
-            metrics.EVENT_RETRIES.labels("scheduled").inc()
-            _log.info(
-                "event.held",
-                event_id=str(retry.event_id),
+        for retry in (*decided.held, *decided.expired):
+            is_held = retry.retry_state == "scheduled"
+            if is_held:
+                metrics.EVENT_RETRIES.labels("scheduled").inc()
+            log = _log.info if is_held else _log.warning
+            log(
+                "event.held" if is_held else "event.expired",
+                event_id=retry.event_id,
+                correlation_id=decided.correlation_ids.get(retry.event_id),
                 source=retry.source,
                 attempt=retry.attempts,
                 next_attempt_at=retry.next_attempt_at,
@@ -179,8 +186,9 @@ class Dispatch:
             held=len(verdict.held),
             expired=len(verdict.expired),
         )
+        told = {event.id: event.correlation_id for event in newcomers} if waiting else {}
         lags = batch.lags(gates.now, verdict.admitted)
-        return Decided(outcome, verdict.held, lags, delivered, verdict.expired)
+        return Decided(outcome, verdict.held, lags, delivered, verdict.expired, told)
 
     async def _one_by_one(self) -> Outcome:
         """The oldest events, each in a transaction of its own; one that still fails goes to the dead letters."""
@@ -209,17 +217,19 @@ class Dispatch:
 
     async def _quarantine(self, sequence: int, exc: Exception) -> Outcome:
         reason = f"{type(exc).__name__}: {exc}"[:1000]
-        source = await self._database.run(partial(self._bury, sequence=sequence, reason=reason))
-        _log.error("event.quarantined", ingress_sequence=sequence, source=source, reason=reason)
-        return Outcome(events=1, quarantined=int(source is not None))
+        buried = await self._database.run(partial(self._bury, sequence=sequence, reason=reason))
+        if buried is not None:
+            _log.error("event.quarantined", event_id=buried.event_id, correlation_id=buried.correlation_id,
+                       source=buried.source, reason=reason)  # fmt: skip
+        return Outcome(events=1, quarantined=int(buried is not None))
 
-    async def _bury(self, connection: Connection, sequence: int, reason: str) -> str | None:
-        source = await events.quarantine(connection, sequence, reason)
-        if source is not None:  # a failure of its source
-            gates = await gate.open_gates(connection, [source])
-            await self._batch.record_failure(connection, gates, source)
+    async def _bury(self, connection: Connection, sequence: int, reason: str) -> Quarantined | None:
+        buried = await events.quarantine(connection, sequence, reason)
+        if buried is not None:  # a failure of its source
+            gates = await gate.open_gates(connection, [buried.source])
+            await self._batch.record_failure(connection, gates, buried.source)
             await gate.close_gates(connection, gates)
-        return source
+        return buried
 
 
 async def _traced(

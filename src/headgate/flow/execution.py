@@ -26,6 +26,7 @@ from headgate.flow.endings import End, Endings
 from headgate.flow.journal import Cancelled, Journal, LeaseLost, Put, Stop, Written
 from headgate.flow.output import encode_output
 from headgate.flow.run_spans import RunSpans
+from headgate.flow.tell import run_fields
 from headgate.flow.workflow import Context, SyncContext, Workflow, current_step
 from headgate.model.event import Event
 from headgate.model.retry import RetryPolicy, backoff_ms, why_given_up
@@ -116,7 +117,7 @@ class Execution:
                 return end, written
             end = self._endings.cancelled()
         except Exception as exc:
-            _log.error("run.unwritable", run_id=str(self.run.id), workflow=self.run.workflow, error=exc, exc_info=exc)
+            _log.error("run.unwritable", **run_fields(self.run, self.event), error=exc, exc_info=exc)
             end = self._endings.unwritable(exc)
         return end, await self._journal.end(end)
 
@@ -272,12 +273,9 @@ class Execution:
         attempt = (known.retry_attempts if known else 0) + 1
         age = self.now() - known.created_at if known and known.created_at else timedelta()
         is_final = isinstance(exc, NonRetryable) or why_given_up(policy, attempt, age) is not None
-        _log.warning(
-            "step.exhausted" if is_final else "step.failed",
-            run_id=str(self.run.id), workflow=self.run.workflow, step=name, attempt=attempt,
-            correlation_id=self.run.correlation_id, reason=error.splitlines()[-1],
-        )  # fmt: skip
+        told = run_fields(self.run, self.event) | {"step": name, "attempt": attempt, "reason": error.splitlines()[-1]}
         if is_final:
+            _log.warning("step.exhausted", **told)
             self._write(
                 name, status="failed", error=error, retry_state="exhausted", retry_attempts=attempt,
                 retry_metadata={"reason": "failed"},
@@ -288,6 +286,7 @@ class Execution:
             name, error=error, delay_ms=delay_ms, retry_attempts=attempt,
             retry_metadata={"reason": "failed", "of": policy.max_attempts}, closes=self._endings.closing(exc, delay_ms),
         )  # fmt: skip
+        _log.warning("step.failed", **told, next_attempt_at=self._steps[name].next_attempt_at)
 
     async def _waits(self, name: str, **fields: Any) -> None:
         """Write that a step waits; when that is committed, its time is known."""
@@ -360,7 +359,7 @@ class Execution:
                 if not main.cancelled():
                     main.exception()  # whatever it is, the outcome is known already
                 return
-        _log.error("run.does_not_leave", run_id=str(self.run.id), workflow=self.run.workflow)
+        _log.error("run.does_not_leave", **run_fields(self.run, self.event))
 
     async def _call(self) -> Any:
         self._journal.check()

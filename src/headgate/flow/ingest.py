@@ -134,7 +134,7 @@ class Ingest:
             async with self._database.connection(wait_seconds=1) as connection:
                 failpoints.hit("ingest.before_commit")
                 new = await store.insert(connection, events)
-            self._committed(events, new)
+            self._committed(requests, events, new)
             resolved = {}
             if len(new) < len(events):
                 async with self._database.connection(wait_seconds=1) as connection:
@@ -144,13 +144,30 @@ class Ingest:
                 new = await store.insert(connection, events)
                 resolved = await _resolve(connection, requests, events, new)
                 failpoints.hit("ingest.before_commit")
-            self._committed(events, new)
+            self._committed(requests, events, new)
         return [[_answer(event, new, resolved) for event in request] for request in requests]
 
-    def _committed(self, events: Sequence[NewEvent], new: set[uuid.UUID]) -> None:
-        if new:
-            self._after_commit()
-            metrics.received(Counter(event.source for event in events if event.id in new))
+    def _committed(self, requests: list[Request], events: Sequence[NewEvent], new: set[uuid.UUID]) -> None:
+        if not new:
+            return
+        self._after_commit()
+        metrics.received(Counter(event.source for event in events if event.id in new))
+        for request in requests:
+            _tell([event for event in request if event.id in new], is_batch=len(request) > 1)
+
+
+def _tell(accepted: Request, *, is_batch: bool) -> None:
+    """One line for a request: a line costs as much as storing an event of a batch."""
+    if is_batch and accepted:
+        shared = {event.correlation_id for event in accepted}
+        correlation_id = shared.pop() if len(shared) == 1 else None
+        _log.info("batch.accepted", count=len(accepted), correlation_id=correlation_id, source=accepted[0].source)
+    log = _log.debug if is_batch else _log.info
+    for event in accepted:
+        log(
+            "event.accepted", event_id=event.id, correlation_id=event.correlation_id or event.id, source=event.source,
+            type=event.type,
+        )  # fmt: skip
 
 
 async def _resolve(

@@ -82,9 +82,13 @@ class Reconcile:
             if await slots.end_waiting(connection, trigger_id, end, self._breaker) is not None:
                 failed = FinishedRun(id=run_id, claim_generation=0, status="failed", error=reason)
                 await runs.bury(connection, [failed])
-                _log.error("run.given_up", run_id=str(run_id), reason=reason)
                 known = await runs.get(connection, run_id)
-                given_up += [known.workflow] if known else []
+                assert known is not None, f"{run_id} was just written"
+                _log.error(
+                    "run.given_up", run_id=run_id, workflow=known.workflow, event_id=known.event_id,
+                    correlation_id=known.correlation_id, attempt=known.attempts, reason=reason,
+                )  # fmt: skip
+                given_up.append(known.workflow)
         return given_up
 
 

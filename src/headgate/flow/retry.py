@@ -137,7 +137,9 @@ class Retry:
             await ingress_retries.bury(connection, [(row.event_id, reason, {"attempts": row.attempts})])
             decided = Recorded(row.event_id, gates.now, "gate", "exhausted", reason, None, row.attempts)
             await decisions.insert(connection, [decided])
-            _log.error("event.retry_failed", event_id=str(row.event_id), source=name, reason=reason)
+            event = (await events.get_many(connection, [row.event_id]))[row.event_id]
+            _log.error("event.retry_failed", event_id=row.event_id, correlation_id=event.correlation_id, source=name,
+                       attempt=row.attempts, reason=reason)  # fmt: skip
         return len(rows)
 
     async def _turn(self, connection: Connection) -> Turn:
@@ -238,7 +240,7 @@ def _log_lines(due: list[DueEvent], found: dict[uuid.UUID, Event], expired: set[
         event = found[row.event_id]
         _log.info(
             "event.retry_expired" if row.event_id in expired else "event.retry_completed",
-            event_id=str(row.event_id),
+            event_id=row.event_id,
             source=event.source,
             correlation_id=event.correlation_id,
             attempt=row.attempts,

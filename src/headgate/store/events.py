@@ -21,6 +21,14 @@ class Resolved(NamedTuple):
     same_body: bool
 
 
+class Quarantined(NamedTuple):
+    """An event that was given up."""
+
+    event_id: uuid.UUID
+    source: str
+    correlation_id: str
+
+
 class Claimed(NamedTuple):
     """Events that a transaction has taken from the inbox, and the time when it held the locks of their sources."""
 
@@ -58,10 +66,10 @@ async def list_inbox(connection: Connection, limit: int) -> list[int]:
     return [row[0] for row in await connection.fetch(_sql["list_inbox"], limit)]
 
 
-async def quarantine(connection: Connection, ingress_sequence: int, reason: str) -> str | None:
-    """Move an event that cannot be processed from the inbox to the dead letters; its source, if it was there."""
-    source: str | None = await connection.fetchval(_sql["quarantine"], ingress_sequence, reason)
-    return source
+async def quarantine(connection: Connection, ingress_sequence: int, reason: str) -> Quarantined | None:
+    """Move an event that cannot be processed from the inbox to the dead letters; which it was, if it was there."""
+    row = await connection.fetchrow(_sql["quarantine"], ingress_sequence, reason)
+    return Quarantined(*row) if row else None
 
 
 async def find(connection: Connection, event_id: str) -> list[Event]:

@@ -96,6 +96,7 @@ class StaleEvent(NamedTuple):
     next_attempt_at: datetime
     ingress_sequence: int
     received_at: datetime
+    correlation_id: str
 
 
 class Settled(NamedTuple):

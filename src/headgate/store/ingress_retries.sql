@@ -122,9 +122,10 @@ select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
 
 -- name: take_stale
 -- Locks waiting events of a source whose slot belongs to an older plan, in the order of arrival, after a given one.
--- The time is looked up row by row: as a join, a plan made while the tables were small reads all history.
+-- What the event says is looked up row by row: as a join, a plan made while the tables were small reads all history.
 select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence,
-       (select coalesce(e.replayed_at, e.received_at) from headgate.workflow_events e where e.id = r.event_id) as received_at
+       (select coalesce(e.replayed_at, e.received_at) from headgate.workflow_events e where e.id = r.event_id) as received_at,
+       (select e.correlation_id from headgate.workflow_events e where e.id = r.event_id) as correlation_id
   from headgate.event_ingress_retries r
  where r.source = $1 and r.retry_state = 'scheduled' and r.plan_version < $2 and r.ingress_sequence > $3
  order by r.ingress_sequence

@@ -49,7 +49,8 @@ async def delete_dead_letters(connection: Connection, *, older_seconds: int, lim
 
 async def delete_audit(connection: Connection, *, older_seconds: int, limit: int) -> int:
     """Delete old rows of the audit log; how many."""
-    return _count(await connection.execute(_sql["delete_audit"], older_seconds, limit))
+    count: int = await connection.fetchval(_sql["delete_audit"], older_seconds, limit)
+    return count
 
 
 def _count(answer: str) -> int:

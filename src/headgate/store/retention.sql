@@ -71,7 +71,6 @@ delete from headgate.dead_letters
                order by l.created_at limit $2 for update skip locked)
 
 -- name: delete_audit
--- Deletes rows of the audit log that are older than $1 s, the oldest first, at most $2.
-delete from headgate.audit_log
- where id in (select a.id from headgate.audit_log a where a.at < headgate.now() - $1::bigint * interval '1 s'
-               order by a.at limit $2 for update skip locked)
+-- Deletes rows of the audit log that are older than $1 s, the oldest first, at most $2; how many. Nothing but this function
+-- may.
+select headgate.prune_audit($1, $2)

@@ -20,17 +20,15 @@ _log = logger("control")
 
 async def cancel_delivery(database: Database, delivery_id: uuid.UUID, actor: str) -> None:
     """Cancel a delivery that waits: it will not launch, whatever was in flight. Conflict when it does not wait."""
-    changed = await database.run(partial(_change_waiting, delivery_id=delivery_id, actor=actor, verb="cancel"))
+    known = await database.run(partial(_change_waiting, delivery_id=delivery_id, actor=actor, verb="cancel"))
     metrics.DELIVERY_RETRIES.labels("cancelled").inc()
-    _log.info("delivery.retry_cancelled", delivery_id=str(delivery_id), event_id=str(changed.event_id),
-              trigger_id=str(changed.trigger_id), actor=actor)  # fmt: skip
+    _log.info("delivery.retry_cancelled", **_named(known), actor=actor)
 
 
 async def force_delivery(database: Database, delivery_id: uuid.UUID, actor: str) -> None:
     """Make a delivery that waits due now; its trigger's gate is still asked. Conflict when it does not wait."""
-    changed = await database.run(partial(_change_waiting, delivery_id=delivery_id, actor=actor, verb="force"))
-    _log.info("delivery.retry_forced", delivery_id=str(delivery_id), event_id=str(changed.event_id),
-              trigger_id=str(changed.trigger_id), actor=actor)  # fmt: skip
+    known = await database.run(partial(_change_waiting, delivery_id=delivery_id, actor=actor, verb="force"))
+    _log.info("delivery.retry_forced", **_named(known), actor=actor)
 
 
 async def change_deliveries(
@@ -65,7 +63,7 @@ async def change_deliveries(
     return changed
 
 
-async def _change_waiting(connection: Connection, *, delivery_id: uuid.UUID, actor: str, verb: RetryVerb) -> Changed:
+async def _change_waiting(connection: Connection, *, delivery_id: uuid.UUID, actor: str, verb: RetryVerb) -> HeldDelivery:
     known = await held_deliveries.get(connection, delivery_id)
     if known is None:
         raise NotFound(f"no delivery {delivery_id}")
@@ -77,7 +75,12 @@ async def _change_waiting(connection: Connection, *, delivery_id: uuid.UUID, act
         connection, actor=actor, action=f"delivery.{verb}", subject=str(delivery_id), before=_waits(known),
         after=_waits(now),
     )  # fmt: skip
-    return changed[0]
+    return known
+
+
+def _named(row: HeldDelivery) -> dict[str, object]:
+    return {"delivery_id": row.id, "event_id": row.event_id, "correlation_id": row.correlation_id,
+            "source": row.source, "trigger_id": row.trigger_id, "workflow": row.workflow}  # fmt: skip
 
 
 def _waits(row: HeldDelivery) -> dict[str, object]:
