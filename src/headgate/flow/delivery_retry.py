@@ -292,11 +292,11 @@ class DeliveryRetry:
             await decisions.insert(connection, [line])
             await trigger_gates.wake(connection, [(row.trigger_id, row.concurrency_key or "")])
             metrics.DELIVERY_RETRIES.labels("exhausted").inc()
-            event = (await events.get_many(connection, [row.event_id])).get(row.event_id)
+            # The event itself is not read: that it cannot be may be why it is given up.
+            correlation_id = await events.correlation_id(connection, row.event_id)
             _log.error(
                 "delivery.failed", delivery_id=row.id, event_id=row.event_id, trigger_id=row.trigger_id,
-                source=row.source, correlation_id=event and event.correlation_id, attempt=row.retry_attempts,
-                reason=reason,
+                source=row.source, correlation_id=correlation_id, attempt=row.retry_attempts, reason=reason,
             )  # fmt: skip
 
 

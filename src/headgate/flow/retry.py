@@ -112,33 +112,40 @@ class Retry:
             return await ingress_retries.next_due_seconds(connection)
 
     async def _one_by_one(self) -> Turn:
-        """The next due event of each source in a transaction of its own; one that still fails is given up."""
+        """The next due event of each source in a transaction of its own; one that still fails is given up.
+
+        It is named: another worker may have failed at it too and given it up, and whoever is next is not at fault.
+        """
         async with self._database.connection() as connection:
             names = await ingress_retries.due_sources(connection, MAX_SOURCES)
+            firsts = {name: await ingress_retries.first_due(connection, name) for name in names}
         total = Turn()
-        for name in names:
+        for name, first in firsts.items():
+            if first is None:
+                continue
             try:
-                one = await self._database.run(partial(self._take, names=[name], batch_size=1))
+                one = await self._database.run(partial(self._take, names=[name], batch_size=1, only=first))
             except Unavailable:
                 raise
             except Exception as exc:
-                given_up = await self._database.run(partial(self._give_up, name=name, exc=exc))
+                given_up = await self._database.run(partial(self._give_up, name=name, event_id=first, exc=exc))
                 one = Turn(due=given_up, expired=given_up)
             total = total.plus(one)
         return total
 
-    async def _give_up(self, connection: Connection, name: str, exc: Exception) -> int:
+    async def _give_up(self, connection: Connection, name: str, event_id: uuid.UUID, exc: Exception) -> int:
         gates = await gate.open_gates(connection, [name])
         reason = f"{type(exc).__name__}: {exc}"[:1000]
-        rows = await ingress_retries.take_due(connection, name, now=gates.now, limit=1)
+        rows = await ingress_retries.take_due(connection, name, now=gates.now, limit=1, only=event_id)
         for row in rows:
             given_up = Settled(row.event_id, "exhausted", row.attempts, None, FAILED, reason, {"reason": FAILED}, 0)
             await ingress_retries.settle(connection, [given_up])
             await ingress_retries.bury(connection, [(row.event_id, reason, {"attempts": row.attempts})])
             decided = Recorded(row.event_id, gates.now, "gate", "exhausted", reason, None, row.attempts)
             await decisions.insert(connection, [decided])
-            event = (await events.get_many(connection, [row.event_id]))[row.event_id]
-            _log.error("event.retry_failed", event_id=row.event_id, correlation_id=event.correlation_id, source=name,
+            # The event itself is not read: that it cannot be may be why it is given up.
+            correlation_id = await events.correlation_id(connection, row.event_id)
+            _log.error("event.retry_failed", event_id=row.event_id, correlation_id=correlation_id, source=name,
                        attempt=row.attempts, reason=reason)  # fmt: skip
         return len(rows)
 
@@ -146,7 +153,9 @@ class Retry:
         names = await ingress_retries.due_sources(connection, MAX_SOURCES)
         return await self._take(connection, names, self._batch_size) if names else Turn()
 
-    async def _take(self, connection: Connection, names: list[str], batch_size: int) -> Turn:
+    async def _take(
+        self, connection: Connection, names: list[str], batch_size: int, only: uuid.UUID | None = None
+    ) -> Turn:
         gates = await gate.open_gates(connection, names)
         taken: dict[str, list[DueEvent]] = {}
         replanned: list[str] = []
@@ -168,7 +177,7 @@ class Retry:
                     look_at = min(look_at, opens) if look_at else opens
                 continue
             limit = share if room is None else min(share, room)
-            found = await ingress_retries.take_due(connection, name, now=gates.now, limit=limit)
+            found = await ingress_retries.take_due(connection, name, now=gates.now, limit=limit, only=only)
             taken[name] = found
             left -= len(found)
         due = [row for rows in taken.values() for row in rows]

@@ -88,6 +88,12 @@ async def get_many(connection: Connection, ids: Iterable[uuid.UUID]) -> dict[uui
     return {row["id"]: _event(row) for row in await connection.fetch(_sql["get_many"], list(ids))}
 
 
+async def correlation_id(connection: Connection, event_id: uuid.UUID) -> str | None:
+    """The correlation id of one event, also when the rest of it cannot be read."""
+    found: str | None = await connection.fetchval(_sql["correlation_id"], event_id)
+    return found
+
+
 async def set_traceparents(connection: Connection, traceparents: Mapping[uuid.UUID, str]) -> None:
     """Name the traces of events that came without one."""
     if traceparents:

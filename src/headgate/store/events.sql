@@ -114,6 +114,10 @@ select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.in
        e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
   from headgate.workflow_events e where e.id = any ($1::uuid[])
 
+-- name: correlation_id
+-- The correlation id of one event, also when the rest of it cannot be read.
+select e.correlation_id from headgate.workflow_events e where e.id = $1
+
 -- name: set_traceparents
 -- Names the traces of events that came without one.
 update headgate.workflow_events e set traceparent = u.traceparent

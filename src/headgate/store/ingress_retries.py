@@ -135,9 +135,17 @@ async def due_sources(connection: Connection, limit: int) -> list[str]:
     return [row[0] for row in await connection.fetch(_sql["due_sources"], limit)]
 
 
-async def take_due(connection: Connection, source: str, *, now: datetime, limit: int) -> list[DueEvent]:
-    """Lock due events of a source, in the order of their slots."""
-    return [DueEvent(*row) for row in await connection.fetch(_sql["take_due"], source, now, limit)]
+async def take_due(
+    connection: Connection, source: str, *, now: datetime, limit: int, only: uuid.UUID | None = None
+) -> list[DueEvent]:
+    """Lock due events of a source, in the order of their slots, or `only` that one of them."""
+    return [DueEvent(*row) for row in await connection.fetch(_sql["take_due"], source, now, limit, only)]
+
+
+async def first_due(connection: Connection, source: str) -> uuid.UUID | None:
+    """The event of a source whose slot has come first."""
+    found: uuid.UUID | None = await connection.fetchval(_sql["first_due"], source)
+    return found
 
 
 async def take_stale(

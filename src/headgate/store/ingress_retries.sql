@@ -112,13 +112,21 @@ select found.source
  limit $1
 
 -- name: take_due
--- Locks due events of a source, in the order of their slots. The caller knows that no new plan is being made.
+-- Locks due events of a source, in the order of their slots, or that one of them ($4). The caller knows that no new plan is
+-- being made.
 select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
   from headgate.event_ingress_retries r
- where r.source = $1 and r.retry_state = 'scheduled' and r.next_attempt_at <= $2
+ where r.source = $1 and r.retry_state = 'scheduled' and r.next_attempt_at <= $2 and ($4::uuid is null or r.event_id = $4)
  order by r.next_attempt_at, r.ingress_sequence
  limit $3
    for update of r skip locked
+
+-- name: first_due
+-- The event of a source whose slot has come first, not locked.
+select r.event_id from headgate.event_ingress_retries r
+ where r.source = $1 and r.retry_state = 'scheduled' and r.next_attempt_at <= headgate.now()
+ order by r.next_attempt_at, r.ingress_sequence
+ limit 1
 
 -- name: take_stale
 -- Locks waiting events of a source whose slot belongs to an older plan, in the order of arrival, after a given one.

@@ -8,7 +8,6 @@ from functools import partial
 
 from headgate.errors import Conflict, NotFound
 from headgate.flow.control.verbs import DONE, RetryVerb
-from headgate.model.event import Event
 from headgate.model.ingress_retry import IngressRetry
 from headgate.store import audit, decisions, events, ingress_retries
 from headgate.store.db import Connection, Database
@@ -21,17 +20,15 @@ _log = logger("control")
 
 async def cancel_event(database: Database, event_id: uuid.UUID, actor: str) -> None:
     """Cancel an event that waits: it will not be launched, whatever was in flight. Conflict when it does not wait."""
-    event = await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="cancel"))
+    known = await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="cancel"))
     metrics.EVENT_RETRIES.labels("cancelled").inc()
-    _log.info("event.retry_cancelled", event_id=event_id, correlation_id=event.correlation_id, source=event.source,
-              actor=actor)  # fmt: skip
+    _log.info("event.retry_cancelled", event_id=event_id, **known, actor=actor)
 
 
 async def force_event(database: Database, event_id: uuid.UUID, actor: str) -> None:
     """Make an event that waits due now; the gate is still asked. Conflict when it does not wait."""
-    event = await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="force"))
-    _log.info("event.retry_forced", event_id=event_id, correlation_id=event.correlation_id, source=event.source,
-              actor=actor)  # fmt: skip
+    known = await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="force"))
+    _log.info("event.retry_forced", event_id=event_id, **known, actor=actor)
 
 
 async def change_events(
@@ -55,7 +52,7 @@ async def change_events(
     return [one.event_id for one in changed]
 
 
-async def _change_waiting(connection: Connection, *, event_id: uuid.UUID, actor: str, verb: RetryVerb) -> Event:
+async def _change_waiting(connection: Connection, *, event_id: uuid.UUID, actor: str, verb: RetryVerb) -> dict[str, object]:
     before = await ingress_retries.get(connection, event_id)
     if not await change_events(connection, [event_id], verb, actor):
         row = await ingress_retries.get(connection, event_id)
@@ -67,7 +64,8 @@ async def _change_waiting(connection: Connection, *, event_id: uuid.UUID, actor:
         connection, actor=actor, action=f"event.{verb}", subject=str(event_id), before=_waits(before),
         after=_waits(after),
     )  # fmt: skip
-    return (await events.get_many(connection, [event_id]))[event_id]
+    source = None if after is None else after.source
+    return {"correlation_id": await events.correlation_id(connection, event_id), "source": source}
 
 
 def _waits(row: IngressRetry | None) -> dict[str, object] | None:
