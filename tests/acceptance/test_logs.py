@@ -61,6 +61,28 @@ def until(question: Callable[[], Any]) -> Any:
     return answer
 
 
+def test_a_log_that_cannot_be_written_stops_nothing(shared_url: str, tmp_path: Path) -> None:
+    """A full disk under the log: what is committed is acknowledged all the same, and what is due goes on."""
+    (tmp_path / "app.py").write_text(APP.replace("order.created", "disk.full"))
+    env = {"HEADGATE_DATABASE_URL": shared_url, "HEADGATE_POLL_MS": "100", "HEADGATE_LOG_LEVEL": "debug"}
+    env |= {"HEADGATE_STEP_RETRY_BASE_MS": "50", "HEADGATE_STEP_RETRY_JITTER_RATIO": "0"}
+    full = Path("/dev/full")
+    with (
+        logging(full, "serve", "--port", "0", **env) as api,
+        logging(full, "worker", str(tmp_path / "app.py"), HEADGATE_LOG_FORMAT="console", **env),
+    ):
+        assert api.stdout is not None
+        with httpx.Client(base_url=api.stdout.readline().split()[-1], trust_env=False) as http:
+            event = {"type": "disk.full", "source": "shop", "payload": {"order": "a"}}
+            ids = [http.post("/v1/events", json=event).raise_for_status().json()["id"] for _ in range(2)]
+
+            def runs() -> list[str]:
+                found = [http.get("/v1/runs", params={"event_id": event_id}).json()["runs"] for event_id in ids]
+                return [run["status"] for page in found for run in page]
+
+            until(lambda: runs() == ["succeeded", "succeeded"])
+
+
 @pytest.fixture(scope="module")
 def lines(shared_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every line that an API and a worker wrote about two events, of which the second was held."""

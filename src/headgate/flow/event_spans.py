@@ -75,6 +75,8 @@ class EventSpans:
             "dispatch", None, kind="CONSUMER", began_ns=self._began_ns, event_id=event.id, event_type=event.type,
             source=event.source,
         )  # fmt: skip
+        if trace_id(root.traceparent) is None:  # the tracer has failed
+            return event
         self._roots[event.id] = root
         return msgspec.structs.replace(event, traceparent=root.traceparent)
 

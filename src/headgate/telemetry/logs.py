@@ -2,13 +2,19 @@
 
 Fields with a fixed meaning: `event_id`, `correlation_id`, `source`, `attempt`, `next_attempt_at`, `reason`, `run_id`,
 `workflow`, `trigger_id`; `trace_id` inside of a span. Every action is listed in docs/operations/logs.md.
+
+To log never fails: most lines are written after a commit, and whoever is told then that something failed would do it
+once more.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import threading
 from collections.abc import MutableMapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -27,13 +33,12 @@ _MAX_TEXT = 2000
 def configure(level: str, log_format: str) -> None:
     """Send log lines to standard error, as JSON or for people."""
     renderers: list[Any]
-    factory: Any
     if log_format == "console":
         console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), event_key="action")
-        renderers, factory = [_as_text, console], structlog.WriteLoggerFactory(sys.stderr)
+        renderers, lines = [_as_text, console], _Lines(sys.stderr, "\n")
     else:
         renderers = [structlog.processors.JSONRenderer(serializer=_json)]
-        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
+        lines = _Lines(sys.stderr.buffer, b"\n")
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -47,7 +52,7 @@ def configure(level: str, log_format: str) -> None:
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=factory,
+        logger_factory=lambda *_: lines,
         cache_logger_on_first_use=True,
     )
     # Libraries that log through the standard module: only what is wrong, in our form.
@@ -57,6 +62,22 @@ def configure(level: str, log_format: str) -> None:
 def logger(component: str) -> Any:
     """A logger; its first argument is the `action`, everything else a field."""
     return structlog.get_logger(component=component)
+
+
+class _Lines:
+    """Writes lines. One that cannot be written, since the disk is full or the reader has gone, is lost."""
+
+    def __init__(self, file: Any, newline: str | bytes) -> None:
+        self._file = file
+        self._newline = newline
+        self._lock = threading.Lock()
+
+    def msg(self, line: Any) -> None:
+        with self._lock, suppress(OSError, ValueError):  # ValueError: it is closed
+            self._file.write(line + self._newline)
+            self._file.flush()
+
+    log = debug = info = warning = error = critical = exception = msg
 
 
 class _Forward(logging.Handler):
@@ -78,7 +99,11 @@ def _add_trace(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapp
 def _format_error(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     error = fields.get("error")
     if isinstance(error, BaseException):
-        fields["error"] = f"{type(error).__name__}: {error}"
+        name = type(error).__name__
+        try:
+            fields["error"] = f"{name}: {error}"
+        except Exception:  # its __str__ fails
+            fields["error"] = name
     return fields
 
 
@@ -100,4 +125,7 @@ def _as_text(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMappin
 
 
 def _json(fields: Any, **_: Any) -> bytes:
-    return msgspec.json.encode(fields, enc_hook=str)
+    try:
+        return msgspec.json.encode(fields, enc_hook=str)
+    except (ValueError, OverflowError):  # half a character, or a number beyond 64 bits
+        return json.dumps(fields, default=str).encode()

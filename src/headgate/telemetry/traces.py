@@ -2,6 +2,9 @@
 
 Off, a place that could make a span asks `is_on` and goes on. A span is recorded when it ends, so one that is begun in a
 transaction and never ended, because that was rolled back, was never there. Times are this machine's.
+
+Samplers and processors may be the program's own. What they raise is told once and changes nothing: an event must not be
+given up, nor a run be left, because of its trace.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import wraps
 from importlib.metadata import entry_points
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from headgate import settings
 from headgate.clock import epoch_ns, monotonic
@@ -29,7 +33,35 @@ is_on = False
 _provider: Any = None
 _tracer: Any = None
 
+# Whether it was told that the tracer fails; once is enough.
+_is_told = False
+
 Kind = Literal["INTERNAL", "SERVER", "CONSUMER"]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _harmless(call: Callable[P, R]) -> Callable[P, R | None]:
+    """None instead of what the tracer raises."""
+
+    @wraps(call)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return call(*args, **kwargs)
+        except Exception as exc:
+            _tell_failure(exc)
+            return None
+
+    return called
+
+
+def _tell_failure(exc: Exception) -> None:
+    global _is_told
+    if not _is_told:
+        _is_told = True
+        from headgate.telemetry.logs import logger
+
+        logger("traces").error("traces.failed", error=exc, exc_info=exc, reason="spans are missing; the work goes on")
 
 
 def switch_on() -> None:
@@ -52,9 +84,9 @@ def switch_on() -> None:
 
 def use(provider: Any) -> None:
     """Make spans from now on, with this tracer provider."""
-    global is_on, _provider, _tracer
+    global is_on, _provider, _tracer, _is_told
     _provider, _tracer = provider, provider.get_tracer("headgate")
-    is_on = True
+    is_on, _is_told = True, False
 
 
 def switch_off() -> None:
@@ -75,6 +107,7 @@ async def flush() -> None:
         await asyncio.sleep(0.01)
 
 
+@_harmless
 def current() -> str | None:
     """The `traceparent` of the span that the caller is in, its own or one of ours; None without one."""
     api = sys.modules.get("opentelemetry.trace")  # a program without it is in no span
@@ -109,6 +142,7 @@ class Span:
         """What is called from now on, in this task or thread, is inside of this span."""
         self._token = attach(self)
 
+    @_harmless
     def leave(self) -> None:
         """Undo `enter`."""
         from opentelemetry import context
@@ -117,11 +151,13 @@ class Span:
         if token is not None:
             context.detach(token)
 
+    @_harmless
     def tell(self, **fields: Any) -> None:
         """Add attributes; a None is left out."""
         if self._span.is_recording():
             self._span.set_attributes(_attributes(fields))
 
+    @_harmless
     def fail(self, what: str | BaseException) -> None:
         """It went wrong; what is told first stays. Of an exception, the type and the places in the code: its text may
         hold anything."""
@@ -137,6 +173,7 @@ class Span:
             self._span.add_event("exception", {"exception.type": what, "exception.stacktrace": places})
         self._span.set_status(Status(StatusCode.ERROR, what))
 
+    @_harmless
     def end(self, ended_ns: int | None = None) -> None:
         """It is over: record it. Once."""
         self._span.end(ended_ns)
@@ -154,18 +191,25 @@ def begin(
     """A new span, below `parent` (a `traceparent`) or, without one, as the root of a new trace. Tracing is on."""
     from opentelemetry import trace
 
-    span = _tracer.start_span(
+    made = _started(
         name,
         _remote(parent),
         kind=trace.SpanKind[kind],
         start_time=began_ns,
         links=[trace.Link(found) for one in links if (found := _span_context(one)) is not None],
     )
-    made = Span(span)
+    if made is None:  # what hangs below it hangs below its parent, if it has one
+        made = Span(trace.NonRecordingSpan(_span_context(parent) or trace.INVALID_SPAN_CONTEXT))
     made.tell(**fields)
     return made
 
 
+@_harmless
+def _started(name: str, context: Any, **options: Any) -> Span:
+    return Span(_tracer.start_span(name, context, **options))
+
+
+@_harmless
 def attach(span: Span | None) -> Any:
     """What is called from now on is inside of this span; None: inside of none, whoever began this task."""
     from opentelemetry import context, trace
