@@ -188,3 +188,19 @@ async def test_last_use_is_noted_about_once_a_minute(database: Database, connect
         await Access(ON, database).check(f"Bearer {secret}", "read")
         seen.append(await connection.fetchval("select last_used_at from headgate.api_tokens"))
     assert seen[0] == seen[1] and seen[2] == clock.now
+
+
+@pytest.mark.parametrize(
+    "lock", ["lock table headgate.api_tokens in share row exclusive mode", "select 1 from headgate.api_tokens for update"]
+)
+async def test_a_use_that_cannot_be_noted_refuses_nobody(database_url: str, lock: str) -> None:
+    """Tokens are being changed, or another process notes the same."""
+    hasty = Database(database_url, "api", size=3, lock_timeout_ms=50)
+    try:
+        secret = await create(hasty)
+        async with hasty.transaction() as other:
+            await other.execute(lock)
+            principal = await Access(ON, hasty).check(f"Bearer {secret}", "read")
+        assert principal is not None and principal.name == "ci"
+    finally:
+        await hasty.close()

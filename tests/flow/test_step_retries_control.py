@@ -272,6 +272,22 @@ async def test_a_cancel_that_waited_for_the_run_sees_what_has_become_of_the_step
     assert await connection.fetchval("select count(*) from headgate.audit_log where action like 'step.%'") == 0
 
 
+async def test_a_cancel_that_waited_while_a_replay_forgot_the_step(
+    database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    failing(world)
+    await begin(connection, world)
+    run, step = await the_run(connection), (await the_steps(connection))["call"]
+    async with database.transaction() as other:
+        await other.execute("update headgate.workflow_runs set warning = null where id = $1", run["id"])
+        await other.execute("delete from headgate.workflow_run_steps where id = $1", step["id"])
+        verdict = asyncio.create_task(cancel(database, step["id"]))
+        await eventually(database, "select exists (select 1 from pg_locks where not granted)")
+    with pytest.raises(Conflict, match="begins it anew"):
+        await verdict
+    assert (await the_run(connection))["status"] == "pending"
+
+
 async def test_filters_of_the_list(connection: Connection, clock: Clock, world: World) -> None:
     failing(world)
     await begin(connection, world, 2)

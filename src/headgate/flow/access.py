@@ -126,8 +126,10 @@ class Access:
                 raise Unauthorized("the token has been revoked", is_given=True)
             if found.is_expired:
                 raise Unauthorized("the token has expired", is_given=True)
-            if found.is_use_unnoted:
-                with contextlib.suppress(HeadgateError):  # a note, for whoever wonders which tokens are in use
+        if found.is_use_unnoted:
+            # A note, for whoever wonders which tokens are in use. Errors get our names where a connection is left.
+            with contextlib.suppress(HeadgateError):
+                async with self._database.connection() as connection:
                     await tokens.note_use(connection, found.token.id)
         return Principal(found.token)
 

@@ -144,7 +144,10 @@ async def _change_waiting(
     if known[0].kind == "sleep":
         raise Conflict(f"step {step_id} is a timer, not a retry; to end it, cancel its run {known[0].workflow_run_id}")
     done = await change_steps(connection, [step_id], verb, actor, breaker)
-    [now] = await held_steps.get(connection, [step_id])
+    found = await held_steps.get(connection, [step_id])
+    if not found:
+        raise Conflict(f"step {step_id} is no longer waiting: its run was replayed, and begins it anew")
+    [now] = found
     if not done.total:
         raise Conflict(f"step {step_id} is no longer waiting: {_why_not(now)}")
     await audit.insert(
