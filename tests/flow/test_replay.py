@@ -271,3 +271,29 @@ async def test_a_failure_before_the_commit_is_that_letters_alone(
     [refused] = await letters(connection)
     assert refused.replay_error == "FailpointHit: replay.before_commit"
     assert await connection.fetchval("select count(*) from headgate.event_ingress_retries") == 2
+
+
+async def test_a_replayed_event_of_a_source_without_a_state_can_be_forced(
+    database: Database, connection: Connection, clock: Clock
+) -> None:
+    """It waits while no worker looks; its source has no row, since it never had a limit."""
+    [event_id] = await bury(connection)
+    [letter] = await letters(connection)
+    await control.replay_letter(database, letter.id, "ann")
+    at = await clock.advance(5000)
+    await control.force_event(database, event_id, "bob")
+    due = await connection.fetchval("select next_attempt_at from headgate.event_ingress_retries")
+    assert due == at
+
+
+async def test_a_replayed_event_that_fails_again_counts_against_its_source(
+    database: Database, connection: Connection, clock: Clock
+) -> None:
+    await make_trigger(database, event_type="order.created", parameter_template={"id": "{{ event.payload.id }}"})
+    await bury(connection)
+    [letter] = await letters(connection)
+    await control.replay_letter(database, letter.id, "ann")
+    await TriggerWorker(database).retry.run_once()
+    assert await connection.fetchval("select status from headgate.workflow_trigger_deliveries") == "failed"
+    failures = await connection.fetchval("select cardinality(failures) from headgate.event_scheduler_sources")
+    assert failures == 1

@@ -20,12 +20,11 @@ from headgate.flow.batch import Batch, Delivered
 from headgate.flow.event_spans import EventSpans, Gated
 from headgate.flow.gate import OpenGates
 from headgate.model.event import Event
-from headgate.model.source import SOURCE_BREAKER, BreakerPolicy, Gate, room_soon
+from headgate.model.source import SOURCE_BREAKER, BreakerPolicy, room_soon
 from headgate.store import decisions, events, ingress_retries
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
 from headgate.store.ingress_retries import DueEvent, Settled
-from headgate.store.sources import LockedSource
 from headgate.telemetry import metrics, traces
 from headgate.telemetry.logs import logger
 
@@ -163,12 +162,13 @@ class Retry:
         left = batch_size
         # Each source may take its part of what is left, the longest due last: a long line takes what the others leave.
         for others, name in reversed(list(enumerate(names))):
-            locked = gates.sources.setdefault(name, LockedSource(Gate(name), 0, False, 0))
-            if locked.is_replanning:
+            # A source without a state has no row, and gets one with its first failure: it must stay unknown here.
+            locked = gates.sources.get(name)
+            if locked is not None and locked.is_replanning:
                 continue
             share = max(1, left // (others + 1))
-            room = locked.gate.room(gates.now)
-            if room == 0:
+            room = locked.gate.room(gates.now) if locked is not None else None
+            if locked is not None and room == 0:
                 opens = room_soon(locked.gate, gates.now)
                 if opens is None:
                     await gate.begin_plan(connection, gates, name, is_refusal=True)
@@ -202,7 +202,8 @@ class Retry:
             in_order = spans.events
         passing = [event for event in in_order if not gate.is_expired(event, gates.now)]
         for name, count in Counter(event.source for event in passing).items():
-            gates.sources[name].gate.spend(gates.now, count)
+            if (one := gates.gate(name)) is not None:
+                one.spend(gates.now, count)
         delivered = await self._batch.deliver(connection, gates, passing)
         expired = {event.id for event in in_order} - {event.id for event in passing}
         await ingress_retries.settle(connection, [_settled(row, row.event_id in expired, gates) for row in due])

@@ -201,10 +201,11 @@ with waiting as materialized (
    order by source, ingress_sequence for update
 )
 update headgate.event_ingress_retries r
-   set next_attempt_at = headgate.now(), plan_version = s.plan_version, claim_generation = r.claim_generation + 1,
-       updated_at = headgate.now()
-  from waiting w, headgate.event_scheduler_sources s
- where r.event_id = w.event_id and s.source = r.source
+   set next_attempt_at = headgate.now(), claim_generation = r.claim_generation + 1, updated_at = headgate.now(),
+       plan_version = coalesce((select s.plan_version from headgate.event_scheduler_sources s where s.source = r.source),
+                               r.plan_version)
+  from waiting w
+ where r.event_id = w.event_id
 returning r.event_id, r.source, r.attempts
 
 -- name: get
