@@ -297,3 +297,18 @@ async def test_a_replayed_event_that_fails_again_counts_against_its_source(
     assert await connection.fetchval("select status from headgate.workflow_trigger_deliveries") == "failed"
     failures = await connection.fetchval("select cardinality(failures) from headgate.event_scheduler_sources")
     assert failures == 1
+
+
+async def test_the_rate_holds_after_a_time_without_workers(
+    database: Database, connection: Connection, clock: Clock
+) -> None:
+    await bury(connection, 30)
+    await control.replay_letters(database, Filters(), "ann", rate=1)
+    await clock.advance(3_600_000)
+    workers = [Replay(database, batch_size=10) for _ in range(3)]
+    seen = []
+    for _ in range(5):
+        seen.append(sum(await asyncio.gather(*(worker.run_once() for worker in workers))))
+        await clock.advance(1000)
+    assert seen == [1, 1, 1, 1, 1]
+    assert len(await letters(connection, "scheduled")) == 25

@@ -25,6 +25,9 @@ from headgate.telemetry.logs import logger
 # How long a letter waits before it is tried again, when its run finds no free slot.
 SLOT_WAIT_MS = 1000
 
+# When letters are so late, since no worker was there, they are not made up for at once: their rate was asked for.
+LATE_MS = 5000
+
 # Who is to look after a replay, by the kind of letter.
 TOPICS: dict[str, Topic] = {"event": "retries", "delivery": "deliveries", "run": "runs", "step": "runs"}
 
@@ -67,13 +70,12 @@ class Replay:
 
     async def run_once(self) -> int:
         """One batch of due letters; how many were replayed or refused."""
-        async with self._database.connection() as connection:
-            due = await dead_letters.list_due(connection, self._batch_size)
+        due = await self._due()
         outcomes: Counter[Outcome] = Counter()
         kinds: set[str] = set()
         for letter_id in due:
             try:
-                outcome, kind = await self._database.run(partial(self._one, letter_id=letter_id))
+                outcome, kind = await self._replay(letter_id)
             except Unavailable:
                 raise
             except Exception as exc:
@@ -86,22 +88,43 @@ class Replay:
             self._after_replay(kinds)
         return outcomes["replayed"] + outcomes["refused"]
 
+    async def _due(self) -> list[uuid.UUID]:
+        async with self._database.connection() as connection:
+            seconds = await dead_letters.next_due_seconds(connection)
+            if seconds is None or seconds > 0:
+                return []
+            if seconds >= -LATE_MS / 1000:
+                return await dead_letters.list_due(connection, self._batch_size)
+        moved = await self._database.run(partial(dead_letters.postpone, late_ms=LATE_MS))
+        if moved:
+            _log.info("dead_letters.replay_late", count=moved, reason="no worker was there; the rate is kept")
+        async with self._database.connection() as connection:
+            return await dead_letters.list_due(connection, self._batch_size)
+
     async def next_look_seconds(self) -> float | None:
         """Seconds until the next letter is to be replayed, or None."""
         async with self._database.connection() as connection:
             return await dead_letters.next_due_seconds(connection)
 
-    async def _one(self, connection: Connection, letter_id: uuid.UUID) -> tuple[Outcome, str | None]:
-        letter = await dead_letters.lock_due(connection, letter_id)
+    async def _replay(self, letter_id: uuid.UUID) -> tuple[Outcome, str | None]:
+        letter, into = await self._database.run(partial(self._one, letter_id=letter_id))
         if letter is None:
             return "lost", None
-        done = await perform(connection, letter, letter.replay_by or "worker")
-        failpoints.hit("replay.before_commit")
-        if done.into is None:
+        if into is None:
             return "waiting", letter.kind
         _log.info("dead_letter.replayed", dead_letter_id=letter.id, kind=letter.kind, event_id=letter.event_id,
-                  into=done.into, actor=letter.replay_by)  # fmt: skip
+                  into=into, actor=letter.replay_by)  # fmt: skip
         return "replayed", letter.kind
+
+    async def _one(
+        self, connection: Connection, letter_id: uuid.UUID
+    ) -> tuple[LockedLetter | None, uuid.UUID | None]:
+        letter = await dead_letters.lock_due(connection, letter_id)
+        if letter is None:
+            return None, None
+        done = await perform(connection, letter, letter.replay_by or "worker")
+        failpoints.hit("replay.before_commit")
+        return letter, done.into
 
     async def _refuse(self, connection: Connection, letter_id: uuid.UUID, exc: Exception) -> Outcome:
         if await dead_letters.lock_due(connection, letter_id) is None:

@@ -150,6 +150,13 @@ async def unschedule(connection: Connection) -> int:
     return count
 
 
+async def postpone(connection: Connection, *, late_ms: int) -> int:
+    """Keep the distances between letters whose time has passed by more than that; how many are later now."""
+    await connection.execute(_sql["take_time"])
+    count: int = await connection.fetchval(_sql["postpone"], late_ms)
+    return count
+
+
 async def lock(connection: Connection, letter_id: uuid.UUID) -> LockedLetter | None:
     """Lock one letter."""
     row = await connection.fetchrow(_sql["lock"], letter_id)

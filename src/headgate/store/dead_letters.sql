@@ -78,6 +78,20 @@ with stopped as (
 )
 select count(*) from stopped
 
+-- name: postpone
+-- When nobody has replayed for so long that the first letter is $1 ms late, all of them are as much later: the rate holds.
+-- Whoever waited for the locks sees what another worker has made of the times. Returns how many.
+with waiting as materialized (
+  select id, replay_at from headgate.dead_letters where replay_at is not null order by id for update
+), late as materialized (
+  select headgate.now() - min(replay_at) as by from waiting
+), moved as (
+  update headgate.dead_letters l set replay_at = w.replay_at + late.by
+    from waiting w, late where l.id = w.id and late.by > $1::bigint * interval '1 ms'
+  returning l.id
+)
+select count(*) from moved
+
 -- name: lock
 -- Locks one letter, with the newer one of the same subject that is not replayed, if there is one.
 select l.id, l.kind, l.subject_id, l.event_id, l.replay_at, l.replay_by, l.replayed_at, l.replayed_by,

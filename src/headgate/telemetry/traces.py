@@ -61,7 +61,8 @@ def _tell_failure(exc: Exception) -> None:
         _is_told = True
         from headgate.telemetry.logs import logger
 
-        logger("traces").error("traces.failed", error=exc, exc_info=exc, reason="spans are missing; the work goes on")
+        _log = logger("traces")
+        _log.error("traces.failed", error=exc, exc_info=exc, reason="spans are missing; the work goes on")
 
 
 def switch_on() -> None:
