@@ -86,7 +86,7 @@ def test_a_workers_metrics_are_not_for_web_pages(http: httpx.Client, database_ur
     ("method", "path", "body"),
     [
         ("GET", "/v1/events", None), ("GET", "/metrics", None), ("GET", "/livez", None), ("GET", "/nothing", None),
-        ("PATCH", "/v1/events", None), ("POST", "/v1/events", EVENT | {"source": "headers"}), ("POST", "/v1/events", {}),
+        ("PATCH", "/v1/events", None), ("POST", "/v1/events", EVENT | {"source": "head"}), ("POST", "/v1/events", {}),
         ("POST", "/v1/webhooks/nobody", {}), ("GET", "/v1/runs?limit=0", None), ("GET", "/openapi.json", None),
         ("GET", "/", None), ("GET", "/docs", None), ("GET", "/static/console.js", None),
     ],
