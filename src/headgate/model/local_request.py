@@ -16,7 +16,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z._-]{1,253})(:[0-9]{1,5})?", re.ASCII)
 # What a proxy adds: whoever asked it may be anywhere.
-_FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via")
+_FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"))
+_TELLING = _FORWARDED | {b"host", b"origin"}
 
 
 def why_foreign(headers: Headers, hosts: Collection[str], *, by_proxy: bool) -> str | None:
@@ -24,22 +25,20 @@ def why_foreign(headers: Headers, hosts: Collection[str], *, by_proxy: bool) -> 
 
     `by_proxy` takes those that a proxy passed on.
     """
-    given: list[str] = []
-    origins: list[str] = []
-    for name, value in headers:
-        if name == b"host":
-            given.append(value.decode("latin-1"))
-        elif name == b"origin":
-            origins.append(value.decode("latin-1"))
-        elif not by_proxy and name in _FORWARDED:
-            return f"it came through a proxy ({name.decode()})"
+    telling = [header for header in headers if header[0] in _TELLING]
+    given = [value.decode("latin-1") for name, value in telling if name == b"host"]
+    if len(telling) > len(given) and not by_proxy:
+        proxied = next((name.decode() for name, _ in telling if name in _FORWARDED), None)
+        if proxied is not None:
+            return f"it came through a proxy ({proxied})"
     if len(given) != 1:
         return "it has no Host header" if not given else "it has several Host headers"
     host = host_name(given[0])
     if host is None or not (is_local_name(host) or host in hosts):
         return f"its Host header {given[0][:60]!r} is not a name of this machine"
-    if any(_authority(origin) != given[0].lower() for origin in origins):
-        return f"it was made by a page of {origins[0][:60]!r}"
+    for name, value in telling:
+        if name == b"origin" and _authority(value.decode("latin-1")) != given[0].lower():
+            return f"it was made by a page of {value.decode('latin-1')[:60]!r}"
     return None
 
 
