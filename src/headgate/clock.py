@@ -25,6 +25,15 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
+def has_utc(at: datetime) -> bool:
+    """Whether UTC has this time: 0001-01-01T00:00+01:00 lies before the first year that there is."""
+    try:
+        at.astimezone(UTC)
+    except OverflowError:
+        return False
+    return True
+
+
 def epoch_ns() -> int:
     """The same as nanoseconds since 1970, for the times of spans."""
     return time.time_ns()

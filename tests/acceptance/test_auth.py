@@ -153,6 +153,14 @@ def test_publishing_bound_to_sources(http: httpx.Client, url: str, shared_url: s
     cloud = {"ce-specversion": "1.0", "ce-id": "1", "ce-type": "a.b", "ce-source": "bank"}
     assert publish({}, **cloud).status_code == 403
     assert publish({}, **cloud | {"ce-source": "shop.cloud"}).status_code == 202
+    assert publish({}, **cloud | {"ce-source": "%62ank"}).status_code == 403  # as it will be stored
+    structured = {"specversion": "1.0", "id": "1", "type": "a.b", "source": "bank"}
+    inside = structured | {"source": "shop.inside", "id": "2"}
+    for media, body, status in (
+        ("cloudevents+json", structured, 403), ("cloudevents-batch+json", [inside, structured], 403),
+        ("cloudevents+json", inside, 202), ("cloudevents-batch+json", [inside | {"id": "3"}], 202),
+    ):  # fmt: skip
+        assert publish(body, **{"content-type": f"application/{media}"}).status_code == status, (media, status)
     found = rows(shared_url, "select source from headgate.workflow_events where source in ('bank', 'shop.none')")
     assert found == []
 

@@ -225,6 +225,8 @@ def test_the_welcome_of_dev(database_url: str) -> None:
         ("https://shop.example:8080/a@b", "https://shop.example:8080/a@b"),
         ("ERROR: no\nDETAIL:  Failing row contains (pw).\n\nabove", "ERROR: no\nDETAIL: [hidden]\n\nabove"),
         ("a = b, 3:4@5", "a = b, 3:4@5"),
+        ("sent Bearer hg_pw" + "x" * 47 + " to", "sent Bearer hg_[hidden] to"),
+        ("{'secret': 'whsec_pwpwpwpwpwpwpwpwpwpwpw/+abc='}", "{'secret': 'whsec_[hidden]'}"),
     ],
 )
 def test_what_is_hidden(text: str, shown: str) -> None:

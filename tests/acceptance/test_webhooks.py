@@ -240,6 +240,16 @@ def test_strangers_learn_nothing(url: str, admin: Admin, source: str) -> None:
     assert ok(send(url, source, signed("standard", secret, body), body), 202)["status"] == "accepted"
 
 
+@pytest.mark.parametrize("name", ["webhook-id", "webhook-timestamp", "webhook-signature", "x-hub-signature-256"])
+def test_a_header_that_came_twice_is_believed_neither_time(url: str, admin: Admin, source: str, name: str) -> None:
+    body = b'{"type": "a.b"}'
+    headers = {"x-hub-signature-256": "sha256=00"} | signed("standard", admin.set(source, "standard"), body)
+    doubled = [("content-type", "application/json"), *headers.items(), (name, headers[name])]
+    answer = _http.post(f"{url}/v1/webhooks/{source}", content=body, headers=doubled)
+    assert answer.status_code == 401 and admin.events(source) == []
+    assert ok(send(url, source, headers, body), 202)["status"] == "accepted"
+
+
 def test_no_token_for_senders_but_for_operators(url: str, admin: Admin, source: str, shared_url: str) -> None:
     made = run("token", "create", f"reader-{source}", "--scope", "read", env={"HEADGATE_DATABASE_URL": shared_url})
     reader = {"authorization": f"Bearer {made.stdout.strip()}"}

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 
-from headgate.errors import Conflict, Forbidden, HeadgateError, InvalidInput, NotFound, Unauthorized, Unavailable
+from headgate.errors import (
+    Conflict,
+    Forbidden,
+    HeadgateError,
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    Unauthorized,
+    Unavailable,
+)
 from headgate.flow import access as module
-from headgate.flow import control
+from headgate.flow import control, strangers
 from headgate.flow.access import Access
-from headgate.model.token import Scope
+from headgate.model.token import Scope, secret_of
 from headgate.settings import Settings
 from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 
 ON = Settings(auth="on")
+HERE = [(b"host", b"127.0.0.1:8700")]
 
 
 async def create(database: Database, name: str = "ci", scopes: tuple[Scope, ...] = ("read",), **more: Any) -> str:
@@ -43,7 +54,7 @@ async def refusal(access: Access, authorization: str | None, needed: Scope = "re
 async def test_when_it_is_open(database: Database, settings: Settings, before: bool, after: bool) -> None:
     async def is_open() -> bool:
         try:
-            return await Access(settings, database).check(None, "admin") is None
+            return await Access(settings, database).check(None, "admin", HERE) is None
         except Unauthorized:
             return False
 
@@ -56,9 +67,9 @@ async def test_when_it_is_open(database: Database, settings: Settings, before: b
 
 async def test_the_door_closes_within_the_kept_time(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     access = Access(Settings(), database)
-    assert await access.check(None, "admin") is None
+    assert await access.check(None, "admin", HERE) is None
     await create(database)
-    assert await access.check(None, "admin") is None  # kept, for a second
+    assert await access.check(None, "admin", HERE) is None  # kept, for a second
     monkeypatch.setattr(access, "_open_until", 1e-9)
     await refusal(access, None)
 
@@ -132,7 +143,7 @@ async def test_a_database_that_is_away(database: Database, monkeypatch: pytest.M
     monkeypatch.setattr(module.tokens, "is_any", away)
     for _ in range(3):
         assert await access.check(f"Bearer {secret}", "read") is not None
-        assert await open_access.check(None, "read") is None
+        assert await open_access.check(None, "read", HERE) is None
     await refusal(access, f"Bearer {secret}", "admin")
     for _ in range(2):
         with pytest.raises(Unavailable):
@@ -204,3 +215,62 @@ async def test_a_use_that_cannot_be_noted_refuses_nobody(database_url: str, lock
         assert principal is not None and principal.name == "ci"
     finally:
         await hasty.close()
+
+
+async def test_strangers_do_not_hold_up_those_who_are_known(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tokens are invented, a few are looked up at once, and the rest is turned away."""
+    secret = await create(database)
+    access = Access(ON, database)
+    await access.check(f"Bearer {secret}", "read")
+    by_hash, go_on, most, now = module.tokens.by_hash, asyncio.Event(), 0, 0
+    known = module.secret_hash(secret)
+
+    async def slow(connection: Connection, hashed: bytes) -> Any:
+        nonlocal most, now
+        if hashed != known:
+            now += 1
+            most = max(most, now)
+            await go_on.wait()
+            now -= 1
+        return await by_hash(connection, hashed)
+
+    monkeypatch.setattr(module.tokens, "by_hash", slow)
+    monkeypatch.setattr(module, "KEEP_SECONDS", -1)
+    invented = [secret_of(f"{i:043}") for i in range(300)]
+    asking = [asyncio.create_task(access.check(f"Bearer {one}", "read")) for one in invented]
+    for _ in range(5):
+        assert await access.check(f"Bearer {secret}", "read") is not None
+    go_on.set()
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    kinds = [type(answer) for answer in answers]
+    assert 0 < most <= strangers.AT_ONCE
+    assert set(kinds) == {Unauthorized, Overloaded}
+    assert kinds.count(Unauthorized) == strangers.AT_ONCE + strangers.MAX_WAITING
+
+
+async def test_invented_tokens_do_not_make_us_forget_others(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_KEPT", 5)
+    secret = await create(database)
+    access = Access(ON, database)
+    await access.check(f"Bearer {secret}", "read")
+    for i in range(23):
+        await refusal(access, f"Bearer {secret_of(f'{i:043}')}")
+    assert module.secret_hash(secret) in access._kept and len(access._kept) <= 5
+
+
+async def test_nobody_without_a_token_learns_where_the_database_is() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        unused_port = free.getsockname()[1]
+    away = Database(f"postgresql://someone@127.0.0.1:{unused_port}/x", "api", size=1)
+    try:
+        for access in (Access(ON, away), Access(Settings(), away)):
+            with pytest.raises(Unavailable) as caught:
+                await access.check(f"Bearer {secret_of('0' * 43)}", "read", HERE)
+            assert str(unused_port) not in str(caught.value) and "127.0.0.1" not in str(caught.value)
+    finally:
+        await away.close()

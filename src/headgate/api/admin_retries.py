@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 
 from headgate.api.routes import Query, Route, Services, parameters
+from headgate.clock import has_utc
 from headgate.errors import FieldError, InvalidInput
 from headgate.model.retry import RETRY_STATES, RetryState
 from headgate.store import held_deliveries, held_steps, ingress_retries
@@ -160,7 +161,7 @@ def _from_cursor(cursor: str | None) -> tuple[datetime | None, uuid.UUID] | None
     try:
         text = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4))
         at, row_id = msgspec.json.decode(text, type=tuple[datetime | None, uuid.UUID])
-        if at is not None and at.tzinfo is None:
+        if at is not None and (at.tzinfo is None or not has_utc(at)):
             raise ValueError("tampered")
     except (ValueError, binascii.Error) as exc:
         raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "is not one of ours")]) from exc

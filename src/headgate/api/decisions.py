@@ -37,7 +37,7 @@ async def list_decisions(request: Request, services: Services) -> DecisionPage:
 def _place(cursor: str | None) -> int | None:
     if cursor is None:
         return None
-    if not (cursor.isascii() and cursor.isdigit() and int(cursor[:20]) <= _MAX_ID):
+    if not (len(cursor) <= 20 and cursor.isascii() and cursor.isdigit() and int(cursor) <= _MAX_ID):
         raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "is not one of ours")])
     return int(cursor)
 

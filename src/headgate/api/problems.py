@@ -31,9 +31,13 @@ TITLES = {
     415: "Unsupported media type",
     422: "Invalid input",
     429: "Too many requests",
+    431: "Request header fields too large",
     500: "Internal error",
     503: "Unavailable",
 }
+
+# Of every answer: what the API says is for whoever asked, and is never a page.
+HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 _CHALLENGE = 'Bearer realm="headgate"'
 
@@ -61,7 +65,7 @@ class ProblemBody(msgspec.Struct, omit_defaults=True):
 
 def response(exc: Exception) -> Response:
     """The answer to an exception; one that we did not foresee is logged and says nothing of the inside."""
-    headers = {"cache-control": "no-store"}
+    headers = dict(HEADERS)
     errors: list[FieldError] = getattr(exc, "errors", [])
     match exc:
         case Problem():

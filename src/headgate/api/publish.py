@@ -50,7 +50,7 @@ async def answer(services: Services, scope: Scope, receive: Receive) -> Response
 async def _answer(services: Services, scope: Scope, receive: Receive, traced: traces.Request | None = None) -> Response:
     try:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        principal = await services.access.check(headers.get("authorization"), "publish")
+        principal = await services.access.check(headers.get("authorization"), "publish", scope["headers"])
         body = await read_body(receive, headers, services.settings.max_body_bytes)
         events, is_batch = _parse(services, headers, body)
         if principal is not None:

@@ -12,7 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.problems import Problem
+from headgate.api.problems import HEADERS, Problem
+from headgate.clock import has_utc
 from headgate.errors import FieldError, InvalidInput
 from headgate.flow.access import Access
 from headgate.flow.health import Exposition, Snapshots
@@ -103,7 +104,7 @@ def _typed(query: Query, text: str) -> Any:
     if query.choices and text not in query.choices:
         raise ValueError(f"must be one of {', '.join(query.choices)}")
     if query.type == "integer":
-        if not text.isascii() or not text.isdigit() or not 1 <= int(text[:20]) <= MAX_PAGE:
+        if len(text) > 20 or not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_PAGE:
             raise ValueError(f"must be a whole number from 1 to {MAX_PAGE}")
         return int(text)
     if query.type == "uuid":
@@ -118,6 +119,8 @@ def _typed(query: Query, text: str) -> Any:
             raise ValueError("must be an RFC 3339 time such as 2026-01-31T09:30:00Z") from exc
         if parsed.tzinfo is None:
             raise ValueError("must have a time zone, as in 2026-01-31T09:30:00Z")
+        if not has_utc(parsed):
+            raise ValueError("must lie in the years 1 to 9999")
         return parsed
     return text
 
@@ -131,4 +134,4 @@ def path_uuid(request: Request, name: str) -> uuid.UUID:
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return Response(msgspec.json.encode(value), status, HEADERS, media_type="application/json")

@@ -27,6 +27,7 @@ from headgate.api import (
     admin_triggers,
     admin_webhooks,
     bodies,
+    connections,
     decisions,
     events,
     health,
@@ -181,7 +182,7 @@ class Server:
         self.port: int = listening.getsockname()[1]
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+                app, http=connections.Connection, ws="none", lifespan="off", log_config=None, access_log=False,
                 server_header=False, date_header=False, proxy_headers=False, timeout_keep_alive=75,
                 timeout_graceful_shutdown=10,
             )
@@ -264,7 +265,9 @@ def _endpoint(route: Route, services: Services) -> Any:
     async def answer(request: Request) -> Response:
         try:
             if route.scope != "public":
-                principal = await services.access.check(request.headers.get("authorization"), route.scope)
+                principal = await services.access.check(
+                    request.headers.get("authorization"), route.scope, request.headers.raw
+                )
                 bodies.set_principal(request, principal)
             if any("\x00" in value for value in request.path_params.values()):
                 raise NotFound("nothing has the character U+0000 in its name")
@@ -272,8 +275,7 @@ def _endpoint(route: Route, services: Services) -> Any:
         except Exception as exc:
             result = problems.response(exc)
         response = result if isinstance(result, Response) else json_response(result)
-        response.headers["cache-control"] = "no-store"
-        response.headers["x-content-type-options"] = "nosniff"
+        response.headers.update(problems.HEADERS)
         metrics.answered(route.path, response.status_code)
         return response
 

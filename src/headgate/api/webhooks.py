@@ -21,6 +21,11 @@ from headgate.model.webhook import SIGNATURE_HEADERS, Webhook, refusal
 
 _UNSIGNED = "no webhook takes this request: its signature does not hold; the log of the server says why"
 
+# Given twice, what was signed and what is believed could be two things: something on the way may have added one.
+_ONCE = [
+    name.encode()
+    for name in (*SIGNATURE_HEADERS.values(), "webhook-id", "webhook-timestamp", "x-github-delivery", "x-github-event")
+]
 # What the log says of a request that cannot be stored; the sender is told more, the log never what was sent.
 _REASONS = {
     400: "not_readable", 408: "too_slow", 413: "too_large", 415: "content_type", 422: "not_an_event",
@@ -34,6 +39,8 @@ async def receive_webhook(request: Request, services: Services) -> Response:
     webhook: Webhook | None = None
     try:
         webhook = await services.webhooks.find(source)
+        if any(sum(name == given for given, _ in request.scope["headers"]) > 1 for name in _ONCE):
+            return _unsigned(services, source, webhook, "repeated_header")
         if not any(name in headers for name in SIGNATURE_HEADERS.values()):  # nobody makes us read a body for nothing
             return _unsigned(services, source, webhook, "missing_signature")
         body = await publish.read_body(request.receive, headers, services.settings.max_body_bytes)

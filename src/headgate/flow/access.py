@@ -2,16 +2,20 @@
 
 Answers of the database are kept for a second: a revoked or expired token is refused everywhere after that, and a busy
 publisher costs one look a second. While the database cannot be reached, its last answer stands; without one, nobody
-passes.
+passes. Tokens that nobody knows are looked up a few at a time, whatever their number.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Collection
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from headgate.errors import Forbidden, HeadgateError, Unauthorized, Unavailable
+from headgate.errors import Forbidden, HeadgateError, Overloaded, Unauthorized, Unavailable
+from headgate.flow.strangers import Strangers
+from headgate.model.local_request import Headers, why_foreign
 from headgate.model.token import Scope, Token, allows, secret_hash
 from headgate.model.trigger import compile_pattern
 from headgate.settings import Settings
@@ -52,14 +56,22 @@ class Access:
         self._is_off = settings.auth == "off"
         # On loopback, whoever reaches the API is on this machine: it is open until the first token is made.
         self._may_be_open = settings.auth == "auto" and settings.is_loopback
+        self._hosts = _hosts(settings)
         self._open_until = 0.0
         self._kept: dict[bytes, _Kept] = {}
+        self._strangers = Strangers()
 
-    async def check(self, authorization: str | None, needed: Scope) -> Principal | None:
-        """Unauthorized without a token that holds, Forbidden when it lacks the scope."""
+    async def check(self, authorization: str | None, needed: Scope, headers: Headers = ()) -> Principal | None:
+        """Unauthorized without a token that holds, Forbidden when it lacks the scope.
+
+        Where no token is needed, `headers` must show that the request was made on this machine.
+        """
+        foreign = None
         if self._is_off or (self._may_be_open and await self._is_open()):
-            return None
-        principal = await self._principal(authorization)
+            foreign = why_foreign(headers, self._hosts, by_proxy=self._is_off)
+            if foreign is None:
+                return None
+        principal = await self._principal(authorization, foreign)
         if not allows(principal.scopes, needed):
             has = ", ".join(principal.scopes)
             raise Forbidden(f"this needs the scope {needed}; the token {principal.name} has {has}", needed)
@@ -77,9 +89,9 @@ class Access:
         try:
             async with self._database.connection() as connection:
                 has_tokens = await tokens.is_any(connection)
-        except Unavailable:
+        except Unavailable as exc:
             if not self._open_until:
-                raise
+                raise _cannot_be_asked() from exc
             return True  # as it was when the database could last be asked
         if has_tokens:
             self._may_be_open = False  # for good: a token that was made is never deleted
@@ -87,9 +99,10 @@ class Access:
         self._open_until = now + KEEP_SECONDS
         return True
 
-    async def _principal(self, authorization: str | None) -> Principal:
+    async def _principal(self, authorization: str | None, foreign: str | None) -> Principal:
         if not authorization:
-            raise Unauthorized(f"a token is needed; {_HOW}")
+            why = f", since {foreign}" if foreign else ""
+            raise Unauthorized(f"a token is needed{why}; {_HOW}")
         scheme, _, secret = authorization.partition(" ")
         hashed = secret_hash(secret.strip()) if scheme.lower() == "bearer" else None
         if hashed is None:
@@ -98,23 +111,30 @@ class Access:
         kept = self._kept.get(hashed)
         if kept is None or kept.until < now:
             if len(self._kept) >= MAX_KEPT:
-                self._kept.clear()
+                self._make_room()
             kept = _Kept(now + KEEP_SECONDS, asyncio.create_task(self._look(hashed, _last(kept))))
             kept.looking.add_done_callback(_seen)
             self._kept[hashed] = kept
         try:
             return await asyncio.shield(kept.looking)  # others may wait for the same answer
-        except HeadgateError as exc:
-            if not isinstance(exc, Unauthorized):  # the database could not be asked
-                self._kept.pop(hashed, None)
+        except Unauthorized:
             raise
+        except HeadgateError as exc:
+            self._kept.pop(hashed, None)
+            raise exc if isinstance(exc, Overloaded) else _cannot_be_asked() from exc
+
+    def _make_room(self) -> None:
+        """Those that did not hold go first: whoever invents tokens does not make us forget the others."""
+        holding = {hashed: kept for hashed, kept in self._kept.items() if _last(kept) is not None}
+        self._kept = holding if len(holding) < MAX_KEPT else {}
 
     async def _look(self, hashed: bytes, last: Principal | None) -> Principal:
+        if last is None:
+            async with self._strangers.turn():
+                return await self._read(hashed)
         try:
             return await self._read(hashed)
         except Unavailable:
-            if last is None:
-                raise
             return last  # nothing can be changed or read meanwhile but what this process itself knows, such as metrics
 
     async def _read(self, hashed: bytes) -> Principal:
@@ -132,6 +152,18 @@ class Access:
                 async with self._database.connection() as connection:
                     await tokens.note_use(connection, found.token.id)
         return Principal(found.token)
+
+
+def _hosts(settings: Settings) -> Collection[str]:
+    """What the operator calls this API, beside the names that every machine has."""
+    with contextlib.suppress(ValueError):
+        return {settings.host.lower(), (urlsplit(settings.url).hostname or "").lower()} - {""}
+    return {settings.host.lower()}
+
+
+def _cannot_be_asked() -> Unavailable:
+    """Whoever has not shown a token learns nothing about the database, such as its address."""
+    return Unavailable("tokens cannot be checked right now: the database cannot be asked")
 
 
 def _last(kept: _Kept | None) -> Principal | None:

@@ -8,10 +8,12 @@ be stored anyway, and senders come again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import NamedTuple
 
-from headgate.errors import Conflict, HeadgateError, Unavailable
+from headgate.errors import Conflict, HeadgateError, Overloaded, Unavailable
 from headgate.flow.ingest import Accepted, Ingest
+from headgate.flow.strangers import Strangers
 from headgate.model.event import NewEvent, is_name
 from headgate.model.webhook import Webhook
 from headgate.store import events
@@ -40,6 +42,7 @@ class Webhooks:
         self._database = database
         self._ingest = ingest
         self._kept: dict[str, _Kept] = {}
+        self._strangers = Strangers()
         self._quiet: dict[tuple[str | None, str], tuple[float, int]] = {}
 
     async def find(self, source: str) -> Webhook | None:
@@ -50,15 +53,24 @@ class Webhooks:
         kept = self._kept.get(source)
         if kept is None or kept.until < now:
             if len(self._kept) >= MAX_KEPT:
-                self._kept.clear()
-            kept = _Kept(now + KEEP_SECONDS, asyncio.create_task(self._read(source)))
+                self._make_room()
+            is_known = kept is not None and _found(kept.reading)
+            kept = _Kept(now + KEEP_SECONDS, asyncio.create_task(self._read(source, is_known)))
             kept.reading.add_done_callback(_seen)
             self._kept[source] = kept
         try:
             return await asyncio.shield(kept.reading)  # others may wait for the same answer
-        except HeadgateError:
+        except HeadgateError as exc:
             self._kept.pop(source, None)
-            raise
+            if isinstance(exc, Overloaded):
+                raise
+            # Whoever has shown no signature learns nothing about the database, such as its address.
+            raise Unavailable("webhooks cannot be checked right now: the database cannot be asked") from exc
+
+    def _make_room(self) -> None:
+        """Sources without a webhook go first: whoever invents names does not make us forget the others."""
+        known = {source: kept for source, kept in self._kept.items() if _found(kept.reading)}
+        self._kept = known if len(known) < MAX_KEPT else {}
 
     def forget(self) -> None:
         """Look again at the next request: webhooks have changed."""
@@ -95,9 +107,15 @@ class Webhooks:
         scheme = webhook.config.scheme if webhook is not None else None
         _log.warning("webhook.refused", source=shown, scheme=scheme, reason=reason, untold=untold)
 
-    async def _read(self, source: str) -> Webhook | None:
-        async with self._database.connection() as connection:
+    async def _read(self, source: str, is_known: bool) -> Webhook | None:
+        turn = contextlib.nullcontext() if is_known else self._strangers.turn()
+        async with turn, self._database.connection() as connection:
             return await store.get(connection, source)
+
+
+def _found(reading: asyncio.Task[Webhook | None]) -> bool:
+    """Whether there was a webhook."""
+    return reading.done() and not reading.cancelled() and not reading.exception() and reading.result() is not None
 
 
 def _seen(done: asyncio.Task[Webhook | None]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
+from headgate.clock import has_utc
 from headgate.errors import FieldError, InvalidInput
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -34,9 +36,14 @@ _WORDS = {
 def convert(plain: Any, kind: type[T], message: str) -> T:
     """`plain` as `kind`: no conversion between types. InvalidInput names the field."""
     try:
-        return msgspec.convert(plain, kind)
+        found = msgspec.convert(plain, kind)
     except msgspec.ValidationError as exc:
         raise InvalidInput(message, [field_error(str(exc), kind)]) from exc
+    times = [name for name in kind.__struct_fields__ if isinstance(getattr(found, name), datetime)]
+    wrong = [FieldError(name, "must lie in the years 1 to 9999") for name in times if not has_utc(getattr(found, name))]
+    if wrong:
+        raise InvalidInput(message, wrong)
+    return found
 
 
 def field_error(message: str, kind: type[msgspec.Struct]) -> FieldError:

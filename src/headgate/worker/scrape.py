@@ -77,10 +77,11 @@ class _Server:
             challenge = 'www-authenticate: Bearer realm="headgate"\r\n' if status.startswith("401") else ""
             writer.write(
                 f"HTTP/1.1 {status}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n"
-                f"{challenge}connection: close\r\n\r\n".encode()
+                f"{challenge}x-content-type-options: nosniff\r\nconnection: close\r\n\r\n".encode()
                 + body
             )
-            await writer.drain()
+            async with asyncio.timeout(HEAD_SECONDS):
+                await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # a scraper that says nothing, too much, or went away gets no answer
         finally:
@@ -94,10 +95,11 @@ class _Server:
 
     async def _metrics(self, head: bytes) -> tuple[str, bytes]:
         """The metrics, for whoever may read them: the same tokens as at the API."""
-        lines = (line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:])
-        headers = {name.strip().lower(): value.strip() for name, _, value in lines}
+        lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
+        headers = [(name.strip().lower(), value.strip()) for name, _, value in lines]
+        authorization = dict(headers).get(b"authorization", b"").decode("latin-1")
         try:
-            await self._access.check(headers.get("authorization"), "read")
+            await self._access.check(authorization, "read", headers)
         except Unauthorized as exc:
             return "401 Unauthorized", f"{exc}\n".encode()
         except Forbidden as exc:

@@ -1,0 +1,111 @@
+"""What a connection may make us hold before anyone knows who it is, and for how long.
+
+The server below keeps whatever comes until a request's head is complete (64 MB of headers cost it 700 MB), waits for it
+without end, and goes on reading a body whose request is long answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headgate.api import problems
+from headgate.api.problems import Problem
+from headgate.telemetry import metrics
+
+MAX_HEAD_BYTES = 32 * 1024
+# For a head to be complete, and for the rest of a body that nobody waits for.
+PATIENCE_SECONDS = 20
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. A head that is too large gets 431; one that is not complete in time, and silence, the end."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._is_in_head = False
+        self._is_in_message = False
+        self._is_too_large = False
+        # What came since the parser last made something of it: the beginning of a head, of a chunk's or of a trailer.
+        self._unread_bytes = 0
+        self._is_read = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._is_read = False
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        self._unread_bytes = 0 if self._is_read else self._unread_bytes + len(data)
+        if self._unread_bytes > MAX_HEAD_BYTES:
+            self._is_too_large = True
+            self.send_400_response("")
+        elif self._is_in_head and self._timer is None:
+            self._start_timer()
+
+    def on_message_begin(self) -> None:
+        self._is_read = self._is_in_head = self._is_in_message = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:
+            raise ValueError("trailers are not taken")  # they would be added to headers that were checked already
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_read = True
+        self._stop_timer()
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._is_too_large = True
+            raise ValueError("the head is too large")  # the parser stops, and the server calls `send_400_response`
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._is_read = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_read, self._is_in_message = True, False
+        self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_in_message and self._timer is None:
+            self._start_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """What cannot be read is refused by the server; a head that is too large by us."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and (cycle.response_started or self._is_in_head):
+            self.transport.close()  # whoever waits for the answer to an earlier request would take this one for it
+        elif not self._is_too_large:
+            super().send_400_response(msg)
+        else:
+            metrics.answered(metrics.OTHER, 431)
+            text = f"the address and the headers are larger than {MAX_HEAD_BYTES} bytes"
+            body = bytes(problems.response(Problem(431, text)).body)
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/problem+json\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
+            )
+            self.transport.close()
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(PATIENCE_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
