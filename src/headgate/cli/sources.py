@@ -7,9 +7,10 @@ from urllib.parse import quote
 
 import click
 
-from headgate.cli.output import client, json_option, print_json, print_table, short_duration, short_rate, short_time
+from headgate.cli.output import client, json_option, print_json, print_table, short_time
 from headgate.cli.pauses import parsed, pause_body, pause_options
 from headgate.model import units
+from headgate.model.units import written_duration, written_rate
 
 
 @click.group()
@@ -87,8 +88,8 @@ def _path(source: str, verb: str) -> str:
 def _limit(source: dict[str, Any]) -> str:
     if source["limit"] is None:
         return "no limit"
-    text = short_rate(source["limit"], source["interval_ms"])
-    return f"{text}, pause {short_duration(source['pause_ms'])}" if source["pause_ms"] else text
+    text = written_rate(source["limit"], source["interval_ms"])
+    return f"{text}, pause {written_duration(source['pause_ms'])}" if source["pause_ms"] else text
 
 
 def _state(source: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from headgate.model.retry import RetryPolicy, RetryState, next_attempt_at, why_g
 from headgate.model.run import ClaimedRun
 from headgate.model.template import TemplateError
 from headgate.model.trigger import NO_KEYS, CompiledTrigger, Keys
+from headgate.model.units import written_rate
 from headgate.store.deliveries import Decided
 from headgate.store.trigger_gates import LockedTrigger, Slots
 
@@ -179,7 +180,7 @@ def _why_wait(board: Board, candidate: Candidate, is_newcomer: bool) -> Wait | N
             message = "waits behind earlier deliveries of the same trigger"
             return Wait("throttle", message, {"throttle": {"behind": board.lines[candidate.trigger_id]}})
         if limit is not None and gate.room(board.now) == 0:
-            message = f"over the throttle of {limit.limit} per {limit.interval_ms} ms"
+            message = f"over the throttle of {written_rate(limit.limit, limit.interval_ms)}"
             return Wait("throttle", message, {"throttle": {"count": limit.limit, "window_ms": limit.interval_ms}})
     most = candidate.trigger.trigger.max_concurrency
     if candidate.slot is None or most is None:

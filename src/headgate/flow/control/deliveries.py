@@ -63,7 +63,9 @@ async def change_deliveries(
     return changed
 
 
-async def _change_waiting(connection: Connection, *, delivery_id: uuid.UUID, actor: str, verb: RetryVerb) -> HeldDelivery:
+async def _change_waiting(
+    connection: Connection, *, delivery_id: uuid.UUID, actor: str, verb: RetryVerb
+) -> HeldDelivery:
     known = await held_deliveries.get(connection, delivery_id)
     if known is None:
         raise NotFound(f"no delivery {delivery_id}")
