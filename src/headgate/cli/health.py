@@ -23,7 +23,7 @@ _NEXT_STEPS = {
     "ingress_stalled": "start more workers: headgate worker APP",
     "triggers_stalled": "start more workers: headgate worker APP",
     "runs_stalled": "start more workers: headgate worker APP",
-    "dead_letters_growing": "headgate dlq list --kind {}",
+    "dead_letters_growing": "headgate dlq list --kind {0}; once it is mended: headgate dlq replay --kind {0}",
     "no_worker": "start one: headgate worker APP",
     "workflow_unserved": "start a worker whose APP has {}: headgate worker APP",
     "reconcile_failing": "look for reconcile in the logs of the workers",

@@ -132,6 +132,15 @@ def decide(board: Board, candidates: Sequence[Candidate], *, are_newcomers: bool
     return [_decide(board, candidate, are_newcomers) for candidate in candidates]
 
 
+def given_up(all_decided: Sequence[Decided]) -> list[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]:
+    """The dead letters of those that do not go on by themselves: a person may mend the cause and replay them."""
+    return [
+        (d.id, d.event_id, d.last_error or "", {"attempts": d.retry_attempts})
+        for d in all_decided
+        if d.status in ("failed", "exhausted")
+    ]
+
+
 def _decide(board: Board, candidate: Candidate, is_newcomer: bool) -> Decided:
     done: RetryState = "none" if is_newcomer else "completed"
     if candidate.error is not None:

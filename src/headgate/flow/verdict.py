@@ -135,7 +135,7 @@ def _workers(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
         since = facts.workers.seen_at or (facts.now - timedelta(seconds=waiting) if waiting else None)
         yield _cause("no_worker", level, "workers", text, since)
     for one in facts.unserved:
-        text = f"{one.waiting} runs of {one.workflow} are due and no worker that is alive has its code"
+        text = f"no worker that is alive has the code of {one.workflow}; runs that are due: {one.waiting}"
         yield _cause("workflow_unserved", "degraded", one.workflow, text, one.since)
 
 
