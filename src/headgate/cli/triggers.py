@@ -241,7 +241,7 @@ def _state(trigger: dict[str, Any]) -> str:
     if state["breaker_state"] == "half_open":
         return f"breaker half open, run {state['probe_run_id']} is the trial: {state['breaker_reason']}"
     if state["breaker_state"] == "open":
-        return f"breaker open until {short_time(state['breaker_until'])} UTC: {state['breaker_reason']}"
+        return f"breaker open, trial from {short_time(state['breaker_until'])} UTC on: {state['breaker_reason']}"
     return "active"
 
 
