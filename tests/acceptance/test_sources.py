@@ -149,7 +149,7 @@ def test_a_limit_holds_what_is_over_it_and_says_until_when(server: str, source: 
     etas = [row["eta_seconds"] for row in rows]
     assert etas == sorted(etas) and 0 < etas[0] <= HOUR_MS / 1000 * 1.1 and etas[2] > etas[0]
     assert all(row["next_attempt_at"] and row["attempts"] == 1 and row["kind"] == "events" for row in rows)
-    assert "over the limit of 2 per 3600000 ms" in rows[0]["last_error"]
+    assert "over the limit of 2/h" in rows[0]["last_error"]
     eventually(lambda: launched(server, ids) == ids[:2], "the first two launch")
     seen = known(server, source)
     assert seen and seen["waiting"] == 3 and seen["next_attempt_at"] == rows[0]["next_attempt_at"]

@@ -209,3 +209,21 @@ def test_a_verdict_is_readable_at_80_columns(database_url: str) -> None:
     assert "see: docs/operations/event-scheduler.md#source-paused" in cause
     assert any("no_worker" in text and "headgate worker APP" in text for text in paragraphs)
     assert reason in piped.stdout  # a pipe gets whole lines
+
+
+def test_lists_are_whole_at_80_columns(database_url: str) -> None:
+    with api(database_url) as (_, url), Client(url) as client:
+        client.publish("order.created", source="shop.e", payload={"text": "x" * 50}, id="order-" + "7" * 30)
+        event_id = client.request("GET", "/v1/events")["events"][0]["id"]
+        client.request("POST", "/admin/sources/shop.e/pause", {"reason": "the shop is moving house " * 3})
+        for command in (("events", "list"), ("sources", "list"), ("audit", "list")):
+            with terminal(*command, HEADGATE_URL=url) as shown:
+                status, drawn = shown.wait()
+            lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn).replace("\r", "").split("\n")
+            assert status == 0 and all(len(line) <= 80 for line in lines), lines
+            told = " ".join(" ".join(lines).split())
+            assert "shop.e" in told
+            if command[0] == "events":
+                assert event_id in told and "order-" + "7" * 30 in told
+            else:
+                assert "moving house" in told

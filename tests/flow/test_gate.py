@@ -96,7 +96,7 @@ async def test_over_the_limit_is_held_with_its_slot_and_reason(
     assert {(row["retry_state"], row["attempts"], row["reason"], row["source"]) for row in rows} == {
         ("scheduled", 1, "rate_limit", "noisy")
     }
-    assert rows[0]["last_error"] == "over the limit of 10 per 1000 ms"
+    assert rows[0]["last_error"] == "over the limit of 10/s"
     assert rows[0]["next_attempt_at"] > clock.now + timedelta(milliseconds=999)
     gaps = [b["next_attempt_at"] - a["next_attempt_at"] for a, b in itertools.pairwise(rows)]
     assert min(gaps) >= timedelta(milliseconds=100)
@@ -302,7 +302,7 @@ async def test_the_breaker_opens_holds_probes_and_closes(
         await publish(connection, "bad", "noisy")
     await worker.turn()
     row = await connection.fetchrow("select * from headgate.event_scheduler_sources where source = 'noisy'")
-    assert row is not None and row["breaker_state"] == "open" and row["breaker_reason"] == "3 failures within 60000 ms"
+    assert row is not None and row["breaker_state"] == "open" and row["breaker_reason"] == "3 failures within 1m"
     good = await ticks(connection, 4)
     assert (await worker.turn()).held == 4
     await clock.advance(9_000)
@@ -356,6 +356,20 @@ async def test_cancelled_is_never_launched(
         await control.cancel_event(database, uuid.UUID(ids[2]), "ann")
     story = await explain(connection, ids[1])
     assert story.decisions[-1].decision == "cancelled"
+
+
+async def test_a_pause_without_an_end_is_explained_without_a_time(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    await control.pause(database, "noisy", reason="stocktaking", actor="ann")
+    (event_id,) = await ticks(connection, 1)
+    await worker.turn()
+    story = await explain(connection, event_id)
+    assert story.summary == "held, waits for its source to be resumed: paused by ann: stocktaking"
+    await control.pause(database, "noisy", duration_ms=60_000, reason="stocktaking", actor="ann")
+    await worker.turn()
+    story = await explain(connection, event_id)
+    assert story.summary == "held, to go on at 2026-06-01 12:01:00 UTC: paused by ann: stocktaking"
 
 
 async def test_too_many_refused_attempts_are_given_up_as_a_dead_letter(

@@ -179,6 +179,7 @@ async def test_paused_and_broken_triggers(database: Database, connection: Connec
         await connection.execute(f"update headgate.event_scheduler_triggers set {state}")
         found = await cause(connection, code)
         assert found and (found.severity, found.subject, found.since) == ("degraded", str(trigger_id), clock.now)
+        assert found.message.startswith("tick/code: ")
         await connection.execute("update headgate.event_scheduler_triggers set paused_at = null")
         assert await cause(connection, "trigger_paused") is None
     assert await gauge(database, "headgate_open_breakers", kind="trigger") == 1

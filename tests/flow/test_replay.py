@@ -214,6 +214,27 @@ async def test_a_delivery_is_judged_by_the_current_trigger(
         await control.replay_letter(database, letter.id, "ann", force=True)
 
 
+async def test_a_delivery_whose_template_failed_is_launched_once_the_template_is_mended(
+    database: Database, connection: Connection, clock: Clock
+) -> None:
+    worker = TriggerWorker(database)
+    trigger_id = await make_trigger(database, parameter_template={"n": "{{ event.payload.missing }}"})
+    event_id = await publish(connection, "tick", "shop", n=7)
+    await worker.turn()
+    [letter] = await letters(connection, kind="delivery", trigger_id=trigger_id)
+    assert str(letter.event_id) == event_id and "event.payload.missing" in letter.reason
+    await control.replay_letter(database, letter.id, "ann")
+    await worker.turn()
+    [again] = await letters(connection, kind="delivery", trigger_id=trigger_id)  # the template is as it was
+    assert again.id != letter.id and again.subject_id == letter.subject_id
+    await control.update_trigger(database, trigger_id, {"parameter_template": {"n": "{{ event.payload.n }}"}}, "ann")
+    assert (await control.replay_letter(database, again.id, "ann")).into == again.subject_id
+    await worker.turn()
+    runs = await connection.fetch("select parameters from headgate.workflow_runs")
+    assert [row["parameters"] for row in runs] == [{"n": 7}]
+    assert await letters(connection) == []
+
+
 async def test_many_are_replayed_at_a_rate_and_counted_before(
     database: Database, connection: Connection, clock: Clock
 ) -> None:

@@ -50,7 +50,7 @@ async def test_over_the_throttle_is_held_with_its_time_and_reason(
     metadata = rows[0]["retry_metadata"]
     assert metadata["reason"] == "throttle"
     assert metadata["waits_for"] == {"throttle": {"count": 10, "window_ms": 1000}}
-    assert rows[0]["last_error"] == "over the throttle of 10 per 1000 ms"
+    assert rows[0]["last_error"] == "over the throttle of 10/s"
     assert rows[0]["next_attempt_at"] == rows[0]["throttled_until"] > clock.now + timedelta(milliseconds=999)
     gaps = [b["next_attempt_at"] - a["next_attempt_at"] for a, b in itertools.pairwise(rows)]
     assert min(gaps) >= timedelta(milliseconds=100)
@@ -334,7 +334,7 @@ async def test_failing_runs_open_the_breaker_and_one_probe_closes_it(
     assert await statuses(connection) == {"launched": 3, "paused": 4}
     row = (await held(connection))[0]
     assert (row["reason"], row["last_error"]) == (
-        "breaker_open", "the breaker is open: 3 failures within 60000 ms",
+        "breaker_open", "the breaker is open: 3 failures within 1m",
     )  # fmt: skip
 
     await clock.advance(10_100)
@@ -558,6 +558,24 @@ async def test_the_story_of_a_held_delivery(
         ("ingest", "accepted"), ("gate", "allowed"), ("deliver", "throttled"), ("deliver", "rescheduled"),
         ("deliver", "launched"), ("run", "pending"),
     ]  # fmt: skip
+
+
+async def test_a_wait_whose_end_nobody_knows_is_told_as_such(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    trigger_id = await make_trigger(database, max_concurrency=1)
+    ids = await ticks(connection, 2)
+    await worker.turn()
+    story = await explain(connection, ids[1])
+    assert story.decisions[-1].waits_for == "a free slot"
+    assert "waits for a free slot: 1 of 1 slots are in use" in story.summary
+    await control.pause_trigger(database, trigger_id, duration_ms=5000, reason="stocktaking", actor="ann")
+    await worker.turn()
+    assert "waits for" not in (await explain(connection, ids[1])).summary.replace("waits for a free slot", "")
+    await control.pause_trigger(database, trigger_id, reason="stocktaking", actor="ann")
+    await worker.turn()
+    story = await explain(connection, ids[1])
+    assert story.summary.endswith("waits for its trigger to be resumed: paused by ann: stocktaking")
 
 
 async def test_totals_of_a_trigger(

@@ -47,12 +47,14 @@ def test_what_is_shown() -> None:
     shown = text(
         look(
             status="critical", causes=[CAUSE, breaker, CAUSE | {"code": "source_paused"}], paused_sources=[PAUSE],
+            paused_triggers=[PAUSE | {"workflow": "fulfil", "name": "large", "trigger_id": "0198"}],
             retries={"deliveries": waiting},
         )
     )  # fmt: skip
     for line in (
         "critical  headgate at http://x", "runs            3        0       0  7.0s",
         "  deliveries      5  paused 1, throttle 4  (2 overdue)", "  source shop by ann for 60m: moving",
+        "  trigger fulfil/large by ann for 60m: moving",
         "  critical no_worker workers: none was seen", "  degraded f/t: open",
         "  12:00:00 gate    held         shop o-7: paused",
     ):  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.model.units import MAX_DURATION_MS, duration_ms, rate
+from headgate.model.units import MAX_DURATION_MS, duration_ms, rate, written_duration, written_rate
 
 DAY = 86_400_000
 
@@ -116,3 +116,18 @@ def test_rate_of_nothing_is_refused(text: str) -> None:
 def test_rate_with_a_window_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="between 0 and 366 days"):
         rate("5/400d")
+
+
+@given(st.integers(0, MAX_DURATION_MS))
+def test_what_is_written_is_read_as_the_same(ms: int) -> None:
+    assert duration_ms(written_duration(ms)) == ms
+    assert rate(written_rate(7, ms + 1 if ms < MAX_DURATION_MS else ms))[0] == 7
+
+
+@pytest.mark.parametrize(
+    ("count", "window_ms", "text"),
+    [(20, 1000, "20/s"), (500, 60_000, "500/min"), (2, 3_600_000, "2/h"), (20, 10_000, "20/10s"), (1, 1500, "1/1.5s")],
+)
+def test_rates_are_written_as_people_do(count: int, window_ms: int, text: str) -> None:
+    assert written_rate(count, window_ms) == text
+    assert rate(text) == (count, window_ms)

@@ -130,7 +130,8 @@ def path_uuid(request: Request, name: str) -> uuid.UUID:
     try:
         return uuid.UUID(request.path_params[name])
     except ValueError as exc:
-        raise Problem(404, f"no {name.removesuffix('_id')} {request.path_params[name][:60]!r}") from exc
+        what = name.removesuffix("_id").replace("_", " ")
+        raise Problem(404, f"no {what} {request.path_params[name][:60]!r}") from exc
 
 
 def json_response(value: Any, status: int = 200) -> Response:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from headgate.cli.output import client, json_option, print_json, print_table, short_time
+from headgate.cli.output import client, json_option, last_line, plain, print_json, print_table, short_json, short_time
 from headgate.cli.triggers import find_trigger
 from headgate.client import Client
 
@@ -51,7 +51,7 @@ def list_letters(as_json: bool, limit: int, state: str, trigger: str | None, **f
         return
     rows = [
         (one["id"], one["kind"], one["workflow"] or one["source"] or "", short_time(one["created_at"]), _state(one),
-         _last_line(one["reason"]))
+         last_line(one["reason"]))
         for one in page["dead_letters"]
     ]  # fmt: skip
     print_table(("ID", "KIND", "OF", "GIVEN UP", "REPLAY", "REASON"), rows, "No dead letters.")
@@ -69,7 +69,8 @@ def show_letter(letter_id: str, as_json: bool) -> None:
         return
     for field, value in found.items():
         if value is not None and value != {}:
-            click.echo(f"{field:<20}{short_time(value) if field.endswith('_at') else value}")
+            text = value if isinstance(value, str) else short_json(value, 2000)
+            click.echo(f"{field:<20}{plain(short_time(text) if field.endswith('_at') else text)}")
 
 
 @dlq.command("replay")
@@ -135,8 +136,3 @@ def _state(letter: dict[str, Any]) -> str:
     if letter["replayed_at"]:
         return f"{short_time(letter['replayed_at'])} by {letter['replayed_by']}"
     return f"refused: {letter['replay_error']}" if letter["replay_error"] else ""
-
-
-def _last_line(text: str) -> str:
-    lines = text.splitlines()
-    return lines[-1][:80] if lines else ""

@@ -77,19 +77,19 @@ def explain(event_id: str, as_json: bool) -> None:
     if as_json:
         print_json(story)
         return
-    click.echo(f"{story['type']} from {story['source']}, event {story['event_id']}")
+    click.echo(plain(f"{story['type']} from {story['source']}, event {story['event_id']}"))
     rows = [
         (short_time(d.get("at")), d["stage"], d["decision"], d.get("workflow") or "", _why(d))
         for d in story["decisions"]
     ]
     print_table(("AT", "STAGE", "DECISION", "WORKFLOW", "REASON"), rows, "Nothing was decided yet.")
-    click.echo(f"=> {story['summary']}")
+    click.echo(plain(f"=> {story['summary']}"))
 
 
 def _why(decision: dict[str, Any]) -> str:
     parts = [decision.get("reason") or ""]
     if decision.get("until"):
-        parts.append(f"(until {short_time(decision['until'])})")
+        parts.append(f"(next attempt {short_time(decision['until'])})")
     if decision.get("actor") and not parts[0].endswith(f"by {decision['actor']}"):
         parts.append(f"by {decision['actor']}")
     return " ".join(filter(None, parts))

@@ -23,7 +23,7 @@ _NEXT_STEPS = {
     "ingress_stalled": "start more workers: headgate worker APP",
     "triggers_stalled": "start more workers: headgate worker APP",
     "runs_stalled": "start more workers: headgate worker APP",
-    "dead_letters_growing": "headgate dlq list --kind {}",
+    "dead_letters_growing": "headgate dlq list --kind {0}; once it is mended: headgate dlq replay --kind {0}",
     "no_worker": "start one: headgate worker APP",
     "workflow_unserved": "start a worker whose APP has {}: headgate worker APP",
     "reconcile_failing": "look for reconcile in the logs of the workers",
@@ -59,7 +59,8 @@ def _print(found: dict[str, Any]) -> None:
     ]
     click.echo("")
     print_table(("QUEUE", "READY", "DELAYED", "ACTIVE", "OLDEST DUE FOR"), rows, "")
-    click.echo(f"dead letters: {found['dead_letters']['total']}, {found['dead_letters']['last_24h']} in the last 24 h")
+    letters = found["dead_letters"]
+    click.echo(f"dead letters: {letters['total']} ({letters['last_24h']} of the last 24 h)")
 
 
 def _print_cause(cause: dict[str, Any], now: datetime, width: int | None) -> None:
@@ -68,13 +69,21 @@ def _print_cause(cause: dict[str, Any], now: datetime, width: int | None) -> Non
     if cause["since"]:
         age = max(0.0, (now - datetime.fromisoformat(cause["since"])).total_seconds())
         since = f", since {short_time(cause['since'])} ({short_eta(age)})"
-    title = _wrapped(f"{cause['severity']}: {cause['code']} {cause['subject']}{since}", "", width)
+    title = _wrapped(f"{cause['severity']}: {cause['code']} {_whom(cause)}{since}", "", width)
     severity = cause["severity"]
     click.echo(title.replace(severity, click.style(severity, fg=_COLOURS[severity], bold=True), 1))
     click.echo(_wrapped(cause["message"], "  ", width))
     if cause["code"] in _NEXT_STEPS:
-        click.echo(_wrapped(f"do:  {_NEXT_STEPS[cause['code']].format(cause['subject'])}", "  ", width))
+        click.echo(_wrapped(f"do:  {_NEXT_STEPS[cause['code']].format(_whom(cause))}", "  ", width))
     click.echo(_wrapped(f"see: {cause['runbook']}", "  ", width))
+
+
+def _whom(cause: dict[str, Any]) -> str:
+    """Its subject, as commands take it: of a trigger the name, with which its message begins."""
+    if cause["code"] not in ("trigger_paused", "trigger_breaker_open"):
+        return str(cause["subject"])
+    name, separator, _ = cause["message"].partition(": ")
+    return name if separator and "/" in name else str(cause["subject"])
 
 
 def _wrapped(text: str, indent: str, width: int | None) -> str:

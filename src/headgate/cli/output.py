@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import getpass
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import click
 import msgspec
+from rich.cells import cell_len
 
 from headgate import settings
 from headgate.client import Client
+
+# Between two columns; before the lines of a row that follow its first.
+_GAP, _INDENT = "  ", "  "
 
 
 def client() -> Client:
@@ -37,31 +45,46 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
-    """A table; the width is the terminal's, or all that is needed when piped."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+    """A table: one line for each row when piped, as many as it needs on a terminal that is too narrow."""
     if not rows:
         click.echo(empty)
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=10_000)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="ellipsis", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(plain(cell)) for cell in row))
-    lines = [line.rstrip() for line in _rendered(console, table)]
-    click.echo("\n".join(lines))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    lines = table_lines(columns, rows, width)
+    heading, body = lines[0], lines[1:]
+    click.echo("\n".join([*(click.style(line, bold=True) for line in heading), *chain.from_iterable(body)]))
 
 
-def _rendered(console: Any, table: Any) -> list[str]:
-    with console.capture() as capture:
-        console.print(table)
-    text: str = capture.get()
-    return text.splitlines()
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[list[str]]:
+    """The lines of the heading and of each row. Nothing is cut: ids are to be copied, and reasons to be read."""
+    cells = [[plain(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(cell_len(row[place]) for row in cells) for place in range(len(columns))]
+    groups = _packed(widths, width)
+    return [[line for group in groups for line in _group_lines(row, widths, group, width)] for row in cells]
+
+
+def _packed(widths: Sequence[int], width: int | None) -> list[range]:
+    """The columns that stand on one line together: as many as fit, in order."""
+    groups: list[range] = []
+    start, used = 0, 0
+    for place, one in enumerate(widths):
+        if width is not None and place > start and used + one > width:
+            groups.append(range(start, place))
+            start, used = place, len(_INDENT)
+        used += one + len(_GAP)
+    return [*groups, range(start, len(widths))]
+
+
+def _group_lines(row: Sequence[str], widths: Sequence[int], group: range, width: int | None) -> list[str]:
+    indent = _INDENT if group.start else ""
+    padded = [row[place] + " " * (widths[place] - cell_len(row[place])) for place in group]
+    line = (indent + _GAP.join(padded)).rstrip()
+    if group.start and not line:
+        return []
+    if width is None or cell_len(line) <= width:
+        return [line]
+    # Only a cell that is longer than the terminal is wide comes here: it stands alone.
+    return textwrap.wrap(row[group.start], max(20, width), initial_indent=indent, subsequent_indent=_INDENT)
 
 
 def plain(cell: str) -> str:
@@ -69,25 +92,17 @@ def plain(cell: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cell)
 
 
+def last_line(text: str) -> str:
+    """What an error says, without the lines that lead to it."""
+    lines = text.splitlines()
+    return lines[-1][:80] if lines else ""
+
+
 def short_json(value: Any, width: int = 60) -> str:
     if value is None:
         return ""
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
-def short_duration(ms: float) -> str:
-    """`90s`, `5m`, `2h`: as durations are written on the command line, in the largest unit that is whole."""
-    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000)):
-        if ms >= size and ms % size == 0:
-            return f"{ms // size:.0f}{unit}"
-    return f"{ms:.0f}ms" if ms < 1000 else f"{ms / 1000:.1f}s"
-
-
-def short_rate(count: int, window_ms: int) -> str:
-    """`20/s`, `500/min`, `20/10s`: as rates are written."""
-    window = short_duration(window_ms)
-    return f"{count}/{ {'1s': 's', '1m': 'min', '1h': 'h', '1d': 'd'}.get(window, window) }"
 
 
 def short_eta(seconds: float | None) -> str:

@@ -9,11 +9,12 @@ from urllib.parse import quote
 
 import click
 
-from headgate.cli.output import client, json_option, print_json, print_table, short_eta, short_time
+from headgate.cli.output import client, json_option, last_line, print_json, print_table, short_eta, short_time
 from headgate.cli.triggers import find_trigger
 from headgate.client import Client
 
 KINDS = ("events", "deliveries", "steps")
+_SINGULAR = {"events": "event", "deliveries": "delivery", "steps": "step"}
 _DONE = {"cancel": "cancelled", "force": "forced"}
 
 
@@ -59,14 +60,14 @@ def list_retries(kind: str, limit: int, as_json: bool, **filters: str | None) ->
     if as_json:
         print_json(page)
         return
-    rows = [(*_what(r), r["reason"] or "", str(r["attempts"]), short_time(r["next_attempt_at"]), _eta(r))
-            for r in page["retries"]]  # fmt: skip
+    rows = [(*_what(r), r["reason"] or "", str(r["attempts"]), short_time(r["next_attempt_at"]), _eta(r),
+             last_line(r["last_error"] or "")) for r in page["retries"]]  # fmt: skip
     who = {
         "events": ("EXTERNAL ID", "TYPE", "SOURCE"),
         "deliveries": ("TRIGGER", "EVENT", "SOURCE"),
         "steps": ("WORKFLOW", "STEP", "RUN"),
     }[kind]
-    print_table(("ID", *who, "REASON", "ATTEMPTS", "NEXT ATTEMPT", "ETA"), rows, "Nothing waits.")
+    print_table(("ID", *who, "REASON", "ATTEMPTS", "NEXT ATTEMPT", "ETA", "WHY"), rows, "Nothing waits.")
 
 
 @retries.command("cancel")
@@ -134,13 +135,13 @@ def _act_on_many(
     if dry_run and as_json:
         print_json(preview)
     elif dry_run:
-        click.echo(f"{count} {kind} would be {_DONE[verb]}")
+        click.echo(f"{_counted(count, kind)} would be {_DONE[verb]}")
     elif count == 0 and not as_json:
         click.echo("Nothing waits that fits.")
     else:
         if not yes:
             with_runs = ", and with them their runs" if (verb, kind) == ("cancel", "steps") else ""
-            click.confirm(f"{verb.capitalize()} {count} {kind}{with_runs}?", abort=True)
+            click.confirm(f"{verb.capitalize()} {_counted(count, kind)}{with_runs}?", abort=True)
         _print_done(_go_through(api, path, asked, count, _DONE[verb]), kind, as_json)
 
 
@@ -175,7 +176,11 @@ def _print_done(answer: dict[str, Any], kind: str, as_json: bool) -> None:
         print_json(answer)
         return
     lost = f"; {answer['no_longer_waiting']} were no longer waiting" if answer["no_longer_waiting"] else ""
-    click.echo(f"{answer['status']} {answer['done']} {kind}{lost}")
+    click.echo(f"{answer['status']} {_counted(answer['done'], kind)}{lost}")
+
+
+def _counted(count: int, kind: str) -> str:
+    return f"{count} {_SINGULAR[kind] if count == 1 else kind}"
 
 
 def _what(retry: dict[str, Any]) -> tuple[str, ...]:

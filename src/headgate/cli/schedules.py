@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from headgate.cli.output import client, json_option, print_json, print_table, short_duration, short_time
+from headgate.cli.output import client, json_option, print_json, print_table, short_time
+from headgate.model.units import written_duration
 
 
 @click.group()
@@ -24,7 +25,7 @@ def list_schedules(as_json: bool) -> None:
     rows = [
         (
             s["workflow"],
-            s["cron"] or f"every {short_duration(s['every_ms'])}",
+            s["cron"] or f"every {written_duration(s['every_ms'])}",
             s["timezone"] or "",
             short_time(s["next_at"]),
             short_time(s["last_at"]),

@@ -7,9 +7,10 @@ from urllib.parse import quote
 
 import click
 
-from headgate.cli.output import client, json_option, print_json, print_table, short_duration, short_rate, short_time
+from headgate.cli.output import client, json_option, print_json, print_table, short_time
 from headgate.cli.pauses import parsed, pause_body, pause_options
 from headgate.model import units
+from headgate.model.units import written_duration, written_rate
 
 
 @click.group()
@@ -27,11 +28,11 @@ def list_sources(as_json: bool) -> None:
         print_json(found)
         return
     rows = [
-        (s["source"], _limit(s), _state(s), str(s["waiting"]), short_time(s["next_attempt_at"]), s["updated_by"])
+        (s["source"], _limit(s), str(s["waiting"]), short_time(s["next_attempt_at"]), s["updated_by"], _state(s))
         for s in found["sources"]
     ]
     empty = "No source has a limit, a pause, a breaker or waiting events."
-    print_table(("SOURCE", "LIMIT", "STATE", "WAITING", "NEXT", "CHANGED BY"), rows, empty)
+    print_table(("SOURCE", "LIMIT", "WAITING", "NEXT", "CHANGED BY", "STATE"), rows, empty)
 
 
 @sources.command("limit")
@@ -87,8 +88,8 @@ def _path(source: str, verb: str) -> str:
 def _limit(source: dict[str, Any]) -> str:
     if source["limit"] is None:
         return "no limit"
-    text = short_rate(source["limit"], source["interval_ms"])
-    return f"{text}, pause {short_duration(source['pause_ms'])}" if source["pause_ms"] else text
+    text = written_rate(source["limit"], source["interval_ms"])
+    return f"{text}, pause {written_duration(source['pause_ms'])}" if source["pause_ms"] else text
 
 
 def _state(source: dict[str, Any]) -> str:
@@ -97,5 +98,5 @@ def _state(source: dict[str, Any]) -> str:
         reason = f": {source['pause_reason']}" if source["pause_reason"] else ""
         return f"paused {until} by {source['paused_by']}{reason}"
     if source["breaker_state"] != "closed":
-        return f"breaker open until {short_time(source['breaker_until'])} UTC: {source['breaker_reason']}"
+        return f"breaker open, probe from {short_time(source['breaker_until'])} UTC on: {source['breaker_reason']}"
     return "open"

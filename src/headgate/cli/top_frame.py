@@ -102,7 +102,7 @@ def _held(found: dict[str, Any]) -> list[Text]:
 
 def _paused(found: dict[str, Any], now: datetime) -> list[Text]:
     rows = [(one, f"source {one['source']}") for one in found["paused_sources"]]
-    rows += [(one, f"trigger {one['workflow']} {one['trigger_id']}") for one in found["paused_triggers"]]
+    rows += [(one, f"trigger {one['workflow']}/{one['name']}") for one in found["paused_triggers"]]
     if not rows:
         return []
     lines = [Text(), _title("PAUSED")]

@@ -13,15 +13,14 @@ from headgate.cli.output import (
     json_option,
     print_json,
     print_table,
-    short_duration,
     short_json,
-    short_rate,
     short_time,
 )
 from headgate.cli.pauses import pause_body, pause_options
 from headgate.cli.trigger_files import read_object, set_fields, trigger_fields
 from headgate.client import Client
 from headgate.errors import NotFound
+from headgate.model.units import written_duration, written_rate
 
 
 @click.group()
@@ -45,13 +44,13 @@ def list_triggers(workflow: str | None, as_json: bool) -> None:
             _name(t),
             _events(t),
             _limits(t),
-            _state(t),
             str(t["state"]["waiting"]),
             f"v{t['version']} by {t['updated_by']}",
+            _state(t),
         )
         for t in found["triggers"]
     ]
-    columns = ("ID", "TRIGGER", "ON", "LIMITS", "STATE", "WAITING", "VERSION")
+    columns = ("ID", "TRIGGER", "ON", "LIMITS", "WAITING", "VERSION", "STATE")
     print_table(columns, rows, "No triggers yet.")
 
 
@@ -225,7 +224,7 @@ def _events(trigger: dict[str, Any]) -> str:
 def _limits(trigger: dict[str, Any]) -> str:
     parts = []
     if trigger["throttle_count"] is not None:
-        parts.append(short_rate(trigger["throttle_count"], trigger["throttle_window_ms"]))
+        parts.append(written_rate(trigger["throttle_count"], trigger["throttle_window_ms"]))
     if trigger["max_concurrency"] is not None:
         parts.append(f"{trigger['max_concurrency']} at once{' per key' if trigger['concurrency_key'] else ''}")
     return ", ".join(parts) or "no limit"
@@ -242,12 +241,12 @@ def _state(trigger: dict[str, Any]) -> str:
     if state["breaker_state"] == "half_open":
         return f"breaker half open, run {state['probe_run_id']} is the trial: {state['breaker_reason']}"
     if state["breaker_state"] == "open":
-        return f"breaker open until {short_time(state['breaker_until'])} UTC: {state['breaker_reason']}"
+        return f"breaker open, trial from {short_time(state['breaker_until'])} UTC on: {state['breaker_reason']}"
     return "active"
 
 
 def _lines(trigger: dict[str, Any]) -> list[tuple[str, str]]:
-    window = short_duration(trigger["idempotency_window_ms"]) if trigger["idempotency_window_ms"] else "ever"
+    window = written_duration(trigger["idempotency_window_ms"]) if trigger["idempotency_window_ms"] else "ever"
     key = trigger["idempotency_key"]
     return [
         ("on", _events(trigger)),

@@ -139,6 +139,7 @@ class Batch:
         settled = [d for d in decided if d.retry_state != "scheduled"]
         launched = await deliveries.launch(connection, settled, board.now, self._claim())
         await deliveries.hold(connection, held, board.now)
+        await deliveries.bury(connection, deliver.given_up(settled))
         await decisions.insert(connection, [*_why_not(filtered, board.now), *(held_line(d, board.now) for d in held)])
         moves = await close_board(connection, board, candidates, decided, breaker=self._trigger_breaker)
         failures = await self._tell_sources(connection, gates, events, decided)

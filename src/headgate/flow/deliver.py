@@ -22,6 +22,7 @@ from headgate.model.retry import RetryPolicy, RetryState, next_attempt_at, why_g
 from headgate.model.run import ClaimedRun
 from headgate.model.template import TemplateError
 from headgate.model.trigger import NO_KEYS, CompiledTrigger, Keys
+from headgate.model.units import written_rate
 from headgate.store.deliveries import Decided
 from headgate.store.trigger_gates import LockedTrigger, Slots
 
@@ -131,6 +132,15 @@ def decide(board: Board, candidates: Sequence[Candidate], *, are_newcomers: bool
     return [_decide(board, candidate, are_newcomers) for candidate in candidates]
 
 
+def given_up(all_decided: Sequence[Decided]) -> list[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]:
+    """The dead letters of those that do not go on by themselves: a person may mend the cause and replay them."""
+    return [
+        (d.id, d.event_id, d.last_error or "", {"attempts": d.retry_attempts})
+        for d in all_decided
+        if d.status in ("failed", "exhausted")
+    ]
+
+
 def _decide(board: Board, candidate: Candidate, is_newcomer: bool) -> Decided:
     done: RetryState = "none" if is_newcomer else "completed"
     if candidate.error is not None:
@@ -179,7 +189,7 @@ def _why_wait(board: Board, candidate: Candidate, is_newcomer: bool) -> Wait | N
             message = "waits behind earlier deliveries of the same trigger"
             return Wait("throttle", message, {"throttle": {"behind": board.lines[candidate.trigger_id]}})
         if limit is not None and gate.room(board.now) == 0:
-            message = f"over the throttle of {limit.limit} per {limit.interval_ms} ms"
+            message = f"over the throttle of {written_rate(limit.limit, limit.interval_ms)}"
             return Wait("throttle", message, {"throttle": {"count": limit.limit, "window_ms": limit.interval_ms}})
     most = candidate.trigger.trigger.max_concurrency
     if candidate.slot is None or most is None:

@@ -205,9 +205,7 @@ class DeliveryRetry:
         decided += deliver.decide(board, candidates, are_newcomers=False)
         launched = await deliveries.settle(connection, decided, board.now, claim)
         woken = await self._pass_on(connection, taken, decided)
-        lost = [(d.id, d.event_id, d.last_error or "", {"attempts": d.retry_attempts})
-                for d in decided if d.status == "exhausted"]  # fmt: skip
-        await deliveries.bury(connection, lost)
+        await deliveries.bury(connection, deliver.given_up(decided))
         await decisions.insert(connection, [held_line(d, board.now) for d in decided])
         moves = await boards.close_board(connection, board, candidates, decided, breaker=self._breaker)
         await deliveries.count(connection, Totals(boards.count(decided, are_newcomers=False)))

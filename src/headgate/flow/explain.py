@@ -5,21 +5,23 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection
 from datetime import datetime
+from typing import TypeGuard
 
 import msgspec
 
 from headgate.errors import Conflict, FieldError, NotFound
 from headgate.flow.match import Matcher
+from headgate.model.delivery import Delivery
 from headgate.model.event import Event
 from headgate.model.ingress_retry import IngressRetry
 from headgate.model.run import Run
-from headgate.store import decisions, deliveries, events, ingress_retries, runs, triggers
+from headgate.store import decisions, deliveries, events, ingress_retries, runs, sources, trigger_gates, triggers
 from headgate.store.db import Connection
 from headgate.store.decisions import Recorded
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of the story."""
+    """One line of the story. `until` is the next attempt; with `waits_for`, nobody can say when it goes on."""
 
     at: datetime | None
     stage: str
@@ -31,6 +33,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     delivery_id: uuid.UUID | None = None
     run_id: uuid.UUID | None = None
     until: datetime | None = None
+    waits_for: str | None = None
     attempt: int | None = None
     actor: str | None = None
 
@@ -84,7 +87,7 @@ async def explain(connection: Connection, event_id: str) -> Explanation:
         type=event.type,
         source=event.source,
         correlation_id=event.correlation_id,
-        summary=_held_summary(retry) if retry is not None and retry.retry_state == "scheduled" else _summary(story),
+        summary=await _held_summary(connection, retry) if _waits(retry) else _summary(story),
         decisions=story,
     )
 
@@ -112,6 +115,7 @@ async def _delivered(connection: Connection, event: Event) -> list[Decision]:
                 delivery_id=delivery.id,
                 run_id=delivery.workflow_run_id,
                 until=delivery.next_attempt_at,
+                waits_for=await _waits_for(connection, delivery),
                 attempt=delivery.retry_attempts or None,
             )
         )
@@ -128,6 +132,26 @@ async def _delivered(connection: Connection, event: Event) -> list[Decision]:
         reason = f"no active trigger takes events of type {event.type} from {event.source}"
         story.append(Decision(at=None, stage="match", decision="no_trigger", reason=reason))
     return story
+
+
+async def _waits_for(connection: Connection, delivery: Delivery) -> str | None:
+    """What a delivery waits for when nobody can say how long; as `eta_seconds` of a retry, which is null then."""
+    if delivery.retry_state != "scheduled":
+        return None
+    gate = await trigger_gates.get(connection, delivery.trigger_id)
+    if gate is not None and gate.paused_at is not None and gate.paused_until is None:
+        return "its trigger to be resumed"
+    if gate is not None and gate.breaker_state == "half_open":
+        return "the trial run to end"
+    if delivery.reason == "source_paused" and delivery.source and await _needs_resuming(connection, delivery.source):
+        return "its source to be resumed"
+    return "a free slot" if delivery.reason == "concurrency" else None
+
+
+async def _needs_resuming(connection: Connection, source: str) -> bool:
+    """Whether the source is paused without an end."""
+    record = await sources.get(connection, source)
+    return record is not None and record.paused_at is not None and record.paused_until is None
 
 
 async def _filtered(
@@ -187,7 +211,13 @@ def _run_line(run: Run) -> Decision:
     )
 
 
-def _held_summary(retry: IngressRetry) -> str:
+def _waits(retry: IngressRetry | None) -> TypeGuard[IngressRetry]:
+    return retry is not None and retry.retry_state == "scheduled"
+
+
+async def _held_summary(connection: Connection, retry: IngressRetry) -> str:
+    if await _needs_resuming(connection, retry.source):
+        return f"held, waits for its source to be resumed: {retry.last_error}"
     assert retry.next_attempt_at is not None
     return f"held, to go on at {retry.next_attempt_at:%Y-%m-%d %H:%M:%S} UTC: {retry.last_error}"
 
@@ -195,7 +225,7 @@ def _held_summary(retry: IngressRetry) -> str:
 def _summary(story: list[Decision]) -> str:
     """How the event stands, in a line: its runs, then the deliveries that have none."""
     last = story[-1]
-    told = [f"{line.workflow} {line.decision}" for line in story if line.stage == "run"]
+    told = [_outcome(line) for line in story if line.stage == "run"]
     told += [_outcome(line) for line in story if line.delivery_id is not None and line.decision != "launched"]
     if told:
         return "; ".join(told)
@@ -203,6 +233,9 @@ def _summary(story: list[Decision]) -> str:
 
 
 def _outcome(line: Decision) -> str:
-    if line.until is not None:
-        return f"{line.workflow} waits until {line.until:%Y-%m-%d %H:%M:%S} UTC: {line.reason}"
-    return f"{line.workflow} {line.decision}: {line.reason}"
+    what = line.decision
+    if line.waits_for is not None:
+        what = f"waits for {line.waits_for}"
+    elif line.until is not None:
+        what = f"waits until {line.until:%Y-%m-%d %H:%M:%S} UTC"
+    return f"{line.workflow} {what}: {line.reason}" if line.reason else f"{line.workflow} {what}"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from headgate.model.event import Event
 from headgate.model.ingress_retry import IngressRetry
 from headgate.model.source import BreakerPolicy, Gate
+from headgate.model.units import written_rate
 from headgate.store import ingress_retries
 from headgate.store import sources as store
 from headgate.store.db import Connection
@@ -185,7 +186,7 @@ def _decide(locked: LockedSource, now: datetime, group: list[Event]) -> tuple[li
 def _limit_message(gate: Gate) -> str:
     if gate.limit is None:
         return "waits behind events of the same source"
-    return f"over the limit of {gate.limit.limit} per {gate.limit.interval_ms} ms"
+    return f"over the limit of {written_rate(gate.limit.limit, gate.limit.interval_ms)}"
 
 
 def _expired(event: Event) -> IngressRetry:

@@ -94,7 +94,8 @@ def _triggers(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
     now = facts.now
     for trigger in facts.paused_triggers:
         if level := _pause_level(trigger.since, now, policy):
-            text = f"paused{_by(trigger.paused_by)}{_until(trigger.until)}: {_reason(trigger.reason)}"
+            how = f"paused{_by(trigger.paused_by)}{_until(trigger.until)}: {_reason(trigger.reason)}"
+            text = f"{trigger.workflow}/{trigger.name}: {how}"
             yield _cause("trigger_paused", level, str(trigger.trigger_id), text, trigger.since)
     for breaker in facts.trigger_breakers:
         over = breaker.until is not None and breaker.until <= now
@@ -134,7 +135,7 @@ def _workers(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
         since = facts.workers.seen_at or (facts.now - timedelta(seconds=waiting) if waiting else None)
         yield _cause("no_worker", level, "workers", text, since)
     for one in facts.unserved:
-        text = f"{one.waiting} runs of {one.workflow} are due and no worker that is alive has its code"
+        text = f"no worker that is alive has the code of {one.workflow}; runs that are due: {one.waiting}"
         yield _cause("workflow_unserved", "degraded", one.workflow, text, one.since)
 
 
@@ -144,7 +145,7 @@ def _reconcile(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
     for claims in facts.expired_claims:
         late_ms = (facts.now - claims.since) / timedelta(milliseconds=1)
         if level := severity(late_ms, policy.reconcile_degraded_ms, policy.reconcile_critical_ms):
-            text = f"{claims.total} {claims.kind} are claimed by a worker whose lease is over, and nobody released them"
+            text = f"{claims.kind} claimed by a worker whose lease is over, which nobody released: {claims.total}"
             yield _cause("reconcile_failing", level, claims.kind, text, claims.since)
     since = facts.workers.reconciled_at
     if facts.workers.alive and since is not None:

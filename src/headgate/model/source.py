@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from headgate.model.units import duration_ms
+from headgate.model.units import duration_ms, written_duration
 
 BUCKETS = 64
 RING = BUCKETS + 2
@@ -218,7 +218,7 @@ class Gate:
         if len(self.failures) < policy.threshold:
             return None
         self.breaker_state, self.breaker_until = "open", now + timedelta(milliseconds=policy.pause_ms)
-        self.breaker_reason = f"{len(self.failures)} failures within {policy.window_ms} ms"
+        self.breaker_reason = f"{len(self.failures)} failures within {written_duration(policy.window_ms)}"
         return "opened"
 
     def room_at(self, now: datetime) -> datetime:

@@ -37,3 +37,17 @@ def rate(text: str) -> tuple[int, int]:
     if count < 1 or window_ms < 1:
         raise ValueError(f"a rate allows at least 1 per a window longer than 0, not {text!r}")
     return count, window_ms
+
+
+def written_duration(ms: float) -> str:
+    """`90s`, `5m`, `2h`: in the largest unit that is whole."""
+    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        if ms >= size and ms % size == 0:
+            return f"{ms // size:.0f}{unit}"
+    return f"{ms:.0f}ms" if ms < 1000 else f"{ms / 1000:.3f}".rstrip("0") + "s"
+
+
+def written_rate(count: int, window_ms: int) -> str:
+    """`20/s`, `500/min`, `20/10s`."""
+    window = written_duration(window_ms)
+    return f"{count}/{ {'1s': 's', '1m': 'min', '1h': 'h', '1d': 'd'}.get(window, window) }"

@@ -81,6 +81,7 @@ class PausedTrigger(msgspec.Struct, frozen=True, kw_only=True):
 
     trigger_id: uuid.UUID
     workflow: str
+    name: str
     until: datetime | None
     reason: str | None
     paused_by: str | None

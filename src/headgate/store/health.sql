@@ -79,7 +79,7 @@ select kind, count(*) as total, count(*) filter (where created_at > $1::timestam
 
 -- name: paused_triggers
 -- Triggers whose pause is not over.
-select t.trigger_id, w.slug as workflow, t.paused_until as until, t.pause_reason as reason, t.paused_by,
+select t.trigger_id, w.slug as workflow, e.name, t.paused_until as until, t.pause_reason as reason, t.paused_by,
        t.paused_at as since
   from headgate.event_scheduler_triggers t
   join headgate.workflow_event_triggers e on e.id = t.trigger_id

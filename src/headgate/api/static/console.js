@@ -176,12 +176,12 @@ function drawCauses({ causes, dead_letters: letters }) {
   section.hidden = !causes.length && !letters.total;
   const page = (where) => (/^https?:/.test(where) ? el("a", { href: where, rel: "noreferrer" }, "runbook") : code(visible(where)));
   const lines = causes.map((cause) => el("li", {},
-    pill(cause.severity), el("b", {}, visible(`${cause.code.replaceAll("_", " ")}: ${cause.subject}`)),
+    pill(cause.severity), el("b", {}, visible(`${cause.code.replaceAll("_", " ")}${cause.code.startsWith("trigger_") ? "" : `: ${cause.subject}`}`)),
     el("span", {}, visible(cause.message)), cause.since && el("span", {}, "since ", time(cause.since)), page(cause.runbook)));
   const fresh = el("ul", {}, ...lines);
   if (!$("ul", section).isEqualNode(fresh) && !section.contains(document.activeElement)) $("ul", section).replaceWith(fresh);
   $("#letters").textContent = letters.total
-    ? `dead letters: ${letters.total}, ${letters.last_24h} of the last 24 h; headgate dlq list shows them`
+    ? `dead letters: ${letters.total} (${letters.last_24h} of the last 24 h); headgate dlq list shows them`
     : "";
 }
 
