@@ -191,7 +191,8 @@ async def test_last_use_is_noted_about_once_a_minute(database: Database, connect
 
 
 @pytest.mark.parametrize(
-    "lock", ["lock table headgate.api_tokens in share row exclusive mode", "select 1 from headgate.api_tokens for update"]
+    "lock",
+    ["lock table headgate.api_tokens in share row exclusive mode", "select 1 from headgate.api_tokens for update"],
 )
 async def test_a_use_that_cannot_be_noted_refuses_nobody(database_url: str, lock: str) -> None:
     """Tokens are being changed, or another process notes the same."""

@@ -116,9 +116,7 @@ class Replay:
                   into=into, actor=letter.replay_by)  # fmt: skip
         return "replayed", letter.kind
 
-    async def _one(
-        self, connection: Connection, letter_id: uuid.UUID
-    ) -> tuple[LockedLetter | None, uuid.UUID | None]:
+    async def _one(self, connection: Connection, letter_id: uuid.UUID) -> tuple[LockedLetter | None, uuid.UUID | None]:
         letter = await dead_letters.lock_due(connection, letter_id)
         if letter is None:
             return None, None

@@ -52,7 +52,9 @@ async def change_events(
     return [one.event_id for one in changed]
 
 
-async def _change_waiting(connection: Connection, *, event_id: uuid.UUID, actor: str, verb: RetryVerb) -> dict[str, object]:
+async def _change_waiting(
+    connection: Connection, *, event_id: uuid.UUID, actor: str, verb: RetryVerb
+) -> dict[str, object]:
     before = await ingress_retries.get(connection, event_id)
     if not await change_events(connection, [event_id], verb, actor):
         row = await ingress_retries.get(connection, event_id)
