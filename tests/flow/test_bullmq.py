@@ -198,7 +198,7 @@ async def test_flushed_redis_is_refilled_and_nothing_is_lost(
         await eventually(database, "select count(*) > 6 from headgate.workflow_runs")
         await client.flushall()
         found = process.wait_for_line(r"reconcile\.requeued")
-        assert '"kind": "events"' in found.string
+        assert '"kind":"events"' in found.string
         await until(lambda: jobs(client))
         await eventually(database, SUCCEEDED, 60)
     assert len({run for run, _ in await effects()}) == len(await effects()) == 60

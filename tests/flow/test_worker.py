@@ -108,4 +108,4 @@ async def test_log_lines_carry_the_correlation_id_from_publish_to_run(
             "select headgate.publish('work.quick', 'test', '{\"n\": 1}', correlation_id => 'corr-1')"
         )
         line = process.wait_for_line(r'"action": ?"run.succeeded"')
-    assert '"correlation_id": "corr-1"' in line.string and '"event_id"' in line.string
+    assert '"correlation_id":"corr-1"' in line.string and '"event_id"' in line.string

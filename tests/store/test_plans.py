@@ -30,7 +30,8 @@ _events, _retries, _sources = load("events"), load("ingress_retries"), load("sou
 STATEMENTS: dict[str, tuple[str, tuple[Any, ...], set[str]]] = {
     "claim_inbox": (_events["claim_inbox"], (500,), {"event_inbox", "workflow_events"}),
     "due_sources": (_retries["due_sources"], (50,), {"event_ingress_retries"}),
-    "take_due": (_retries["take_due"], ("s0", "now", 500), {"event_ingress_retries"}),
+    "take_due": (_retries["take_due"], ("s0", "now", 500, None), {"event_ingress_retries"}),
+    "first_due": (_retries["first_due"], ("s0",), {"event_ingress_retries"}),
     "take_stale": (_retries["take_stale"], ("s0", 9, 0, 500), {"event_ingress_retries", "workflow_events"}),
     "claim_due": (_retries["claim_due"], (500, "w", 1000), {"event_ingress_retries"}),
     "release_expired": (_retries["release_expired"], (500,), {"event_ingress_retries"}),
