@@ -104,7 +104,7 @@ class Stage:
         """A program that runs meanwhile, and its log."""
         path = self.folder / f"{name}.log"
         with path.open("wb") as log:
-            process = _start(command, folder, environment, stderr=log)
+            process = _start(command, folder, environment, stdout=log.fileno(), stderr=log)
         try:
             yield process, path
             if process.poll() not in (None, -signal.SIGKILL):
