@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from headgate.embedded import EmbeddedPostgres
-from tests.processes import api, worker
+from tests.processes import Process, api, worker
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "examples" / "demo.py"
@@ -38,6 +38,19 @@ def address(shared_url: str) -> Iterator[str]:
     """An API process for a whole module."""
     with api(shared_url) as (_, url):
         yield url
+
+
+@pytest.fixture(scope="module")
+def guarded(shared_url: str) -> Iterator[tuple[Process, str]]:
+    """An API that always asks for a token."""
+    with api(shared_url, HEADGATE_AUTH="on") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(guarded: tuple[Process, str]) -> str:
+    """The address of that API."""
+    return guarded[1]
 
 
 @pytest.fixture(scope="module")

@@ -35,18 +35,6 @@ def http() -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def guarded(shared_url: str) -> Iterator[tuple[Process, str]]:
-    """An API that always asks for a token."""
-    with api(shared_url, HEADGATE_AUTH="on") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def url(guarded: tuple[Process, str]) -> str:
-    return guarded[1]
-
-
-@pytest.fixture(scope="module")
 def secrets(shared_url: str) -> dict[str, str]:
     """A token for each scope, made on the database: it is how the first one comes to be."""
     return {scope: create(shared_url, scope, "--scope", scope) for scope in SCOPES}

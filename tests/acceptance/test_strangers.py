@@ -171,6 +171,7 @@ async def test_nobody_waits_without_end(monkeypatch: pytest.MonkeyPatch) -> None
             dripping = asyncio.create_task(drip())
             with contextlib.suppress(ConnectionError):
                 await reader.read()  # ends when the server has closed the connection
+            assert reader.at_eof() or reader.exception() is not None, begin
             dripping.cancel()
             writer.close()
     finally:

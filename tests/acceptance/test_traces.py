@@ -52,6 +52,7 @@ def publish(address: str, order: int, **headers: str) -> None:
         while time.monotonic() < deadline:
             runs = client.get("/v1/runs", params={"event_id": event_id}).json()["runs"]
             if runs and all(run["finished_at"] for run in runs):
+                assert {run["status"] for run in runs} == {"succeeded"}
                 return
             time.sleep(0.02)
     raise AssertionError(f"no finished runs for {event_id}")

@@ -51,18 +51,6 @@ def _close_http_client() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def guarded(shared_url: str) -> Iterator[tuple[Process, str]]:
-    """An API that always asks for a token."""
-    with api(shared_url, HEADGATE_AUTH="on") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def url(guarded: tuple[Process, str]) -> str:
-    return guarded[1]
-
-
-@pytest.fixture(scope="module")
 def token(shared_url: str) -> str:
     done = run("token", "create", "ann", "--scope", "admin", env={"HEADGATE_DATABASE_URL": shared_url})
     assert done.returncode == 0, done.stderr
