@@ -32,6 +32,7 @@ class _LazyGroup(click.Group):
         "dlq": "dlq",
         "prune": "prune",
         "health": "health",
+        "doctor": "doctor",
         "token": "token",
     }
 
