@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import asyncpg
-import httpx
 import msgspec
 
 from chaos import redis_server
+from chaos.http import request
 from chaos.publisher import Job
 from chaos.redis_server import RedisServer, free_port
 from headgate.embedded import EmbeddedPostgres
@@ -187,17 +187,11 @@ class Cluster:
     async def until_ready(self) -> None:
         """Every API answers that it is ready."""
         deadline = time.monotonic() + READY_SECONDS
-        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
-            for url in self.urls:
-                while True:
-                    try:
-                        if (await client.get(f"{url}/readyz")).status_code == 200:
-                            break
-                    except httpx.HTTPError:
-                        pass
-                    if time.monotonic() > deadline:
-                        raise RuntimeError(f"{url} is not ready after {READY_SECONDS} s; see {self.folder / 'logs'}")
-                    await asyncio.sleep(0.1)
+        for url in self.urls:
+            while (await request(url, "GET", "/readyz")).status != 200:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{url} is not ready after {READY_SECONDS} s; see {self.folder / 'logs'}")
+                await asyncio.sleep(0.1)
 
     def publish(self, job: Job) -> None:
         """Start the client."""

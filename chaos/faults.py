@@ -42,7 +42,9 @@ def plan(seed: int, seconds: float, faults: Sequence[str]) -> list[Action]:
         ],
         "postgres": lambda chance: [
             Action(at, "postgres", 0, chance.uniform(0.3, 2.0))
-            for at in _times(seconds, POSTGRES_SECONDS, min(POSTGRES_SECONDS, seconds) / 2)
+            for at in _times(
+                seconds, POSTGRES_SECONDS, min(POSTGRES_SECONDS, seconds) / 2 + 0.7
+            )  # not as one is killed
         ],
         "flush": lambda _: [Action(at, "flush") for at in _times(seconds, FLUSH_SECONDS, FLUSH_SECONDS)],
         "redis": lambda _: [Action(seconds / 3, "redis", 0, min(30.0, seconds / 3))],
@@ -175,7 +177,7 @@ class Breaker:
             redis.start()
             self._wrote("redis", at=at, until=time.monotonic())
 
-    async def _rolling(self, _: Action) -> None:
+    async def _rolling(self, action: Action) -> None:
         """Ask each in turn to stop and start the next version in its place, which is at work before the next's turn."""
         if self._leaving:
             return
@@ -192,8 +194,9 @@ class Breaker:
                 self._wrote("restart", f"{member.name} {status}", pid, at=at, until=time.monotonic())
             finally:
                 self._leaving.discard(member.name)
-            deadline = time.monotonic() + SETTLE_SECONDS
-            while not member.is_ready and time.monotonic() < deadline and not self._is_over:
-                await asyncio.sleep(0.1)
+            for _ in range(int(SETTLE_SECONDS / RESTART_SECONDS)):
+                if member.is_ready or self._is_over:
+                    break
+                await asyncio.sleep(RESTART_SECONDS)
             if self._is_over:
                 return

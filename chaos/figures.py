@@ -28,6 +28,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     refused: int
     unanswered: int
     recovered: int
+    answered_without_postgres: dict[int, int]
     launched: int
     succeeded: int
     failed_as_planned: int
@@ -55,6 +56,7 @@ def figures(evidence: Evidence) -> Figures:
         refused=sum(a.status in (429, 503) for a in answers),
         unanswered=sum(a.status == 0 for a in answers),
         recovered=sum(event.id not in known for event in dump.events),
+        answered_without_postgres=_without_postgres(evidence),
         launched=len(dump.runs),
         succeeded=sum(run.status == "succeeded" for run in dump.runs),
         failed_as_planned=sum(run.status == "failed" and run.workflow == "broken" for run in dump.runs),
@@ -67,6 +69,13 @@ def figures(evidence: Evidence) -> Figures:
         first_202_after_postgres_seconds=_spread(_first_answers(evidence)),
         stop_seconds=_spread([f.until - f.at for f in evidence.faults if f.fault == "restart"]),
     )
+
+
+def _without_postgres(evidence: Evidence) -> dict[int, int]:
+    """What those heard who asked while there was no Postgres, by status; 0 is no answer."""
+    down = [(fault.at, fault.until) for fault in evidence.faults if fault.fault == "postgres"]
+    asked = (a for a in evidence.answers if any(at <= a.sent_at and a.answered_at <= until for at, until in down))
+    return dict(sorted(Counter(a.status for a in asked).items()))
 
 
 def _takeovers(evidence: Evidence, owners: Owners) -> list[float]:

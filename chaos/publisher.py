@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import signal
 import sys
@@ -16,14 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import uvloop
 
+from chaos.http import request
 from chaos.records import Answer, Verb, Writer
 from chaos.traffic import Event, event
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 5.0
 MAX_OPEN = 400
 PAUSED_SOURCE, PAUSED_WORKFLOW = "pausable", "stopped"
 
@@ -44,7 +45,6 @@ class Publisher:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._ledger = Writer(Path(job.folder) / "ledger.jsonl")
-        self._clients = [httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS, trust_env=False) for url in job.urls]
         self._open: set[asyncio.Task[None]] = set()
         self._chance = random.Random(job.seed)
         self.stopping = asyncio.Event()
@@ -63,27 +63,19 @@ class Publisher:
             n += 1
         await asyncio.gather(*self._open)
         self._ledger.close()
-        for client in self._clients:
-            await client.aclose()
 
     async def _publish(self, made: Event) -> None:
-        while True:
+        for attempt in itertools.count(1):
             answer = await self._send(made)
             self._ledger.write(answer)
             if answer.status == 202 or made.is_once:
                 return
-            await asyncio.sleep(self._chance.uniform(0.05, 0.4))
+            await asyncio.sleep(self._chance.uniform(0.2, 0.5) * min(attempt, 5))
 
     async def _send(self, made: Event) -> Answer:
-        client = self._chance.choice(self._clients)
-        sent_at, status = time.monotonic(), 0
-        receipt: dict[str, Any] = {}
-        try:
-            response = await client.post("/v1/events", json=made.body)
-            status = response.status_code
-            receipt = response.json() if status == 202 else {}
-        except (httpx.HTTPError, ValueError):
-            pass
+        sent_at, url = time.monotonic(), self._chance.choice(self._job.urls)
+        response = await request(url, "POST", "/v1/events", msgspec.json.encode(made.body), seconds=WAIT_SECONDS)
+        receipt = response.json() if response.status == 202 else {}
         return Answer(
             key=made.key,
             type=made.body["type"],
@@ -92,7 +84,7 @@ class Publisher:
             dedupe_key=made.body["payload"].get("order"),
             sent_at=sent_at,
             answered_at=time.monotonic(),
-            status=status,
+            status=response.status,
             event_id=receipt.get("id"),
             outcome=receipt.get("status"),
         )
@@ -105,7 +97,6 @@ class Operator:
         self._job = job
         self._log = Writer(Path(job.folder) / "operator.jsonl")
         self._chance = random.Random(job.seed + 1)
-        self._clients = [httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS, trust_env=False) for url in job.urls]
 
     async def run(self, stopping: asyncio.Event) -> None:
         trigger_id = await self._trigger_id()
@@ -122,8 +113,6 @@ class Operator:
         for (kind, subject), path in paths.items():  # a pause whose answer was lost may have come after its resume
             await self._until_done("resume", kind, subject, path)
         self._log.close()
-        for client in self._clients:
-            await client.aclose()
 
     async def _rest(self, stopping: asyncio.Event, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -156,11 +145,9 @@ class Operator:
             await asyncio.sleep(0.2)
 
     async def _request(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        try:
-            response = await self._chance.choice(self._clients).request(method, path, json=body)
-            return response.status_code, response.json()
-        except (httpx.HTTPError, ValueError):
-            return 0, None
+        content = None if body is None else msgspec.json.encode(body)
+        response = await request(self._chance.choice(self._job.urls), method, path, content, seconds=WAIT_SECONDS)
+        return response.status, response.json()
 
 
 async def work(job: Job) -> None:

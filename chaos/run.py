@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -120,11 +121,12 @@ def table(result: Result) -> str:
         ("events published / acknowledged", f"{found.published} / {found.acknowledged}"),
         ("requests, refused, unanswered", f"{found.requests}, {found.refused}, {found.unanswered}"),
         ("stored without an answer (allowed)", found.recovered),
+        ("answers while Postgres was down", _counts(found.answered_without_postgres)),
         ("runs launched / succeeded", f"{found.launched} / {found.succeeded}"),
         ("failed as planned, given up by the rule", f"{found.failed_as_planned}, {found.given_up}"),
         ("effects, repeated (at least once)", f"{found.effects}, {found.effects_repeated}"),
         ("marks of zombies (allowed)", found.effects_of_zombies),
-        ("faults", ", ".join(f"{name} {count}" for name, count in sorted(found.faults.items()))),
+        ("faults", _counts(found.faults)),
         ("a killed worker's run is claimed after", _spread(found.takeover_seconds)),
         ("first 202 after Postgres is ready", _spread(found.first_202_after_postgres_seconds)),
         ("SIGTERM to restarted", _spread(found.stop_seconds)),
@@ -132,6 +134,10 @@ def table(result: Result) -> str:
         ("wrong clocks by", result.clock_by),
     )
     return "\n".join([*lines, *(f"{name:<43} {value}" for name, value in shown)])
+
+
+def _counts(found: Mapping[Any, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(found.items())) or "-"
 
 
 def _spread(found: object) -> str:
