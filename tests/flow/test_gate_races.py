@@ -483,3 +483,45 @@ async def test_a_line_longer_than_the_calendar(
     await publish(connection, 20)
     outcome = await workers[0].dispatch.run_once()
     assert (outcome.held, outcome.quarantined) == (20, 0)
+
+
+@pytest.mark.parametrize("are_held", [False, True], ids=["newcomers", "held events"])
+async def test_a_launch_that_waited_for_a_trigger_counts_from_when_it_was_launched(
+    database_url: str, database: Database, connection: Connection, clock: Clock, are_held: bool
+) -> None:
+    """A batch has passed the source's gate and waits for the row of a limited trigger. The limit holds over the times
+    at which events are launched, not over those at which they passed."""
+    hg = Headgate()
+
+    @hg.workflow(on="tick", throttle="1000/s")
+    async def tick(ctx: Any) -> None: ...
+
+    await database.run(hg.register)
+    worker = Worker(database_url, batch_size=500)
+    trigger_id = await connection.fetchval("select id from headgate.workflow_event_triggers")
+    await limit(database, 10)
+    await connection.execute("insert into headgate.event_scheduler_triggers (trigger_id) values ($1)", trigger_id)
+    await publish(connection, 10)
+    turn = worker.dispatch.run_once
+    if are_held:
+        await control.pause(database, "noisy", duration_ms=60_000, actor="test")
+        await worker.turn()
+        await control.resume(database, "noisy", "test")
+        await worker.replan.run_once()
+        await clock.advance(2000)
+        turn = worker.retry.run_once
+    async with database.transaction() as other:
+        await other.execute("select 1 from headgate.event_scheduler_triggers for update")
+        first = asyncio.create_task(turn())
+        await eventually(database, "select exists (select from pg_locks where not granted)")
+        await clock.advance(600)
+    await first
+    await clock.advance(450)
+    await publish(connection, 10)
+    for _ in range(30):
+        await worker.turn()
+        await clock.advance(100)
+    rows = await connection.fetch(LAUNCHED, "noisy")
+    await worker.database.close()
+    assert len(rows) == 20
+    assert most_in_any_interval(milliseconds([row["launched_at"] for row in rows]), 1000) <= 10

@@ -128,6 +128,8 @@ class Batch:
         failpoints.hit("dispatch.after_match")
         candidates, filtered = matched.candidates, matched.filtered
         board = await open_board(connection, candidates, policy=self._trigger_retry, now=gates.now)
+        if board.now > gates.now:
+            gate.launched_later(gates, Counter(event.source for event in events), board.now)
         decided = deliver.decide(board, candidates, are_newcomers=True)
         held = [d for d in decided if d.retry_state == "scheduled"]
         settled = [d for d in decided if d.retry_state != "scheduled"]

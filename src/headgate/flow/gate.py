@@ -108,6 +108,14 @@ def is_expired(event: Event, now: datetime) -> bool:
     return event.ttl_ms is not None and now > event.counted_from + timedelta(milliseconds=event.ttl_ms)
 
 
+def launched_later(gates: OpenGates, admitted: Counter[str], now: datetime) -> None:
+    """The admitted events of the batch had to wait for a trigger, and are launched at `now`: limits count from there."""
+    for source, count in admitted.items():
+        gate = gates.gate(source)
+        if gate is not None:
+            gate.spend_later(now, count)
+
+
 async def record(
     connection: Connection,
     gates: OpenGates,

@@ -171,6 +171,13 @@ class Gate:
         self.ring_width_us = self._width_us()
         self.is_changed = True
 
+    def spend_later(self, now: datetime, count: int) -> None:
+        """Count what this transaction has spent last at `now` instead: it went on only then."""
+        if self.limit is None or count == 0:
+            return
+        self.ring[self.ring_at % RING] -= count
+        self.spend(now, count)
+
     def slots(self, now: datetime, count: int, *, is_refusal: bool = True) -> list[datetime]:
         """Times for `count` events that must wait, behind those that wait already.
 
