@@ -109,7 +109,7 @@ def is_expired(event: Event, now: datetime) -> bool:
 
 
 def launched_later(gates: OpenGates, admitted: Counter[str], now: datetime) -> None:
-    """The admitted events of the batch had to wait for a trigger, and are launched at `now`: limits count from there."""
+    """The admitted events of the batch had to wait for a trigger and are launched at `now`: limits count from then."""
     for source, count in admitted.items():
         gate = gates.gate(source)
         if gate is not None:
