@@ -18,13 +18,16 @@ from chaos import run
 from chaos.faults import FAULTS, NEED_REDIS
 from headgate.telemetry import logs
 
+QUEUES = ("postgres", "bullmq")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="for how long things are broken [%(default)s]")
     parser.add_argument("--seed", type=int, default=None, help="repeat a run; its number is printed [random]")
     parser.add_argument("--rate", type=float, default=120.0, help="events a second [%(default)s]")
-    parser.add_argument("--queue", choices=("postgres", "bullmq"), default="postgres", help="[%(default)s]")
+    parser.add_argument("--queue", choices=QUEUES, default="postgres", help="[%(default)s]")
+    parser.add_argument("--both", action="store_true", help="one run on each queue, one after the other")
     parser.add_argument("--only", choices=FAULTS, action="append", help="one kind of fault; may be repeated [all]")
     parser.add_argument("--apis", type=int, default=2, help="[%(default)s]")
     parser.add_argument("--workers", type=int, default=3, help="[%(default)s]")
@@ -37,31 +40,45 @@ def main() -> None:
     if arguments.check is not None:
         choice = msgspec.json.decode((arguments.check / "choice.json").read_bytes(), type=run.Choice)
         sys.exit(_tell(run.judged(choice, arguments.check, 0.0), arguments.check))
-    faults = [f for f in arguments.only or FAULTS if arguments.queue == "bullmq" or f not in NEED_REDIS]
+    seed = random.randrange(1, 1_000_000) if arguments.seed is None else arguments.seed
+    queues = QUEUES if arguments.both else (arguments.queue,)
+    choices = [_choice(parser, arguments, seed, queue) for queue in queues]
+    results = [_run(choice, arguments.folder) for choice in choices]
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        found = [result for result, _ in results]
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    sys.exit(max(status for _, status in results))
+
+
+def _choice(parser: argparse.ArgumentParser, arguments: argparse.Namespace, seed: int, queue: str) -> run.Choice:
+    faults = [fault for fault in arguments.only or FAULTS if queue == "bullmq" or fault not in NEED_REDIS]
     if not faults:
         parser.error(f"--only {' '.join(arguments.only)} needs --queue bullmq")
-    choice = run.Choice(
-        seed=random.randrange(1, 1_000_000) if arguments.seed is None else arguments.seed,
+    return run.Choice(
+        seed=seed,
         seconds=arguments.seconds,
         per_second=arguments.rate,
-        queue=arguments.queue,
+        queue=queue,
         faults=faults,
         apis=arguments.apis,
         workers=arguments.workers,
     )
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="headgate-chaos-"))
+
+
+def _run(choice: run.Choice, kept: Path | None) -> tuple[run.Result, int]:
+    """One run, and its exit status. Its folder goes when all is well and nobody asked for it."""
+    folder = kept / choice.queue if kept is not None else Path(tempfile.mkdtemp(prefix="headgate-chaos-"))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             result = runner.run(run.run(choice, folder, lambda text: print(f"chaos: {text}", flush=True)))
     except BaseException:
         print(f"chaos: the run failed; seed {choice.seed}, all that it left is in {folder}", file=sys.stderr)
         raise
-    if arguments.out is not None:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     status = _tell(result, folder)
-    if status == 0 and arguments.folder is None:
+    if status == 0 and kept is None:
         shutil.rmtree(folder, ignore_errors=True)
-    sys.exit(status)
+    return result, status
 
 
 def _tell(result: run.Result, folder: Path) -> int:

@@ -51,8 +51,10 @@ class Postgres(EmbeddedPostgres):
             try:
                 connection = await asyncpg.connect(self.url(), timeout=5)
             except (OSError, TimeoutError, asyncpg.PostgresError) as exc:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"Postgres is not ready after {READY_SECONDS} s; see {self.log}") from exc
+                if time.monotonic() > deadline or (self._process is not None and self._process.poll() is not None):
+                    raise RuntimeError(
+                        f"Postgres is not ready after {READY_SECONDS} s, or has ended; see {self.log}"
+                    ) from exc
                 await asyncio.sleep(0.05)
             else:
                 await connection.close()
