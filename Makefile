@@ -37,6 +37,8 @@ bench: $(READY) $(OTHER)/.ready
 chaos: $(READY)
 	@$(BIN)/python -c 'import libfaketime' 2>/dev/null || $(BIN)/pip install -q --disable-pip-version-check --group chaos || true
 	@$(BIN)/python -m chaos $(or $(ARGS),--both --out chaos/results/latest.json)
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.overload --out chaos/results/overload.json
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.hostile --out chaos/results/hostile.json
 
 clean:
 	rm -rf $(VENV) .headgate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -314,12 +314,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m chaos.hostile", description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000, help="[%(default)s]")
     parser.add_argument("--seed", type=int, default=None, help="repeat a run [random]")
+    parser.add_argument("--out", type=Path, help="write the result as JSON here")
     arguments = parser.parse_args()
     logs.configure("warning", "console")
     seed = random.randrange(1, 1_000_000) if arguments.seed is None else arguments.seed
     with tempfile.TemporaryDirectory(prefix="headgate-hostile-", ignore_cleanup_errors=True) as folder:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             found = runner.run(run(Path(folder), arguments.requests, seed))
+        if arguments.out is not None:
+            arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
         print(table(found))
         if not found.is_clean:
             for log in sorted((Path(folder) / "logs").glob("*.log")):
