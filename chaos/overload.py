@@ -1,7 +1,7 @@
 """`python -m chaos.overload`: ten times as many events as the API can take, then peace again.
 
-What cannot be taken is refused, with 429 or 503 and Retry-After; what was accepted is there; memory stays bounded, and a
-second wave needs no more of it than the first; afterwards everything is as before.
+What cannot be taken is refused, with 429 or 503 and Retry-After; what was accepted is there; memory stays bounded, and
+a second wave needs no more of it than the first; afterwards everything is as before.
 """
 
 from __future__ import annotations
