@@ -15,6 +15,7 @@ from bench import (
     commit,
     floor,
     gate,
+    health,
     pipeline,
     recovery,
     results,
@@ -33,7 +34,8 @@ from headgate.telemetry import logs
 EVENT_FIGURES = ("commit", "throughput", "single", "limit", "drain", "limit_cost")
 TRIGGER_FIGURES = ("triggers", "fanout", "throttle_drain", "concurrency")
 RUN_FIGURES = ("runs", "start", "step_overhead", "recovery")
-FIGURES = EVENT_FIGURES + TRIGGER_FIGURES + RUN_FIGURES
+OPERATION_FIGURES = ("health",)
+FIGURES = EVENT_FIGURES + TRIGGER_FIGURES + RUN_FIGURES + OPERATION_FIGURES
 DEFAULT_LEASE_MS = Settings().lease_ms
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
@@ -59,12 +61,16 @@ class Size:
     stepped_at_once: int = 50
     rounds: int = 10
     lease_ms: int = DEFAULT_LEASE_MS
+    history: int = 1_000_000
+    waiting: int = 100_000
+    looks: int = 20
 
 
 FULL = Size()
 QUICK = Size(
     turns=1, events=1_000, singles=500, commits=50, limit=50, intervals=3, held=600, drain_limit=200, crowd_turns=1,
     fanned=10, slow_runs=40, runs=500, started=50, stepped=2, stepped_at_once=5, rounds=3, lease_ms=1_500,
+    history=2_000, waiting=200, looks=2,
 )  # fmt: skip
 
 
@@ -95,6 +101,9 @@ async def run(figures: tuple[str, ...], size: Size, quick: bool) -> results.Resu
             if "step_overhead" in figures
             else None,
             recovery=await recovery.measure(ground, size.rounds, size.lease_ms) if "recovery" in figures else None,
+            health=await health.measure(ground, size.history, size.waiting, size.looks)
+            if "health" in figures
+            else None,
         )
 
 

@@ -11,8 +11,9 @@ from statistics import median
 
 import msgspec
 
-from bench import neighbours, recovery, runs, start, steps
+from bench import health, neighbours, recovery, runs, start, steps
 from bench.gate import Accuracy, Drain, LimitCost
+from bench.health import Health
 from bench.latency import Latency
 from bench.recovery import Recovery
 from bench.runs import Runs
@@ -81,6 +82,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     start: Start | None = None
     step_overhead: StepOverhead | None = None
     recovery: Recovery | None = None
+    health: Health | None = None
 
 
 def machine(postgres: str) -> Machine:
@@ -184,6 +186,7 @@ def _run_lines(results: Results) -> list[tuple[str, str]]:
         *(start.lines(results.start) if results.start else ()),
         *(steps.lines(results.step_overhead) if results.step_overhead else ()),
         *(recovery.lines(results.recovery) if results.recovery else ()),
+        *(health.lines(results.health) if results.health else ()),
     ]
 
 

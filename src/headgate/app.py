@@ -29,6 +29,7 @@ from headgate.queue.choose import open_queue
 from headgate.settings import Settings
 from headgate.store import migrate, trigger_gates, triggers
 from headgate.store.db import Connection, Database
+from headgate.telemetry import traces
 from headgate.worker.supervisor import Worker
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -135,6 +136,7 @@ class Headgate:
 
     async def worker(self) -> Worker:
         """A worker for this application, its workflows registered."""
+        traces.switch_on()
         database = Database(self.settings.require_database_url(), "register", size=1)
         try:
             await migrate.require_current(database)

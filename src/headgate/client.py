@@ -12,6 +12,8 @@ import msgspec
 
 from headgate import settings
 from headgate.errors import FieldError, InvalidInput, RequestRefused, Unavailable
+from headgate.model.masking import masked
+from headgate.telemetry import traces
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 
@@ -80,8 +82,14 @@ def _options(url: str, token: str | None, timeout: float, actor: str | None) -> 
     return {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False}
 
 
+def _trace() -> dict[str, str]:
+    """The header that continues the caller's trace, if it is in one."""
+    found = traces.current()
+    return {} if found is None else {"traceparent": found}
+
+
 def _unreachable(url: str, exc: httpx.TransportError) -> Unavailable:
-    return Unavailable(f"no Headgate answers at {url} ({exc or type(exc).__name__}); is it running?")
+    return Unavailable(f"no Headgate answers at {masked(url)} ({exc or type(exc).__name__}); is it running?")
 
 
 def _receipts(answer: Any) -> list[Receipt]:
@@ -115,7 +123,7 @@ class Client:
         given = {name: value for name, value in params.items() if value is not None}
         content = None if body is None else _body(body)
         try:
-            return _result(self._http.request(method, path, content=content, params=given))
+            return _result(self._http.request(method, path, content=content, params=given, headers=_trace()))
         except httpx.TransportError as exc:
             raise _unreachable(self._url, exc) from exc
 
@@ -153,7 +161,7 @@ class AsyncClient:
         given = {name: value for name, value in params.items() if value is not None}
         content = None if body is None else _body(body)
         try:
-            return _result(await self._http.request(method, path, content=content, params=given))
+            return _result(await self._http.request(method, path, content=content, params=given, headers=_trace()))
         except httpx.TransportError as exc:
             raise _unreachable(self._url, exc) from exc
 

@@ -25,6 +25,11 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
+def epoch_ns() -> int:
+    """The same as nanoseconds since 1970, for the times of spans."""
+    return time.time_ns()
+
+
 def monotonic() -> float:
     """Seconds for measuring local waits; unaffected by clock steps."""
     return time.monotonic()

@@ -38,6 +38,8 @@ POINTS = frozenset(
         "replay.before_commit",
         "replay.after_commit",
         "prune.before_commit",
+        "bulk_retries.before_commit",
+        "bulk_retries.after_commit",
         "migrate.mid_migration",
     }
 )

@@ -25,6 +25,9 @@ from headgate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy
 
 TOML_FILE = "headgate.toml"
 MAX_RETENTION_SECONDS = 100 * 366 * 86_400
+_OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+TRACE_QUEUE_SIZE = 20_000
 Policy = RetryPolicy | BreakerPolicy | HealthPolicy
 _POLICIES: dict[str, Policy] = {
     "event_retry": EVENT_RETRY,
@@ -67,6 +70,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ingest_max_waiting: int = 20_000
     allow_unsafe_durability: bool = False
     metrics_port: int = 0
+    runbook_url: str = "docs/operations/event-scheduler.md"
     http_allow_private: bool = False
     retention_events_seconds: int = 0
     retention_dead_letters_seconds: int = 0
@@ -97,12 +101,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             scheme, found, _ = self.database_url.partition("://")  # the rest may hold a password
             given = f"{scheme[:20]}://" if found else "text without a scheme"
             raise SettingsError(f"{_env('database_url')} must start with postgresql://, not {given}")
+        if self.database_url is not None and not _has_readable_port(self.database_url):
+            raise SettingsError(  # without what was given: it may hold a password
+                f"{_env('database_url')} must be an address such as postgresql://user:password@host:5432/database; "
+                "characters such as / : @ # in a password are written %2F %3A %40 %23"
+            )
         if self.redis_url is not None and not _is_redis_url(self.redis_url):
             raise SettingsError(  # without what was given: it may hold a password
                 f"{_env('redis_url')} must be an address such as redis://localhost:6379/0, rediss://… or unix://…"
             )
         if self.queue == "bullmq":
             self.require_redis_url()
+        if not re.fullmatch(r"[^\s#]+", self.runbook_url):
+            raise SettingsError(
+                f"{_env('runbook_url')} must be the address of the runbook's page without #section and spaces, such as "
+                f"https://wiki.example/headgate, not {self.runbook_url!r}"
+            )
         if self.auth == "off" and not self.is_loopback:
             raise SettingsError(
                 f"{_env('host')} is {self.host!r}: without authentication ({_env('auth')}=off) the API listens on "
@@ -145,6 +159,27 @@ def load(overrides: Mapping[str, Any] | None = None) -> Settings:
 def client_token() -> str | None:
     """`HEADGATE_TOKEN`, for clients that are given none."""
     return os.environ.get(_env("token")) or None
+
+
+def is_tracing_disabled() -> bool:
+    """`OTEL_SDK_DISABLED`."""
+    return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+
+
+def trace_exporters() -> list[str]:
+    """The exporters that the environment asks for, as the packages that have them call them; none: no traces."""
+    given = os.environ.get("OTEL_TRACES_EXPORTER", "").strip()
+    if not given and any(os.environ.get(name) for name in _OTLP_ENDPOINTS):
+        given = "otlp"
+    protocol = next((text for name in _OTLP_PROTOCOLS if (text := os.environ.get(name))), "http/protobuf")
+    otlp = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+    names = [name.strip() for name in given.split(",")]
+    return [otlp if name == "otlp" else name for name in names if name not in ("", "none")]
+
+
+def trace_queue_size() -> int | None:
+    """How many spans may wait to be sent: a batch of events makes thousands at once. None: `OTEL_BSP_…` says it."""
+    return None if os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else TRACE_QUEUE_SIZE
 
 
 def from_sources(environ: Mapping[str, str], toml: Path, overrides: Mapping[str, Any]) -> Settings:
@@ -259,6 +294,16 @@ def _parse(where: str, hint: Any, text: str) -> Any:
             kind = "a whole number" if hint is int else "a number"
             raise SettingsError(f"{where} must be {kind}, not {text!r}") from exc
     return text
+
+
+def _has_readable_port(text: str) -> bool:
+    """A port that is no number is most likely a password with a / or # that is not encoded."""
+    try:
+        place = urlsplit(text).netloc.rpartition("@")[2]
+    except ValueError:
+        return False
+    ports = [host.rpartition("]")[2].partition(":")[2] for host in place.split(",")]  # several hosts may be named
+    return all(port == "" or port.isdecimal() for port in ports)
 
 
 def _is_redis_url(text: str) -> bool:

@@ -96,6 +96,9 @@ def test_every_route_with_every_scope(http: httpx.Client, url: str, secrets: dic
             answer = http.request(method, address, json=body, headers=bearer(secret) if secret else {})
             told = answer.headers.get("www-authenticate")
             case = (method, path, scope, answer.status_code)
+            if path.startswith("/v1/webhooks/"):  # a token is no signature
+                assert (answer.status_code, told) == (401, 'Signature realm="headgate"'), case
+                continue
             if needed is None or scope in (needed, "admin"):
                 assert answer.status_code not in (401, 403, 500) and told is None, case
                 continue

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from bench import marks, neighbours
-from bench.__main__ import EVENT_FIGURES, RUN_FIGURES, TRIGGER_FIGURES
+from bench.__main__ import EVENT_FIGURES, OPERATION_FIGURES, RUN_FIGURES, TRIGGER_FIGURES
 from bench.trigger_limits import Span, most_at_once
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +106,18 @@ def test_quick_run_of_the_run_figures(tmp_path: Path) -> None:
     recovery = found["recovery"]
     assert (recovery["lease_ms"], recovery["rounds"], recovery["runs"]) == (1500, 3, 15)
     assert 0 < recovery["min_seconds"] <= recovery["p50_seconds"] <= recovery["max_seconds"]
+
+
+def test_quick_run_of_the_operation_figures(tmp_path: Path) -> None:
+    found, table = quick(tmp_path / "results.json", OPERATION_FIGURES)
+
+    assert "just written, not yet vacuumed" in table
+    health = found["health"]
+    assert (health["events"], health["retries"], health["turns"]) == (2000, 200, 2)
+    for state in (health["written"], health["settled"]):
+        for look in (state["snapshot"], state["scrape"]):
+            assert look["statements"] > 10
+            assert 0 < look["least_ms"] <= look["database_ms"]
 
 
 def test_marks_are_read_as_they_were_left(tmp_path: Path) -> None:

@@ -51,7 +51,9 @@ def test_cli(demo: str) -> None:
     listed = run("runs", "list", env=env).stdout
     assert "fulfil" in listed and "succeeded" in listed and f"r-{payload['id']}" in listed
     assert event_id in run("events", "list", "--type", "order.created", env=env).stdout
-    assert json.loads(run("events", "show", event_id, env=env).stdout)["payload"] == payload
+    assert json.loads(run("events", "show", event_id, "--json", env=env).stdout)["payload"] == payload
+    shown = run("events", "show", event_id, env=env).stdout
+    assert event_id in shown and "  payload " in shown
     story = run("explain", event_id, env=env).stdout
     assert "fulfil succeeded" in story and "audit succeeded" in story
     assert json.loads(run("runs", "list", "--json", env=env).stdout)["runs"]

@@ -408,7 +408,7 @@ async def test_bad_input_names_its_field_and_changes_nothing(address: str, share
         ("GET", "/admin/retries?limit=0", None, 422),
         ("GET", "/admin/retries?cursor=nonsense", None, 422),
         ("GET", "/admin/retries?cursor=bnVsbA", None, 422),
-        ("GET", "/admin/retries?kind=steps&source=x", None, 422),
+        ("GET", "/admin/retries?kind=deliveries&workflow_run_id=x", None, 422),
         ("GET", "/admin/retries?nonsense=1", None, 422),
     ],
 )

@@ -460,7 +460,7 @@ def test_filters_and_pages_of_what_waits(server: str, kind: str) -> None:
         assert len(found) == len(set(found)) == (5 if key == "retries" else 6)
     newest = ok(_http.get(f"{server}/v1/deliveries", params={"limit": "1", "status": "throttled"}))["deliveries"]
     assert newest[0]["trigger_id"] == made["id"]
-    for wrong in ("kind=events&trigger_id=" + made["id"], "workflow=x", "kind=steps&workflow=x",
+    for wrong in ("kind=events&trigger_id=" + made["id"], "workflow=x", "kind=steps&workflow_run_id=x",
                   "kind=deliveries&trigger_id=x", "kind=deliveries&cursor=bnVsbA"):  # fmt: skip
         assert _http.get(f"{server}/admin/retries?{wrong}").status_code == 422, wrong
     for wrong in ("deliveries?status=nonsense", "deliveries?cursor=x", "versions?cursor=x", "versions?limit=0"):

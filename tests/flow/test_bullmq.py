@@ -272,7 +272,7 @@ async def test_waiting_deliveries_have_jobs_again_after_a_flush(
         await until(are_back)
         await client.flushall()
         await until(are_back)
-        assert '"kind": "deliveries"' in process.wait_for_line(r"reconcile\.requeued").string
+        assert '"kind":"deliveries"' in process.wait_for_line(r"reconcile\.requeued").string
         for row in before:
             job = (await jobs(client, TRIGGERS))[f"event-trigger-retry:{row['id']}:2"]
             assert job["name"] == "deliveries"

@@ -77,7 +77,7 @@ async def test_flushed_redis_is_refilled_and_no_step_is_lost_or_doubled(
         await eventually(database, WAITING, 10)
         await until(lambda: jobs(client))
         await client.flushall()
-        assert '"kind": "steps"' in process.wait_for_line(r"reconcile\.requeued").string
+        assert '"kind":"steps"' in process.wait_for_line(r"reconcile\.requeued").string
         await eventually(database, SUCCEEDED, 10)
     assert Counter(run for run, _ in await effects()).most_common()[0][1] == 3  # two failures each, and one success
     assert len(await effects()) == 30

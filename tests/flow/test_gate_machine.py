@@ -58,7 +58,7 @@ POINTS = {
 FINAL = ("completed", "cancelled", "exhausted")
 
 TABLES = (
-    "event_decisions", "audit_log", "dead_letters", "workflow_run_steps", "workflow_runs",
+    "event_decisions", "dead_letters", "workflow_run_steps", "workflow_runs",
     "workflow_trigger_deliveries", "event_ingress_retries", "event_inbox", "event_scheduler_source_metrics",
     "event_scheduler_sources", "workflow_events",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from datetime import timedelta
@@ -12,11 +13,12 @@ import pytest
 
 from headgate.app import Headgate
 from headgate.flow import control, health
-from headgate.flow.health import Exposition
+from headgate.flow.health import Exposition, Snapshots
 from headgate.flow.reconcile import Reconcile
 from headgate.flow.verdict import RUNBOOK, Cause
 from headgate.model.health import HEALTH, HealthPolicy, severity
 from headgate.model.source import TRIGGER_BREAKER
+from headgate.store import health as store_health
 from headgate.store import workers
 from headgate.store.db import Connection, Database
 from headgate.telemetry import metrics
@@ -237,6 +239,94 @@ async def test_reconcile_that_fails(database: Database, connection: Connection, 
     await Reconcile(database, batch_size=10).run_once()
     assert await cause(connection, "reconcile_failing") is None
     assert await gauge(database, "headgate_expired_claims", kind="runs") == 0
+
+
+async def test_reconcile_that_fails_in_every_worker(database: Database, connection: Connection, clock: Clock) -> None:
+    await workers.beat(connection, "w", [])
+    began = clock.now
+    reconcile = Reconcile(database, batch_size=10, worker="w")
+    await connection.execute("alter table headgate.trigger_idempotency_keys rename to moved")  # as a lost right would
+    await clock.advance(HEALTH.reconcile_degraded_ms - 1)
+    assert await cause(connection, "reconcile_failing") is None
+    await clock.advance(1)
+    with pytest.raises(Exception, match="trigger_idempotency_keys"):
+        await reconcile.run_once()
+    await workers.beat(connection, "w", [])  # it lives
+    found = await cause(connection, "reconcile_failing")
+    assert found and (found.severity, found.subject, found.since) == ("degraded", "workers", began)
+    await clock.advance(HEALTH.reconcile_critical_ms)
+    await workers.beat(connection, "w", [])
+    found = await cause(connection, "reconcile_failing")
+    assert found and found.severity == "critical"
+    off = HealthPolicy(reconcile_degraded_ms=0, reconcile_critical_ms=0)
+    assert await cause(connection, "reconcile_failing", off) is None
+    await connection.execute("alter table headgate.moved rename to trigger_idempotency_keys")
+    await reconcile.run_once()
+    assert await cause(connection, "reconcile_failing") is None
+
+
+async def test_the_runbook_is_where_the_operator_published_it(database: Database, connection: Connection) -> None:
+    await control.pause(database, "one", actor="ann")
+    [found] = (await Snapshots(database, HEALTH, "https://wiki.example/headgate").read()).causes
+    assert found.runbook == "https://wiki.example/headgate#source-paused"
+
+
+async def test_a_crowd_costs_two_reads_and_nobody_gets_an_old_state(
+    database: Database, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = 0
+    read_once, is_reading = health.snapshot, asyncio.Event()
+
+    async def counted(*given: Any) -> health.Snapshot:
+        nonlocal reads
+        reads += 1
+        is_reading.set()
+        return await read_once(*given)
+
+    monkeypatch.setattr(health, "snapshot", counted)
+    snapshots = Snapshots(database)
+    early = asyncio.create_task(snapshots.read())
+    await is_reading.wait()
+    await control.pause(database, "one", actor="ann")
+    crowd = await asyncio.gather(*(snapshots.read() for _ in range(50)))
+    await early
+    assert reads == 2
+    assert {len(found.paused_sources) for found in crowd} == {1}
+
+
+async def test_scrapers_at_once_share_one_read(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+    read_once = health.shared_state
+
+    async def counted(*given: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return await read_once(*given)
+
+    monkeypatch.setattr(health, "shared_state", counted)
+    monkeypatch.setattr(health, "GAUGES_SECONDS", 3600)
+    exposition = Exposition(database)
+    texts = await asyncio.gather(*(exposition.text() for _ in range(20)))
+    assert reads == 1 and all(b"headgate_database_up 1.0" in text for text in texts)
+
+
+async def test_a_very_long_inbox_is_counted_at_its_head_and_estimated_behind(
+    connection: Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ticks(connection, 30)
+    monkeypatch.setattr(store_health, "INBOX_COUNTED", 31)
+    assert (await health.snapshot(connection)).queues["ingress"].ready == 30
+    for counted in (30, 10, 1):
+        monkeypatch.setattr(store_health, "INBOX_COUNTED", counted)
+        assert (await health.snapshot(connection)).queues["ingress"].ready == 30
+    # Numbers that no event has are taken for events behind the head, and only there.
+    await connection.execute(
+        "delete from headgate.event_inbox where ingress_sequence in "
+        "(select ingress_sequence from headgate.event_inbox order by 1 offset 20 limit 5)"
+    )
+    for counted, expected in ((30, 25), (20, 30), (22, 25)):
+        monkeypatch.setattr(store_health, "INBOX_COUNTED", counted)
+        assert (await health.snapshot(connection)).queues["ingress"].ready == expected
 
 
 async def test_unserved(database: Database, connection: Connection, clock: Clock, worker: Worker) -> None:

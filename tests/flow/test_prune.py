@@ -9,6 +9,7 @@ import pytest
 
 from headgate import Context, failpoints
 from headgate.flow.prune import Prune, Retention
+from headgate.store import retention
 from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.conftest import APP, World, eventually
@@ -93,6 +94,63 @@ async def test_nothing_alive_goes(database: Database, connection: Connection, cl
     await connection.execute("delete from headgate.workflow_run_steps")
     await connection.execute("delete from headgate.workflow_runs")
     assert not await Prune(database, WEEK).run()  # a delivery that waits
+
+
+ALIVE = {
+    "its retry is claimed": "insert into headgate.event_ingress_retries "
+    "(event_id, source, retry_state, claimed_by, claim_expires_at) values ($1, 'shop', 'running', 'w', now())",
+    "its delivery is claimed": "update headgate.workflow_trigger_deliveries set status = 'matched', "
+    "retry_state = 'running', claimed_by = 'w', claim_expires_at = now(), workflow_run_id = null where event_id = $1",
+    "its run is claimed": "update headgate.workflow_runs set status = 'running', finished_at = null, "
+    "claim_expires_at = now() where event_id = $1",
+    "its run is to go on": "update headgate.workflow_runs set status = 'pending', finished_at = null, "
+    "next_attempt_at = now() where event_id = $1",
+    "it was replayed a moment ago": "update headgate.workflow_events set replayed_at = headgate.now() where id = $1",
+    "a letter of its run is open": "insert into headgate.dead_letters (id, kind, subject_id, event_id, reason) "
+    "select headgate.uuid7(), 'run', id, $1, 'broken' from headgate.workflow_runs where event_id = $1",
+    "a letter is to be replayed": "insert into headgate.dead_letters "
+    "(id, kind, subject_id, event_id, reason, replay_at, replay_by) "
+    "values (headgate.uuid7(), 'event', $1, $1, 'broken', headgate.now() + interval '300 days', 'ann')",
+    "it is undecided again": "insert into headgate.event_inbox (ingress_sequence, event_id) "
+    "select ingress_sequence, id from headgate.workflow_events where id = $1",
+}
+
+
+@pytest.mark.parametrize("what", ALIVE)
+async def test_whatever_is_alive_keeps_its_event(
+    database: Database, connection: Connection, clock: Clock, world: World, what: str
+) -> None:
+    await done_world(connection, world)
+    before = await counts(connection)
+    await clock.advance(8 * DAY_MS)
+    kept = await connection.fetchval(
+        "select id from headgate.workflow_events where type = 'go' order by ingress_sequence limit 1"
+    )
+    await connection.execute(ALIVE[what], kept)
+    both = Retention(WEEK.events_seconds, dead_letters_seconds=7 * 86_400)
+    assert (await Prune(database, both).run())["events"] == before["workflow_events"] - 1
+    assert await connection.fetchval("select id from headgate.workflow_events") == kept
+    left = await counts(connection)
+    assert (left["workflow_trigger_deliveries"], left["workflow_runs"], left["workflow_run_steps"]) == (1, 1, 1)
+
+
+async def test_new_work_does_not_wait_for_a_batch_that_is_deleting(
+    database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    runner = await done_world(connection, world)
+    await clock.advance(8 * DAY_MS)
+    async with database.transaction() as pruning:
+        page = await retention.page(pruning, after=0, limit=100, older_seconds=WEEK.events_seconds)
+        ids = await retention.lock_finished_events(pruning, page.old, older_seconds=WEEK.events_seconds)
+        assert (await retention.delete_events(pruning, ids))["events"] == 4
+        await publish(connection, "go", n=10)  # a lock that is in the way ends this after two seconds
+        await world.turn(runner)
+        finished = (
+            "select count(*) from headgate.workflow_runs where status = 'succeeded' and finished_at = headgate.now()"
+        )
+        assert await connection.fetchval(finished) == 1
+        assert not await Prune(database, WEEK).run()  # another takes nothing of it, and does not wait either
+    assert (await counts(connection))["workflow_events"] == 1
 
 
 async def test_what_finished_a_moment_ago_stays_however_old_its_event(

@@ -151,6 +151,8 @@ async def test_a_run_waits_for_a_slot_of_its_trigger(
     await publish(connection, "go", wait=True)
     await world.turn(runner)
     assert (await control.replay_letter(database, letter.id, "ann")).into is None
+    audited = await connection.fetch("select actor, action, subject from headgate.audit_log")
+    assert [tuple(row) for row in audited] == [("ann", "dead_letter.schedule", str(letter.id))]
     replay = Replay(database, batch_size=10)
     await clock.advance(2000)
     assert await replay.run_once() == 0

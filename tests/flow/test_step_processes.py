@@ -123,7 +123,7 @@ async def test_cancel_over_the_api(
     database_url: str, database: Database, connection: Connection, effects: Effects, when: str
 ) -> None:
     with api(database_url) as (_, url), worker(database_url, APP, **QUICK), Client(url) as client:
-        kind, payload = ("steps.nap", {"duration": "1h"}) if when == "waiting" else ("steps.three", {"seconds": 2})
+        kind, payload = ("steps.nap", {"duration": "1h"}) if when == "waiting" else ("steps.three", {"seconds": 6})
         client.publish(kind, source="test", payload=payload)
         sleeping = "select count(*) = 1 from headgate.workflow_runs where status = 'pending' and attempts = 1"
         await eventually(database, sleeping if when == "waiting" else "select count(*) = 2 from effects")

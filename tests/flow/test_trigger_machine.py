@@ -76,7 +76,7 @@ MOST_TRIGGERS = 3
 LEASE_MS = 60_000
 
 TABLES = (
-    "event_decisions", "audit_log", "dead_letters", "workflow_run_steps", "workflow_runs",
+    "event_decisions", "dead_letters", "workflow_run_steps", "workflow_runs",
     "workflow_trigger_deliveries", "event_ingress_retries", "event_inbox", "event_scheduler_source_metrics",
     "event_scheduler_sources", "workflow_events", "trigger_idempotency_keys", "event_scheduler_trigger_metrics",
     "event_scheduler_triggers", "workflow_event_trigger_versions", "workflow_event_triggers",

@@ -158,7 +158,7 @@ async def test_each_key_has_slots_of_its_own(
     bound, slow, quick = 2, 6, 30
     limits = f"max_concurrency={bound}, concurrency_key='{{{{ event.payload.key }}}}'"
     with fleet(database_url, write_app(tmp_path, limits), 2):
-        await publish(connection, slow, key="slow", seconds=0.6)
+        await publish(connection, slow, key="slow", seconds=1.5)
         await publish(connection, quick, key="a")
         await publish(connection, quick, key="b")
         await eventually(database, SUCCEEDED, slow + 2 * quick)

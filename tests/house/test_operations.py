@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +149,26 @@ def test_every_health_cause_is_in_the_table_of_thresholds() -> None:
     assert len(codes) == 12
     for code in codes:
         assert f"`{code}`" in SECTIONS["thresholds"], code
+
+
+def test_every_alert_is_tried_before_and_after_its_time() -> None:
+    """The cases that `promtool test rules` runs: each alert is silent at first, and fires later."""
+    cases = yaml.safe_load((DEPLOY / "prometheus" / "rules_test.yml").read_text())["tests"]
+    checks = [
+        (check["alertname"], bool(check.get("exp_alerts"))) for case in cases for check in case["alert_rule_test"]
+    ]
+    for rule in ALERTS:
+        assert checks.count((rule["alert"], False)) == 2 and checks.count((rule["alert"], True)) == 1, rule["alert"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on the PATH")
+def test_promtool_agrees() -> None:
+    for command in (
+        ["check", "rules", "rules.yml"],
+        ["check", "config", "prometheus.yml"],
+        ["test", "rules", "rules_test.yml"],
+    ):
+        done = subprocess.run(
+            ["promtool", *command], cwd=DEPLOY / "prometheus", capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -243,19 +243,18 @@ async def test_cancel_and_force(connection: Connection) -> None:
     await set_clock(connection)
     [trigger_id] = await make_triggers(connection)
     first, second = await hold(connection, trigger_id), await hold(connection, trigger_id)
-    cancelled = await held_deliveries.cancel(connection, first, "cancelled by ann")
-    assert cancelled and (cancelled.id, cancelled.trigger_id, cancelled.retry_attempts) == (first, trigger_id, 2)
+    [cancelled] = await held_deliveries.cancel(connection, [first], "cancelled by ann")
+    assert (cancelled.id, cancelled.trigger_id, cancelled.retry_attempts) == (first, trigger_id, 2)
     row = await held_deliveries.get(connection, first)
     assert row and (row.status, row.retry_state, row.next_attempt_at) == ("cancelled", "cancelled", None)
     assert row.last_error == "cancelled by ann"
-    assert await held_deliveries.cancel(connection, first, "again") is None
-    assert await held_deliveries.force(connection, first) is None
-    assert await held_deliveries.force(connection, uuid7()) is None
+    assert await held_deliveries.cancel(connection, [first], "again") == []
+    assert await held_deliveries.force(connection, [first, uuid7()]) == []
     assert await held_deliveries.get(connection, uuid7()) is None
 
-    assert await held_deliveries.force(connection, second)  # a trigger without a state of its own
+    assert await held_deliveries.force(connection, [second])  # a trigger without a state of its own
     await trigger_gates.replan(connection, trigger_id)
-    assert await held_deliveries.force(connection, second)
+    assert await held_deliveries.force(connection, [second])
     forced = await connection.fetchrow("select * from headgate.workflow_trigger_deliveries where id = $1", second)
     assert forced is not None
     assert (forced["next_attempt_at"], forced["plan_version"], forced["claim_generation"]) == (NOW, 1, 2)

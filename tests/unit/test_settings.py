@@ -1,5 +1,6 @@
 """Settings: defaults, sources in order, and refusals that say the name, what was expected and what was given."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from headgate import failpoints
 from headgate.errors import SettingsError
 from headgate.model.retry import RetryPolicy
-from headgate.settings import Settings, from_sources
+from headgate.settings import Settings, from_sources, trace_exporters
 
 # The numbers of the contract: base_ms, factor, max_ms, jitter_ratio, max_attempts.
 DEFAULT_RETRIES = {
@@ -149,6 +150,8 @@ def test_variable(name: str, text: str, value: Any) -> None:
         ("log_format", "xml", "json or console"),
         ("allow_unsafe_durability", "maybe", "true or false"),
         ("auth", "maybe", "auto or on or off"),
+        ("runbook_url", "https://wiki.example/page#section", "without #section"),
+        ("runbook_url", "two words", "without #section and spaces"),
     ],
 )
 def test_variable_refused(name: str, text: str, expected: str) -> None:
@@ -268,3 +271,24 @@ def test_without_authentication_only_loopback(host: str) -> None:
         assert not load({"HEADGATE_HOST": host, "HEADGATE_AUTH": auth}).is_loopback
     message = refusal({"HEADGATE_HOST": host, "HEADGATE_AUTH": "off"})
     assert "HEADGATE_HOST" in message and "loopback only" in message and host in message
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, []),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}, ["otlp_proto_http"]),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4318"}, ["otlp_proto_http"]),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, ["otlp_proto_grpc"]),
+        ({"OTEL_TRACES_EXPORTER": "console, otlp"}, ["console", "otlp_proto_http"]),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}, []),
+    ],
+)
+def test_the_exporters_of_traces_are_those_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: list[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert trace_exporters() == expected

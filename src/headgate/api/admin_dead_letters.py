@@ -145,7 +145,7 @@ ROUTES = (
           scope="read", query=LIST_QUERY, errors=(422,)),
     Route("POST", "/admin/dead-letters/replay", replay_letters,
           "Replay the open letters that the filters describe, at a rate; or only count them", (ReplayPlan,),
-          scope="operate", status=202, body=bodies.schema(ReplayMany), errors=(400, 413, 415, 422)),
+          scope="operate", status=202, also=(200,), body=bodies.schema(ReplayMany), errors=(422,)),
     Route("POST", "/admin/dead-letters/stop", stop_replays, "Call off the replays whose time has not come",
           (ReplaysStopped,), scope="operate", errors=(422,)),
     Route("GET", "/admin/dead-letters/{dead_letter_id}", show_letter, "One dead letter", (DeadLetter,),

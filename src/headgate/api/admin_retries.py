@@ -1,56 +1,47 @@
-"""What waits, why, and until when; and the operator's verbs about it."""
+"""What waits, why, and until when."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import uuid
+from collections.abc import Collection
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
-from headgate.api import bodies
-from headgate.api.routes import Query, Route, Services, json_response, parameters, path_uuid
-from headgate.api.triggers import hint
+from headgate.api.routes import Query, Route, Services, parameters
 from headgate.errors import FieldError, InvalidInput
-from headgate.flow import control
-from headgate.flow.explain import find_event
 from headgate.model.retry import RETRY_STATES, RetryState
-from headgate.model.run import Step
-from headgate.store import held_deliveries, ingress_retries, sources, steps
+from headgate.store import held_deliveries, held_steps, ingress_retries
+from headgate.store.bulk_retries import FILTERS_OF, RetryKind
 from headgate.store.db import Connection
 from headgate.store.held_deliveries import Filters, HeldDelivery
+from headgate.store.held_steps import HeldStep
 from headgate.store.ingress_retries import HeldEvent
-
-Kind = Literal["events", "deliveries", "steps"]
+from headgate.store.retry_rows import RetryFilters
 
 LIST_QUERY = (
-    Query("kind", "string", "what waits; events unless told", ("events", "deliveries", "steps")),
+    Query("kind", "string", "what waits; events unless told", tuple(FILTERS_OF)),
     Query("source", "string", "only of this source"),
     Query("reason", "string", "only what waits for this: rate_limit (events), throttle, concurrency, source_paused "
-          "(deliveries), paused, breaker_open"),
+          "(deliveries), paused, breaker_open, failed, sleep (steps)"),
     Query("state", "string", "only in this retry state; scheduled unless told", RETRY_STATES),
-    Query("trigger_id", "uuid", "only deliveries of this trigger"),
-    Query("workflow", "string", "only deliveries of this workflow's triggers"),
+    Query("trigger_id", "uuid", "only deliveries and steps of this trigger"),
+    Query("workflow", "string", "only deliveries and steps of this workflow"),
+    Query("workflow_run_id", "uuid", "only steps of this run"),
     Query("limit", "integer", "at most so many; 50 unless told"),
     Query("cursor", "string", "`next_cursor` of the page before"),
 )  # fmt: skip
-# The filters that a kind does not have.
-_WITHOUT: dict[Kind, tuple[str, ...]] = {
-    "events": ("trigger_id", "workflow"),
-    "deliveries": (),
-    "steps": ("source", "reason", "trigger_id", "workflow"),
-}
 
 
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """Something that waits. `eta_seconds` is null when it waits no more, or nobody can say how long: for someone to
     resume a source or trigger, for a slot, for a trial run to end."""
 
-    kind: Kind
+    kind: RetryKind
     id: uuid.UUID
     event_id: uuid.UUID | None = None
     external_id: str | None = None
@@ -61,6 +52,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     trigger: str | None = None
     workflow: str | None = None
     workflow_run_id: uuid.UUID | None = None
+    step: str | None = None
     retry_state: RetryState
     reason: str | None
     attempts: int
@@ -81,20 +73,11 @@ class RetryPage(msgspec.Struct, frozen=True):
     next_cursor: str | None
 
 
-class RetryChanged(msgspec.Struct, frozen=True):
-    """What was done to an event or delivery that waited."""
-
-    id: uuid.UUID
-    status: Literal["cancelled", "forced"]
-
-
 async def list_retries(request: Request, services: Services) -> RetryPage:
     given = parameters(request, LIST_QUERY)
-    kind: Kind = given.get("kind", "events")
+    kind: RetryKind = given.get("kind", "events")
     limit = given.get("limit", 50)
-    wrong = [FieldError(name, f"does not go with kind {kind}") for name in _WITHOUT[kind] if name in given]
-    if wrong:
-        raise InvalidInput("a query parameter is not valid", wrong)
+    check_filters(kind, given, "a query parameter is not valid")
     after = _from_cursor(given.get("cursor"))
     async with services.database.connection() as connection:
         if kind == "events":
@@ -107,46 +90,11 @@ async def list_retries(request: Request, services: Services) -> RetryPage:
     return RetryPage(found[:limit], _to_cursor(found[limit - 1]) if more else None)
 
 
-async def cancel_event(request: Request, services: Services) -> RetryChanged:
-    event_id = await _event_id(request, services)
-    await control.cancel_event(services.database, event_id, bodies.actor(request))
-    _hint(services)
-    return RetryChanged(event_id, "cancelled")
-
-
-async def force_event(request: Request, services: Services) -> Response:
-    event_id = await _event_id(request, services)
-    await control.force_event(services.database, event_id, bodies.actor(request))
-    _hint(services)
-    return json_response(RetryChanged(event_id, "forced"), 202)
-
-
-async def cancel_delivery(request: Request, services: Services) -> RetryChanged:
-    await bodies.read(request, bodies.Nothing)
-    delivery_id = path_uuid(request, "delivery_id")
-    await control.cancel_delivery(services.database, delivery_id, bodies.actor(request))
-    hint(services)
-    return RetryChanged(delivery_id, "cancelled")
-
-
-async def force_delivery(request: Request, services: Services) -> Response:
-    await bodies.read(request, bodies.Nothing)
-    delivery_id = path_uuid(request, "delivery_id")
-    await control.force_delivery(services.database, delivery_id, bodies.actor(request))
-    hint(services)
-    return json_response(RetryChanged(delivery_id, "forced"), 202)
-
-
-async def _event_id(request: Request, services: Services) -> uuid.UUID:
-    """Ours, from ours or the producer's."""
-    await bodies.read(request, bodies.Nothing)
-    async with services.database.connection() as connection:
-        return (await find_event(connection, request.path_params["id"])).id
-
-
-def _hint(services: Services) -> None:
-    services.queue.hint("plans")
-    services.queue.hint("retries")
+def check_filters(kind: RetryKind, given: Collection[str], message: str) -> None:
+    """InvalidInput names the filters that do not go with the kind."""
+    wrong = [name for name in RetryFilters._fields if name in given and name not in FILTERS_OF[kind]]
+    if wrong:
+        raise InvalidInput(message, [FieldError(name, f"does not go with kind {kind}") for name in wrong])
 
 
 async def _events(
@@ -182,11 +130,14 @@ async def _deliveries(
 async def _steps(
     connection: Connection, given: dict[str, Any], after: tuple[datetime | None, uuid.UUID] | None, limit: int
 ) -> list[Retry]:
-    if given.get("state", "scheduled") != "scheduled":
-        problem = FieldError("state", "only scheduled goes with kind steps")
-        raise InvalidInput("a query parameter is not valid", [problem])
-    now = await sources.now(connection)
-    return [_step(row, now) for row in await steps.list_scheduled(connection, after=_due_place(after), limit=limit)]
+    state: RetryState = given.get("state", "scheduled")
+    filters = RetryFilters(*(given.get(name) for name in RetryFilters._fields))
+    if state != "scheduled":
+        before = after[1] if after else None
+        found = await held_steps.list_settled(connection, state, filters, before_id=before, limit=limit)
+    else:
+        found = await held_steps.list_waiting(connection, filters, after=_due_place(after), limit=limit)
+    return [Retry(kind="steps", **{name: getattr(row, name) for name in HeldStep.__struct_fields__}) for row in found]
 
 
 def _held(event: HeldEvent) -> Retry:
@@ -197,23 +148,6 @@ def _held(event: HeldEvent) -> Retry:
 def _held_delivery(delivery: HeldDelivery) -> Retry:
     shared = {name: getattr(delivery, name) for name in _DELIVERY_FIELDS}
     return Retry(kind="deliveries", attempts=delivery.retry_attempts, **shared)
-
-
-def _step(row: Step, now: datetime) -> Retry:
-    at = row.next_attempt_at
-    return Retry(
-        kind="steps",
-        id=row.id,
-        workflow_run_id=row.workflow_run_id,
-        retry_state=row.retry_state,
-        reason=row.retry_metadata.get("reason"),
-        attempts=row.retry_attempts,
-        next_attempt_at=at,
-        eta_seconds=max(0.0, (at - now).total_seconds()) if at else None,
-        last_error=row.error,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-    )
 
 
 def _to_cursor(row: Retry) -> str:
@@ -244,16 +178,4 @@ def _due_place(after: tuple[datetime | None, uuid.UUID] | None) -> tuple[datetim
 ROUTES = (
     Route("GET", "/admin/retries", list_retries, "What waits, why, and until when", (RetryPage,),
           scope="read", query=LIST_QUERY, errors=(422,)),
-    Route("POST", "/admin/retries/events/{id:path}/cancel", cancel_event,
-          "Cancel an event that waits, by our id or the producer's", (RetryChanged,),
-          scope="operate", errors=(404, 409, 422)),
-    Route("POST", "/admin/retries/events/{id:path}/force", force_event,
-          "Make an event that waits due now; the gate is still asked", (RetryChanged,), scope="operate", status=202,
-          errors=(404, 409, 422)),
-    Route("POST", "/admin/retries/deliveries/{delivery_id}/cancel", cancel_delivery, "Cancel a delivery that waits",
-          (RetryChanged,), scope="operate", errors=(404, 409, 422)),
-    Route("POST", "/admin/retries/deliveries/{delivery_id}/force", force_delivery,
-          "Make a delivery that waits due now; its trigger's gate is still asked", (RetryChanged,),
-          scope="operate", status=202,
-          errors=(404, 409, 422)),
 )  # fmt: skip

@@ -10,9 +10,11 @@ import msgspec
 
 from headgate import __version__
 from headgate.api.problems import TITLES, ProblemBody
-from headgate.api.routes import Query, Route
+from headgate.api.routes import MAX_PAGE, Query, Route
 
 _REF = "#/components/schemas/{name}"
+# What any request with a body, or with nothing where nothing is taken, may be answered.
+_BODY_REFUSALS = (400, 408, 413, 415, 422)
 
 EVENT_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -65,13 +67,13 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, Any]:
     shapes = [by_type[answer] for answer in route.returns]
     schema = shapes[0] if len(shapes) == 1 else {"oneOf": shapes}
-    answers: dict[str, Any] = {str(route.status): {"description": "done", "content": {route.media: {"schema": schema}}}}
-    refusals = () if route.scope == "public" else (401, 403)
-    for status in sorted({*route.errors, *refusals, 503} - {route.status}):
-        answers[str(status)] = {
-            "description": TITLES[status],
-            "content": {"application/problem+json": {"schema": by_type[ProblemBody]}},
-        }
+    answers: dict[str, Any] = {
+        str(status): {"description": "done", "content": {route.media: {"schema": schema}}}
+        for status in (route.status, *route.also)
+    }
+    for status in sorted(_refusals(route, path) - {route.status}):
+        answer = answers.setdefault(str(status), {"description": TITLES[status], "content": {}})
+        answer["content"]["application/problem+json"] = {"schema": by_type[ProblemBody]}
     in_path = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"\{(\w+)\}", path)
@@ -84,14 +86,26 @@ def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, An
         "responses": answers,
     }
     if route.body:
-        operation["requestBody"] = {"required": True, "content": route.body}
+        is_needed = all(media["schema"].get("required", True) for media in route.body.values())
+        operation["requestBody"] = {"required": is_needed, "content": route.body}
     return operation
+
+
+def _refusals(route: Route, path: str) -> set[int]:
+    """The errors that a route names, and those that come of its shape."""
+    found = {*route.errors, 503}
+    found |= set() if route.scope == "public" else {401, 403}
+    found |= {404} if "{" in path else set()
+    found |= set() if route.method == "GET" else set(_BODY_REFUSALS)
+    return found
 
 
 def _parameter(query: Query) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer" if query.type == "integer" else "string"}
     if query.type in ("date-time", "uuid"):
         schema["format"] = query.type
+    if query.type == "integer":
+        schema |= {"minimum": 1, "maximum": MAX_PAGE}
     if query.choices:
         schema["enum"] = list(query.choices)
     return {"name": query.name, "in": "query", "description": query.description, "schema": schema}

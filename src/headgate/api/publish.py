@@ -17,6 +17,7 @@ from headgate.errors import FieldError, Forbidden, InvalidInput
 from headgate.flow.access import Principal
 from headgate.flow.ingest import Accepted
 from headgate.model.event import NewEvent, check_event, is_text_id, trace_id
+from headgate.telemetry import traces
 
 BODY_SECONDS = 10
 CE_STRUCTURED = "application/cloudevents+json"
@@ -38,17 +39,41 @@ async def handle(services: Services, scope: Scope, receive: Receive, send: Send)
 
 async def answer(services: Services, scope: Scope, receive: Receive) -> Response:
     """Publish what the request holds."""
+    if not traces.is_on:
+        return await _answer(services, scope, receive)
+    with traces.Request("POST", "/v1/events") as traced:
+        response = await _answer(services, scope, receive, traced)
+        traced.status = response.status_code
+    return response
+
+
+async def _answer(services: Services, scope: Scope, receive: Receive, traced: traces.Request | None = None) -> Response:
     try:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         principal = await services.access.check(headers.get("authorization"), "publish")
-        body = await _read(receive, headers, services.settings.max_body_bytes)
+        body = await read_body(receive, headers, services.settings.max_body_bytes)
         events, is_batch = _parse(services, headers, body)
         if principal is not None:
             _check_sources(principal, events, is_batch)
+        if traced is not None:
+            events = _continued(traced, headers.get("traceparent"), events)
         accepted = await services.ingest.accept(events)
     except Exception as exc:
         return problems.response(exc)
     return json_response(AcceptedBatch(accepted) if is_batch else accepted[0], 202)
+
+
+def _continued(traced: traces.Request, header: str | None, events: list[NewEvent]) -> list[NewEvent]:
+    """The events as parts of the request's trace; those that brought a trace of their own stay in it."""
+    given = {event.traceparent: None for event in events if event.traceparent is not None}  # in order, each once
+    parent = header if trace_id(header) else next(iter(given)) if len(given) == 1 else None
+    span = traced.begin(parent, [one for one in given if trace_id(one) != trace_id(parent)])
+    return [
+        msgspec.structs.replace(event, traceparent=span.traceparent)
+        if event.traceparent is None or trace_id(event.traceparent) == span.trace_id
+        else event
+        for event in events
+    ]
 
 
 def _check_sources(principal: Principal, events: list[NewEvent], is_batch: bool) -> None:
@@ -60,7 +85,7 @@ def _check_sources(principal: Principal, events: list[NewEvent], is_batch: bool)
         raise Forbidden(f"this needs the scope publish for the source {events[wrong[0]].source}", "publish", errors)
 
 
-async def _read(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
+async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
     """The body, counted while it comes in, so that no sender can make us hold more than the limit."""
     if headers.get("content-encoding", "identity") != "identity":
         raise Problem(415, "compressed bodies are not accepted; send without Content-Encoding")

@@ -15,8 +15,10 @@ from starlette.responses import Response
 from headgate.api.problems import Problem
 from headgate.errors import FieldError, InvalidInput
 from headgate.flow.access import Access
-from headgate.flow.health import Exposition
+from headgate.flow.health import Exposition, Snapshots
 from headgate.flow.ingest import Ingest
+from headgate.flow.ready import Readiness
+from headgate.flow.webhooks import Webhooks
 from headgate.model.token import Scope
 from headgate.queue.port import Queue
 from headgate.settings import Settings
@@ -34,7 +36,10 @@ class Services:
     ingest: Ingest
     queue: Queue
     exposition: Exposition
+    snapshots: Snapshots
+    readiness: Readiness
     access: Access
+    webhooks: Webhooks
 
 
 Handler = Callable[[Request, Services], Awaitable[Any]]
@@ -54,7 +59,8 @@ class Query:
 class Route:
     """One operation. `returns` are the types of its answer; a handler that returns a Response answers for itself.
 
-    `scope` is what a token must have; `public` is for what says nothing about anyone's events.
+    `scope` is what a token must have; `public` is for what says nothing about anyone's events, and for what is signed.
+    `also` are other statuses with the same answer, as 200 where nothing had to be done.
     """
 
     method: str
@@ -64,6 +70,7 @@ class Route:
     returns: tuple[Any, ...]
     scope: Scope | Literal["public"] = field(kw_only=True)
     status: int = 200
+    also: tuple[int, ...] = ()
     query: tuple[Query, ...] = ()
     body: dict[str, Any] = field(default_factory=dict)
     errors: tuple[int, ...] = ()

@@ -98,6 +98,7 @@ ROUTES = (
         "Cancel a run: at once, or (202) at its next step",
         (RunCancelled,),
         scope="operate",
-        errors=(404, 409, 422),
+        also=(202,),
+        errors=(404, 409),
     ),
 )

@@ -14,15 +14,20 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headgate.api import (
+    admin_audit,
     admin_dead_letters,
     admin_retries,
+    admin_retry_verbs,
     admin_sources,
     admin_triggers,
+    admin_webhooks,
     bodies,
+    decisions,
     events,
     health,
     openapi,
@@ -32,6 +37,7 @@ from headgate.api import (
     schedules,
     tokens,
     triggers,
+    webhooks,
     workflows,
 )
 from headgate.api.problems import Problem
@@ -39,13 +45,15 @@ from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound, SettingsError
 from headgate.flow import control
 from headgate.flow.access import Access
-from headgate.flow.health import Exposition
+from headgate.flow.health import Exposition, Snapshots
 from headgate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
+from headgate.flow.ready import Readiness
+from headgate.flow.webhooks import Webhooks
 from headgate.queue.choose import open_queue
 from headgate.settings import Settings
 from headgate.store import durability, migrate
 from headgate.store.db import Database
-from headgate.telemetry import metrics
+from headgate.telemetry import metrics, traces
 from headgate.telemetry.logs import logger
 
 _log = logger("api")
@@ -59,6 +67,8 @@ _PAGES = {"/": ("console.html", "text/html"), "/docs": ("docs.html", "text/html"
         ("style.css", "text/css"),
     )
 }
+# Probes and scrapes: every few seconds, of no event.
+_UNTRACED = {"/livez", "/readyz", "/metrics"}
 _SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
@@ -98,8 +108,13 @@ ROUTES: tuple[Route, ...] = (
     *admin_sources.ROUTES,
     *admin_triggers.ROUTES,
     *admin_retries.ROUTES,
+    *admin_retry_verbs.ROUTES,
+    *decisions.ROUTES,
     *admin_dead_letters.ROUTES,
+    *webhooks.ROUTES,
+    *admin_webhooks.ROUTES,
     *tokens.ROUTES,
+    *admin_audit.ROUTES,
     *health.ROUTES,
 )
 
@@ -121,7 +136,12 @@ class Api:
         )
         access = Access(settings, self._database)
         exposition = Exposition(self._database, settings.health)
-        self.services = Services(settings, self._database, ingest, self._queue, exposition, access)
+        snapshots = Snapshots(self._database, settings.health, settings.runbook_url)
+        readiness = Readiness(settings, self._database, self._queue)
+        received = Webhooks(self._database, ingest)
+        self.services = Services(
+            settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access, received
+        )
         self.app = _application(self.services)
 
     async def open(self) -> None:
@@ -140,6 +160,7 @@ class Api:
 @contextlib.asynccontextmanager
 async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator[Server]:
     """The API on its socket; open for business when this is entered, closed when it is left."""
+    traces.switch_on()
     api = Api(settings)
     server = Server(api.app, listening)
     try:
@@ -149,6 +170,7 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
     finally:
         await server.stop()
         await api.close()
+        await traces.flush()
 
 
 class Server:
@@ -239,7 +261,7 @@ def _is_cross_site(scope: Scope) -> bool:
 
 
 def _endpoint(route: Route, services: Services) -> Any:
-    async def endpoint(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         try:
             if route.scope != "public":
                 principal = await services.access.check(request.headers.get("authorization"), route.scope)
@@ -253,6 +275,15 @@ def _endpoint(route: Route, services: Services) -> Any:
         response.headers["cache-control"] = "no-store"
         response.headers["x-content-type-options"] = "nosniff"
         metrics.answered(route.path, response.status_code)
+        return response
+
+    async def endpoint(request: Request) -> Response:
+        if not traces.is_on or route.path in _UNTRACED:
+            return await answer(request)
+        with traces.Request(route.method, route.path) as traced:
+            traced.begin(request.headers.get("traceparent")).enter()
+            response = await answer(request)
+            traced.status = response.status_code
         return response
 
     return endpoint
@@ -272,7 +303,16 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     metrics.answered(metrics.OTHER, exc.status_code)
     what = {404: f"there is nothing at {request.url.path[:100]}", 405: f"{request.method} is not possible here"}
-    return problems.response(Problem(exc.status_code, what.get(exc.status_code, str(exc.detail))))
+    response = problems.response(Problem(exc.status_code, what.get(exc.status_code, str(exc.detail))))
+    if exc.status_code == 405:
+        response.headers["allow"] = ", ".join(sorted(_methods(request)))
+    return response
+
+
+def _methods(request: Request) -> set[str]:
+    """What is possible at a path; several routes may share it."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in routes for method in route.methods or ()}
 
 
 async def _any_error(_: Request, exc: Exception) -> Response:

@@ -86,7 +86,7 @@ _REFUSALS = (400, 408, 409, 413, 415, 422)
 ROUTES = (
     Route("GET", _ALL, list_workflows, "List workflows", (WorkflowList,), scope="read"),
     Route("POST", _ALL, create_workflow, "Create a workflow that posts its runs to a URL", (WorkflowWritten,),
-          scope="admin", status=201, body=bodies.schema(HttpWorkflowBody), errors=_REFUSALS),
+          scope="admin", status=201, also=(200,), body=bodies.schema(HttpWorkflowBody), errors=_REFUSALS),
     Route("GET", _ONE, show_workflow, "One workflow", (WorkflowDefinition,), scope="read", errors=(404,)),
     Route("PATCH", _ONE, update_workflow, "Change what is given; a secret of null is made anew", (WorkflowWritten,),
           scope="admin", body=bodies.schema(HttpWorkflowPatch), errors=(*_REFUSALS, 404)),

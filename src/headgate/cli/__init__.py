@@ -26,6 +26,7 @@ class _LazyGroup(click.Group):
         "workflows": "workflows",
         "schedules": "schedules",
         "sources": "sources",
+        "webhooks": "webhooks",
         "triggers": "triggers",
         "deliveries": "deliveries",
         "retries": "retries",
@@ -33,7 +34,9 @@ class _LazyGroup(click.Group):
         "prune": "prune",
         "health": "health",
         "doctor": "doctor",
+        "top": "top",
         "token": "token",
+        "audit": "audit",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:

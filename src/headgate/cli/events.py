@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import click
 
-from headgate.cli.output import client, json_option, print_json, print_table, short_json, short_time
+from headgate.cli.output import client, json_option, plain, print_json, print_table, short_json, short_time
 
 
 @click.group()
@@ -48,10 +48,23 @@ def list_events(
 
 @events.command("show")
 @click.argument("event_id")
-def show_event(event_id: str) -> None:
+@json_option
+def show_event(event_id: str, as_json: bool) -> None:
     """Show one event, by our id or the producer's."""
     with client() as api:
-        print_json(api.request("GET", f"/v1/events/{quote(event_id, safe='')}"))
+        found = api.request("GET", f"/v1/events/{quote(event_id, safe='')}")
+    if as_json:
+        print_json(found)
+        return
+    click.echo(plain(f"event {found['id']}: {found['type']} from {found['source']}"))
+    for field in ("external_id", "correlation_id", "received_at", "occurred_at", "ttl_ms"):
+        if found.get(field) is not None:
+            click.echo(
+                f"  {field:<16}{plain(short_time(found[field]) if field.endswith('_at') else str(found[field]))}"
+            )
+    for field in ("metadata", "payload"):
+        if found.get(field):
+            click.echo(f"  {field:<16}{plain(short_json(found[field], 2000))}")
 
 
 @click.command()

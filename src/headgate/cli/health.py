@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
+from datetime import datetime
 from typing import Any
 
 import click
 
-from headgate.cli.output import client, json_option, print_json, print_table, short_eta
+from headgate.cli.output import client, json_option, plain, print_json, print_table, short_eta, short_time
+
+_COLOURS = {"ok": "green", "degraded": "yellow", "critical": "red"}
+# What to do about a cause, as a command where there is one; `{}` is its subject.
+_NEXT_STEPS = {
+    "source_paused": "headgate sources resume {}",
+    "trigger_paused": "headgate triggers resume {}",
+    "source_breaker_open": "it closes by itself once events succeed; at once: headgate sources resume {}",
+    "trigger_breaker_open": "it closes by itself once its trial run succeeds; at once: headgate triggers resume {}",
+    "retries_overdue": "headgate retries list --kind {}",
+    "ingress_stalled": "start more workers: headgate worker APP",
+    "triggers_stalled": "start more workers: headgate worker APP",
+    "runs_stalled": "start more workers: headgate worker APP",
+    "dead_letters_growing": "headgate dlq list --kind {}",
+    "no_worker": "start one: headgate worker APP",
+    "workflow_unserved": "start a worker whose APP has {}: headgate worker APP",
+    "reconcile_failing": "look for reconcile in the logs of the workers",
+}
 
 
 @click.command()
@@ -25,10 +45,14 @@ def health(as_json: bool) -> None:
 
 
 def _print(found: dict[str, Any]) -> None:
-    click.echo(f"{found['status']} at {found['generated_at']}")
-    if found["causes"]:
-        rows = [(c["severity"], c["code"], c["subject"], c["message"], c["runbook"]) for c in found["causes"]]
-        print_table(("SEVERITY", "CAUSE", "SUBJECT", "WHAT", "SEE"), rows, "")
+    # The width is the terminal's, or all that is needed when piped.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    status = click.style(found["status"], fg=_COLOURS[found["status"]], bold=True)
+    click.echo(f"{status} at {short_time(found['generated_at'])} UTC")
+    now = datetime.fromisoformat(found["generated_at"])
+    for cause in found["causes"]:
+        click.echo("")
+        _print_cause(cause, now, width)
     rows = [
         (name, str(q["ready"]), str(q["delayed"]), str(q["active"]), short_eta(q["oldest_due_age_seconds"]))
         for name, q in found["queues"].items()
@@ -36,3 +60,27 @@ def _print(found: dict[str, Any]) -> None:
     click.echo("")
     print_table(("QUEUE", "READY", "DELAYED", "ACTIVE", "OLDEST DUE FOR"), rows, "")
     click.echo(f"dead letters: {found['dead_letters']['total']}, {found['dead_letters']['last_24h']} in the last 24 h")
+
+
+def _print_cause(cause: dict[str, Any], now: datetime, width: int | None) -> None:
+    """A paragraph: how bad, what and about whom, since when; what it means; what to do; where to read on."""
+    since = ""
+    if cause["since"]:
+        age = max(0.0, (now - datetime.fromisoformat(cause["since"])).total_seconds())
+        since = f", since {short_time(cause['since'])} ({short_eta(age)})"
+    title = _wrapped(f"{cause['severity']}: {cause['code']} {cause['subject']}{since}", "", width)
+    severity = cause["severity"]
+    click.echo(title.replace(severity, click.style(severity, fg=_COLOURS[severity], bold=True), 1))
+    click.echo(_wrapped(cause["message"], "  ", width))
+    if cause["code"] in _NEXT_STEPS:
+        click.echo(_wrapped(f"do:  {_NEXT_STEPS[cause['code']].format(cause['subject'])}", "  ", width))
+    click.echo(_wrapped(f"see: {cause['runbook']}", "  ", width))
+
+
+def _wrapped(text: str, indent: str, width: int | None) -> str:
+    if width is None:
+        return indent + plain(text)
+    hanging = f"{indent}     " if text.startswith(("do: ", "see:")) else indent or "  "
+    # Commands and addresses are to be copied: they are not broken within a word.
+    return textwrap.fill(plain(text), max(20, width), initial_indent=indent, subsequent_indent=hanging,
+                         break_long_words=False, break_on_hyphens=False)  # fmt: skip

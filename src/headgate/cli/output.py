@@ -52,7 +52,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: st
     for column in columns:
         table.add_column(column, overflow="ellipsis", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(_plain(cell)) for cell in row))
+        table.add_row(*(Text(plain(cell)) for cell in row))
     lines = [line.rstrip() for line in _rendered(console, table)]
     click.echo("\n".join(lines))
 
@@ -64,7 +64,7 @@ def _rendered(console: Any, table: Any) -> list[str]:
     return text.splitlines()
 
 
-def _plain(cell: str) -> str:
+def plain(cell: str) -> str:
     """Event text may hold anything; a terminal gets no control characters of it."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cell)
 

@@ -23,6 +23,7 @@ from headgate.api.server import bind, serving
 from headgate.app import Headgate
 from headgate.cli.load import load_app
 from headgate.embedded import EmbeddedPostgres
+from headgate.model.masking import masked
 from headgate.settings import Settings
 from headgate.store import migrate
 from headgate.store.db import Database
@@ -141,7 +142,7 @@ async def _dev(application: Headgate, settings: Settings, listening: socket.sock
 
 async def _serve(settings: Settings, stop: asyncio.Event) -> None:
     async with serving(settings, bind(settings)) as server:
-        click.echo(f"headgate: API on http://{settings.host}:{server.port}", err=True)
+        click.echo(f"headgate: API on http://{settings.host}:{server.port}")  # standard error has log lines alone
         await _first(stop.wait(), server.wait())
 
 
@@ -187,7 +188,7 @@ def _welcome(application: Headgate, settings: Settings, port: int) -> None:
     command = ("" if port == 8700 else f"HEADGATE_URL={url} ") + _own_command()
     click.echo(f"\nHeadgate is running: API and console on {url} (docs: {url}/docs)")
     click.echo(f"  workflows: {', '.join(sorted(application.workflows)) or 'none'}")
-    click.echo(f"  database:  {settings.database_url}")
+    click.echo(f"  database:  {masked(settings.database_url or '')}")
     click.echo("\nTry it, in another terminal:")
     click.echo(f"""  {command} publish order.created --source shop.api --data '{{"id": 7, "amount": 120}}'""")
     click.echo(f"  {command} runs list")

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from headgate import failpoints
-from headgate.clock import uuid7
+from headgate.clock import epoch_ns, uuid7
 from headgate.flow import deliver, gate
 from headgate.flow.board import close_board, open_board
 from headgate.flow.board import count as count_triggers
@@ -41,7 +41,8 @@ MAX_FILTERED = 20
 
 
 class Delivered(NamedTuple):
-    """What became of the events that passed; `failures` by source."""
+    """What became of the events that passed; `failures` by source, `matching_ns` from when until when they were
+    matched."""
 
     launched: int = 0
     failed: int = 0
@@ -51,6 +52,7 @@ class Delivered(NamedTuple):
     names: Mapping[uuid.UUID, str] = {}
     moves: Sequence[TriggerMove] = ()
     claimed: Sequence[tuple[ClaimedRun, Event]] = ()
+    matching_ns: tuple[int, int] | None = None
 
 
 NOTHING = Delivered()
@@ -64,6 +66,7 @@ class Matched(NamedTuple):
     events: Sequence[Event]
     candidates: Sequence[Candidate]
     filtered: Sequence[Filtered]
+    matching_ns: tuple[int, int]
 
     @property
     def is_plain(self) -> bool:
@@ -114,7 +117,10 @@ class Batch:
             return None
         await decisions.insert(connection, _why_not(filtered, now))
         claimed = _claimed(candidates, decided, launched, now)
-        return Delivered(len(launched), decided=decided, filtered=filtered, names=_names(candidates), claimed=claimed)
+        names, took = _names(candidates), matched.matching_ns
+        return Delivered(
+            len(launched), decided=decided, filtered=filtered, names=names, claimed=claimed, matching_ns=took
+        )
 
     async def deliver(
         self, connection: Connection, gates: OpenGates, events: Sequence[Event], matched: Matched | None = None
@@ -140,7 +146,8 @@ class Batch:
         failures = await self._tell_sources(connection, gates, events, decided)
         failed = sum(d.status == "failed" for d in decided)
         claimed = _claimed(candidates, decided, launched, board.now)
-        return Delivered(len(launched), failed, failures, decided, filtered, _names(candidates), moves, claimed)
+        names, took = _names(candidates), matched.matching_ns
+        return Delivered(len(launched), failed, failures, decided, filtered, names, moves, claimed, took)
 
     def begin(self, delivered: Delivered) -> None:
         """Begin, after the commit, the runs that were claimed as they were created."""
@@ -238,8 +245,10 @@ def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) ->
 
 
 def _matched(index: TriggerIndex, version: int, events: Sequence[Event]) -> Matched:
+    began_ns = epoch_ns()
     fired, filtered = match(index, events)
-    return Matched(index, version, events, [_candidate(one) for one in fired], filtered)
+    candidates = [_candidate(one) for one in fired]
+    return Matched(index, version, events, candidates, filtered, (began_ns, epoch_ns()))
 
 
 def _names(candidates: Sequence[Candidate]) -> dict[uuid.UUID, str]:

@@ -22,6 +22,15 @@ def retry_after_ms(exc: RetryAfter) -> int:
     return max(1, round(min(max(1.0 if math.isnan(seconds) else seconds, 0) * 1000, MAX_DURATION_MS)))
 
 
+class Failure:
+    """What a step's function raised."""
+
+    __slots__ = ("exc",)
+
+    def __init__(self, exc: BaseException) -> None:
+        self.exc = exc
+
+
 def called(call: Callable[[], Any]) -> Any:
     """Call a plain function in a thread. What a future or the interpreter would take for itself is its failure."""
     try:

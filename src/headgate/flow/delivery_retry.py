@@ -16,10 +16,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headgate import failpoints
+from headgate.clock import epoch_ns
 from headgate.errors import Unavailable
 from headgate.flow import board as boards
 from headgate.flow import deliver, gate
 from headgate.flow.deliver import Candidate
+from headgate.flow.event_spans import record_deliveries
 from headgate.flow.match import Matcher
 from headgate.flow.slots import Gates, Unlocked
 from headgate.flow.tell import held_line, tell, tell_moves, trigger_name
@@ -35,7 +37,7 @@ from headgate.store.db import Connection, Database
 from headgate.store.deliveries import NOBODY, Claim, Decided, Due, Taken
 from headgate.store.totals import Totals
 from headgate.store.trigger_gates import LockedTrigger, NextInLine, Slots
-from headgate.telemetry import metrics
+from headgate.telemetry import metrics, traces
 from headgate.telemetry.logs import logger
 
 MAX_TRIGGERS = 50
@@ -58,6 +60,8 @@ class Turn(NamedTuple):
     replanned: tuple[uuid.UUID, ...] = ()
     look_at: datetime | None = None
     now: datetime | None = None
+    events: Mapping[uuid.UUID, Event] = MappingProxyType({})
+    began_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -147,6 +151,8 @@ class DeliveryRetry:
         metrics.DELIVERY_RETRIES.labels("due").inc(turn.due)
         tell(turn.decided, turn.names, are_newcomers=False)
         tell_moves(turn.moves)
+        if traces.is_on:
+            record_deliveries(turn.decided, turn.names, turn.events, turn.began_ns, epoch_ns())
         if turn.launched > len(turn.claimed):
             self._after_launch()
         if held := [d for d in turn.decided if d.retry_state == "scheduled"]:
@@ -180,6 +186,7 @@ class DeliveryRetry:
         slots: dict[tuple[uuid.UUID, str], Slots] | None = None,
         claim: Claim = NOBODY,
     ) -> Turn:
+        began_ns = epoch_ns()
         found = await events.get_many(connection, {row.event_id for row in taken})
         candidates: list[Candidate] = []
         decided: list[Decided] = []
@@ -220,6 +227,8 @@ class DeliveryRetry:
             replanned=tuple(look.replanned),
             look_at=look.look_at,
             now=board.now,
+            events=found,
+            began_ns=began_ns,
         )
 
     async def _with_room(self, connection: Connection, look: _Look, due: Sequence[Due]) -> list[uuid.UUID]:
@@ -283,7 +292,12 @@ class DeliveryRetry:
             await decisions.insert(connection, [line])
             await trigger_gates.wake(connection, [(row.trigger_id, row.concurrency_key or "")])
             metrics.DELIVERY_RETRIES.labels("exhausted").inc()
-            _log.error("delivery.failed", delivery_id=str(row.id), event_id=str(row.event_id), reason=reason)
+            event = (await events.get_many(connection, [row.event_id])).get(row.event_id)
+            _log.error(
+                "delivery.failed", delivery_id=row.id, event_id=row.event_id, trigger_id=row.trigger_id,
+                source=row.source, correlation_id=event and event.correlation_id, attempt=row.retry_attempts,
+                reason=reason,
+            )  # fmt: skip
 
 
 def _judge(look: _Look, row: Taken, event: Event) -> Candidate | Decided:

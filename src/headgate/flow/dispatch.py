@@ -6,8 +6,9 @@ A crash anywhere before the commit leaves everything as it was; after it, everyt
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import NamedTuple
@@ -16,13 +17,15 @@ from headgate import failpoints
 from headgate.errors import Unavailable
 from headgate.flow import batch, gate
 from headgate.flow.batch import Batch, Delivered, Matched
+from headgate.flow.event_spans import EventSpans, newcomers_gated
 from headgate.model.event import Event
 from headgate.model.ingress_retry import IngressRetry
 from headgate.model.source import SOURCE_BREAKER, BreakerPolicy
 from headgate.store import decisions, events, ingress_retries, sources
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
-from headgate.telemetry import metrics
+from headgate.store.events import Quarantined
+from headgate.telemetry import metrics, traces
 from headgate.telemetry.logs import logger
 
 # A transaction decides about so many deliveries; when each event fires many triggers, it takes fewer events.
@@ -43,12 +46,15 @@ class Outcome(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """What one batch decided: the numbers, who waits, and how late those came that passed."""
+    """What one batch decided: the numbers, who waits, how late those came that passed, and who came too late."""
 
     outcome: Outcome = Outcome()
     held: Sequence[IngressRetry] = ()
     lags: Sequence[tuple[str, float]] = ()
     delivered: Delivered = Delivered()
+    expired: Sequence[IngressRetry] = ()
+    correlation_ids: Mapping[uuid.UUID, str] = {}
+    spans: EventSpans | None = None
 
 
 class Dispatch:
@@ -102,11 +108,15 @@ class Dispatch:
         self._batch.committed(decided.delivered)
         metrics.allowed(decided.lags)
         metrics.refused((retry.source, retry.reason) for retry in decided.held)
-        for retry in decided.held:
-            metrics.EVENT_RETRIES.labels("scheduled").inc()
-            _log.info(
-                "event.held",
-                event_id=str(retry.event_id),
+        for retry in (*decided.held, *decided.expired):
+            is_held = retry.retry_state == "scheduled"
+            if is_held:
+                metrics.EVENT_RETRIES.labels("scheduled").inc()
+            log = _log.info if is_held else _log.warning
+            log(
+                "event.held" if is_held else "event.expired",
+                event_id=retry.event_id,
+                correlation_id=decided.correlation_ids.get(retry.event_id),
                 source=retry.source,
                 attempt=retry.attempts,
                 next_attempt_at=retry.next_attempt_at,
@@ -114,6 +124,9 @@ class Dispatch:
             )
         if decided.held:
             self._after_hold(decided.held)
+        if decided.spans is not None:
+            gated = newcomers_gated(decided.spans.events, decided.held, decided.expired)
+            decided.spans.record(gated, decided.delivered)
 
     async def _oldest(self, connection: Connection) -> Decided:
         limit = max(1, min(self._batch_size, int(MAX_DELIVERIES / self._fan_out)))
@@ -122,6 +135,9 @@ class Dispatch:
         if now is None:
             return Decided()
         failpoints.hit("dispatch.after_claim")
+        return await _traced(connection, newcomers, partial(self._pass, connection, now))
+
+    async def _pass(self, connection: Connection, now: datetime, newcomers: Sequence[Event]) -> Decided:
         # Where no source had any state last time, none is expected; the statement that launches makes sure.
         matched = self._batch.match(newcomers) if self._is_calm else None
         if matched is not None and matched.is_plain and not any(gate.is_expired(event, now) for event in newcomers):
@@ -170,7 +186,9 @@ class Dispatch:
             held=len(verdict.held),
             expired=len(verdict.expired),
         )
-        return Decided(outcome, verdict.held, batch.lags(gates.now, verdict.admitted), delivered)
+        told = {event.id: event.correlation_id for event in newcomers} if waiting else {}
+        lags = batch.lags(gates.now, verdict.admitted)
+        return Decided(outcome, verdict.held, lags, delivered, verdict.expired, told)
 
     async def _one_by_one(self) -> Outcome:
         """The oldest events, each in a transaction of its own; one that still fails goes to the dead letters."""
@@ -195,21 +213,35 @@ class Dispatch:
         if not claimed:
             return Decided()
         await sources.share(connection, [event.source for event in claimed])
-        return await self._decide(connection, claimed)
+        return await _traced(connection, claimed, partial(self._decide, connection))
 
     async def _quarantine(self, sequence: int, exc: Exception) -> Outcome:
         reason = f"{type(exc).__name__}: {exc}"[:1000]
-        source = await self._database.run(partial(self._bury, sequence=sequence, reason=reason))
-        _log.error("event.quarantined", ingress_sequence=sequence, source=source, reason=reason)
-        return Outcome(events=1, quarantined=int(source is not None))
+        buried = await self._database.run(partial(self._bury, sequence=sequence, reason=reason))
+        if buried is not None:
+            _log.error("event.quarantined", event_id=buried.event_id, correlation_id=buried.correlation_id,
+                       source=buried.source, reason=reason)  # fmt: skip
+        return Outcome(events=1, quarantined=int(buried is not None))
 
-    async def _bury(self, connection: Connection, sequence: int, reason: str) -> str | None:
-        source = await events.quarantine(connection, sequence, reason)
-        if source is not None:  # a failure of its source
-            gates = await gate.open_gates(connection, [source])
-            await self._batch.record_failure(connection, gates, source)
+    async def _bury(self, connection: Connection, sequence: int, reason: str) -> Quarantined | None:
+        buried = await events.quarantine(connection, sequence, reason)
+        if buried is not None:  # a failure of its source
+            gates = await gate.open_gates(connection, [buried.source])
+            await self._batch.record_failure(connection, gates, buried.source)
             await gate.close_gates(connection, gates)
-        return source
+        return buried
+
+
+async def _traced(
+    connection: Connection, newcomers: Sequence[Event], decide: Callable[[Sequence[Event]], Awaitable[Decided]]
+) -> Decided:
+    """Decide, and when tracing is on, store the traces that begin here, so that whoever goes on continues them."""
+    if not traces.is_on:
+        return await decide(newcomers)
+    spans = EventSpans(newcomers)
+    decided = await decide(spans.events)
+    await events.set_traceparents(connection, spans.started)
+    return decided._replace(spans=spans)
 
 
 def _recorded(retry: IngressRetry) -> Recorded:

@@ -11,7 +11,7 @@ from headgate.flow.calls import cleaned, error_text, reason_of, retry_after_ms
 from headgate.flow.workflow import Workflow
 from headgate.model.retry import RetryPolicy, is_exhausted
 from headgate.model.run import ClaimedRun, FinishedRun, Step
-from headgate.model.step import SuspendedRun
+from headgate.model.step import Closing, SuspendedRun
 
 End = FinishedRun | SuspendedRun
 
@@ -58,6 +58,13 @@ class Endings:
             self.warnings[""] = reason_of(exc)
             return self._rests(None, retry_after_ms(exc), is_retry=True)
         return self._finished("failed", error=error_text(exc))
+
+    def closing(self, exc: BaseException, delay_ms: int) -> Closing | None:
+        """What a step's refusal closes for everyone; a key only where the trigger limits by key."""
+        if not isinstance(exc, RetryAfter) or exc.everyone is None or self._run.trigger_id is None:
+            return None
+        key = self._run.concurrency_key if exc.everyone == "key" else None
+        return Closing(trigger_id=self._run.trigger_id, concurrency_key=key, delay_ms=delay_ms, reason=reason_of(exc))
 
     def resting(self) -> SuspendedRun:
         """Until the first of its steps goes on, or its time is over."""

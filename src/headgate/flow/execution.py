@@ -21,16 +21,19 @@ import msgspec
 from headgate import failpoints
 from headgate.clock import monotonic, uuid7
 from headgate.errors import NonRetryable, RetryAfter, StepFailed
-from headgate.flow.calls import called, cleaned, error_text, guarded, reason_of, retry_after_ms
+from headgate.flow.calls import Failure, called, cleaned, error_text, guarded, retry_after_ms
 from headgate.flow.endings import End, Endings
 from headgate.flow.journal import Cancelled, Journal, LeaseLost, Put, Stop, Written
 from headgate.flow.output import encode_output
+from headgate.flow.run_spans import RunSpans
+from headgate.flow.tell import run_fields
 from headgate.flow.workflow import Context, SyncContext, Workflow, current_step
 from headgate.model.event import Event
 from headgate.model.retry import RetryPolicy, backoff_ms, why_given_up
 from headgate.model.run import ClaimedRun, Step
-from headgate.model.step import Closing, StepKind, StepWrite, SuspendedRun
+from headgate.model.step import StepKind, StepWrite, SuspendedRun
 from headgate.model.units import duration_ms
+from headgate.telemetry import traces
 from headgate.telemetry.logs import logger
 
 MAX_STEP_NAME = 200
@@ -64,6 +67,7 @@ class Execution:
         self.run = run
         self.event = event
         self.claimed_at = monotonic()
+        self.spans = RunSpans(run, event) if traces.is_on else None
         self._workflow = workflow
         self._policy = policy
         self._workflow_threads = workflow_threads
@@ -113,7 +117,7 @@ class Execution:
                 return end, written
             end = self._endings.cancelled()
         except Exception as exc:
-            _log.error("run.unwritable", run_id=str(self.run.id), workflow=self.run.workflow, error=exc, exc_info=exc)
+            _log.error("run.unwritable", **run_fields(self.run, self.event), error=exc, exc_info=exc)
             end = self._endings.unwritable(exc)
         return end, await self._journal.end(end)
 
@@ -138,7 +142,7 @@ class Execution:
             while True:
                 await self._ready(name)
                 failure = await self._try(name, partial(function, *args, **kwargs), function, timeout)
-                if not isinstance(failure, _Failure):
+                if not isinstance(failure, Failure):
                     return failure
                 await self._failed(name, failure.exc, retry or self._policy)
         except asyncio.CancelledError:
@@ -217,8 +221,11 @@ class Execution:
             raise _Suspend
 
     async def _try(self, name: str, call: Callable[[], Any], function: Any, timeout: Any) -> Any:
-        """Call a step's function once: its result, written down, or a _Failure."""
-        token = current_step.set(name)
+        """Call a step's function once: its result, written down, or a Failure."""
+        known, token = self._steps.get(name), current_step.set(name)
+        attempts = known.retry_attempts if known else 0
+        if self.spans is not None:
+            self.spans.begin_step(name, attempts + 1)
         try:
             value = await self._timed(name, call, function, timeout)
             result = encode_output(value, f"what step {name!r} returned")
@@ -228,14 +235,15 @@ class Execution:
             task = asyncio.current_task()
             if self._is_resting or task is None or task.cancelling():
                 raise
-            return _Failure(exc)  # nobody cancelled this step: its function gave up by itself
+            return Failure(exc)  # nobody cancelled this step: its function gave up by itself
         except BaseException as exc:
-            return _Failure(exc)
+            return Failure(exc)
         finally:
             current_step.reset(token)
+            if self.spans is not None:
+                self.spans.leave_step(name)
         failpoints.hit("step.before_commit")
-        known = self._steps.get(name)
-        self._write(name, status="succeeded", result=result, retry_attempts=known.retry_attempts if known else 0)
+        self._write(name, status="succeeded", result=result, retry_attempts=attempts)
         return None if result is None else msgspec.json.decode(result)
 
     async def _timed(self, name: str, call: Callable[[], Any], function: Any, timeout: Any) -> Any:
@@ -259,16 +267,15 @@ class Execution:
 
     async def _failed(self, name: str, exc: BaseException, policy: RetryPolicy) -> None:
         """Write that an attempt failed, and when there is another; StepFailed when there is none."""
+        if self.spans is not None:
+            self.spans.fail_step(name, exc)
         known, error = self._steps.get(name), error_text(exc)
         attempt = (known.retry_attempts if known else 0) + 1
         age = self.now() - known.created_at if known and known.created_at else timedelta()
         is_final = isinstance(exc, NonRetryable) or why_given_up(policy, attempt, age) is not None
-        _log.warning(
-            "step.exhausted" if is_final else "step.failed",
-            run_id=str(self.run.id), workflow=self.run.workflow, step=name, attempt=attempt,
-            correlation_id=self.run.correlation_id, reason=error.splitlines()[-1],
-        )  # fmt: skip
+        told = run_fields(self.run, self.event) | {"step": name, "attempt": attempt, "reason": error.splitlines()[-1]}
         if is_final:
+            _log.warning("step.exhausted", **told)
             self._write(
                 name, status="failed", error=error, retry_state="exhausted", retry_attempts=attempt,
                 retry_metadata={"reason": "failed"},
@@ -277,15 +284,9 @@ class Execution:
         delay_ms = retry_after_ms(exc) if isinstance(exc, RetryAfter) else backoff_ms(policy, attempt)
         await self._waits(
             name, error=error, delay_ms=delay_ms, retry_attempts=attempt,
-            retry_metadata={"reason": "failed", "of": policy.max_attempts}, closes=self._closing(exc, delay_ms),
+            retry_metadata={"reason": "failed", "of": policy.max_attempts}, closes=self._endings.closing(exc, delay_ms),
         )  # fmt: skip
-
-    def _closing(self, exc: BaseException, delay_ms: int) -> Closing | None:
-        """What is closed for everyone; a key only where the trigger limits by key."""
-        if not isinstance(exc, RetryAfter) or exc.everyone is None or self.run.trigger_id is None:
-            return None
-        key = self.run.concurrency_key if exc.everyone == "key" else None
-        return Closing(trigger_id=self.run.trigger_id, concurrency_key=key, delay_ms=delay_ms, reason=reason_of(exc))
+        _log.warning("step.failed", **told, next_attempt_at=self._steps[name].next_attempt_at)
 
     async def _waits(self, name: str, **fields: Any) -> None:
         """Write that a step waits; when that is committed, its time is known."""
@@ -308,7 +309,10 @@ class Execution:
             retry_state=write.retry_state, retry_attempts=write.retry_attempts,
             created_at=known.created_at if known else None,
         )  # fmt: skip
-        return self._journal.write(write)
+        written = self._journal.write(write)
+        if self.spans is not None:
+            self.spans.wrote_step(write, written)
+        return written
 
     async def _park(self, step: Step, until: datetime) -> None:
         """Wait for a time. If all others wait too, the run is put to rest, and this call does not return."""
@@ -355,7 +359,7 @@ class Execution:
                 if not main.cancelled():
                     main.exception()  # whatever it is, the outcome is known already
                 return
-        _log.error("run.does_not_leave", run_id=str(self.run.id), workflow=self.run.workflow)
+        _log.error("run.does_not_leave", **run_fields(self.run, self.event))
 
     async def _call(self) -> Any:
         self._journal.check()
@@ -385,16 +389,9 @@ class Execution:
             end: End = self._endings.succeeded(encode_output(main.result(), "what the workflow returned"))
         except BaseException as exc:
             end = self._endings.raised(exc)
+            if self.spans is not None:
+                self.spans.fail(exc)
         self._is_resting = True
         while self._active and isinstance(end, SuspendedRun):  # noqa: ASYNC110 - what is under way counts
             await asyncio.sleep(QUIET_SECONDS)
         return end
-
-
-class _Failure:
-    """What a step's function raised."""
-
-    __slots__ = ("exc",)
-
-    def __init__(self, exc: BaseException) -> None:
-        self.exc = exc

@@ -70,7 +70,7 @@ async def explain(connection: Connection, event_id: str) -> Explanation:
         story.append(Decision(at=None, stage="gate", decision="waiting", reason="waits in the inbox for a worker"))
     elif retry is not None:
         lines = await decisions.list_of_event(connection, event.id)
-        story += [_recorded_line(line) for line in lines if line.stage not in ("match", "deliver")]
+        story += [_recorded_line(line) for line in lines if line.stage not in ("match", "deliver", "step")]
         if retry.retry_state == "completed":
             story += await _delivered(connection, event)
     elif dead_reason is not None:
@@ -117,6 +117,11 @@ async def _delivered(connection: Connection, event: Event) -> list[Decision]:
         )
         run = found_runs.get(delivery.workflow_run_id) if delivery.workflow_run_id else None
         if run:
+            story += [
+                msgspec.structs.replace(_delivery_line(line, names), run_id=run.id)
+                for line in lines
+                if line.stage == "step" and line.trigger_id == delivery.trigger_id
+            ]
             story.append(_run_line(run))
     story += await _filtered(connection, event, known=names.keys(), lines=lines)
     if len(story) == 0:

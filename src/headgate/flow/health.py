@@ -6,20 +6,31 @@ Both are read from Postgres, so every process gives the same answer; the verdict
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from datetime import datetime
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from headgate.clock import monotonic
 from headgate.errors import Unavailable
-from headgate.flow.verdict import Cause, Facts, is_paused, verdict
+from headgate.flow import backlog
+from headgate.flow.backlog import Held, judge
+from headgate.flow.verdict import RUNBOOK, Cause, Facts, is_paused, verdict
 from headgate.model.health import HEALTH, HealthPolicy
 from headgate.store import health, sources, workers
 from headgate.store.db import Connection, Database
-from headgate.store.health import DeadLetterCount, PausedTrigger, QueueDepth, RetrySummary, TriggerMetrics
-from headgate.store.sources import SourceMetrics, SourceRecord
+from headgate.store.health import (
+    DeadLetterCount,
+    HeldEvents,
+    PausedTrigger,
+    QueueDepth,
+    RetrySummary,
+    SourceState,
+    Totals,
+    TriggerMetrics,
+)
+from headgate.store.sources import SourceMetrics
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 from headgate.telemetry.metrics import SharedState
@@ -78,6 +89,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     generated_at: datetime
     last_processed_event_at: datetime | None
     queues: dict[str, QueueDepth]
+    totals: Totals
     sources: list[SourceHealth]
     triggers: list[TriggerMetrics]
     rate_limits: list[LimitHealth]
@@ -87,21 +99,23 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     dead_letters: DeadLetterCount
 
 
-async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH) -> Snapshot:
+async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH, runbook: str = RUNBOOK) -> Snapshot:
     """The state of everything, and the verdict."""
     found = await facts(connection, policy)
-    causes = verdict(found, policy)
+    causes = verdict(found, policy, runbook)
     letters = found.dead_letters.values()
+    waiting = _waiting(found.held_events)
     return Snapshot(
         status=_status(causes),
         causes=causes,
         generated_at=found.now,
-        last_processed_event_at=(await health.overview(connection)).last_processed_event_at,
+        last_processed_event_at=found.last_processed,
         queues=found.queues,
+        totals=await health.totals(connection, found.depths),
         sources=[_source(totals) for totals in await sources.list_metrics(connection)],
         triggers=await health.trigger_metrics(connection),
-        rate_limits=[limit for record in found.sources if (limit := _limit(record))],
-        paused_sources=[_paused(record) for record in found.sources if is_paused(record, found.now)],
+        rate_limits=[limit for state in found.sources if (limit := _limit(state, waiting))],
+        paused_sources=[_paused(state, waiting) for state in found.sources if is_paused(state, found.now)],
         paused_triggers=found.paused_triggers,
         retries=found.retries,
         dead_letters=DeadLetterCount(
@@ -111,20 +125,56 @@ async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH) -> Sna
 
 
 async def facts(connection: Connection, policy: HealthPolicy) -> Facts:
-    """What the verdict is made of."""
+    """What the verdict and the gauges are made of. Every statement reads what waits or is claimed, nothing finished."""
+    now = await sources.now(connection)
+    late = now - timedelta(milliseconds=policy.overdue_ms)
+    held = Held(await health.held_sources(connection, now), await health.held_triggers(connection, now))
+    held_events = await health.held_events(connection, now, late)
+    held_deliveries = await health.held_deliveries(connection, now, late)
+    groups = judge(held_events, held_deliveries, await health.waiting_steps(connection, now, late), held)
+    depths = await health.depths(connection, now)
+    recent = now - timedelta(milliseconds=policy.dead_letters_window_ms)
     return Facts(
-        now=await sources.now(connection),
-        sources=await sources.list_all(connection),
-        source_breakers=await health.source_breakers(connection),
+        now=now,
+        last_processed=await health.last_processed(connection),
+        sources=await health.sources(connection),
+        held_events=held_events,
         paused_triggers=await health.paused_triggers(connection),
         trigger_breakers=await health.open_breakers(connection),
-        queues=await health.queues(connection),
-        retries=await health.retries(connection, policy.overdue_ms),
-        dead_letters=await health.dead_letters(connection, policy.dead_letters_window_ms),
+        depths=depths,
+        queues=backlog.queues(groups, depths, now),
+        retries=backlog.retries(groups),
+        dead_letters=await health.dead_letters(connection, now, recent),
         workers=await health.workers(connection, policy.worker_degraded_ms),
         expired_claims=await health.expired_claims(connection),
         unserved=await workers.unserved(connection, policy.worker_degraded_ms, UNSERVED_MS),
     )
+
+
+class Snapshots:
+    """The snapshot for any number of callers: one read at a time, and who asks during one shares the next.
+
+    So nobody gets a state from before its question, and a crowd costs the database no more than two.
+    """
+
+    def __init__(self, database: Database, policy: HealthPolicy = HEALTH, runbook: str = RUNBOOK) -> None:
+        self._database = database
+        self._policy = policy
+        self._runbook = runbook
+        self._one_at_a_time = asyncio.Lock()
+        self._next: asyncio.Task[Snapshot] | None = None
+
+    async def read(self) -> Snapshot:
+        """The state after this call."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._read(), name="health snapshot")
+        return await asyncio.shield(self._next)
+
+    async def _read(self) -> Snapshot:
+        async with self._one_at_a_time:
+            self._next = None
+            async with self._database.transaction() as connection:
+                return await snapshot(connection, self._policy, self._runbook)
 
 
 class Exposition:
@@ -155,40 +205,51 @@ class Exposition:
 
 async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) -> SharedState:
     """What the gauges show."""
-    overview = await health.overview(connection)
-    queues = await health.queues(connection)
+    found = await facts(connection, policy)
     deferred = {("events", reason): 0 for reason in ("rate_limit", "paused", "breaker_open")}
     deferred |= {("deliveries", r): 0 for r in ("throttle", "concurrency", "paused", "breaker_open", "source_paused")}
-    retries = await health.retries(connection, policy.overdue_ms)
-    for kind, summary in retries.items():
+    for kind, summary in found.retries.items():
         deferred |= {(kind, reason): count for reason, count in summary.by_reason.items()}
     letters = dict.fromkeys(("event", "delivery", "step", "run"), 0)
-    found = await health.dead_letters(connection, policy.dead_letters_window_ms)
-    letters |= {kind: count.total for kind, count in found.items()}
+    letters |= {kind: count.total for kind, count in found.dead_letters.items()}
     expired = dict.fromkeys(("events", "deliveries", "steps", "runs"), 0)
-    expired |= {claims.kind: claims.total for claims in await health.expired_claims(connection)}
-    processed = overview.last_processed_event_at
+    expired |= {claims.kind: claims.total for claims in found.expired_claims}
     return SharedState(
-        paused_sources=overview.paused_sources,
-        paused_triggers=overview.paused_triggers,
+        paused_sources=sum(is_paused(state, found.now) for state in found.sources),
+        paused_triggers=len(found.paused_triggers),
         open_breakers={
-            "source": len(await health.source_breakers(connection)),
-            "trigger": len(await health.open_breakers(connection)),
+            "source": sum(state.breaker_state != "closed" for state in found.sources),
+            "trigger": len(found.trigger_breakers),
         },
-        workers_alive=(await health.workers(connection, policy.worker_degraded_ms)).alive,
-        unserved_workflows=len(await workers.unserved(connection, policy.worker_degraded_ms, UNSERVED_MS)),
-        overdue_retries={kind: summary.overdue for kind, summary in retries.items()},
+        workers_alive=found.workers.alive,
+        unserved_workflows=len(found.unserved),
+        overdue_retries={kind: summary.overdue for kind, summary in found.retries.items()},
         expired_claims=expired,
         deferred=deferred,
         queue_depth={
             (name, state): getattr(depth, state)
-            for name, depth in queues.items()
+            for name, depth in found.queues.items()
             for state in ("ready", "delayed", "active")
         },
-        oldest_due_age_seconds={name: depth.oldest_due_age_seconds for name, depth in queues.items()},
+        oldest_due_age_seconds={name: depth.oldest_due_age_seconds for name, depth in found.queues.items()},
         dead_letters=letters,
-        last_processed=processed.timestamp() if processed else None,
+        last_processed=found.last_processed.timestamp() if found.last_processed else None,
     )
+
+
+class _Waiting(NamedTuple):
+    events: int = 0
+    next_attempt_at: datetime | None = None
+
+
+def _waiting(groups: Sequence[HeldEvents]) -> dict[str, _Waiting]:
+    """How many events of each source wait, and the next of them."""
+    found: dict[str, _Waiting] = {}
+    for group in groups:
+        before = found.get(group.source, _Waiting())
+        earliest = min(before.next_attempt_at or group.next_attempt_at, group.next_attempt_at)
+        found[group.source] = _Waiting(before.events + group.total, earliest)
+    return found
 
 
 def _status(causes: Sequence[Cause]) -> Literal["ok", "degraded", "critical"]:
@@ -212,9 +273,10 @@ def _source(totals: SourceMetrics) -> SourceHealth:
     )
 
 
-def _limit(record: SourceRecord) -> LimitHealth | None:
+def _limit(record: SourceState, waiting: Mapping[str, _Waiting]) -> LimitHealth | None:
     if record.rate_limit is None or record.interval_ms is None:
         return None
+    held = waiting.get(record.source, _Waiting())
     return LimitHealth(
         source=record.source,
         limit=record.rate_limit,
@@ -222,12 +284,12 @@ def _limit(record: SourceRecord) -> LimitHealth | None:
         pause_ms=record.pause_ms or 0,
         set_by=record.limit_set_by,
         throttled_until=record.throttled_until,
-        waiting=record.waiting,
-        next_attempt_at=record.next_attempt_at,
+        waiting=held.events,
+        next_attempt_at=held.next_attempt_at,
     )
 
 
-def _paused(record: SourceRecord) -> PausedSource:
+def _paused(record: SourceState, waiting: Mapping[str, _Waiting]) -> PausedSource:
     assert record.paused_at is not None
     return PausedSource(
         source=record.source,
@@ -235,5 +297,5 @@ def _paused(record: SourceRecord) -> PausedSource:
         reason=record.pause_reason,
         paused_by=record.paused_by,
         since=record.paused_at,
-        waiting=record.waiting,
+        waiting=waiting.get(record.source, _Waiting()).events,
     )

@@ -27,6 +27,7 @@ from headgate.errors import NonRetryable, RetryAfter
 from headgate.flow.output import encode_output
 from headgate.model.addresses import parse_address, private_kind
 from headgate.model.http_workflow import SECRET_PREFIX, HttpConfig
+from headgate.telemetry import traces
 
 CONNECT_SECONDS = 10.0
 MAX_ANSWER_BYTES = 1024 * 1024
@@ -102,6 +103,8 @@ async def post(config: HttpConfig, secrets: Sequence[str], message_id: str, body
     seconds = config.timeout_ms / 1000
     timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
     headers = config.headers | signed_headers(secrets, message_id, body)
+    if traces.is_on and (traceparent := traces.current()) is not None:
+        headers["traceparent"] = traceparent
     transport = GuardedTransport(allow_private=config.allow_private and allow_private)
     try:
         async with (

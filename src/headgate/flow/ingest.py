@@ -13,11 +13,11 @@ import msgspec
 from headgate import failpoints
 from headgate.clock import monotonic
 from headgate.errors import Conflict, FieldError, InvalidInput, Unavailable
-from headgate.model.event import NewEvent
+from headgate.model.event import NewEvent, trace_id
 from headgate.store import events as store
 from headgate.store.db import Connection, Database, TransientConflict, is_data_error
 from headgate.store.group_commit import GroupCommit
-from headgate.telemetry import metrics
+from headgate.telemetry import metrics, traces
 from headgate.telemetry.logs import logger
 
 # While the database is away, requests are refused; the first of them waits this long for it to come back.
@@ -59,13 +59,16 @@ class Ingest:
         )
 
     async def accept(self, events: Request) -> list[Accepted]:
-        """Store the events of one request, all or none; returns when they are committed.
+        """Store the events of one request, all or none; returns when they are committed. Those without a trace, or
+        in the caller's, continue the span that the caller is in.
 
         Raises Conflict (an id repeated with another body), Unavailable (the database), Overloaded.
         """
         if not events:
             return []
         failpoints.hit("ingest.before_begin")
+        if (traceparent := traces.current()) is not None:
+            events = [_continued(event, traceparent) for event in events]
         accepted = await self._group.submit(events)
         failpoints.hit("ingest.after_commit")
         return accepted
@@ -131,7 +134,7 @@ class Ingest:
             async with self._database.connection(wait_seconds=1) as connection:
                 failpoints.hit("ingest.before_commit")
                 new = await store.insert(connection, events)
-            self._committed(events, new)
+            self._committed(requests, events, new)
             resolved = {}
             if len(new) < len(events):
                 async with self._database.connection(wait_seconds=1) as connection:
@@ -141,13 +144,30 @@ class Ingest:
                 new = await store.insert(connection, events)
                 resolved = await _resolve(connection, requests, events, new)
                 failpoints.hit("ingest.before_commit")
-            self._committed(events, new)
+            self._committed(requests, events, new)
         return [[_answer(event, new, resolved) for event in request] for request in requests]
 
-    def _committed(self, events: Sequence[NewEvent], new: set[uuid.UUID]) -> None:
-        if new:
-            self._after_commit()
-            metrics.received(Counter(event.source for event in events if event.id in new))
+    def _committed(self, requests: list[Request], events: Sequence[NewEvent], new: set[uuid.UUID]) -> None:
+        if not new:
+            return
+        self._after_commit()
+        metrics.received(Counter(event.source for event in events if event.id in new))
+        for request in requests:
+            _tell([event for event in request if event.id in new], is_batch=len(request) > 1)
+
+
+def _tell(accepted: Request, *, is_batch: bool) -> None:
+    """One line for a request: a line costs as much as storing an event of a batch."""
+    if is_batch and accepted:
+        shared = {event.correlation_id for event in accepted}
+        correlation_id = shared.pop() if len(shared) == 1 else None
+        _log.info("batch.accepted", count=len(accepted), correlation_id=correlation_id, source=accepted[0].source)
+    log = _log.debug if is_batch else _log.info
+    for event in accepted:
+        log(
+            "event.accepted", event_id=event.id, correlation_id=event.correlation_id or event.id, source=event.source,
+            type=event.type,
+        )  # fmt: skip
 
 
 async def _resolve(
@@ -182,6 +202,11 @@ def _conflicts(
         if errors:
             conflicts[position] = Conflict("an event with the same id and another body exists", errors)
     return conflicts
+
+
+def _continued(event: NewEvent, traceparent: str) -> NewEvent:
+    is_elsewhere = trace_id(event.traceparent) not in (None, trace_id(traceparent))
+    return event if is_elsewhere else msgspec.structs.replace(event, traceparent=traceparent)
 
 
 def _answer(event: NewEvent, new: set[uuid.UUID], resolved: dict[uuid.UUID, store.Resolved]) -> Accepted:

@@ -86,13 +86,11 @@ class Prune:
         page = await retention.page(connection, after=self._after, limit=self._batch_size, older_seconds=older_seconds)
         if page.last is None:
             return Pruned({}, is_done=True)
-        ids = await retention.lock_finished_events(
-            connection, after=self._after, upto=page.last, older_seconds=older_seconds
-        )
+        ids = await retention.lock_finished_events(connection, page.old, older_seconds=older_seconds)
         deleted = await retention.delete_events(connection, ids) if ids else {}
         failpoints.hit("prune.before_commit")
         # Events arrive in the order of their times, but for those of transactions that overlapped.
-        return Pruned(deleted, is_done=page.old == 0 or page.size < self._batch_size, after=page.last)
+        return Pruned(deleted, is_done=not page.old or page.size < self._batch_size, after=page.last)
 
     async def _audit(self, connection: Connection, older_seconds: int) -> Pruned:
         count = await retention.delete_audit(connection, older_seconds=older_seconds, limit=self._batch_size)

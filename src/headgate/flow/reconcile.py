@@ -15,7 +15,7 @@ from headgate.model.run import FinishedRun
 from headgate.model.source import TRIGGER_BREAKER, BreakerPolicy
 from headgate.queue.port import Queue, Wakeup
 from headgate.queue.wakeups import HORIZON, Spacing, delivery_wakeups, event_wakeups, step_wakeups
-from headgate.store import deliveries, idempotency, ingress_retries, runs, sources, steps
+from headgate.store import deliveries, idempotency, ingress_retries, runs, sources, steps, workers
 from headgate.store.db import Connection, Database
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
@@ -34,8 +34,16 @@ _log = logger("reconcile")
 class Reconcile:
     """Finds work that a dead or frozen worker left behind, whichever process it was."""
 
-    def __init__(self, database: Database, *, batch_size: int, breaker: BreakerPolicy = TRIGGER_BREAKER) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        batch_size: int,
+        breaker: BreakerPolicy = TRIGGER_BREAKER,
+        worker: str | None = None,
+    ) -> None:
         self._database = database
+        self._worker = worker
         self._batch_size = batch_size
         self._breaker = breaker
 
@@ -48,6 +56,9 @@ class Reconcile:
             if count:
                 metrics.RECONCILE_REQUEUED.labels(kind).inc(count)
                 _log.warning("reconcile.released", kind=kind, count=count, reason="the lease ran out")
+        if self._worker is not None:
+            async with self._database.connection() as connection:
+                await workers.reconciled(connection, self._worker)
         return released
 
     async def _release(self, connection: Connection) -> dict[str, int]:
@@ -71,9 +82,13 @@ class Reconcile:
             if await slots.end_waiting(connection, trigger_id, end, self._breaker) is not None:
                 failed = FinishedRun(id=run_id, claim_generation=0, status="failed", error=reason)
                 await runs.bury(connection, [failed])
-                _log.error("run.given_up", run_id=str(run_id), reason=reason)
                 known = await runs.get(connection, run_id)
-                given_up += [known.workflow] if known else []
+                assert known is not None, f"{run_id} was just written"
+                _log.error(
+                    "run.given_up", run_id=run_id, workflow=known.workflow, event_id=known.event_id,
+                    correlation_id=known.correlation_id, attempt=known.attempts, reason=reason,
+                )  # fmt: skip
+                given_up.append(known.workflow)
         return given_up
 
 

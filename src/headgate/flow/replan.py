@@ -7,8 +7,9 @@ up: `exhausted`, a dead letter. Waiting for a person's pause to end uses no atte
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class Planned(NamedTuple):
     is_done: bool = False
     waiting: Sequence[Settled] = ()
     refused: Sequence[Settled] = ()
+    correlation_ids: Mapping[uuid.UUID, str] = {}
 
 
 class Replan:
@@ -127,7 +129,8 @@ class Replan:
         rescheduled = len(refused) - len(given_up)
         waiting = [s for s in settled if s.retry_state == "scheduled"]
         cursor = Cursor(locked.plan_version, max(after, rows[-1].ingress_sequence))
-        return Planned(len(rows), rescheduled, len(given_up), cursor, waiting=waiting, refused=refused)
+        told = {row.event_id: row.correlation_id for row in rows if row.event_id in had_come}
+        return Planned(len(rows), rescheduled, len(given_up), cursor, False, waiting, refused, told)
 
     def _plan(self, gates: OpenGates, locked: LockedSource, rows: list[StaleEvent]) -> list[Settled]:
         one, plan_version = locked.gate, locked.plan_version
@@ -172,7 +175,8 @@ def _tell(source: str, planned: Planned) -> None:
         log = _log.error if given_up else _log.info
         log(
             "event.retry_exhausted" if given_up else "event.retry_rescheduled",
-            event_id=str(settled.event_id),
+            event_id=settled.event_id,
+            correlation_id=planned.correlation_ids.get(settled.event_id),
             source=source,
             attempt=settled.attempts,
             next_attempt_at=settled.next_attempt_at,

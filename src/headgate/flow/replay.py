@@ -48,8 +48,10 @@ async def perform(connection: Connection, letter: LockedLetter, actor: str) -> R
         await dead_letters.mark_waiting(connection, letter.id, delay_ms=SLOT_WAIT_MS, actor=actor, why=why)
         return Replayed(None)
     await dead_letters.mark_replayed(connection, letter.id, actor, into)
-    after = {"kind": letter.kind, "into": into}
-    await audit.insert(connection, actor=actor, action="dead_letter.replay", subject=str(letter.id), after=after)
+    await audit.insert(
+        connection, actor=actor, action="dead_letter.replay", subject=str(letter.id),
+        before={"replayed_at": letter.replayed_at}, after={"kind": letter.kind, "into": into},
+    )  # fmt: skip
     return Replayed(into)
 
 
@@ -97,7 +99,8 @@ class Replay:
         failpoints.hit("replay.before_commit")
         if done.into is None:
             return "waiting", letter.kind
-        _log.info("dead_letter.replayed", dead_letter_id=str(letter.id), kind=letter.kind, into=str(done.into))
+        _log.info("dead_letter.replayed", dead_letter_id=letter.id, kind=letter.kind, event_id=letter.event_id,
+                  into=done.into, actor=letter.replay_by)  # fmt: skip
         return "replayed", letter.kind
 
     async def _refuse(self, connection: Connection, letter_id: uuid.UUID, exc: Exception) -> Outcome:

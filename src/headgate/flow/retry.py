@@ -17,6 +17,7 @@ from headgate import failpoints
 from headgate.errors import Unavailable
 from headgate.flow import batch, gate
 from headgate.flow.batch import Batch, Delivered
+from headgate.flow.event_spans import EventSpans, Gated
 from headgate.flow.gate import OpenGates
 from headgate.model.event import Event
 from headgate.model.source import SOURCE_BREAKER, BreakerPolicy, Gate, room_soon
@@ -25,13 +26,16 @@ from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
 from headgate.store.ingress_retries import DueEvent, Settled
 from headgate.store.sources import LockedSource
-from headgate.telemetry import metrics
+from headgate.telemetry import metrics, traces
 from headgate.telemetry.logs import logger
 
 MAX_SOURCES = 50
 FAILED = "failed"
 
 _log = logger("retry")
+
+
+Spans = tuple[EventSpans, Sequence[Gated], Delivered]
 
 
 class Turn(NamedTuple):
@@ -46,6 +50,7 @@ class Turn(NamedTuple):
     now: datetime | None = None
     lags: Sequence[tuple[str, float]] = ()
     batches: Sequence[Delivered] = ()
+    spans: Sequence[Spans] = ()
 
     def plus(self, other: Turn) -> Turn:
         """Both together; the times are the later turn's, and the look is the sooner one."""
@@ -54,6 +59,7 @@ class Turn(NamedTuple):
             self.due + other.due, self.delivered + other.delivered, self.launched + other.launched,
             self.expired + other.expired, (*self.replanned, *other.replanned), min(looks, default=None),
             other.now or self.now, (*self.lags, *other.lags), (*self.batches, *other.batches),
+            (*self.spans, *other.spans),
         )  # fmt: skip
 
 
@@ -92,6 +98,8 @@ class Retry:
         for delivered in turn.batches:
             self._batch.begin(delivered)
             self._batch.committed(delivered)
+        for spans, gated, delivered in turn.spans:
+            spans.record(gated, delivered)
         if turn.launched > sum(len(delivered.claimed) for delivered in turn.batches):
             self._after_launch()
         if turn.replanned:
@@ -129,7 +137,9 @@ class Retry:
             await ingress_retries.bury(connection, [(row.event_id, reason, {"attempts": row.attempts})])
             decided = Recorded(row.event_id, gates.now, "gate", "exhausted", reason, None, row.attempts)
             await decisions.insert(connection, [decided])
-            _log.error("event.retry_failed", event_id=str(row.event_id), source=name, reason=reason)
+            event = (await events.get_many(connection, [row.event_id]))[row.event_id]
+            _log.error("event.retry_failed", event_id=row.event_id, correlation_id=event.correlation_id, source=name,
+                       attempt=row.attempts, reason=reason)  # fmt: skip
         return len(rows)
 
     async def _turn(self, connection: Connection) -> Turn:
@@ -162,20 +172,25 @@ class Retry:
             taken[name] = found
             left -= len(found)
         due = [row for rows in taken.values() for row in rows]
-        passed, delivered, expired = await self._let_through(connection, gates, due)
+        passed, delivered, expired, spans = await self._let_through(connection, gates, due)
         await gate.close_gates(connection, gates)
         failpoints.hit("retry.before_commit")
         lags = batch.lags(gates.now, passed)
-        launched = delivered.launched
-        return Turn(len(due), len(passed), launched, expired, tuple(replanned), look_at, gates.now, lags, (delivered,))
+        return Turn(
+            len(due), len(passed), delivered.launched, expired, tuple(replanned), look_at, gates.now, lags,
+            (delivered,), spans,
+        )  # fmt: skip
 
     async def _let_through(
         self, connection: Connection, gates: OpenGates, due: list[DueEvent]
-    ) -> tuple[list[Event], Delivered, int]:
+    ) -> tuple[list[Event], Delivered, int, Sequence[Spans]]:
         if not due:
-            return [], Delivered(), 0
+            return [], Delivered(), 0, ()
         found = await events.get_many(connection, (row.event_id for row in due))
         in_order = [found[row.event_id] for row in due]
+        spans = EventSpans(in_order) if traces.is_on else None
+        if spans is not None:
+            in_order = spans.events
         passing = [event for event in in_order if not gate.is_expired(event, gates.now)]
         for name, count in Counter(event.source for event in passing).items():
             gates.sources[name].gate.spend(gates.now, count)
@@ -193,7 +208,11 @@ class Retry:
         )
         await batch.count(connection, seen, delivered)
         _log_lines(due, found, expired)
-        return passing, delivered, len(expired)
+        if spans is None:
+            return passing, delivered, len(expired), ()
+        await events.set_traceparents(connection, spans.started)
+        gated = [_gated(row, event, event.id in expired) for row, event in zip(due, in_order, strict=True)]
+        return passing, delivered, len(expired), [(spans, gated, delivered)]
 
 
 def _settled(row: DueEvent, is_expired: bool, gates: OpenGates) -> Settled:
@@ -204,6 +223,10 @@ def _settled(row: DueEvent, is_expired: bool, gates: OpenGates) -> Settled:
         )
     metadata = {"reason": row.reason, "let_through_at": gates.now}
     return Settled(row.event_id, "completed", row.attempts, None, row.reason, None, metadata, 0)
+
+
+def _gated(row: DueEvent, event: Event, is_expired: bool) -> Gated:
+    return Gated(event, "expired" if is_expired else "allowed", row.attempts, row.reason)
 
 
 def _recorded(row: DueEvent, is_expired: bool, now: datetime) -> Recorded:
@@ -217,7 +240,7 @@ def _log_lines(due: list[DueEvent], found: dict[uuid.UUID, Event], expired: set[
         event = found[row.event_id]
         _log.info(
             "event.retry_expired" if row.event_id in expired else "event.retry_completed",
-            event_id=str(row.event_id),
+            event_id=row.event_id,
             source=event.source,
             correlation_id=event.correlation_id,
             attempt=row.attempts,

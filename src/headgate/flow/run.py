@@ -18,6 +18,7 @@ from headgate.flow.journal import LeaseLost
 from headgate.flow.leases import LeaseKeeper
 from headgate.flow.outcomes import Outcomes, Waiting
 from headgate.flow.slots import Fill, Freed
+from headgate.flow.tell import run_fields
 from headgate.flow.workflow import Workflow
 from headgate.model.event import Event
 from headgate.model.retry import STEP_RETRY, RetryPolicy
@@ -228,7 +229,10 @@ class Runner:
             self._returning = asyncio.create_task(self._give_back_later())
 
     async def _execute(self, execution: Execution) -> None:
-        run = execution.run
+        spans, fields = execution.spans, run_fields(execution.run, execution.event)
+        if spans is not None:
+            spans.enter()
+        _log.debug("run.started", **fields)
         try:
             began_at = monotonic()
             ended = await execution.go()
@@ -237,12 +241,17 @@ class Runner:
             self._free_slot(execution)  # what is left to do needs none
             ended, written = await execution.close(ended)
             failpoints.hit("run.after_finish")
+            if spans is not None:
+                spans.end(ended, is_kept=written.is_kept)
             if not written.is_kept:
-                _log.warning("run.result_discarded", run_id=str(run.id), reason="the lease was lost")
+                _log.warning("run.result_discarded", **fields, reason="the lease was lost")
             elif isinstance(ended, FinishedRun):
                 self._tell(execution, ended)
         except LeaseLost:
-            _log.warning("run.lease_lost", run_id=str(run.id), workflow=run.workflow)
+            _log.warning("run.lease_lost", **fields)
+        finally:
+            if spans is not None:
+                spans.end(None, is_kept=False)  # unless it has ended
 
     def _free_slot(self, execution: Execution) -> None:
         if execution in self._executing:
@@ -260,7 +269,7 @@ class Runner:
         self._free_slot(execution)
         self._free.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("run.left", run_id=str(execution.run.id), workflow=execution.run.workflow, exc_info=error)
+            _log.error("run.left", **run_fields(execution.run, execution.event), error=error, exc_info=error)
 
     async def _give_back_later(self) -> None:
         """Give back what has been ready for a while."""
@@ -293,9 +302,9 @@ class Runner:
             self._free.set()
 
     def _lost(self, run: ClaimedRun) -> None:
-        for task in [task for execution, task in self._tasks.items() if execution.run is run]:
-            _log.warning("run.lease_lost", run_id=str(run.id), workflow=run.workflow)
-            task.cancel()
+        for execution in [one for one in self._tasks if one.run is run]:
+            _log.warning("run.lease_lost", **run_fields(run, execution.event))
+            self._tasks[execution].cancel()
 
     def _cancelled(self, run_id: uuid.UUID) -> None:
         for execution in [one for one in self._tasks if one.run.id == run_id]:
@@ -325,11 +334,7 @@ class Runner:
         log = _log.info if run.status == "succeeded" else _log.warning
         log(
             f"run.{run.status}",
-            run_id=str(run.id),
-            workflow=claimed.workflow,
-            event_id=str(claimed.event_id),
-            correlation_id=claimed.correlation_id,
-            attempt=claimed.attempts,
+            **run_fields(claimed, execution.event),
             **({"reason": run.error.splitlines()[-1]} if run.error else {}),
         )
 

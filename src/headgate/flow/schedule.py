@@ -112,7 +112,8 @@ async def declare(connection: Connection, workflow: str, definition_id: uuid.UUI
 
 def _log_line(tick: _Tick, *, is_new: bool) -> None:
     line = _log.bind(
-        workflow=tick.due.schedule.workflow, event_id=str(tick.event.id), source=SOURCE,
+        workflow=tick.due.schedule.workflow, event_id=tick.event.id, source=SOURCE,
+        correlation_id=tick.event.correlation_id or tick.event.id,
         scheduled_at=tick_text(tick.at), next_at=tick_text(tick.moved.next_at),
     )  # fmt: skip
     if not is_new:

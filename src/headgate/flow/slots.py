@@ -109,19 +109,34 @@ async def end_waiting(
     breaker: BreakerPolicy,
 ) -> Freed | None:
     """End a run that no worker holds (`end` does it), and tell its trigger; None when there was nothing to end."""
+
+    async def end_one() -> list[EndedRun]:
+        ended = await end()
+        return [ended] if ended is not None else []
+
+    freed = await end_all_waiting(connection, [trigger_id] if trigger_id is not None else [], end_one, breaker)
+    return freed if freed.written else None
+
+
+async def end_all_waiting(
+    connection: Connection,
+    trigger_ids: Collection[uuid.UUID],
+    end: Callable[[], Awaitable[Sequence[EndedRun]]],
+    breaker: BreakerPolicy,
+) -> Freed:
+    """End runs of these triggers that no worker holds (`end` does it), and tell the triggers."""
     locked: Gates = {}
-    if trigger_id is not None:
+    if trigger_ids:
         await sources.share_all(connection)
-        locked = await trigger_gates.lock(connection, always=[trigger_id])
+        locked = await trigger_gates.lock(connection, always=trigger_ids)
     ended = await end()
-    if ended is None:
-        return None
-    cancelled = await steps.end_waiting(connection, [ended.id])
-    moves = await _tell(connection, locked, [ended], breaker)
-    woken = 0
-    if ended.trigger_id is not None and ended.concurrency_key is not None:
-        woken = await trigger_gates.wake(connection, [(ended.trigger_id, ended.concurrency_key)])
-    return Freed(frozenset([ended.id]), woken, moves=moves, cancelled_retries=cancelled)
+    if not ended:
+        return Freed()
+    cancelled = await steps.end_waiting(connection, [run.id for run in ended])
+    moves = await _tell(connection, locked, ended, breaker)
+    slots_of = [(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None]
+    woken = await trigger_gates.wake(connection, slots_of)
+    return Freed(frozenset(run.id for run in ended), woken, moves=moves, cancelled_retries=cancelled)
 
 
 async def _tell(

@@ -6,7 +6,10 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
+from headgate.model.event import Event
+from headgate.model.run import ClaimedRun
 from headgate.model.trigger import CompiledTrigger
 from headgate.model.trigger_gate import TriggerMove
 from headgate.store.decisions import Recorded
@@ -49,14 +52,16 @@ def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newc
         if outcome is not None:
             metrics.DELIVERY_RETRIES.labels(outcome).inc(count)
     for one in decided:
-        if are_newcomers and one.status == "launched":
-            continue  # the run itself tells
         log = _log.warning if one.status in ("failed", "exhausted") else _log.info
+        if are_newcomers and one.status == "launched":
+            log = _log.debug  # the run itself tells
         log(
             f"delivery.{one.status}",
-            delivery_id=str(one.id),
-            event_id=str(one.event_id),
-            trigger_id=str(one.trigger_id),
+            delivery_id=one.id,
+            event_id=one.event_id,
+            trigger_id=one.trigger_id,
+            trigger=names.get(one.trigger_id),
+            run_id=one.run_id,
             correlation_id=one.correlation_id,
             source=one.source,
             attempt=one.retry_attempts,
@@ -70,6 +75,13 @@ def tell_moves(moves: Iterable[TriggerMove]) -> None:
     for one in moves:
         log = _log.info if one.move == "closed" else _log.error
         log(f"trigger.breaker_{one.move}", trigger_id=str(one.trigger_id), reason=one.reason)
+
+
+def run_fields(run: ClaimedRun, event: Event | None) -> dict[str, Any]:
+    """What every line about a run says of it."""
+    source = None if event is None else event.source
+    return {"run_id": run.id, "workflow": run.workflow, "event_id": run.event_id, "correlation_id": run.correlation_id,
+            "source": source, "attempt": run.attempts}  # fmt: skip
 
 
 def _outcome(one: Decided, is_newcomer: bool) -> str | None:

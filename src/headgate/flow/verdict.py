@@ -12,11 +12,14 @@ from headgate.model.health import HealthPolicy, Severity, severity
 from headgate.store.health import (
     Alive,
     DeadLetters,
+    Depths,
     ExpiredClaims,
+    HeldEvents,
     OpenBreaker,
     PausedTrigger,
     QueueDepth,
     RetrySummary,
+    SourceState,
 )
 from headgate.store.sources import SourceRecord
 from headgate.store.workers import Unserved
@@ -39,10 +42,12 @@ class Facts(NamedTuple):
     """What was read at one moment of the database's clock."""
 
     now: datetime
-    sources: Sequence[SourceRecord]
-    source_breakers: Mapping[str, datetime | None]
+    last_processed: datetime | None
+    sources: Sequence[SourceState]
+    held_events: Sequence[HeldEvents]
     paused_triggers: list[PausedTrigger]
     trigger_breakers: Sequence[OpenBreaker]
+    depths: Depths
     queues: dict[str, QueueDepth]
     retries: dict[str, RetrySummary]
     dead_letters: Mapping[str, DeadLetters]
@@ -51,9 +56,12 @@ class Facts(NamedTuple):
     unserved: Sequence[Unserved]
 
 
-def verdict(facts: Facts, policy: HealthPolicy) -> list[Cause]:
-    """Everything that is not as it should be; what an operator did first, then what must be mended."""
-    return [
+def verdict(facts: Facts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[Cause]:
+    """Everything that is not as it should be; what an operator did first, then what must be mended.
+
+    `runbook` is where the runbook is published; each cause names its section of it.
+    """
+    found = [
         *_sources(facts, policy),
         *_triggers(facts, policy),
         *_late(facts, policy),
@@ -61,9 +69,10 @@ def verdict(facts: Facts, policy: HealthPolicy) -> list[Cause]:
         *_workers(facts, policy),
         *_reconcile(facts, policy),
     ]
+    return [msgspec.structs.replace(cause, runbook=f"{runbook}#{cause.runbook}") for cause in found]
 
 
-def is_paused(record: SourceRecord, now: datetime) -> bool:
+def is_paused(record: SourceState | SourceRecord, now: datetime) -> bool:
     """Whether a person's pause is in force."""
     return record.paused_at is not None and (record.paused_until is None or record.paused_until > now)
 
@@ -78,8 +87,7 @@ def _sources(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
             over = record.breaker_until is not None and record.breaker_until <= now
             text = f"the breaker is open after {record.breaker_reason}"
             text += "; the next event is the probe" if over else _until(record.breaker_until)
-            since = facts.source_breakers.get(record.source)
-            yield _cause("source_breaker_open", "degraded", record.source, text, since)
+            yield _cause("source_breaker_open", "degraded", record.source, text, record.failed_at)
 
 
 def _triggers(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
@@ -131,12 +139,19 @@ def _workers(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
 
 
 def _reconcile(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
-    """Reconcile releases a claim within a second of its end: one that stays shows that reconcile does not work."""
+    """Reconcile releases a claim within a second of its end, and says that it has looked: a claim that stays, or a long
+    silence, shows that it does not work."""
     for claims in facts.expired_claims:
         late_ms = (facts.now - claims.since) / timedelta(milliseconds=1)
         if level := severity(late_ms, policy.reconcile_degraded_ms, policy.reconcile_critical_ms):
             text = f"{claims.total} {claims.kind} are claimed by a worker whose lease is over, and nobody released them"
             yield _cause("reconcile_failing", level, claims.kind, text, claims.since)
+    since = facts.workers.reconciled_at
+    if facts.workers.alive and since is not None:
+        late_ms = (facts.now - since) / timedelta(milliseconds=1)
+        if level := severity(late_ms, policy.reconcile_degraded_ms, policy.reconcile_critical_ms):
+            text = f"none of {facts.workers.alive} workers could look for what dead workers hold; their logs say why"
+            yield _cause("reconcile_failing", level, "workers", text, since)
 
 
 def _pause_level(since: datetime | None, now: datetime, policy: HealthPolicy) -> Severity | None:
@@ -149,9 +164,7 @@ def _cause(
     code: str, level: Severity, subject: str, message: str, since: datetime | None, section: str | None = None
 ) -> Cause:
     anchor = section or code.replace("_", "-")
-    return Cause(
-        code=code, severity=level, subject=subject, message=message, since=since, runbook=f"{RUNBOOK}#{anchor}"
-    )
+    return Cause(code=code, severity=level, subject=subject, message=message, since=since, runbook=anchor)
 
 
 def _state(breaker: OpenBreaker) -> str:

@@ -21,7 +21,8 @@ _NAME_RULE = "1 to 200 letters, digits or . _ ~ : / ? # @ & = + % -"
 # Control characters, and halves of surrogate pairs, which have no UTF-8.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _LONG_NUMBER = re.compile(r"\d{19}", re.ASCII)
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
+# W3C trace context: ids of zeros, and the version ff, mean nothing.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
 
 class EventLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +144,7 @@ def check_event(
 def trace_id(traceparent: str | None) -> str | None:
     """The trace id in a W3C `traceparent`, or None when it is absent or malformed."""
     found = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
-    return found[1] if found and found[1] != "0" * 32 else None
+    return found[1] if found else None
 
 
 def is_text_id(value: str) -> bool:

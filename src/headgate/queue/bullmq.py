@@ -74,6 +74,7 @@ class BullmqQueue:
         self._hints = random.randrange(HINT_IDS)  # noqa: S311 - so that processes do not use the same ids in step
         self._prefix: str | None = None
         self._client: Any = None
+        self._probe: Any = None  # for readiness: it gives up sooner
         self._queues: dict[str, Any] = {}
         self._can_ask = True
         self._is_closing = False
@@ -124,6 +125,19 @@ class BullmqQueue:
         self._can_ask = True
         return [wakeup for wakeup, exists in zip(wakeups, found, strict=True) if not exists]
 
+    async def trouble(self) -> str | None:
+        """What is wrong with Redis, if anything; never fails, and names no address."""
+        try:
+            if self._probe is None:
+                self._probe = self._connect(socket_timeout=ASK_SECONDS, socket_connect_timeout=ASK_SECONDS)
+            async with asyncio.timeout(2 * ASK_SECONDS):
+                policy = (await self._probe.info("memory")).get("maxmemory_policy", "noeviction")
+        except Exception as exc:
+            return f"Redis does not answer ({type(exc).__name__}): workers look every poll_ms instead of being told"
+        if policy != "noeviction":
+            return f"Redis may evict jobs: maxmemory-policy is {policy}, and should be noeviction"
+        return None
+
     def start_listening(self) -> None:
         """Begin to receive jobs; a listener that dies is started again."""
         for name in sorted(set(QUEUES.values())):
@@ -135,9 +149,10 @@ class BullmqQueue:
         listeners, self._listeners = self._listeners, []
         await asyncio.gather(*(_end(task) for task in listeners))
         await self._sender.close()
-        if self._client is not None:
-            client, self._client = self._client, None
-            await _close(client)
+        clients, self._client, self._probe = (self._client, self._probe), None, None
+        for client in clients:
+            if client is not None:
+                await _close(client)
 
     async def _open(self) -> str:
         """The prefix; the first time, the client and the queues too."""
@@ -150,8 +165,8 @@ class BullmqQueue:
             self._queues = {name: bullmq.Queue(name, options) for name in set(QUEUES.values())}
         return self._prefix
 
-    def _connect(self) -> Any:
-        return _connect(self._redis_url)
+    def _connect(self, **options: Any) -> Any:
+        return _connect(self._redis_url, **options)
 
     async def _deliver(self, topics: Sequence[Topic], wakeups: Sequence[Wakeup]) -> None:
         prefix = await self._open()
@@ -221,7 +236,7 @@ class BullmqQueue:
             await _close(client)
 
 
-def _connect(redis_url: str) -> Any:
+def _connect(redis_url: str, **options: Any) -> Any:
     """A client of our own: the library's would try for minutes before it admits that Redis is gone."""
     keepalive = {} if redis_url.startswith("unix://") else {"socket_keepalive": True}
     return redis.asyncio.Redis.from_url(
@@ -229,7 +244,7 @@ def _connect(redis_url: str) -> Any:
         decode_responses=True,
         retry=Retry(NoBackoff(), 1),  # once, for a connection that has died in the pool
         **keepalive,
-        **SOCKET_OPTIONS,
+        **SOCKET_OPTIONS | options,
     )
 
 

@@ -42,6 +42,9 @@ class Queue(Protocol):
     async def missing(self, wakeups: Sequence[Wakeup]) -> list[Wakeup]:
         """Those of the wake-ups that the queue does not hold; none when it cannot be asked. Never fails."""
 
+    async def trouble(self) -> str | None:
+        """What is wrong with the queue, if anything; never fails, and names no address."""
+
     def start_listening(self) -> None:
         """Begin to receive hints."""
 

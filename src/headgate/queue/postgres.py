@@ -51,6 +51,10 @@ class PostgresQueue:
         """Nothing is kept here, so nothing can be missing."""
         return []
 
+    async def trouble(self) -> str | None:
+        """Nothing beside the database is needed."""
+        return None
+
     def start_listening(self) -> None:
         self._listener = asyncio.create_task(self._listen())
 

@@ -67,6 +67,8 @@ async def translated() -> AsyncIterator[None]:
         yield
     except _TRANSIENT as exc:
         raise TransientConflict(f"the database refused for now: {exc}") from exc
+    except asyncpg.ClientConfigurationError as exc:
+        raise SettingsError(f"HEADGATE_DATABASE_URL cannot be understood: {exc}") from exc
     except _MISCONFIGURED as exc:
         raise SettingsError(f"HEADGATE_DATABASE_URL does not work: {exc}") from exc
     except _DOWN as exc:

@@ -41,3 +41,28 @@ async def insert(connection: Connection, decisions: Sequence[Recorded]) -> None:
 async def list_of_event(connection: Connection, event_id: uuid.UUID) -> list[Recorded]:
     """What was decided about one event, in order."""
     return [Recorded(*row) for row in await connection.fetch(_sql["list_of_event"], event_id)]
+
+
+class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision as operators see it; no payload."""
+
+    id: int
+    at: datetime
+    stage: str
+    decision: str
+    reason: str | None
+    until: datetime | None
+    attempt: int | None
+    actor: str | None
+    event_id: uuid.UUID
+    external_id: str | None
+    type: str | None
+    source: str | None
+    trigger_id: uuid.UUID | None
+    trigger: str | None
+    workflow: str | None
+
+
+async def list_recent(connection: Connection, *, before_id: int | None = None, limit: int) -> list[RecentDecision]:
+    """The newest decisions about all events."""
+    return [RecentDecision(**dict(row)) for row in await connection.fetch(_sql["list_recent"], before_id, limit)]

@@ -13,3 +13,14 @@ select u.event_id, coalesce(u.at, headgate.now()), u.stage, u.decision, u.reason
 -- What was decided about one event, in order.
 select event_id, at, stage, decision, reason, until, attempt, actor, trigger_id, detail
   from headgate.event_decisions where event_id = $1 order by id
+
+-- name: list_recent
+-- The newest decisions, before a given one, with what their events are called. Read from the end of the primary key.
+select d.id, d.at, d.stage, d.decision, d.reason, d.until, d.attempt, d.actor, d.event_id, e.external_id, e.type, e.source,
+       d.trigger_id, t.name as trigger, w.slug as workflow
+  from (select * from headgate.event_decisions
+         where $1::bigint is null or id < $1 order by id desc limit $2) d
+  left join headgate.workflow_events e on e.id = d.event_id
+  left join headgate.workflow_event_triggers t on t.id = d.trigger_id
+  left join headgate.workflow_definitions w on w.id = t.workflow_definition_id
+ order by d.id desc

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from headgate.errors import SettingsError
-from headgate.store.db import Database
+from headgate.store.db import Connection, Database
 
 
-async def settings(database: Database) -> dict[str, str]:
+async def settings(connection: Connection) -> dict[str, str]:
     """The server's durability settings."""
-    async with database.connection() as connection:
-        rows = await connection.fetch(
-            "select name, setting from pg_settings where name in ('fsync', 'full_page_writes', 'synchronous_commit')"
-        )
+    rows = await connection.fetch(
+        "select name, current_setting(name) as setting from unnest(array['fsync', 'full_page_writes']) as name"
+    )
     return {row["name"]: row["setting"] for row in rows}
+
+
+def unsafe(found: Mapping[str, str]) -> str | None:
+    """What in these settings may lose acknowledged events in a crash, if anything."""
+    for name, value in found.items():
+        if value != "on":
+            return f"the database runs with {name}={value}: a crash could lose accepted events"
+    return None
+
+
+async def is_read_only(connection: Connection) -> bool:
+    """Whether nothing can be written: a standby, or a server that was set so."""
+    return bool(
+        await connection.fetchval("select pg_is_in_recovery() or current_setting('transaction_read_only')::boolean")
+    )
 
 
 async def require_safe(database: Database, *, allow_unsafe: bool) -> None:
     """Refuse a server that may lose acknowledged events in a crash."""
     if allow_unsafe:
         return
-    found = await settings(database)
-    for name in ("fsync", "full_page_writes"):
-        if found[name] != "on":
-            raise SettingsError(
-                f"the database runs with {name}={found[name]}: a crash could lose accepted events. Turn it on, or set "
-                "HEADGATE_ALLOW_UNSAFE_DURABILITY=true if that is what you want"
-            )
+    async with database.connection() as connection:
+        found = unsafe(await settings(connection))
+    if found:
+        raise SettingsError(
+            f"{found}. Turn it on, or set HEADGATE_ALLOW_UNSAFE_DURABILITY=true if that is what you want"
+        )

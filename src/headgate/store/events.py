@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -19,6 +19,14 @@ class Resolved(NamedTuple):
 
     id: uuid.UUID
     same_body: bool
+
+
+class Quarantined(NamedTuple):
+    """An event that was given up."""
+
+    event_id: uuid.UUID
+    source: str
+    correlation_id: str
 
 
 class Claimed(NamedTuple):
@@ -58,10 +66,10 @@ async def list_inbox(connection: Connection, limit: int) -> list[int]:
     return [row[0] for row in await connection.fetch(_sql["list_inbox"], limit)]
 
 
-async def quarantine(connection: Connection, ingress_sequence: int, reason: str) -> str | None:
-    """Move an event that cannot be processed from the inbox to the dead letters; its source, if it was there."""
-    source: str | None = await connection.fetchval(_sql["quarantine"], ingress_sequence, reason)
-    return source
+async def quarantine(connection: Connection, ingress_sequence: int, reason: str) -> Quarantined | None:
+    """Move an event that cannot be processed from the inbox to the dead letters; which it was, if it was there."""
+    row = await connection.fetchrow(_sql["quarantine"], ingress_sequence, reason)
+    return Quarantined(*row) if row else None
 
 
 async def find(connection: Connection, event_id: str) -> list[Event]:
@@ -78,6 +86,12 @@ async def find(connection: Connection, event_id: str) -> list[Event]:
 async def get_many(connection: Connection, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, Event]:
     """Events by our ids."""
     return {row["id"]: _event(row) for row in await connection.fetch(_sql["get_many"], list(ids))}
+
+
+async def set_traceparents(connection: Connection, traceparents: Mapping[uuid.UUID, str]) -> None:
+    """Name the traces of events that came without one."""
+    if traceparents:
+        await connection.execute(_sql["set_traceparents"], list(traceparents), list(traceparents.values()))
 
 
 async def is_waiting(connection: Connection, event_id: uuid.UUID) -> tuple[bool, str | None]:

@@ -86,8 +86,8 @@ select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.in
 select ingress_sequence from headgate.event_inbox order by ingress_sequence limit $1
 
 -- name: quarantine
--- Takes an event that no batch can process out of the inbox and keeps it as a dead letter with the reason. Returns its
--- source when it was still there.
+-- Takes an event that no batch can process out of the inbox and keeps it as a dead letter with the reason. Returns it
+-- when it was still there.
 with claimed as (
   delete from headgate.event_inbox where ingress_sequence = $1 returning event_id
 ), buried as (
@@ -95,7 +95,7 @@ with claimed as (
   select headgate.uuid7(), 'event', event_id, event_id, $2 from claimed
   on conflict (kind, subject_id) where replayed_at is null do nothing
 )
-select e.source from claimed join headgate.workflow_events e on e.id = claimed.event_id
+select e.id, e.source, e.correlation_id from claimed join headgate.workflow_events e on e.id = claimed.event_id
 
 -- name: find
 -- Events by our id or the producer's.
@@ -113,6 +113,12 @@ select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.in
 select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
        e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
   from headgate.workflow_events e where e.id = any ($1::uuid[])
+
+-- name: set_traceparents
+-- Names the traces of events that came without one.
+update headgate.workflow_events e set traceparent = u.traceparent
+  from unnest($1::uuid[], $2::text[]) as u (id, traceparent)
+ where e.id = u.id
 
 -- name: is_waiting
 -- Whether an event still waits in the inbox, and whether it was quarantined.

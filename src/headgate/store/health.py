@@ -12,7 +12,8 @@ from headgate.store.sql import load
 
 _sql = load("health")
 
-KINDS = ("events", "deliveries", "steps")
+# So many undecided events are counted one by one.
+INBOX_COUNTED = 50_000
 
 
 class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,16 @@ class RetrySummary(msgspec.Struct, frozen=True, kw_only=True):
     by_reason: dict[str, int] = {}
 
 
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Running totals of events received and decided, of runs launched and ended; a replayed run ends twice, and makes
+    the last one smaller meanwhile."""
+
+    received: int
+    decided: int
+    launched: int
+    ended: int
+
+
 class DeadLetterCount(msgspec.Struct, frozen=True, kw_only=True):
     """What was given up and not replayed."""
 
@@ -49,10 +60,12 @@ class DeadLetters(DeadLetterCount, frozen=True, kw_only=True):
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True):
-    """How many workers are alive, and when any was seen last (one that stopped in order is forgotten)."""
+    """How many workers are alive, when any was seen last (one that stopped in order is forgotten), and when one of the
+    living last took back what dead workers held."""
 
     alive: int
     seen_at: datetime | None
+    reconciled_at: datetime | None
 
 
 class ExpiredClaims(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,54 +123,111 @@ class TriggerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: datetime
 
 
-class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """How many are paused, and when the gate last decided an event."""
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows that wait for one and the same thing: the first of them, how many are due, and how many for too long."""
 
-    paused_sources: int
-    paused_triggers: int
-    last_processed_event_at: datetime | None
+    total: int
+    due: int
+    overdue: int
+    next_attempt_at: datetime
 
 
-async def queues(connection: Connection) -> dict[str, QueueDepth]:
-    """The depths of `ingress`, `triggers` and `runs`."""
+class HeldEvents(Waiting, frozen=True, kw_only=True):
+    """Events of one source."""
+
+    source: str
+    reason: str | None
+
+
+class HeldDeliveries(Waiting, frozen=True, kw_only=True):
+    """Deliveries of one trigger; `source` is the one that they wait for, if that is paused."""
+
+    trigger_id: uuid.UUID
+    reason: str | None
+    source: str | None
+
+
+class WaitingSteps(Waiting, frozen=True, kw_only=True):
+    """Steps of one kind."""
+
+    kind: str
+
+
+class Depths(msgspec.Struct, frozen=True, kw_only=True):
+    """What is undecided, to be run and claimed. A very long inbox is estimated."""
+
+    inbox: int
+    inbox_since: datetime | None
+    runs_due: int
+    runs_total: int
+    runs_since: datetime | None
+    active_events: int
+    active_deliveries: int
+    active_runs: int
+
+
+class SourceState(msgspec.Struct, frozen=True, kw_only=True):
+    """A source that has a limit, a pause or an open breaker; `failed_at` is its last failure."""
+
+    source: str
+    rate_limit: int | None
+    interval_ms: int | None
+    pause_ms: int | None
+    limit_set_by: str | None
+    paused_at: datetime | None
+    paused_until: datetime | None
+    pause_reason: str | None
+    paused_by: str | None
+    breaker_state: str
+    breaker_until: datetime | None
+    breaker_reason: str | None
+    throttled_until: datetime | None
+    failed_at: datetime | None
+
+
+async def held_events(connection: Connection, now: datetime, late: datetime) -> list[HeldEvents]:
+    """Held events by source and reason; what was to go on by `late` is overdue."""
+    return [HeldEvents(**dict(row)) for row in await connection.fetch(_sql["held_events"], now, late)]
+
+
+async def held_deliveries(connection: Connection, now: datetime, late: datetime) -> list[HeldDeliveries]:
+    """Held deliveries by trigger and reason."""
+    return [HeldDeliveries(**dict(row)) for row in await connection.fetch(_sql["held_deliveries"], now, late)]
+
+
+async def waiting_steps(connection: Connection, now: datetime, late: datetime) -> list[WaitingSteps]:
+    """Waiting steps by kind."""
+    return [WaitingSteps(**dict(row)) for row in await connection.fetch(_sql["waiting_steps"], now, late)]
+
+
+async def held_sources(connection: Connection, now: datetime) -> dict[str, str]:
+    """Sources of which nothing may go on now, and what holds them."""
+    return {row["source"]: row["holds"] for row in await connection.fetch(_sql["held_sources"], now)}
+
+
+async def held_triggers(connection: Connection, now: datetime) -> dict[uuid.UUID, str]:
+    """Triggers of which nothing may go on now, and what holds them."""
+    return {row["trigger_id"]: row["holds"] for row in await connection.fetch(_sql["held_triggers"], now)}
+
+
+async def depths(connection: Connection, now: datetime) -> Depths:
+    """What is undecided, to be run and claimed."""
+    return Depths(**dict(await connection.fetchrow(_sql["depths"], now, INBOX_COUNTED) or {}))
+
+
+async def sources(connection: Connection) -> list[SourceState]:
+    """Every source that has a limit, a pause or an open breaker."""
+    return [SourceState(**dict(row)) for row in await connection.fetch(_sql["sources"])]
+
+
+async def dead_letters(connection: Connection, now: datetime, since: datetime) -> dict[str, DeadLetters]:
+    """What was given up, by kind; `recent` is what was given up after `since`."""
     found = {}
-    for row in await connection.fetch(_sql["queues"]):
-        fields = dict(row)
-        queue = fields.pop("queue")
-        found[queue] = QueueDepth(**fields)
-    return found
-
-
-async def retries(connection: Connection, overdue_after_ms: int) -> dict[str, RetrySummary]:
-    """What waits, by kind."""
-    rows = await connection.fetch(_sql["retries"], overdue_after_ms)
-    return {
-        kind: RetrySummary(
-            total=sum(row["total"] for row in rows if row["kind"] == kind),
-            overdue=sum(row["overdue"] for row in rows if row["kind"] == kind),
-            overdue_since=min(
-                (row["overdue_since"] for row in rows if row["kind"] == kind and row["overdue"]), default=None
-            ),
-            next_attempt_at=min((row["next_attempt_at"] for row in rows if row["kind"] == kind), default=None),
-            by_reason={row["reason"]: row["total"] for row in rows if row["kind"] == kind},
-        )
-        for kind in KINDS
-    }
-
-
-async def dead_letters(connection: Connection, window_ms: int) -> dict[str, DeadLetters]:
-    """What was given up, by kind."""
-    found = {}
-    for row in await connection.fetch(_sql["dead_letters"], window_ms):
+    for row in await connection.fetch(_sql["dead_letters"], now, since):
         fields = dict(row)
         kind = fields.pop("kind")
         found[kind] = DeadLetters(**fields)
     return found
-
-
-async def source_breakers(connection: Connection) -> dict[str, datetime | None]:
-    """Sources whose breaker is not closed, and since when."""
-    return {row["source"]: row["since"] for row in await connection.fetch(_sql["source_breakers"])}
 
 
 async def workers(connection: Connection, alive_ms: int) -> Alive:
@@ -190,6 +260,15 @@ async def trigger_metrics(connection: Connection) -> list[TriggerMetrics]:
     return found
 
 
-async def overview(connection: Connection) -> Overview:
-    """How many are paused, and when the gate last decided an event."""
-    return Overview(**dict(await connection.fetchrow(_sql["overview"]) or {}))
+async def last_processed(connection: Connection) -> datetime | None:
+    """When the gate last decided an event."""
+    found: datetime | None = await connection.fetchval(_sql["last_processed"])
+    return found
+
+
+async def totals(connection: Connection, depths: Depths) -> Totals:
+    """Running totals over the whole cluster. What was received is what was decided and what is undecided; what ended is
+    what was launched and is not unfinished: no finished run has to be read."""
+    decided, launched = await connection.fetchrow(_sql["totals"]) or (0, 0)
+    ended = max(0, launched - depths.runs_total - depths.active_runs)
+    return Totals(received=decided + depths.inbox, decided=decided, launched=launched, ended=ended)

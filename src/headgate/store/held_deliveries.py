@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ class Changed(NamedTuple):
     event_id: uuid.UUID
     retry_attempts: int
     trigger_id: uuid.UUID
+    concurrency_key: str | None
 
 
 async def list_waiting(
@@ -119,16 +121,18 @@ async def get(connection: Connection, delivery_id: uuid.UUID) -> HeldDelivery | 
     return HeldDelivery(**dict(row)) if row else None
 
 
-async def cancel(connection: Connection, delivery_id: uuid.UUID, reason: str) -> Changed | None:
-    """Cancel a delivery that waits; None when it does not wait."""
-    row = await connection.fetchrow(_sql["cancel"], delivery_id, reason)
-    return Changed(*row) if row else None
+async def cancel(
+    connection: Connection, delivery_ids: Sequence[uuid.UUID], text: str, *, reason: str | None = None
+) -> list[Changed]:
+    """Cancel those of the deliveries that wait, for `reason` if one is given; those cancelled."""
+    return [Changed(*row) for row in await connection.fetch(_sql["cancel"], delivery_ids, text, reason)]
 
 
-async def force(connection: Connection, delivery_id: uuid.UUID) -> Changed | None:
-    """Make a delivery that waits due now; None when it does not wait."""
-    row = await connection.fetchrow(_sql["force"], delivery_id)
-    return Changed(*row) if row else None
+async def force(
+    connection: Connection, delivery_ids: Sequence[uuid.UUID], *, reason: str | None = None
+) -> list[Changed]:
+    """Make those of the deliveries that wait, for `reason` if one is given, due now; those forced."""
+    return [Changed(*row) for row in await connection.fetch(_sql["force"], delivery_ids, reason)]
 
 
 async def cancel_of_trigger(connection: Connection, trigger_id: uuid.UUID, reason: str, actor: str) -> int:

@@ -84,12 +84,19 @@ select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_vers
  where d.id = $1
 
 -- name: cancel
--- Cancels a delivery that waits. Returns it when it did.
+-- Cancels deliveries that wait, those with a given reason if one is given; locked in the order in which a new plan locks
+-- them. Returns what it cancelled.
+with waiting as materialized (
+  select id from headgate.workflow_trigger_deliveries
+   where id = any ($1::uuid[]) and retry_state = 'scheduled' and ($3::text is null or reason = $3)
+   order by trigger_id, ingress_sequence for update
+)
 update headgate.workflow_trigger_deliveries d
    set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, last_error = $2,
        claim_generation = d.claim_generation + 1, updated_at = headgate.now()
- where d.id = $1 and d.retry_state = 'scheduled'
-returning d.id, d.event_id, d.retry_attempts, d.trigger_id
+  from waiting w
+ where d.id = w.id
+returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key
 
 -- name: take_time
 -- This transaction may need longer than others.
@@ -110,10 +117,16 @@ with cancelled as (
 select count(*) from cancelled
 
 -- name: force
--- Makes a delivery that waits due now, in its trigger's current plan. Returns it when it did.
+-- Makes deliveries that wait due now, in their trigger's current plan; otherwise as `cancel`.
+with waiting as materialized (
+  select id from headgate.workflow_trigger_deliveries
+   where id = any ($1::uuid[]) and retry_state = 'scheduled' and ($2::text is null or reason = $2)
+   order by trigger_id, ingress_sequence for update
+)
 update headgate.workflow_trigger_deliveries d
    set next_attempt_at = headgate.now(), claim_generation = d.claim_generation + 1, updated_at = headgate.now(),
        plan_version = coalesce((select g.plan_version from headgate.event_scheduler_triggers g
                                  where g.trigger_id = d.trigger_id), d.plan_version)
- where d.id = $1 and d.retry_state = 'scheduled'
-returning d.id, d.event_id, d.retry_attempts, d.trigger_id
+  from waiting w
+ where d.id = w.id
+returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key

@@ -96,6 +96,7 @@ class StaleEvent(NamedTuple):
     next_attempt_at: datetime
     ingress_sequence: int
     received_at: datetime
+    correlation_id: str
 
 
 class Settled(NamedTuple):
@@ -166,16 +167,24 @@ async def next_due_seconds(connection: Connection) -> float | None:
     return found
 
 
-async def cancel(connection: Connection, event_id: uuid.UUID, reason: str) -> tuple[str, int] | None:
-    """Cancel an event that waits; its source and attempts, or None when it does not wait."""
-    row = await connection.fetchrow(_sql["cancel"], event_id, reason)
-    return (row["source"], row["attempts"]) if row else None
+class Changed(NamedTuple):
+    """An event that waited until now."""
+
+    event_id: uuid.UUID
+    source: str
+    attempts: int
 
 
-async def force(connection: Connection, event_id: uuid.UUID) -> tuple[str, int] | None:
-    """Make an event that waits due now; its source and attempts, or None when it does not wait."""
-    row = await connection.fetchrow(_sql["force"], event_id)
-    return (row["source"], row["attempts"]) if row else None
+async def cancel(
+    connection: Connection, event_ids: Sequence[uuid.UUID], text: str, *, reason: str | None = None
+) -> list[Changed]:
+    """Cancel those of the events that wait, for `reason` if one is given; those cancelled."""
+    return [Changed(*row) for row in await connection.fetch(_sql["cancel"], event_ids, text, reason)]
+
+
+async def force(connection: Connection, event_ids: Sequence[uuid.UUID], *, reason: str | None = None) -> list[Changed]:
+    """Make those of the events that wait, for `reason` if one is given, due now; those forced."""
+    return [Changed(*row) for row in await connection.fetch(_sql["force"], event_ids, reason)]
 
 
 async def get(connection: Connection, event_id: uuid.UUID) -> IngressRetry | None:

@@ -122,9 +122,10 @@ select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
 
 -- name: take_stale
 -- Locks waiting events of a source whose slot belongs to an older plan, in the order of arrival, after a given one.
--- The time is looked up row by row: as a join, a plan made while the tables were small reads all history.
+-- What the event says is looked up row by row: as a join, a plan made while the tables were small reads all history.
 select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence,
-       (select coalesce(e.replayed_at, e.received_at) from headgate.workflow_events e where e.id = r.event_id) as received_at
+       (select coalesce(e.replayed_at, e.received_at) from headgate.workflow_events e where e.id = r.event_id) as received_at,
+       (select e.correlation_id from headgate.workflow_events e where e.id = r.event_id) as correlation_id
   from headgate.event_ingress_retries r
  where r.source = $1 and r.retry_state = 'scheduled' and r.plan_version < $2 and r.ingress_sequence > $3
  order by r.ingress_sequence
@@ -171,19 +172,31 @@ select extract(epoch from min(next_attempt_at) - headgate.now())::float8
  where retry_state = 'scheduled' and next_attempt_at > headgate.now()
 
 -- name: cancel
--- Cancels an event that waits. Returns it when it did.
-update headgate.event_ingress_retries
-   set retry_state = 'cancelled', last_error = $2, claim_generation = claim_generation + 1, updated_at = headgate.now()
- where event_id = $1 and retry_state = 'scheduled'
-returning event_id, source, attempts
+-- Cancels events that wait, those with a given reason if one is given; locked in the order in which a new plan locks them.
+-- Returns what it cancelled.
+with waiting as materialized (
+  select event_id from headgate.event_ingress_retries
+   where event_id = any ($1::uuid[]) and retry_state = 'scheduled' and ($3::text is null or reason = $3)
+   order by source, ingress_sequence for update
+)
+update headgate.event_ingress_retries r
+   set retry_state = 'cancelled', last_error = $2, claim_generation = r.claim_generation + 1, updated_at = headgate.now()
+  from waiting w
+ where r.event_id = w.event_id
+returning r.event_id, r.source, r.attempts
 
 -- name: force
--- Makes an event that waits due now, in the source's current plan. Returns it when it did.
+-- Makes events that wait due now, in their source's current plan; otherwise as `cancel`.
+with waiting as materialized (
+  select event_id from headgate.event_ingress_retries
+   where event_id = any ($1::uuid[]) and retry_state = 'scheduled' and ($2::text is null or reason = $2)
+   order by source, ingress_sequence for update
+)
 update headgate.event_ingress_retries r
    set next_attempt_at = headgate.now(), plan_version = s.plan_version, claim_generation = r.claim_generation + 1,
        updated_at = headgate.now()
-  from headgate.event_scheduler_sources s
- where r.event_id = $1 and r.retry_state = 'scheduled' and s.source = r.source
+  from waiting w, headgate.event_scheduler_sources s
+ where r.event_id = w.event_id and s.source = r.source
 returning r.event_id, r.source, r.attempts
 
 -- name: get

@@ -10,7 +10,7 @@ from typing import Any
 
 from headgate import failpoints
 from headgate.errors import SchemaError
-from headgate.store.db import Database
+from headgate.store.db import Connection, Database
 
 # The first key is ours alone, so that no other program's advisory lock can be in the way.
 _LOCK = "select pg_advisory_lock(hashtext('headgate.migrations'), 8700)"
@@ -65,9 +65,14 @@ def latest() -> int:
 async def status(database: Database) -> Status:
     """What is applied and what is pending. Refuses a schema that this version does not know."""
     async with database.connection() as connection:
-        if not await connection.fetchval("select to_regclass('headgate.schema_migrations') is not null"):
-            return Status([], list(migrations()))
-        return _status(await connection.fetch("select version, checksum from headgate.schema_migrations"))
+        return await status_on(connection)
+
+
+async def status_on(connection: Connection) -> Status:
+    """The same, on a connection that is there."""
+    if not await connection.fetchval("select to_regclass('headgate.schema_migrations') is not null"):
+        return Status([], list(migrations()))
+    return _status(await connection.fetch("select version, checksum from headgate.schema_migrations"))
 
 
 async def migrate(database: Database) -> list[Migration]:
@@ -99,7 +104,11 @@ async def migrate(database: Database) -> list[Migration]:
 
 async def require_current(database: Database) -> None:
     """Refuse to work on a schema that is older or newer than this version."""
-    found = await status(database)
+    refuse_pending(await status(database))
+
+
+def refuse_pending(found: Status) -> None:
+    """Refuse a schema that is older than this version."""
     if found.pending:
         raise SchemaError(
             f"the database's schema is at version {found.version}, this Headgate needs {latest()}: "

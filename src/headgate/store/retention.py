@@ -16,22 +16,24 @@ _TABLES = ("steps", "runs", "deliveries", "retries", "decisions", "events")
 
 
 class Page(NamedTuple):
-    """The next events in the order of arrival: the last of them, how many, and how many are old."""
+    """The next events in the order of arrival: the last of them, how many, and the numbers of the old ones."""
 
     last: int | None
     size: int
-    old: int
+    old: Sequence[int]
 
 
 async def page(connection: Connection, *, after: int, limit: int, older_seconds: int) -> Page:
     """The next events after a given one."""
     row = await connection.fetchrow(_sql["page"], after, limit, older_seconds)
-    return Page(*row) if row else Page(None, 0, 0)
+    return Page(*row) if row else Page(None, 0, [])
 
 
-async def lock_finished_events(connection: Connection, *, after: int, upto: int, older_seconds: int) -> list[uuid.UUID]:
-    """Lock the events of a page with which nothing is alive and nothing has happened for so long."""
-    rows = await connection.fetch(_sql["lock_finished_events"], after, upto, older_seconds)
+async def lock_finished_events(
+    connection: Connection, sequences: Sequence[int], *, older_seconds: int
+) -> list[uuid.UUID]:
+    """Lock those of the given events with which nothing is alive and nothing has happened for so long."""
+    rows = await connection.fetch(_sql["lock_finished_events"], sequences, older_seconds)
     return [row[0] for row in rows]
 
 
@@ -47,7 +49,8 @@ async def delete_dead_letters(connection: Connection, *, older_seconds: int, lim
 
 async def delete_audit(connection: Connection, *, older_seconds: int, limit: int) -> int:
     """Delete old rows of the audit log; how many."""
-    return _count(await connection.execute(_sql["delete_audit"], older_seconds, limit))
+    count: int = await connection.fetchval(_sql["delete_audit"], older_seconds, limit)
+    return count
 
 
 def _count(answer: str) -> int:

@@ -1,13 +1,24 @@
-"""What the three tables with retry state share: the columns of a compare-and-set."""
+"""What the three tables with retry state share: the columns of a compare-and-set, the filters of lists."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headgate.model.retry import RetryChange
+
+
+class RetryFilters(NamedTuple):
+    """Which of those that wait are wanted; None: all."""
+
+    source: str | None = None
+    reason: str | None = None
+    trigger_id: uuid.UUID | None = None
+    workflow: str | None = None
+    workflow_run_id: uuid.UUID | None = None
 
 
 def change_columns(changes: Sequence[RetryChange]) -> tuple[list[object], ...]:

@@ -104,6 +104,11 @@ async def request_cancel(connection: Connection, run_id: uuid.UUID, actor: str) 
     return await connection.fetchval(_sql["request_cancel"], run_id, actor) is not None
 
 
+async def lock(connection: Connection, run_ids: Sequence[uuid.UUID]) -> None:
+    """Lock runs. A statement of its own: one that waited for a lock still sees the tables as before it waited."""
+    await connection.fetch(_sql["lock"], run_ids)
+
+
 async def bury(connection: Connection, failed: Sequence[FinishedRun]) -> None:
     """Dead letters for failed runs."""
     if failed:

@@ -84,6 +84,10 @@ update headgate.workflow_runs r
  where r.id = $1 and r.status = 'running'
 returning r.id
 
+-- name: lock
+-- Locks runs, in the order of their ids: nobody takes one, ends it or writes its steps meanwhile.
+select r.id from headgate.workflow_runs r where r.id = any ($1::uuid[]) order by r.id for no key update
+
 -- name: bury
 -- Dead letters for failed runs; for one that failed with a step, of that step.
 insert into headgate.dead_letters (id, kind, subject_id, event_id, reason, detail)

@@ -27,6 +27,11 @@ async def beat(connection: Connection, name: str, definitions: Sequence[uuid.UUI
     await connection.execute(_sql["beat"], name, definitions)
 
 
+async def reconciled(connection: Connection, name: str) -> None:
+    """A worker has looked for what dead workers held."""
+    await connection.execute(_sql["reconciled"], name)
+
+
 async def leave(connection: Connection, name: str) -> None:
     """A worker has stopped."""
     await connection.execute(_sql["leave"], name)

@@ -62,6 +62,10 @@ RUN_DURATION = Histogram(
 RECONCILE_REQUEUED = Counter(
     "headgate_reconcile_requeued", "Wake-ups and claims recreated, by kind", ["kind"], registry=REGISTRY
 )
+WEBHOOKS = Counter(
+    "headgate_webhooks", "Signed requests of senders: accepted, duplicate, unsigned, invalid, unavailable",
+    ["source", "outcome"], registry=REGISTRY,
+)  # fmt: skip
 HTTP_REQUESTS = Counter(
     "headgate_http_requests", "Requests that the API answered, by route and status", ["route", "code"],
     registry=REGISTRY,
@@ -205,6 +209,11 @@ _http_requests = cache(HTTP_REQUESTS.labels)
 def answered(route: str, code: int) -> None:
     """A request was answered; the route is the pattern, never the address, which anyone can make up."""
     _http_requests(route, str(code)).inc()
+
+
+def webhook(source: str | None, outcome: str) -> None:
+    """A signed request and what became of it; None: its source has no webhook, so anyone can make it up."""
+    WEBHOOKS.labels(OTHER if source is None else source_label(source), outcome).inc()
 
 
 def show(state: SharedState | None) -> None:

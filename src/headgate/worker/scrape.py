@@ -1,4 +1,4 @@
-"""A worker's own `/metrics`: the smallest HTTP server that a scraper can talk to."""
+"""A worker's own `/metrics`, `/livez` and `/readyz`: the smallest HTTP server that a scraper or probe can talk to."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from headgate.errors import Forbidden, HeadgateError, SettingsError, Unauthorized
 from headgate.flow.access import Access
 from headgate.flow.health import Exposition
+from headgate.flow.ready import Readiness
+from headgate.queue.choose import open_queue
 from headgate.settings import Settings
 from headgate.store.db import Database
 from headgate.telemetry import metrics
@@ -22,12 +26,14 @@ _log = logger("worker")
 
 @asynccontextmanager
 async def scrapable(settings: Settings) -> AsyncIterator[None]:
-    """`/metrics` on `metrics_port` while this is entered; nothing when no port is set."""
+    """`/metrics` and the probes on `metrics_port` while this is entered; nothing when no port is set."""
     if not settings.metrics_port:
         yield
         return
     database = Database(settings.require_database_url(), "metrics", size=1)
-    server = _Server(Exposition(database, settings.health), Access(settings, database))
+    queue = open_queue(settings, database)  # only asked how it is
+    readiness = Readiness(settings, database, queue)
+    server = _Server(Exposition(database, settings.health), Access(settings, database), readiness)
     try:
         listening = await asyncio.start_server(server.answer, settings.host, settings.metrics_port, limit=HEAD_BYTES)
     except OSError as exc:
@@ -40,13 +46,15 @@ async def scrapable(settings: Settings) -> AsyncIterator[None]:
         yield
     finally:
         listening.close()
+        await queue.close()
         await database.close()
 
 
 class _Server:
-    def __init__(self, exposition: Exposition, access: Access) -> None:
+    def __init__(self, exposition: Exposition, access: Access, readiness: Readiness) -> None:
         self._exposition = exposition
         self._access = access
+        self._readiness = readiness
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request per connection."""
@@ -55,13 +63,17 @@ class _Server:
                 head = await reader.readuntil(b"\r\n\r\n")
             method, _, rest = head.partition(b" ")
             path = rest.partition(b" ")[0].partition(b"?")[0]
-            if path != b"/metrics":
-                status, body = "404 Not Found", b"only /metrics is here\n"
+            if path not in (b"/metrics", b"/livez", b"/readyz"):
+                status, media, body = "404 Not Found", "text/plain", b"only /metrics, /livez and /readyz are here\n"
             elif method != b"GET":
-                status, body = "405 Method Not Allowed", b"only GET is possible here\n"
+                status, media, body = "405 Method Not Allowed", "text/plain", b"only GET is possible here\n"
+            elif path == b"/livez":
+                status, media, body = "200 OK", "application/json", b'{"status":"ok"}'
+            elif path == b"/readyz":
+                status, media, body = await self._ready()
             else:
                 status, body = await self._metrics(head)
-            media = metrics.CONTENT_TYPE if status == "200 OK" else "text/plain"
+                media = metrics.CONTENT_TYPE if status == "200 OK" else "text/plain"
             challenge = 'www-authenticate: Bearer realm="headgate"\r\n' if status.startswith("401") else ""
             writer.write(
                 f"HTTP/1.1 {status}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n"
@@ -73,6 +85,12 @@ class _Server:
             pass  # a scraper that says nothing, too much, or went away gets no answer
         finally:
             writer.close()
+
+    async def _ready(self) -> tuple[str, str, bytes]:
+        """Whether this worker can do its work, for anyone."""
+        found = await self._readiness.look()
+        status = "503 Service Unavailable" if found.status == "unavailable" else "200 OK"
+        return status, "application/json", msgspec.json.encode(found)
 
     async def _metrics(self, head: bytes) -> tuple[str, bytes]:
         """The metrics, for whoever may read them: the same tokens as at the API."""

@@ -32,6 +32,7 @@ from headgate.queue.wakeups import delivery_wakeups, event_wakeups, step_wakeups
 from headgate.settings import Settings
 from headgate.store import durability, migrate
 from headgate.store.db import Database
+from headgate.telemetry import traces
 from headgate.telemetry.logs import logger
 from headgate.worker.loop import Loop
 
@@ -81,7 +82,9 @@ class Worker:
         )
         self._runner.serve(definitions)
         self._dispatch, self._retry, self._replan = self._event_stages(matcher)
-        self._reconcile = Reconcile(self._database, batch_size=settings.batch_size, breaker=settings.trigger_error)
+        self._reconcile = Reconcile(
+            self._database, batch_size=settings.batch_size, breaker=settings.trigger_error, worker=self.name
+        )
         self._requeue = Requeue(self._database, self._queue, batch_size=settings.batch_size)
         self._schedule = Schedule(
             self._database,
@@ -190,6 +193,7 @@ class Worker:
             await asyncio.gather(stopped, return_exceptions=True)
             await self._queue.close()
             await self._database.close()
+            await traces.flush()
             _log.info("worker.stopped", worker=self.name)
 
     async def turn(self, now: datetime) -> Turn:

@@ -1,5 +1,7 @@
-"""Control: the operator's verbs, shared by API and CLI. Each is one transaction with its audit row."""
+"""Control: the operator's verbs, shared by API and CLI. Each is one transaction with its audit row; those about
+many rows are several."""
 
+from headgate.flow.control.bulk_retries import MAX_PER_CALL, BulkDone, change_retries, preview_retries
 from headgate.flow.control.dead_letters import (
     LetterReplayed,
     preview_replay,
@@ -11,6 +13,7 @@ from headgate.flow.control.deliveries import cancel_delivery, force_delivery
 from headgate.flow.control.events import cancel_event, force_event
 from headgate.flow.control.runs import cancel_run
 from headgate.flow.control.sources import pause, resume, seed_limits, set_limit
+from headgate.flow.control.step_retries import cancel_step, force_step
 from headgate.flow.control.tokens import NewToken, create_token, revoke_token
 from headgate.flow.control.triggers import (
     create_trigger,
@@ -19,6 +22,14 @@ from headgate.flow.control.triggers import (
     pause_trigger,
     resume_trigger,
     update_trigger,
+)
+from headgate.flow.control.verbs import DONE, RetryDone, RetryVerb
+from headgate.flow.control.webhooks import (
+    WebhookWritten,
+    delete_webhook,
+    retire_webhook_secret,
+    rotate_webhook,
+    set_webhook,
 )
 from headgate.flow.control.workflows import (
     Changed,
@@ -30,31 +41,45 @@ from headgate.flow.control.workflows import (
 )
 
 __all__ = [
+    "DONE",
+    "MAX_PER_CALL",
+    "BulkDone",
     "Changed",
     "LetterReplayed",
     "NewToken",
+    "RetryDone",
+    "RetryVerb",
+    "WebhookWritten",
     "cancel_delivery",
     "cancel_event",
     "cancel_run",
+    "cancel_step",
+    "change_retries",
     "create_token",
     "create_trigger",
     "create_workflow",
     "declare_trigger",
     "delete_trigger",
+    "delete_webhook",
     "delete_workflow",
     "force_delivery",
     "force_event",
+    "force_step",
     "pause",
     "pause_trigger",
     "preview_replay",
+    "preview_retries",
     "replay_letter",
     "replay_letters",
     "resume",
     "resume_trigger",
+    "retire_webhook_secret",
     "revoke_token",
     "rotate_secret",
+    "rotate_webhook",
     "seed_limits",
     "set_limit",
+    "set_webhook",
     "shown_workflow",
     "stop_replays",
     "update_trigger",

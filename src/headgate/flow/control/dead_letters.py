@@ -80,7 +80,13 @@ async def _replay(connection: Connection, letter_id: uuid.UUID, actor: str, forc
         raise Conflict(
             f"dead letter {letter_id} was replayed by {letter.replayed_by} at {when}; force it to do so again"
         )
-    return LetterReplayed(letter.kind, (await replay.perform(connection, letter, actor)).into)
+    into = (await replay.perform(connection, letter, actor)).into
+    if into is None:  # the worker that replays it later is not the one who asked
+        await audit.insert(
+            connection, actor=actor, action="dead_letter.schedule", subject=str(letter_id),
+            before={"replayed_at": letter.replayed_at}, after={"kind": letter.kind, "waits_for": "a slot"},
+        )  # fmt: skip
+    return LetterReplayed(letter.kind, into)
 
 
 async def _schedule(connection: Connection, filters: Filters, actor: str, rate: float) -> Scheduled:

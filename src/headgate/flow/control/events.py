@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 from headgate.errors import Conflict, NotFound
+from headgate.flow.control.verbs import DONE, RetryVerb
+from headgate.model.event import Event
 from headgate.model.ingress_retry import IngressRetry
-from headgate.store import audit, decisions, ingress_retries
+from headgate.store import audit, decisions, events, ingress_retries
 from headgate.store.db import Connection, Database
 from headgate.store.decisions import Recorded
 from headgate.telemetry import metrics
@@ -19,37 +21,53 @@ _log = logger("control")
 
 async def cancel_event(database: Database, event_id: uuid.UUID, actor: str) -> None:
     """Cancel an event that waits: it will not be launched, whatever was in flight. Conflict when it does not wait."""
-    await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="cancel"))
+    event = await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="cancel"))
     metrics.EVENT_RETRIES.labels("cancelled").inc()
-    _log.info("event.retry_cancelled", event_id=str(event_id), actor=actor)
+    _log.info("event.retry_cancelled", event_id=event_id, correlation_id=event.correlation_id, source=event.source,
+              actor=actor)  # fmt: skip
 
 
 async def force_event(database: Database, event_id: uuid.UUID, actor: str) -> None:
     """Make an event that waits due now; the gate is still asked. Conflict when it does not wait."""
-    await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="force"))
-    _log.info("event.retry_forced", event_id=str(event_id), actor=actor)
+    event = await database.run(partial(_change_waiting, event_id=event_id, actor=actor, verb="force"))
+    _log.info("event.retry_forced", event_id=event_id, correlation_id=event.correlation_id, source=event.source,
+              actor=actor)  # fmt: skip
 
 
-async def _change_waiting(
-    connection: Connection, *, event_id: uuid.UUID, actor: str, verb: Literal["cancel", "force"]
-) -> None:
-    before = await ingress_retries.get(connection, event_id)
+async def change_events(
+    connection: Connection,
+    event_ids: Sequence[uuid.UUID],
+    verb: RetryVerb,
+    actor: str,
+    *,
+    reason: str | None = None,
+) -> list[uuid.UUID]:
+    """Cancel or force those of the events that wait, for `reason` if one is given, with the lines of their stories;
+    those that did."""
     if verb == "cancel":
-        found = await ingress_retries.cancel(connection, event_id, f"cancelled by {actor}")
+        changed = await ingress_retries.cancel(connection, event_ids, f"cancelled by {actor}", reason=reason)
     else:
-        found = await ingress_retries.force(connection, event_id)
-    if found is None:
+        changed = await ingress_retries.force(connection, event_ids, reason=reason)
+    done = DONE[verb]
+    await decisions.insert(
+        connection, [Recorded(one.event_id, None, "gate", done, None, None, one.attempts, actor) for one in changed]
+    )
+    return [one.event_id for one in changed]
+
+
+async def _change_waiting(connection: Connection, *, event_id: uuid.UUID, actor: str, verb: RetryVerb) -> Event:
+    before = await ingress_retries.get(connection, event_id)
+    if not await change_events(connection, [event_id], verb, actor):
         row = await ingress_retries.get(connection, event_id)
         if row is None:
             raise NotFound(f"event {event_id} is not held: it has no retry")
         raise Conflict(f"event {event_id} is no longer waiting: its retry is {row.retry_state}")
-    done = "cancelled" if verb == "cancel" else "forced"
-    await decisions.insert(connection, [Recorded(event_id, None, "gate", done, None, None, found[1], actor)])
     after = await ingress_retries.get(connection, event_id)
     await audit.insert(
         connection, actor=actor, action=f"event.{verb}", subject=str(event_id), before=_waits(before),
         after=_waits(after),
     )  # fmt: skip
+    return (await events.get_many(connection, [event_id]))[event_id]
 
 
 def _waits(row: IngressRetry | None) -> dict[str, object] | None:

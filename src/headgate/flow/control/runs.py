@@ -9,7 +9,7 @@ from typing import Literal
 from headgate.errors import Conflict, NotFound
 from headgate.flow import slots
 from headgate.flow.slots import Freed
-from headgate.model.run import FINAL_RUN_STATUSES
+from headgate.model.run import FINAL_RUN_STATUSES, Run
 from headgate.model.source import BreakerPolicy
 from headgate.store import audit, runs
 from headgate.store.db import Connection, Database
@@ -26,17 +26,18 @@ async def cancel_run(database: Database, run_id: uuid.UUID, actor: str, breaker:
 
     Conflict when it has ended already.
     """
-    done, workflow, freed = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
+    done, known, freed = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
     if freed is not None:
-        metrics.ran(workflow, "cancelled")
+        metrics.ran(known.workflow, "cancelled")
         metrics.STEP_RETRIES.labels("cancelled").inc(freed.cancelled_retries)
-    _log.info(f"run.{done}", run_id=str(run_id), actor=actor)
+    _log.info(f"run.{done}", run_id=run_id, workflow=known.workflow, event_id=known.event_id,
+              correlation_id=known.correlation_id, actor=actor)  # fmt: skip
     return done
 
 
 async def _cancel(
     connection: Connection, run_id: uuid.UUID, actor: str, breaker: BreakerPolicy
-) -> tuple[Cancelled, str, Freed | None]:
+) -> tuple[Cancelled, Run, Freed | None]:
     known = await runs.get(connection, run_id)
     if known is None:
         raise NotFound(f"no run {run_id}")
@@ -55,4 +56,4 @@ async def _cancel(
         connection, actor=actor, action="run.cancel", subject=str(run_id), before={"status": known.status},
         after={"status": done},
     )  # fmt: skip
-    return done, known.workflow, freed
+    return done, known, freed

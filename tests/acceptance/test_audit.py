@@ -1,0 +1,336 @@
+"""Every change over the API leaves one row in the audit log, in its own transaction; nothing else leaves any."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import asyncpg
+import httpx
+import pytest
+
+from headgate.api.server import ROUTES
+from tests.processes import PATIENCE_SECONDS, api, run, worker
+
+APP = """
+from headgate import Headgate, NonRetryable
+
+hg = Headgate()
+
+@hg.workflow(on="sleep.please")
+async def sleeper(ctx):
+    await ctx.sleep("2h")
+
+@hg.workflow(on="fail.please")
+async def broken(ctx):
+    raise NonRetryable("as asked")
+"""
+# What changes nothing that an operator could have set: events are on record themselves, a test launches nothing.
+NOT_AUDITED = {("POST", "/v1/events"), ("POST", "/v1/workflows/{slug}/triggers/{trigger_id}/test")}
+MUTATIONS = [(r.method, r.path) for r in ROUTES if r.method != "GET" and (r.method, r.path) not in NOT_AUDITED]
+SECRET = "whsec_" + "Y2FuYXJ5" * 4
+NAME = "auditor"
+
+_numbers = itertools.count(1)
+
+
+class Call(NamedTuple):
+    """A valid call of a route, and the row that it leaves."""
+
+    path: str
+    body: Any
+    action: str
+    subject: str
+    has_before: bool = True
+    has_after: bool = True
+
+
+class World:
+    """A real server with a worker, and whatever calls need to be about."""
+
+    def __init__(self, url: str, database_url: str, secret: str) -> None:
+        self.url, self.database_url = url, database_url
+        self.http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {secret}"}, trust_env=False)
+
+    def ask(self, method: str, path: str, body: Any = None, **parameters: Any) -> Any:
+        answer = self.http.request(method, path, json=body, params=parameters)
+        assert answer.is_success, (method, path, answer.text)
+        return answer.json()
+
+    def until(self, question: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (answer := question()):
+            assert time.monotonic() < deadline, "what was waited for did not come"
+            time.sleep(0.05)
+        return answer
+
+    def fetch(self, query: str, *arguments: Any) -> list[Any]:
+        async def ask() -> list[Any]:
+            connection = await asyncpg.connect(self.database_url)
+            try:
+                return await connection.fetch(query, *arguments)
+            finally:
+                await connection.close()
+
+        return asyncio.run(ask())
+
+    def workflow(self) -> str:
+        slug = f"hook-{next(_numbers)}"
+        body = {"slug": slug, "kind": "http", "url": "https://shop.example/", "secret": SECRET}
+        self.ask("POST", "/v1/workflows", body | {"headers": {"authorization": "canary"}})
+        return slug
+
+    def trigger(self, event_type: str = "never") -> str:
+        body = {"name": f"t{next(_numbers)}", "event_type": event_type}
+        made: str = self.ask("POST", "/v1/workflows/broken/triggers", body)["id"]
+        return made
+
+    def paused_trigger(self, event_type: str = "never") -> str:
+        trigger_id = self.trigger(event_type)
+        self.ask("POST", f"/admin/triggers/{trigger_id}/pause", {})
+        return trigger_id
+
+    def source(self) -> str:
+        name = f"source-{next(_numbers)}"
+        self.ask("POST", f"/admin/sources/{name}/pause", {"reason": "a test"})
+        self.ask("PUT", f"/admin/sources/{name}/limit", {"limit": 7, "interval_ms": 1000})
+        return name
+
+    def publish(self, event_type: str, source: str) -> str:
+        published: str = self.ask("POST", "/v1/events", {"type": event_type, "source": source})["id"]
+        return published
+
+    def held_event(self) -> str:
+        source = self.source()
+        event_id = self.publish("nobody.takes.it", source)
+        self.until(lambda: self.ask("GET", "/admin/retries", kind="events", source=source)["retries"])
+        return event_id
+
+    def held_delivery(self) -> str:
+        event_type = f"wait-{next(_numbers)}"
+        trigger_id = self.paused_trigger(event_type)
+        self.publish(event_type, "shop")
+        at = f"/v1/workflows/broken/triggers/{trigger_id}/deliveries"
+        held: str = self.until(lambda: self.ask("GET", at)["deliveries"])[0]["id"]
+        return held
+
+    def sleeping_run(self) -> str:
+        event_id = self.publish("sleep.please", "shop")
+        found = (
+            "select id::text from headgate.workflow_runs where event_id = $1 and status = 'pending' and attempts > 0"
+        )
+        waiting: str = self.until(lambda: self.fetch(found, event_id))[0]["id"]
+        return waiting
+
+    def letter(self) -> str:
+        event_id = self.publish("fail.please", "shop")
+        found = "select id::text from headgate.dead_letters where event_id = $1"
+        given_up: str = self.until(lambda: self.fetch(found, event_id))[0]["id"]
+        return given_up
+
+    def token(self) -> dict[str, Any]:
+        body = {"name": f"token-{next(_numbers)}", "scopes": ["read"]}
+        made: dict[str, Any] = self.ask("POST", "/admin/tokens", body)["token"]
+        return made
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in self.fetch("select * from headgate.audit_log order by id")]
+
+    def tables(self) -> list[Any]:
+        """What is in every table; but when a token was used last is a note, and no change."""
+        names = [row[0] for row in self.fetch("select tablename from pg_tables where schemaname = 'headgate'")]
+        lines = " union all ".join(
+            f"select '{name}' as name, (to_jsonb(t) - 'last_used_at')::text as line from headgate.{name} t"
+            for name in names
+        )
+        return self.fetch(f"select name, line from ({lines}) l order by name, line")
+
+
+def created_trigger(w: World) -> Call:
+    body = {"name": "made", "event_type": "never"}
+    return Call("/v1/workflows/broken/triggers", body, "trigger.create", "", has_before=False)
+
+
+CALLS: dict[tuple[str, str], Callable[[World], Call]] = {
+    ("POST", "/v1/workflows"): lambda w: Call(
+        "/v1/workflows", {"slug": "made", "kind": "http", "url": "https://shop.example/", "secret": SECRET},
+        "workflow.create", "made", has_before=False,
+    ),
+    ("PATCH", "/v1/workflows/{slug}"): lambda w: Call(
+        f"/v1/workflows/{(slug := w.workflow())}", {"timeout_ms": 5000, "secret": None}, "workflow.update", slug
+    ),
+    ("POST", "/v1/workflows/{slug}/rotate"): lambda w: Call(
+        f"/v1/workflows/{(slug := w.workflow())}/rotate", {}, "workflow.rotate", slug
+    ),
+    ("DELETE", "/v1/workflows/{slug}"): lambda w: Call(
+        f"/v1/workflows/{(slug := w.workflow())}", None, "workflow.delete", slug, has_after=False
+    ),
+    ("POST", "/v1/workflows/{slug}/triggers"): created_trigger,
+    ("PATCH", "/v1/workflows/{slug}/triggers/{trigger_id}"): lambda w: Call(
+        f"/v1/workflows/broken/triggers/{(one := w.trigger())}", {"event_type": "other"}, "trigger.update", one
+    ),
+    ("DELETE", "/v1/workflows/{slug}/triggers/{trigger_id}"): lambda w: Call(
+        f"/v1/workflows/broken/triggers/{(one := w.trigger())}", None, "trigger.delete", one, has_after=False
+    ),
+    ("POST", "/v1/runs/{run_id}/cancel"): lambda w: Call(
+        f"/v1/runs/{(one := w.sleeping_run())}/cancel", None, "run.cancel", one
+    ),
+    ("PUT", "/admin/sources/{source:path}/limit"): lambda w: Call(
+        f"/admin/sources/{(name := w.source())}/limit", {"limit": 5, "interval_ms": 1000}, "source.limit", name
+    ),
+    ("DELETE", "/admin/sources/{source:path}/limit"): lambda w: Call(
+        f"/admin/sources/{(name := w.source())}/limit", None, "source.limit", name
+    ),
+    ("POST", "/admin/sources/{source:path}/pause"): lambda w: Call(
+        f"/admin/sources/{(name := w.source())}/pause", {"duration_ms": 5000, "reason": "x"}, "source.pause", name
+    ),
+    ("POST", "/admin/sources/{source:path}/resume"): lambda w: Call(
+        f"/admin/sources/{(name := w.source())}/resume", None, "source.resume", name
+    ),
+    ("POST", "/admin/triggers/{trigger_id}/pause"): lambda w: Call(
+        f"/admin/triggers/{(one := w.trigger())}/pause", {"reason": "x"}, "trigger.pause", one
+    ),
+    ("POST", "/admin/triggers/{trigger_id}/resume"): lambda w: Call(
+        f"/admin/triggers/{(one := w.paused_trigger())}/resume", None, "trigger.resume", one
+    ),
+    ("POST", "/admin/retries/events/{id:path}/cancel"): lambda w: Call(
+        f"/admin/retries/events/{(one := w.held_event())}/cancel", None, "event.cancel", one
+    ),
+    ("POST", "/admin/retries/events/{id:path}/force"): lambda w: Call(
+        f"/admin/retries/events/{(one := w.held_event())}/force", None, "event.force", one
+    ),
+    ("POST", "/admin/retries/deliveries/{delivery_id}/cancel"): lambda w: Call(
+        f"/admin/retries/deliveries/{(one := w.held_delivery())}/cancel", None, "delivery.cancel", one
+    ),
+    ("POST", "/admin/retries/deliveries/{delivery_id}/force"): lambda w: Call(
+        f"/admin/retries/deliveries/{(one := w.held_delivery())}/force", None, "delivery.force", one
+    ),
+    ("POST", "/admin/dead-letters/replay"): lambda w: Call(
+        "/admin/dead-letters/replay", {"kind": "run", "rate": 0.001}, "dead_letters.replay", "*", has_before=False
+    ),
+    ("POST", "/admin/dead-letters/stop"): lambda w: Call(
+        "/admin/dead-letters/stop", None, "dead_letters.stop", "*", has_before=False
+    ),
+    ("POST", "/admin/dead-letters/{dead_letter_id}/replay"): lambda w: Call(
+        f"/admin/dead-letters/{(one := w.letter())}/replay", None, "dead_letter.replay", one
+    ),
+    ("POST", "/admin/tokens"): lambda w: Call(
+        "/admin/tokens", {"name": "made", "scopes": ["read"]}, "token.create", "", has_before=False
+    ),
+    ("DELETE", "/admin/tokens/{token}"): lambda w: Call(
+        f"/admin/tokens/{(one := w.token())['name']}", None, "token.revoke", one["id"]
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(shared_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[Any, Call]]]:
+    """The world, and a valid call of every route. Its worker has ended: from here nothing happens by itself."""
+    app = Path(tmp_path_factory.mktemp("audited")) / "app.py"
+    app.write_text(APP)
+    secret = run("token", "create", NAME, "--scope", "admin", env={"HEADGATE_DATABASE_URL": shared_url}).stdout.strip()
+    with api(shared_url, HEADGATE_AUTH="on") as (_, url):
+        world = World(url, shared_url, secret)
+        with worker(shared_url, app):
+            calls = {route: CALLS[route](world) for route in MUTATIONS if route in CALLS}
+        yield world, calls
+        world.http.close()
+
+
+def test_every_route_that_changes_something_has_a_case() -> None:
+    assert set(CALLS) == set(MUTATIONS)
+
+
+@pytest.fixture(scope="module")
+def done(made: tuple[World, dict[Any, Call]]) -> dict[Any, list[dict[str, Any]]]:
+    """Each call made once: refused as a whole while its row cannot be written, then done; the rows that it left."""
+    world, calls = made
+    left = {}
+    for (method, path), call in calls.items():
+        world.fetch("alter table headgate.audit_log add constraint full_disk check (false) not valid")
+        before = world.tables()
+        refused = world.http.request(method, call.path, json=call.body)
+        assert refused.status_code == 500, (method, path, refused.text)
+        assert world.tables() == before, f"{method} {path} changed something without a row in the audit log"
+        world.fetch("alter table headgate.audit_log drop constraint full_disk")
+        known = {row["id"] for row in world.rows()}
+        answer = world.http.request(method, call.path, json=call.body)
+        assert answer.is_success, (method, path, answer.text)
+        left[method, path] = [row for row in world.rows() if row["id"] not in known]
+    return left
+
+
+@pytest.mark.parametrize(("method", "path"), MUTATIONS)
+def test_every_mutation_has_audit_row(
+    made: tuple[World, dict[Any, Call]], done: dict[Any, list[dict[str, Any]]], method: str, path: str
+) -> None:
+    world, calls = made
+    call = calls[method, path]
+    (row,) = done[method, path]
+    assert (row["actor"], row["action"]) == (NAME, call.action)
+    assert row["subject"] == call.subject if call.subject else row["subject"]
+    assert (row["before"] is not None, row["after"] is not None) == (call.has_before, call.has_after), row
+    listed = world.ask("GET", "/admin/audit", action=call.action, subject=row["subject"], actor=NAME)["entries"]
+    entry = next(one for one in listed if one["id"] == str(row["id"]))
+    for side in ("before", "after"):
+        assert entry[side] == (None if row[side] is None else json.loads(row[side]))
+    assert entry["before"] != entry["after"]
+
+
+def test_rows_hold_no_secrets(made: tuple[World, dict[Any, Call]], done: dict[Any, Any]) -> None:
+    text = str(made[0].rows())
+    assert "workflow.rotate" in text and "token.create" in text
+    assert SECRET not in text and SECRET[6:] not in text and "canary" not in text
+    assert not re.search(r"whsec_|hg_\w{20}", text)
+
+
+def test_refused_calls_leave_no_row(made: tuple[World, dict[Any, Call]], done: dict[Any, Any], shared_url: str) -> None:
+    world, calls = made
+    reader = run("token", "create", "reader", "--scope", "read", env={"HEADGATE_DATABASE_URL": shared_url})
+    before = world.rows()
+    for (method, path), call in calls.items():
+        nobody = httpx.request(method, world.url + call.path, json=call.body, trust_env=False)
+        weak = world.http.request(
+            method, call.path, json=call.body, headers={"authorization": f"Bearer {reader.stdout.strip()}"}
+        )
+        broken = world.http.request(method, call.path, content=b"{")
+        unknown = world.http.request(method, call.path, json={"no_such_field": 1})
+        codes = [answer.status_code for answer in (nobody, weak, broken, unknown)]
+        assert codes[:3] == [401, 403, 400] and codes[3] in (404, 422), (method, path, codes)
+    gone = [path for method, path in CALLS if "{" in path and "{source" not in path]
+    for method, path in CALLS:
+        if path in gone:
+            address = re.sub(r"\{[^}]+\}", "01999999-9999-7999-8999-999999999999", path)
+            assert world.http.request(method, address).status_code in (404, 422), (method, path)
+    tried = world.ask("POST", "/admin/dead-letters/replay", {"dry_run": True})
+    assert tried["status"] == "preview"
+    assert world.rows() == before
+
+
+def test_pages_filters_and_the_command(made: tuple[World, dict[Any, Call]], done: dict[Any, Any]) -> None:
+    world, _ = made
+    rows = world.rows()
+    seen, cursor = [], None
+    while True:
+        page = world.ask("GET", "/admin/audit", limit=7, **({"cursor": cursor} if cursor else {}))
+        seen += page["entries"]
+        if (cursor := page["next_cursor"]) is None:
+            break
+    assert [one["id"] for one in seen] == [str(row["id"]) for row in reversed(rows)]
+    wrong = world.http.get("/admin/audit", params={"cursor": "x", "who": "me"})
+    assert wrong.status_code == 422 and {e["field"] for e in wrong.json()["errors"]} == {"cursor", "who"}
+    assert httpx.get(f"{world.url}/admin/audit", trust_env=False).status_code == 401
+    env = {"HEADGATE_URL": world.url, "HEADGATE_TOKEN": world.http.headers["authorization"].split()[1]}
+    listed = run("audit", "list", "--action", "source.pause", "--limit", "3", "--json", env=env)
+    found = json.loads(listed.stdout)["entries"]
+    assert len(found) == 3 and {one["action"] for one in found} == {"source.pause"}
+    for_people = run("audit", "list", "--actor", NAME, "--subject", "made", env=env)
+    assert "workflow.create" in for_people.stdout and NAME in for_people.stdout, for_people.stderr
+    nothing = run("audit", "list", "--actor", "nobody", env=env)
+    assert nothing.stdout == "Nothing was changed.\n"

@@ -1,0 +1,172 @@
+"""Health and retention keep to what waits and to what they delete, however long the history is.
+
+Every statement that a snapshot, a scrape or a batch of pruning sends is explained as it is sent: with rows as written
+and after a vacuum, without statistics and with them, for the given values and as a generic plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import asyncpg
+import msgspec
+import pytest
+from bench import history
+
+from headgate.embedded import EmbeddedPostgres
+from headgate.flow import health
+from headgate.model.health import HEALTH
+from headgate.store import retention
+from tests.store.test_plans import MODES, STATISTICS, Undone, rows_read
+
+FINISHED, WAITING, DEAD, UNDECIDED, BATCH = 20_000, 1_000, 5_000, 2_000, 50
+LARGE = {*history.TABLES, "dead_letters", "event_inbox"}
+# Letters that were replayed, and events that are undecided: they are old, but alive.
+OTHERS = """
+with replayed as (
+  insert into headgate.dead_letters (id, kind, subject_id, event_id, reason, replayed_at, replayed_by)
+  select gen_random_uuid(), 'event', gen_random_uuid(), e.id, 'x', now(), 'ann'
+    from headgate.workflow_events e where e.ingress_sequence between $1::bigint - $2::bigint + 1 and $1::bigint
+)
+insert into headgate.event_inbox (ingress_sequence, event_id)
+select e.ingress_sequence, e.id from headgate.workflow_events e
+ where e.ingress_sequence between $1::bigint - $2::bigint - $3::bigint + 1 and $1::bigint - $2::bigint
+"""
+
+
+class Explained:
+    """A connection that explains, and undoes, every statement before it runs it."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self.plans: list[tuple[str, dict[str, Any]]] = []
+
+    async def _explain(self, query: str, args: tuple[Any, ...]) -> None:
+        attempt = self._connection.transaction()
+        await attempt.start()
+        found = await self._connection.fetchval(f"explain (analyze, buffers, format json) {query}", *args)
+        await attempt.rollback()
+        self.plans.append((query, msgspec.json.decode(found)[0]["Plan"]))
+
+    async def fetch(self, query: str, *args: Any) -> Any:
+        await self._explain(query, args)
+        return await self._connection.fetch(query, *args)
+
+    async def fetchrow(self, query: str, *args: Any) -> Any:
+        await self._explain(query, args)
+        return await self._connection.fetchrow(query, *args)
+
+    async def fetchval(self, query: str, *args: Any) -> Any:
+        await self._explain(query, args)
+        return await self._connection.fetchval(query, *args)
+
+    async def execute(self, query: str, *args: Any) -> Any:
+        await self._explain(query, args)
+        return await self._connection.execute(query, *args)
+
+
+@pytest.fixture(scope="module", params=["as_written", "vacuumed"])
+def history_url(request: pytest.FixtureRequest, postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
+    """A database with a long history of which little waits."""
+    name = f"history_{request.param}"
+
+    async def make() -> None:
+        admin = await asyncpg.connect(postgres.url())
+        await admin.execute(f"create database {name} template {template}")
+        await admin.close()
+        connection = await asyncpg.connect(postgres.url(name))
+        for table in LARGE:
+            await connection.execute(f"alter table headgate.{table} set (autovacuum_enabled = false)")
+        await history.load(connection, events=FINISHED, retries=WAITING)
+        await connection.execute(OTHERS, FINISHED, DEAD, UNDECIDED)
+        if request.param == "vacuumed":
+            await connection.execute(f"vacuum {', '.join(f'headgate.{table}' for table in LARGE)}")
+        await connection.close()
+
+    async def drop() -> None:
+        admin = await asyncpg.connect(postgres.url())
+        await admin.execute(f"drop database {name} with (force)")
+        await admin.close()
+
+    asyncio.run(make())
+    yield postgres.url(name)
+    asyncio.run(drop())
+
+
+async def explained(url: str, mode: str, has_statistics: bool, work: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The plans of everything that the work sent, which is undone."""
+    connection = await asyncpg.connect(url)
+    watched = Explained(connection)
+    try:
+        async with connection.transaction():
+            if has_statistics:
+                await connection.execute(f"analyze {', '.join(f'headgate.{table}' for table in LARGE)}")
+            await connection.execute(f"set local plan_cache_mode = {mode}; set local jit = off")
+            await work(watched)
+            raise Undone
+    except Undone:
+        return watched.plans
+    finally:
+        await connection.close()
+
+
+def check(plans: list[tuple[str, dict[str, Any]]], most: int, tables: set[str] = LARGE) -> None:
+    """No statement read more rows of any large table than this, by whatever scan."""
+    for query, plan in plans:
+        for scan, rows in rows_read(plan, tables):
+            assert rows <= most, f"{scan} reads {rows:.0f} rows in: {query[:200]}"
+
+
+@MODES
+@STATISTICS
+async def test_health_reads_nothing_that_is_finished(history_url: str, mode: str, has_statistics: bool) -> None:
+    async def work(connection: Any) -> None:
+        seen = await health.snapshot(connection, HEALTH)
+        assert (seen.retries["events"].total, seen.retries["deliveries"].total) == (600, 300)
+        assert (seen.retries["steps"].total, seen.queues["ingress"].ready >= UNDECIDED) == (100, True)
+        assert seen.dead_letters.total == 0
+        await health.shared_state(connection, HEALTH)
+
+    plans = await explained(history_url, mode, has_statistics, work)
+    assert len(plans) > 20
+    check(plans, WAITING, LARGE - {"event_inbox"})
+    check(plans, UNDECIDED, {"event_inbox"})
+    read = {table for _, plan in plans for table in history.TABLES for _ in rows_read(plan, {table})}
+    assert {"event_ingress_retries", "workflow_trigger_deliveries", "workflow_runs", "workflow_run_steps"} <= read
+
+
+@MODES
+@STATISTICS
+async def test_a_batch_of_pruning_reads_what_it_deletes(history_url: str, mode: str, has_statistics: bool) -> None:
+    async def work(connection: Any) -> None:
+        page = await retention.page(connection, after=0, limit=BATCH, older_seconds=600)
+        ids = await retention.lock_finished_events(connection, page.old, older_seconds=600)
+        assert len(ids) == BATCH
+        if not has_statistics:  # rows that are old enough to go have been counted long ago
+            return
+        deleted = await retention.delete_events(connection, ids)
+        assert (deleted["events"], deleted["deliveries"], deleted["runs"]) == (BATCH, BATCH, BATCH)
+
+    check(await explained(history_url, mode, has_statistics, work), 2 * BATCH)
+
+
+async def test_who_deletes_an_event_finds_what_refers_to_it_by_an_index(history_url: str) -> None:
+    """A constraint is checked for every row that goes; without an index that would read the whole other table."""
+    connection = await asyncpg.connect(history_url)
+    try:
+        constraints = await connection.fetch(
+            """
+            select c.conname, exists (
+                     select from pg_index i where i.indrelid = c.conrelid and i.indpred is null
+                        and (i.indkey::int2[])[0:cardinality(c.conkey) - 1] = c.conkey) as has_index
+              from pg_constraint c
+             where c.contype = 'f' and c.confrelid = any (array['headgate.workflow_events', 'headgate.workflow_runs',
+                   'headgate.workflow_trigger_deliveries']::regclass[])
+            """
+        )
+    finally:
+        await connection.close()
+    assert len(constraints) >= 6
+    assert [row["conname"] for row in constraints if not row["has_index"]] == []
