@@ -10,8 +10,9 @@ import msgspec
 
 from headgate.clock import monotonic, utc_now
 from headgate.errors import SchemaError
+from headgate.flow import health
 from headgate.model.health import HEALTH, HealthPolicy
-from headgate.store import doctor, health, migrate, workers
+from headgate.store import doctor, migrate
 from headgate.store.db import Connection, Database
 from headgate.store.doctor import ORPHANS, Orphans, Server
 from headgate.store.health import Alive, QueueDepth
@@ -22,7 +23,6 @@ GRACE_MS = 60_000
 OLDEST_POSTGRES = 140_000
 # Nothing is scheduled by this machine's clock; but ids and logs of a wrong one mislead.
 MAX_CLOCK_OFFSET_SECONDS = 5.0
-UNSERVED_MS = 5000
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,15 +74,16 @@ async def facts(connection: Connection, policy: HealthPolicy, grace_ms: int) -> 
     before, at = utc_now(), monotonic()
     server = await doctor.server(connection)
     taken = timedelta(seconds=monotonic() - at)
+    seen = await health.facts(connection, policy)
     return Facts(
         server=server,
         clock_offset_seconds=_offset(before, taken, server.clock),
         own_clock_offset_seconds=await doctor.own_clock_offset(connection),
         missing_guards=await doctor.missing_guards(connection),
         orphans=await doctor.orphans(connection, grace_ms),
-        queues=await health.queues(connection),
-        workers=await health.workers(connection, policy.worker_degraded_ms),
-        unserved=await workers.unserved(connection, policy.worker_degraded_ms, UNSERVED_MS),
+        queues=seen.queues,
+        workers=seen.workers,
+        unserved=seen.unserved,
     )
 
 
