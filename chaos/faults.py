@@ -72,12 +72,11 @@ class Breaker:
         self._has_clocks = "clocks" in faults
         self._leaving: set[str] = set()
         self._is_over = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_rolling = False
 
     async def run(self, actions: Sequence[Action], seconds: float) -> None:
         """All of it; returns when the time is over and what lasts has ended."""
         began_at = time.monotonic()
-        keeper = asyncio.create_task(self._keep_up())
         hands = {
             "kill": self._kill,
             "freeze": self._freeze,
@@ -86,16 +85,15 @@ class Breaker:
             "redis": self._redis,
             "rolling": self._rolling,
         }
-        try:
+        async with asyncio.TaskGroup() as group:  # a deed that fails fails the run
+            keeper = group.create_task(self._keep_up())
+            deeds = []
             for action in actions:
                 await asyncio.sleep(max(0.0, began_at + action.at - time.monotonic()))
-                task = asyncio.create_task(hands[action.fault](action))
-                self._tasks.add(task)
-                task.add_done_callback(self._done)
+                deeds.append(group.create_task(hands[action.fault](action)))
             await asyncio.sleep(max(0.0, began_at + seconds - time.monotonic()))
             self._is_over = True
-            await asyncio.gather(*self._tasks)
-        finally:
+            await asyncio.gather(*deeds)
             keeper.cancel()
 
     def mend(self) -> None:
@@ -111,11 +109,6 @@ class Breaker:
             self._wrote("clock", f"{member.name} {skew:+d} s", member.pid)
         else:
             member.start()
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            raise task.exception()  # type: ignore[misc]
 
     def _wrote(
         self, fault: str, target: str = "", pid: int = 0, *, at: float | None = None, until: float = 0.0
@@ -179,9 +172,12 @@ class Breaker:
 
     async def _rolling(self, action: Action) -> None:
         """Ask each in turn to stop and start the next version in its place, which is at work before the next's turn."""
-        if self._leaving:
+        if self._is_rolling:
             return
+        self._is_rolling = True
         for member in self._cluster.members:
+            if not member.is_ready:  # killed just now: it is the next version already
+                continue
             self._leaving.add(member.name)
             try:
                 pid, at = member.pid, time.monotonic()
@@ -199,4 +195,5 @@ class Breaker:
                     break
                 await asyncio.sleep(RESTART_SECONDS)
             if self._is_over:
-                return
+                break
+        self._is_rolling = False

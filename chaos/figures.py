@@ -37,6 +37,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     effects_repeated: int
     effects_of_zombies: int
     faults: dict[str, int]
+    released_seconds: Spread | None
     takeover_seconds: Spread | None
     first_202_after_postgres_seconds: Spread | None
     stop_seconds: Spread | None
@@ -65,7 +66,8 @@ def figures(evidence: Evidence) -> Figures:
         effects_repeated=sum(count - 1 for count in ended.values()),
         effects_of_zombies=sum(not owners.is_live(mark) for mark in evidence.marks),
         faults=dict(Counter(fault.fault for fault in evidence.faults)),
-        takeover_seconds=_spread(_takeovers(evidence, owners)),
+        released_seconds=_spread(_takeovers(evidence, owners, is_claim=False)),
+        takeover_seconds=_spread(_takeovers(evidence, owners, is_claim=True)),
         first_202_after_postgres_seconds=_spread(_first_answers(evidence)),
         stop_seconds=_spread([f.until - f.at for f in evidence.faults if f.fault == "restart"]),
     )
@@ -78,15 +80,15 @@ def _without_postgres(evidence: Evidence) -> dict[int, int]:
     return dict(sorted(Counter(a.status for a in asked).items()))
 
 
-def _takeovers(evidence: Evidence, owners: Owners) -> list[float]:
-    """From the kill of a worker to the next claim of each run that it held."""
+def _takeovers(evidence: Evidence, owners: Owners, *, is_claim: bool) -> list[float]:
+    """From the kill of a worker until each run that it held was taken from it, or claimed by the next."""
     found = []
     for fault in evidence.faults:
         if fault.fault == "kill" and fault.target.startswith("worker"):
             for run_id in owners.held_by(fault.pid, fault.at):
-                claimed_at = owners.next_claim(run_id, fault.at)
-                if claimed_at is not None:
-                    found.append(claimed_at - fault.at)
+                changed_at = owners.next_change(run_id, fault.at, is_claim=is_claim)
+                if changed_at is not None:
+                    found.append(changed_at - fault.at)
     return found
 
 

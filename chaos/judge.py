@@ -231,9 +231,10 @@ class Owners:
         """Whether the process that did this held the run as it did it. One that was thought dead did not."""
         return self.at(mark.run, mark.at) == mark.pid
 
-    def next_claim(self, run_id: str, after: float) -> float | None:
-        """When somebody claimed a run after a time."""
-        return next((one.at for one in self._by_run.get(run_id, ()) if one.at > after and one.worker), None)
+    def next_change(self, run_id: str, after: float, *, is_claim: bool) -> float | None:
+        """When, after a time, somebody claimed a run, or it was taken from who held it."""
+        changes = (one for one in self._by_run.get(run_id, ()) if one.at > after)
+        return next((one.at for one in changes if (one.worker is not None) == is_claim), None)
 
     def held_by(self, pid: int, at: float) -> list[str]:
         """The runs that a process held."""

@@ -355,7 +355,8 @@ def test_a_pause_is_judged_from_its_answer_to_the_first_call_that_lifts_it() -> 
 def test_owners() -> None:
     owners = Owners([owned(1, 1.0), owned(1, 2.0, worker=None), owned(1, 3.0, worker="host:9")])
     assert [owners.at("r1", at) for at in (0.5, 1.5, 2.5, 3.5)] == [None, PID, None, 9]
-    assert owners.held_by(PID, 1.5) == ["r1"] and owners.next_claim("r1", 1.5) == 3.0
+    assert owners.held_by(PID, 1.5) == ["r1"] and owners.next_change("r1", 1.5, is_claim=True) == 3.0
+    assert owners.next_change("r1", 1.5, is_claim=False) == 2.0
 
 
 def test_windows_and_spans() -> None:
