@@ -137,8 +137,10 @@ class Retry:
             await ingress_retries.bury(connection, [(row.event_id, reason, {"attempts": row.attempts})])
             decided = Recorded(row.event_id, gates.now, "gate", "exhausted", reason, None, row.attempts)
             await decisions.insert(connection, [decided])
-            event = (await events.get_many(connection, [row.event_id]))[row.event_id]
-            _log.error("event.retry_failed", event_id=row.event_id, correlation_id=event.correlation_id, source=name,
+            correlation_id = await events.correlation_id(
+                connection, row.event_id
+            )  # not the event: it may be unreadable
+            _log.error("event.retry_failed", event_id=row.event_id, correlation_id=correlation_id, source=name,
                        attempt=row.attempts, reason=reason)  # fmt: skip
         return len(rows)
 

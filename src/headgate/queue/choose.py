@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from headgate.errors import SettingsError
@@ -27,9 +28,8 @@ async def eviction_policy(settings: Settings) -> str:
 
 def _bullmq() -> Any:
     try:
-        from headgate.queue import bullmq
+        return import_module("headgate.queue.bullmq")
     except ImportError as exc:
         raise SettingsError(
             f"HEADGATE_QUEUE=bullmq needs packages that are not installed ({exc.name}): pip install 'headgate[bullmq]'"
         ) from exc
-    return bullmq

@@ -147,3 +147,9 @@ def _event(row: Row) -> Event:
         traceparent=row["traceparent"],
         replayed_at=row.get("replayed_at"),  # what is still in the inbox was never replayed
     )
+
+
+async def correlation_id(connection: Connection, event_id: uuid.UUID) -> str | None:
+    """What names an event in logs; it can be had of an event that cannot be read."""
+    found: str | None = await connection.fetchval(_sql["correlation_id"], event_id)
+    return found

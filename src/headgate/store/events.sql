@@ -141,3 +141,7 @@ select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.in
    and ($6::bigint is null or e.ingress_sequence < $6)
  order by e.ingress_sequence desc
  limit $7
+
+-- name: correlation_id
+-- The correlation id of an event, and nothing of it that a driver may not be able to read.
+select correlation_id from headgate.workflow_events where id = $1
