@@ -19,7 +19,7 @@ from headgate.api.server import ROUTES
 from tests.processes import PATIENCE_SECONDS, api, run, worker
 
 APP = """
-from headgate import Headgate, NonRetryable
+from headgate import Headgate, NonRetryable, Retry
 
 hg = Headgate()
 
@@ -30,9 +30,19 @@ async def sleeper(ctx):
 @hg.workflow(on="fail.please")
 async def broken(ctx):
     raise NonRetryable("as asked")
+
+@hg.workflow(on="wait.please")
+async def flaky(ctx):
+    def call():
+        raise OSError("not now")
+
+    await ctx.step("call", call, retry=Retry(max_attempts=3, base="2h", cap="2h"))
 """
 # What changes nothing that an operator could have set: events are on record themselves, a test launches nothing.
-NOT_AUDITED = {("POST", "/v1/events"), ("POST", "/v1/workflows/{slug}/triggers/{trigger_id}/test")}
+NOT_AUDITED = {
+    ("POST", "/v1/events"), ("POST", "/v1/webhooks/{source:path}"),
+    ("POST", "/v1/workflows/{slug}/triggers/{trigger_id}/test"),
+}  # fmt: skip
 MUTATIONS = [(r.method, r.path) for r in ROUTES if r.method != "GET" and (r.method, r.path) not in NOT_AUDITED]
 SECRET = "whsec_" + "Y2FuYXJ5" * 4
 NAME = "auditor"
@@ -128,6 +138,29 @@ class World:
         waiting: str = self.until(lambda: self.fetch(found, event_id))[0]["id"]
         return waiting
 
+    def waiting_step(self) -> str:
+        event_id = self.publish("wait.please", "shop")
+        found = """select s.id::text from headgate.workflow_run_steps s join headgate.workflow_runs r
+                       on r.id = s.workflow_run_id where r.event_id = $1 and s.retry_state = 'scheduled'"""
+        waiting: str = self.until(lambda: self.fetch(found, event_id))[0]["id"]
+        return waiting
+
+    def held_source(self) -> str:
+        event_id = self.held_event()
+        source: str = self.ask("GET", f"/v1/events/{event_id}")["source"]
+        return source
+
+    def webhook(self) -> str:
+        source = f"hooks-{next(_numbers)}"
+        self.ask("PUT", f"/admin/sources/{source}/webhook", {"scheme": "standard", "secret": SECRET})
+        return source
+
+    def replaced_secret(self) -> tuple[str, str]:
+        """A webhook with two secrets, and the fingerprint of the older one."""
+        source = self.webhook()
+        written = self.ask("POST", f"/admin/sources/{source}/webhook/rotate", {})
+        return source, written["secrets"][1]["fingerprint"]
+
     def letter(self) -> str:
         event_id = self.publish("fail.please", "shop")
         found = "select id::text from headgate.dead_letters where event_id = $1"
@@ -150,6 +183,11 @@ class World:
             for name in names
         )
         return self.fetch(f"select name, line from ({lines}) l order by name, line")
+
+
+def retired_secret(w: World) -> Call:
+    source, old = w.replaced_secret()
+    return Call(f"/admin/sources/{source}/webhook/secrets/{old}", None, "webhook.retire", source)
 
 
 def created_trigger(w: World) -> Call:
@@ -210,6 +248,29 @@ CALLS: dict[tuple[str, str], Callable[[World], Call]] = {
     ),
     ("POST", "/admin/retries/deliveries/{delivery_id}/force"): lambda w: Call(
         f"/admin/retries/deliveries/{(one := w.held_delivery())}/force", None, "delivery.force", one
+    ),
+    ("POST", "/admin/retries/steps/{step_id}/cancel"): lambda w: Call(
+        f"/admin/retries/steps/{(one := w.waiting_step())}/cancel", None, "step.cancel", one
+    ),
+    ("POST", "/admin/retries/steps/{step_id}/force"): lambda w: Call(
+        f"/admin/retries/steps/{(one := w.waiting_step())}/force", None, "step.force", one
+    ),
+    ("POST", "/admin/retries/{kind}/cancel"): lambda w: Call(
+        "/admin/retries/events/cancel", {"source": w.held_source()}, "events.cancel", "*"
+    ),
+    ("POST", "/admin/retries/{kind}/force"): lambda w: Call(
+        "/admin/retries/events/force", {"source": w.held_source()}, "events.force", "*"
+    ),
+    ("PUT", "/admin/sources/{source:path}/webhook"): lambda w: Call(
+        f"/admin/sources/{(name := w.webhook())}/webhook", {"scheme": "standard", "event_type": "a.b"}, "webhook.set",
+        name,
+    ),
+    ("POST", "/admin/sources/{source:path}/webhook/rotate"): lambda w: Call(
+        f"/admin/sources/{(name := w.webhook())}/webhook/rotate", {}, "webhook.rotate", name
+    ),
+    ("DELETE", "/admin/sources/{source:path}/webhook/secrets/{fingerprint}"): retired_secret,
+    ("DELETE", "/admin/sources/{source:path}/webhook"): lambda w: Call(
+        f"/admin/sources/{(name := w.webhook())}/webhook", None, "webhook.delete", name, has_after=False
     ),
     ("POST", "/admin/dead-letters/replay"): lambda w: Call(
         "/admin/dead-letters/replay", {"kind": "run", "rate": 0.001}, "dead_letters.replay", "*", has_before=False

@@ -259,12 +259,14 @@ async def test_cancelling_beside_busy_workers_loses_and_doubles_nothing(
     assert sum(row[1] for row in deliveries) == 40 and {row[0] for row in deliveries} <= {"launched", "cancelled"}
 
 
-@pytest.mark.parametrize(("point", "done"), [("before_commit=kill@2", 100), ("after_commit=kill@2", 200)])
+@pytest.mark.parametrize(
+    ("point", "done"), [("bulk_retries.before_commit=kill@2", 100), ("bulk_retries.after_commit=kill@2", 200)]
+)
 async def test_a_killed_call_leaves_whole_batches_and_goes_on(
     database_url: str, connection: Connection, point: str, done: int
 ) -> None:
     await hold_events(connection, 350)
-    with api(database_url, HEADGATE_FAILPOINTS=f"bulk_retries.{point}") as (process, url), Client(url) as client:
+    with api(database_url, HEADGATE_FAILPOINTS=point) as (process, url), Client(url) as client:
         with pytest.raises(Unavailable):
             client.request("POST", "/admin/retries/events/cancel", {"source": "shop.api"})
         assert process.wait() == 137

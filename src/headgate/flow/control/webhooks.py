@@ -65,7 +65,7 @@ async def set_webhook(database: Database, source: str, given: Any, *, actor: str
         new = WebhookConfig(scheme=body.scheme, event_type=body.event_type, tolerance_seconds=tolerance, secrets=held)
         return await _write(connection, "webhook.set", source, before, new, actor, made)
 
-    return _told(await database.run(change), "webhook.set", actor)
+    return _told(await database.run(change), "set", actor)
 
 
 async def rotate_webhook(database: Database, source: str, given: Any, *, actor: str) -> WebhookWritten:
@@ -88,7 +88,7 @@ async def rotate_webhook(database: Database, source: str, given: Any, *, actor: 
         new = msgspec.structs.replace(old, secrets=kept)
         return await _write(connection, "webhook.rotate", source, before, new, actor, made)
 
-    return _told(await database.run(change), "webhook.rotated", actor)
+    return _told(await database.run(change), "rotated", actor)
 
 
 async def retire_webhook_secret(database: Database, source: str, fingerprint: str, *, actor: str) -> WebhookWritten:
@@ -106,7 +106,7 @@ async def retire_webhook_secret(database: Database, source: str, fingerprint: st
         new = msgspec.structs.replace(before.config, secrets=kept)
         return await _write(connection, "webhook.retire", source, before, new, actor, None)
 
-    return _told(await database.run(change), "webhook.retired", actor)
+    return _told(await database.run(change), "retired", actor)
 
 
 async def delete_webhook(database: Database, source: str, *, actor: str) -> ShownWebhook:
@@ -166,8 +166,8 @@ def _new_secret(scheme: Scheme) -> str:
     return SECRET_PREFIX + base64.b64encode(key).decode() if scheme == "standard" else key.hex()
 
 
-def _told(done: WebhookWritten, action: str, actor: str) -> WebhookWritten:
+def _told(done: WebhookWritten, verb: str, actor: str) -> WebhookWritten:
     if done.changed:
         fingerprints = [secret.fingerprint for secret in done.secrets]
-        _log.warning(action, source=done.source, scheme=done.scheme, secrets=fingerprints, actor=actor)
+        _log.warning(f"webhook.{verb}", source=done.source, scheme=done.scheme, secrets=fingerprints, actor=actor)
     return done
