@@ -8,7 +8,7 @@ OTHER  := $(VENV)/pgqueuer
 
 JOBS   ?= 2
 
-.PHONY: dev test check fmt bench clean
+.PHONY: dev test check fmt bench chaos clean
 
 dev: $(READY)
 	@exec $(BIN)/headgate dev examples/demo.py
@@ -31,6 +31,14 @@ fmt: $(READY)
 
 bench: $(READY) $(OTHER)/.ready
 	@$(BIN)/python -m bench $(ARGS)
+
+# Both queues, one after the other; with ARGS, one run as they say (`make chaos ARGS="--seed 7 --only kill"`). Wrong clocks
+# are libfaketime's where it can be had.
+chaos: $(READY)
+	@$(BIN)/python -c 'import libfaketime' 2>/dev/null || $(BIN)/pip install -q --disable-pip-version-check --group chaos || true
+	@$(BIN)/python -m chaos $(or $(ARGS),--both --out chaos/results/latest.json)
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.overload --out chaos/results/overload.json
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.hostile --out chaos/results/hostile.json
 
 clean:
 	rm -rf $(VENV) .headgate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

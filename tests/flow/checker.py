@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
+from chaos.judge import most_in_any_interval as most_in_any_interval  # noqa: PLC0414 - judged alike everywhere
+
 
 class Epoch(NamedTuple):
     """From `since` on, until the next epoch: at most `limit` within `interval_ms`; None: no bound."""
@@ -15,16 +17,6 @@ class Epoch(NamedTuple):
     since: float
     limit: int | None
     interval_ms: int
-
-
-def most_in_any_interval(times_ms: Sequence[float], interval_ms: float) -> int:
-    """The most admissions in any half-open sliding interval."""
-    times, most, first = sorted(times_ms), 0, 0
-    for last, at in enumerate(times):
-        while times[first] <= at - interval_ms:
-            first += 1
-        most = max(most, last - first + 1)
-    return most
 
 
 def limit_breaches(admissions: Sequence[tuple[int, float]], epochs: Sequence[Epoch]) -> list[str]:

@@ -33,6 +33,7 @@ class _LazyGroup(click.Group):
         "dlq": "dlq",
         "prune": "prune",
         "health": "health",
+        "doctor": "doctor",
         "top": "top",
         "token": "token",
         "audit": "audit",

@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import partial
 from typing import NamedTuple
 
+from headgate import failpoints
 from headgate.errors import Unavailable
 from headgate.flow import slots
 from headgate.flow.journal import Recorded, Written
@@ -123,6 +124,7 @@ class Outcomes:
                 _log.warning("run.fill_failed", count=len(items), error=exc)
                 fill = None
                 continue
+            failpoints.hit("outcome.after_commit")
             self._committed(items, recorded, freed)
             return recorded
 
@@ -162,7 +164,9 @@ class Outcomes:
         resting = await runs.suspend(connection, suspended) if suspended else set()
         ended = [run for run in finished if run.id in freed.written]
         cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
-        await runs.bury(connection, [run for run in ended if run.status == "failed"])
+        if failed := [run for run in ended if run.status == "failed"]:
+            failpoints.hit("outcome.before_bury")
+            await runs.bury(connection, failed)
         # By a commit whose answer was lost.
         before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
         asked = await runs.cancel_requested(connection, [s.id for s in suspended if s.id not in resting])
@@ -175,6 +179,7 @@ class Outcomes:
                 Written(end in resting or end in freed.written or end in before, end in asked),
             )
 
+        failpoints.hit("outcome.before_commit")
         return [recorded(item) for item in items], freed._replace(cancelled_retries=cancelled)
 
     def _committed(self, items: list[Outcome], recorded: list[Recorded], freed: Freed) -> None:

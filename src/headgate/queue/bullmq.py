@@ -166,15 +166,7 @@ class BullmqQueue:
         return self._prefix
 
     def _connect(self, **options: Any) -> Any:
-        """A client of our own: the library's would try for minutes before it admits that Redis is gone."""
-        keepalive = {} if self._redis_url.startswith("unix://") else {"socket_keepalive": True}
-        return redis.asyncio.Redis.from_url(
-            self._redis_url,
-            decode_responses=True,
-            retry=Retry(NoBackoff(), 1),  # once, for a connection that has died in the pool
-            **keepalive,
-            **SOCKET_OPTIONS | options,
-        )
+        return _connect(self._redis_url, **options)
 
     async def _deliver(self, topics: Sequence[Topic], wakeups: Sequence[Wakeup]) -> None:
         prefix = await self._open()
@@ -242,6 +234,29 @@ class BullmqQueue:
             if running is not None:
                 await _end(running)
             await _close(client)
+
+
+def _connect(redis_url: str, **options: Any) -> Any:
+    """A client of our own: the library's would try for minutes before it admits that Redis is gone."""
+    keepalive = {} if redis_url.startswith("unix://") else {"socket_keepalive": True}
+    return redis.asyncio.Redis.from_url(
+        redis_url,
+        decode_responses=True,
+        retry=Retry(NoBackoff(), 1),  # once, for a connection that has died in the pool
+        **keepalive,
+        **SOCKET_OPTIONS | options,
+    )
+
+
+async def eviction_policy(redis_url: str) -> str:
+    """What Redis does when it is full. OSError when it does not answer."""
+    client = _connect(redis_url)
+    try:
+        return str((await client.info("memory")).get("maxmemory_policy", "noeviction"))
+    except redis.exceptions.RedisError as exc:
+        raise OSError(str(exc) or type(exc).__name__) from exc
+    finally:
+        await _close(client)
 
 
 def _watch_fetches(worker: Any) -> list[float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from headgate.errors import SettingsError
 from headgate.queue.port import Queue
 from headgate.queue.postgres import PostgresQueue
@@ -13,10 +16,20 @@ def open_queue(settings: Settings, database: Database) -> Queue:
     """The queue of this process. SettingsError when what it needs is not installed."""
     if settings.queue == "postgres":
         return PostgresQueue(database)
+    queue: Queue = _bullmq().BullmqQueue(settings.require_redis_url(), database)
+    return queue
+
+
+async def eviction_policy(settings: Settings) -> str:
+    """What Redis does when it is full. OSError when it does not answer, SettingsError as above."""
+    found: str = await _bullmq().eviction_policy(settings.require_redis_url())
+    return found
+
+
+def _bullmq() -> Any:
     try:
-        from headgate.queue.bullmq import BullmqQueue
+        return import_module("headgate.queue.bullmq")
     except ImportError as exc:
         raise SettingsError(
             f"HEADGATE_QUEUE=bullmq needs packages that are not installed ({exc.name}): pip install 'headgate[bullmq]'"
         ) from exc
-    return BullmqQueue(settings.require_redis_url(), database)

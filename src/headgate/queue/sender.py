@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from headgate import failpoints
 from headgate.clock import monotonic
 from headgate.queue.port import Topic, Wakeup
 from headgate.telemetry.logs import logger
@@ -78,6 +79,7 @@ class Sender:
             try:
                 async with asyncio.timeout(CALL_SECONDS):
                     await self._deliver(topics, wakeups)
+                failpoints.hit("queue.after_send")
                 self._succeeded()
             except Exception as exc:
                 self.dropped += len(topics) + len(wakeups)

@@ -1,0 +1,92 @@
+"""A minute of the chaos suite: a small cluster is broken while it works, and every verdict is 0.
+
+It judges what happened, never how fast; `make chaos` is the long version.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from chaos import redis_server, run
+from chaos.records import Answer, Writer, read
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
+
+CHOICES = {
+    "postgres": run.Choice(
+        seed=20, seconds=22, per_second=40, queue="postgres", workers=2,
+        faults=["kill", "freeze", "postgres", "clocks", "rolling"],
+    ),
+    "bullmq": run.Choice(
+        seed=21, seconds=14, per_second=40, queue="bullmq", workers=2, faults=["kill", "flush", "redis", "clocks"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CHOICES)
+def broken(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Path]]:
+    """What came of a run, and the folder with all that it left."""
+    if request.param == "bullmq" and redis_server.binary() is None:
+        pytest.skip("no redis-server: put one on the PATH")
+    choice = CHOICES[request.param]
+    # Not pytest's: the next pytest closes its folder for others, and Postgres runs as another user when we are root.
+    folder = Path(tempfile.mkdtemp(prefix="headgate-chaos-"))
+    only = [argument for fault in choice.faults for argument in ("--only", fault)]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "chaos", "--seed", str(choice.seed), "--seconds", str(choice.seconds)),
+            *("--rate", str(choice.per_second), "--queue", choice.queue, "--workers", str(choice.workers)),
+            *("--folder", str(folder), *only),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr  # and its folder stays
+    left = folder / choice.queue
+    yield msgspec.json.decode((left / "result.json").read_bytes(), type=run.Result), left
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_nothing_promised_is_broken(broken: tuple[run.Result, Path]) -> None:
+    result, _ = broken
+    assert result.is_clean, run.table(result)
+    found = result.figures
+    assert found.acknowledged > 100 and found.launched > 100  # it has worked
+    assert found.faults["kill"] >= 1  # while it was broken
+    assert found.faults["postgres" if result.choice.queue == "postgres" else "redis"] == 1
+
+
+def test_a_broken_promise_fails_and_says_where(broken: tuple[run.Result, Path]) -> None:
+    """The same evidence with one answer too many: an acknowledged event that is not there."""
+    _, folder = broken
+    ledger = folder / "ledger.jsonl"
+    before = ledger.read_bytes()
+    one = next(answer for answer in read(ledger, Answer) if answer.status == 202)
+    writer = Writer(ledger)
+    writer.write(msgspec.structs.replace(one, key="lost", event_id="00000000-0000-0000-0000-000000000000"))
+    writer.close()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "chaos", "--check", str(folder)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        ledger.write_bytes(before)
+    assert done.returncode == 1, done.stderr
+    assert "BROKEN acknowledged events lost" in done.stdout
+    assert "lost was answered 202" in done.stdout and str(folder) in done.stdout

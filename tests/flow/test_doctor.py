@@ -1,0 +1,348 @@
+"""`headgate doctor`: each invariant is broken by hand and found by its name alone; a healthy database is well."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pytest
+
+from headgate import Context
+from headgate.flow import doctor
+from headgate.store import doctor as store
+from headgate.store.db import Connection, Database
+from headgate.store.doctor import GUARDS, ORPHANS, Server
+from headgate.store.health import Alive, QueueDepth
+from headgate.store.workers import Unserved
+from tests.flow.conftest import World
+from tests.flow.test_dispatch import publish
+from tests.processes import run
+from tests.redis_server import RedisServer, client_fixture, server_fixture  # noqa: F401
+from tests.store.builders import make_definition, make_events, make_triggers
+
+HOUR_MS = 3_600_000
+PAST, FUTURE = "headgate.now() - interval '1 hour'", "headgate.now() + interval '1 hour'"
+CLAIM = f"claimed_by = 'gone', claim_expires_at = {PAST}"
+
+
+async def an_event(connection: Connection) -> uuid.UUID:
+    """A decided event."""
+    [event_id] = await make_events(connection)
+    await connection.execute("delete from headgate.event_inbox where event_id = $1", event_id)
+    return event_id
+
+
+async def a_delivery(connection: Connection, changes: str) -> tuple[uuid.UUID, uuid.UUID]:
+    """A delivery that was cancelled, then changed; and its trigger."""
+    [trigger_id] = await make_triggers(connection)
+    delivery_id = uuid.uuid4()
+    await connection.execute(
+        "insert into headgate.workflow_trigger_deliveries (id, trigger_id, event_id, status) "
+        "values ($1, $2, $3, 'cancelled')",
+        delivery_id, trigger_id, await an_event(connection),
+    )  # fmt: skip
+    await connection.execute(f"update headgate.workflow_trigger_deliveries set {changes} where id = '{delivery_id}'")
+    return delivery_id, trigger_id
+
+
+async def a_run(connection: Connection, changes: str, **values: Any) -> uuid.UUID:
+    """A run of no delivery, changed."""
+    run_id = uuid.uuid4()
+    columns = {"id": run_id, "workflow_definition_id": await make_definition(connection)} | values
+    places = ", ".join(f"${n}" for n in range(1, len(columns) + 1))
+    await connection.execute(
+        f"insert into headgate.workflow_runs ({', '.join(columns)}, next_attempt_at) values ({places}, {FUTURE})",
+        *columns.values(),
+    )
+    await connection.execute(f"update headgate.workflow_runs set {changes} where id = '{run_id}'")
+    return run_id
+
+
+async def a_retry(connection: Connection, event_id: uuid.UUID, changes: str) -> None:
+    await connection.execute(
+        "insert into headgate.event_ingress_retries (event_id, source, next_attempt_at) "
+        f"values ($1, 'shop', {FUTURE})", event_id,
+    )  # fmt: skip
+    await connection.execute(f"update headgate.event_ingress_retries set {changes} where event_id = '{event_id}'")
+
+
+async def a_step(connection: Connection, run_id: uuid.UUID, changes: str) -> None:
+    await connection.execute(
+        "insert into headgate.workflow_run_steps (id, workflow_run_id, name) values (gen_random_uuid(), $1, 'one')",
+        run_id,
+    )
+    await connection.execute(f"update headgate.workflow_run_steps set {changes} where workflow_run_id = '{run_id}'")
+
+
+async def held_and_undecided(connection: Connection) -> None:
+    [event_id] = await make_events(connection)
+    await a_retry(connection, event_id, "reason = 'rate_limit'")
+
+
+async def without_a_slot(connection: Connection) -> None:
+    await connection.execute(
+        "insert into headgate.event_scheduler_sources (source, plan_version, updated_by) values ('shop', 5, 'test')"
+    )
+    await a_retry(connection, await an_event(connection), "plan_version = 4")
+
+
+async def event_claimed(connection: Connection) -> None:
+    await a_retry(connection, await an_event(connection), f"retry_state = 'running', {CLAIM}")
+
+
+async def delivery_without_time(connection: Connection) -> None:
+    await a_delivery(connection, "status = 'throttled', retry_state = 'none'")
+
+
+async def delivery_without_slot(connection: Connection) -> None:
+    waits = f"status = 'throttled', retry_state = 'scheduled', next_attempt_at = {FUTURE}, reason = 'throttle'"
+    _, trigger_id = await a_delivery(connection, waits)
+    await connection.execute(
+        "insert into headgate.event_scheduler_triggers (trigger_id, plan_version) values ($1, 5)", trigger_id
+    )
+
+
+async def delivery_claimed(connection: Connection) -> None:
+    await a_delivery(connection, f"status = 'matched', retry_state = 'running', {CLAIM}")
+
+
+async def delivery_of_deleted(connection: Connection) -> None:
+    waits = f"status = 'throttled', retry_state = 'scheduled', next_attempt_at = {FUTURE}, reason = 'throttle'"
+    _, trigger_id = await a_delivery(connection, waits)
+    await connection.execute(
+        f"update headgate.workflow_event_triggers set deleted_at = {PAST} where id = '{trigger_id}'"
+    )
+
+
+async def free_slot(connection: Connection) -> None:
+    await a_delivery(
+        connection,
+        f"status = 'throttled', retry_state = 'scheduled', next_attempt_at = {FUTURE}, reason = 'concurrency', "
+        f"concurrency_key = 'c', updated_at = {PAST}",
+    )
+
+
+async def launch_without_run(connection: Connection) -> None:
+    await a_delivery(
+        connection, "status = 'launched', workflow_run_id = gen_random_uuid(), launched_at = headgate.now()"
+    )
+
+
+async def run_without_launch(connection: Connection) -> None:
+    delivery_id, _ = await a_delivery(connection, "status = 'cancelled'")
+    await a_run(connection, "status = 'succeeded', finished_at = headgate.now()", delivery_id=delivery_id)
+
+
+async def run_claimed(connection: Connection) -> None:
+    await a_run(connection, f"status = 'running', {CLAIM}")
+
+
+async def run_past_deadline(connection: Connection) -> None:
+    await a_run(connection, f"deadline_at = {PAST}")
+
+
+async def step_of_finished(connection: Connection) -> None:
+    run_id = await a_run(connection, "status = 'failed', finished_at = headgate.now()")
+    await a_step(connection, run_id, f"retry_state = 'scheduled', next_attempt_at = {FUTURE}")
+
+
+async def step_claimed(connection: Connection) -> None:
+    run_id = await a_run(connection, f"status = 'running', claimed_by = 'w', claim_expires_at = {FUTURE}")
+    await a_step(connection, run_id, f"retry_state = 'running', {CLAIM}")
+
+
+async def probe_gone(connection: Connection) -> None:
+    [trigger_id] = await make_triggers(connection)
+    await connection.execute(
+        "insert into headgate.event_scheduler_triggers (trigger_id, breaker_state, probe_run_id) "
+        "values ($1, 'half_open', gen_random_uuid())", trigger_id,
+    )  # fmt: skip
+
+
+async def source_plan(connection: Connection) -> None:
+    await connection.execute(
+        "insert into headgate.event_scheduler_sources (source, is_replanning, updated_by, updated_at) "
+        f"values ('shop', true, 'test', {PAST})"
+    )
+
+
+async def trigger_plan(connection: Connection) -> None:
+    [trigger_id] = await make_triggers(connection)
+    await connection.execute(
+        "insert into headgate.event_scheduler_triggers (trigger_id, is_replanning, updated_at) "
+        f"values ($1, true, {PAST})", trigger_id,
+    )  # fmt: skip
+
+
+async def letter_late(connection: Connection) -> None:
+    await connection.execute(
+        "insert into headgate.dead_letters (id, kind, subject_id, reason, replay_at, replay_by) "
+        f"values (gen_random_uuid(), 'event', gen_random_uuid(), 'test', {PAST}, 'test')"
+    )
+
+
+async def tick_late(connection: Connection) -> None:
+    await connection.execute(
+        f"insert into headgate.schedules (workflow_definition_id, every_ms, next_at) values ($1, 1000, {PAST})",
+        await make_definition(connection),
+    )
+
+
+PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
+    "events_held_and_undecided": held_and_undecided,
+    "events_without_a_slot": without_a_slot,
+    "events_claimed_by_nobody": event_claimed,
+    "deliveries_without_a_time": delivery_without_time,
+    "deliveries_without_a_slot": delivery_without_slot,
+    "deliveries_claimed_by_nobody": delivery_claimed,
+    "deliveries_of_deleted_triggers": delivery_of_deleted,
+    "deliveries_waiting_for_a_free_slot": free_slot,
+    "launches_without_a_run": launch_without_run,
+    "runs_without_a_launch": run_without_launch,
+    "runs_claimed_by_nobody": run_claimed,
+    "runs_past_their_deadline": run_past_deadline,
+    "steps_of_finished_runs": step_of_finished,
+    "steps_claimed_by_nobody": step_claimed,
+    "breakers_waiting_for_an_ended_run": probe_gone,
+    "source_plans_without_an_end": source_plan,
+    "trigger_plans_without_an_end": trigger_plan,
+    "dead_letters_not_replayed_in_time": letter_late,
+    "ticks_not_published_in_time": tick_late,
+}
+# What may be on its way for a while.
+TIMED = {name for name in ORPHANS if name.endswith(("claimed_by_nobody", "_in_time", "without_an_end"))} | {
+    "deliveries_of_deleted_triggers", "deliveries_waiting_for_a_free_slot", "runs_past_their_deadline",
+}  # fmt: skip
+
+
+async def orphans(database: Database, grace_ms: int = 60_000) -> dict[str, int]:
+    async with database.transaction() as connection:
+        return {one.name: one.total for one in await store.orphans(connection, grace_ms) if one.total}
+
+
+@pytest.mark.parametrize("name", ORPHANS)
+async def test_each_invariant_is_found_when_broken(database: Database, connection: Connection, name: str) -> None:
+    await PLANTED[name](connection)
+    assert await orphans(database) == {name: 1}
+    assert await orphans(database, 2 * HOUR_MS) == ({} if name in TIMED else {name: 1})
+
+
+async def test_a_world_in_all_states_is_well(database: Database, connection: Connection, world: World) -> None:
+    """Finished, failed, asleep, held for a slot, waiting to be tried again: none of these is an orphan."""
+
+    @world.hg.workflow(on="go", max_concurrency=1)
+    async def work(ctx: Context, how: str = "done") -> None:
+        await ctx.step("one", lambda: 1)
+        if how == "sleep":
+            await ctx.sleep("1h")
+        if how == "retry":
+            await ctx.step("two", lambda: 1 / 0)
+        if how == "fail":
+            raise ValueError("no")
+
+    runner = await world.runner()
+    for how in ("done", "fail", "sleep", "done", "retry"):
+        await publish(connection, "go", how=how)
+        await world.turn(runner)
+    waiting = await connection.fetch("select reason from headgate.workflow_trigger_deliveries where reason is not null")
+    assert [row["reason"] for row in waiting] == ["concurrency", "concurrency"]
+    assert await orphans(database, 0) == {}
+
+
+async def test_a_missing_or_broken_guard_is_named(connection: Connection) -> None:
+    assert await store.missing_guards(connection) == []
+    await connection.execute("alter table headgate.workflow_runs drop constraint workflow_runs_delivery_key")
+    assert await store.missing_guards(connection) == ["workflow_runs_delivery_key"]
+    assert len(GUARDS) == len(set(GUARDS))
+
+
+def facts(**changes: Any) -> doctor.Facts:
+    server = Server(
+        version=180000, version_text="18.0", fsync="on", full_page_writes="on", synchronous_commit="on",
+        synchronous_standby_names="", is_read_only=False, clock=datetime(2026, 1, 1, tzinfo=UTC), connections=10,
+        max_connections=100,
+    )  # fmt: skip
+    of_server = {name: changes.pop(name) for name in list(changes) if name in Server.__struct_fields__}
+    depth = QueueDepth(ready=0, delayed=0, active=0, oldest_due_age_seconds=0.0)
+    return doctor.Facts(
+        server=msgspec.structs.replace(server, **of_server), clock_offset_seconds=0.0, own_clock_offset_seconds=0.0,
+        missing_guards=[], orphans=[], queues={"runs": depth}, unserved=[],
+        workers=Alive(alive=1, seen_at=None, reconciled_at=None),
+    )._replace(**changes)  # fmt: skip
+
+
+LATE = QueueDepth(ready=3, delayed=0, active=0, oldest_due_age_seconds=31.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [
+        ({"version": 130000}, "postgres"),
+        ({"is_read_only": True}, "postgres"),
+        ({"fsync": "off"}, "durability"),
+        ({"full_page_writes": "off"}, "durability"),
+        ({"synchronous_commit": "off"}, "durability"),
+        ({"connections": 90}, "connections"),
+        ({"clock_offset_seconds": -5.1}, "clock"),
+        ({"own_clock_offset_seconds": 1.1}, "scheduling clock"),
+        ({"missing_guards": ["x"]}, "unique indexes"),
+        ({"queues": {"runs": LATE}}, "due lag of runs"),
+        ({"unserved": [Unserved(workflow="w", waiting=1, since=datetime(2026, 1, 1, tzinfo=UTC))]}, "workflows"),
+    ],
+)
+def test_each_fact_is_judged(changes: dict[str, Any], check: str) -> None:
+    assert [one.name for one in doctor.judge(facts()) if not one.is_ok] == []
+    assert [one.name for one in doctor.judge(facts(**changes)) if not one.is_ok] == [check]
+
+
+def test_no_worker_matters_when_something_is_due() -> None:
+    nobody, depth = (
+        Alive(alive=0, seen_at=None, reconciled_at=None),
+        QueueDepth(ready=1, delayed=0, active=0, oldest_due_age_seconds=0.1),
+    )
+    assert all(one.is_ok for one in doctor.judge(facts(workers=nobody)))
+    assert [one.name for one in doctor.judge(facts(workers=nobody, queues={"runs": depth})) if not one.is_ok] == [
+        "workers"
+    ]
+
+
+def test_the_command(database_url: str) -> None:
+    done = run("doctor", env={"HEADGATE_DATABASE_URL": database_url})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NOT OK" not in done.stdout
+    for name in (*ORPHANS, "schema", "durability", "clock", "unique indexes", "due lag of ingress"):
+        assert name in done.stdout
+
+
+async def test_the_command_fails_when_something_is_wrong(database_url: str, connection: Connection) -> None:
+    await run_claimed(connection)
+    env = {"HEADGATE_DATABASE_URL": database_url}
+    done = run("doctor", env=env)
+    assert done.returncode == 1
+    assert [line.split()[2] for line in done.stdout.splitlines() if "NOT OK" in line] == ["runs_claimed_by_nobody"]
+    done = run("doctor", "--json", "--grace", "7200", env=env)
+    assert done.returncode == 0 and json.loads(done.stdout)["is_ok"] is True
+    found = json.loads(run("doctor", "--json", env=env).stdout)
+    assert found["is_ok"] is False
+    assert [check["name"] for check in found["checks"] if not check["is_ok"]] == ["runs_claimed_by_nobody"]
+
+
+def test_a_schema_that_is_not_there(empty_database_url: str) -> None:
+    done = run("doctor", env={"HEADGATE_DATABASE_URL": empty_database_url})
+    assert done.returncode == 1
+    assert "NOT OK" in done.stdout and "headgate migrate" in done.stdout
+
+
+async def test_redis_that_may_evict_or_is_away(database_url: str, server: RedisServer, client: Any) -> None:
+    env = {"HEADGATE_DATABASE_URL": database_url, "HEADGATE_QUEUE": "bullmq", "HEADGATE_REDIS_URL": server.url}
+    assert run("doctor", env=env).returncode == 0
+    await client.config_set("maxmemory-policy", "allkeys-lru")
+    done = run("doctor", env=env)
+    assert done.returncode == 1 and "maxmemory-policy is allkeys-lru" in done.stdout
+    server.stop()
+    done = run("doctor", env=env)
+    assert done.returncode == 1 and "nothing is lost" in done.stdout
