@@ -113,7 +113,8 @@ def _events(
 ) -> tuple[Transaction, list[uuid.UUID], list[uuid.UUID], list[uuid.UUID]]:
     """Events and deliveries; the ids of the runs, the deliveries and the events."""
     numbers, now = range(first, first + count), datetime.now(UTC)
-    event_ids, delivery_ids, run_ids = ([uuid7() for _ in numbers] for _ in range(3))
+    event_ids, delivery_ids = ([uuid7() for _ in numbers] for _ in range(2))
+    run_ids = delivery_ids  # a run has the id of its delivery
     external_ids = [workload.external_id(n) for n in numbers]
     types, sources = [workload.TYPE] * count, [workload.SOURCE] * count
     payloads = _json(workload.payload(n) for n in numbers)

@@ -137,6 +137,32 @@ async def run_without_launch(connection: Connection) -> None:
     await a_run(connection, "status = 'succeeded', finished_at = headgate.now()", delivery_id=delivery_id)
 
 
+async def inbox_row_alone(connection: Connection) -> None:
+    await connection.execute(
+        "insert into headgate.event_inbox (ingress_sequence, event_id) values (7, $1)", uuid.uuid4()
+    )
+
+
+async def delivery_without_event(connection: Connection) -> None:
+    await a_delivery(connection, "event_id = gen_random_uuid()")
+
+
+async def delivery_without_trigger(connection: Connection) -> None:
+    await a_delivery(connection, "trigger_id = gen_random_uuid()")
+
+
+async def run_without_event(connection: Connection) -> None:
+    await a_run(connection, "event_id = gen_random_uuid()")
+
+
+async def run_without_definition(connection: Connection) -> None:
+    await a_run(connection, "workflow_definition_id = gen_random_uuid()")
+
+
+async def step_without_run(connection: Connection) -> None:
+    await a_step(connection, uuid.uuid4(), "status = 'succeeded'")
+
+
 async def run_claimed(connection: Connection) -> None:
     await a_run(connection, f"status = 'running', {CLAIM}")
 
@@ -203,6 +229,12 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
     "deliveries_waiting_for_a_free_slot": free_slot,
     "launches_without_a_run": launch_without_run,
     "runs_without_a_launch": run_without_launch,
+    "inbox_rows_without_an_event": inbox_row_alone,
+    "deliveries_without_an_event": delivery_without_event,
+    "deliveries_without_a_trigger": delivery_without_trigger,
+    "runs_without_an_event": run_without_event,
+    "runs_without_a_definition": run_without_definition,
+    "steps_without_a_run": step_without_run,
     "runs_claimed_by_nobody": run_claimed,
     "runs_past_their_deadline": run_past_deadline,
     "steps_of_finished_runs": step_of_finished,
@@ -255,8 +287,8 @@ async def test_a_world_in_all_states_is_well(database: Database, connection: Con
 
 async def test_a_missing_or_broken_guard_is_named(connection: Connection) -> None:
     assert await store.missing_guards(connection) == []
-    await connection.execute("alter table headgate.workflow_runs drop constraint workflow_runs_delivery_key")
-    assert await store.missing_guards(connection) == ["workflow_runs_delivery_key"]
+    await connection.execute("alter table headgate.workflow_runs drop constraint workflow_runs_pkey")
+    assert await store.missing_guards(connection) == ["workflow_runs_pkey"]
     assert len(GUARDS) == len(set(GUARDS))
 
 

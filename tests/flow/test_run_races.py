@@ -10,7 +10,7 @@ import pytest
 
 from headgate import Context, NonRetryable, RetryAfter, StepFailed, SyncContext
 from headgate.errors import Conflict, Unavailable
-from headgate.flow import control, execution
+from headgate.flow import control, leaving
 from headgate.flow.delivery_retry import DeliveryRetry
 from headgate.flow.reconcile import Reconcile
 from headgate.flow.schedule import Schedule
@@ -355,7 +355,7 @@ async def test_a_retry_loop_around_a_step_lets_the_run_rest(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(execution, "LEAVE_SECONDS", 0.2, raising=False)
+    monkeypatch.setattr(leaving, "LEAVE_SECONDS", 0.2)
 
     async def broken() -> None:
         raise OSError("again")
@@ -380,7 +380,7 @@ async def test_a_retry_loop_around_a_step_lets_the_run_rest(
     status = (await the_run(connection))["status"]
     for _ in range(20):  # so that the test itself ends
         for hung in asyncio.all_tasks() - {asyncio.current_task()}:  # type: ignore[arg-type]
-            if "_call" in repr(hung.get_coro()):
+            if "_execute" in repr(hung.get_coro()):
                 hung.cancel()
         await asyncio.sleep(0.01)
     assert status == "pending"

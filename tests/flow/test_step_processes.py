@@ -76,7 +76,10 @@ async def test_a_timer_survives_and_holds_no_worker(
         first.wait()
     with worker(database_url, APP, **QUICK):
         await eventually(database, SUCCEEDED, 30)
-    assert Counter(what for _, what in await effects()) == {"before": 30, "after": 30}
+    done = await effects()
+    # On a slow machine a nap may end before the kill; then what its worker was just doing, two runs at most, is done again.
+    assert {what: len({run for run, each in done if each == what}) for _, what in done} == {"before": 30, "after": 30}
+    assert len(done) <= 60 + 2
     early = await connection.fetchval(
         "select count(*) from headgate.workflow_run_steps s join headgate.workflow_run_steps t using (workflow_run_id) "
         "where s.name = 'sleep-1' and t.name = 'after' and t.created_at < s.created_at + interval '1 second'"

@@ -123,18 +123,18 @@ class TestDeliveries(RetryTable):
 
 
 async def decided(connection: Connection, count: int = 1, **changes: Any) -> list[Decided]:
-    """Decisions to launch, each for an event of its own."""
+    """Decisions to launch, each for an event of its own; a run has the id of its delivery."""
     [trigger_id] = await make_triggers(connection)
     definition = await make_definition(connection)
     return [
         Decided(
-            id=uuid7(),
+            id=(one := uuid7()),
             trigger_id=trigger_id,
             event_id=event_id,
             trigger_version=1,
             status="launched",
             last_error=None,
-            run_id=uuid7(),
+            run_id=one,
             workflow_definition_id=definition,
             correlation_id="c-1",
             parameters='{"order_id":7}',
@@ -254,13 +254,12 @@ async def test_database_refuses_a_second_delivery_of_an_event_to_a_trigger(conne
 async def test_database_refuses_a_second_run_of_a_delivery(connection: Connection) -> None:
     [one] = await decided(connection)
     await deliveries.launch(connection, [one], NOW)
-    with pytest.raises(asyncpg.UniqueViolationError, match="workflow_runs_delivery_key"):
+    with pytest.raises(asyncpg.UniqueViolationError, match="workflow_runs_pkey"):
         await connection.execute(
             "insert into headgate.workflow_runs (id, workflow_definition_id, delivery_id, next_attempt_at) "
-            "values ($1, $2, $3, now())",
-            uuid7(),
-            one.workflow_definition_id,
+            "values ($1, $2, $1, now())",
             one.id,
+            one.workflow_definition_id,
         )
 
 

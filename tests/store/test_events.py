@@ -302,8 +302,12 @@ async def test_illegal_event_is_refused(connection: Connection, assignment: str,
     assert caught.value.constraint_name == f"workflow_events_{constraint}"
 
 
-async def test_event_that_something_refers_to_cannot_be_deleted(connection: Connection) -> None:
-    await make_events(connection)
+async def test_event_that_waits_cannot_be_deleted(connection: Connection) -> None:
+    [event_id] = await make_events(connection)
+    await connection.execute(
+        "insert into headgate.event_ingress_retries (event_id, source, next_attempt_at) values ($1, 'shop', now())",
+        event_id,
+    )
     with pytest.raises(asyncpg.ForeignKeyViolationError):
         await connection.execute("delete from headgate.workflow_events")
 

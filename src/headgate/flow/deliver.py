@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headgate.clock import uuid7
 from headgate.model.delivery import DeliveryStatus
 from headgate.model.event import Event
 from headgate.model.retry import RetryPolicy, RetryState, next_attempt_at, why_given_up
@@ -157,7 +156,7 @@ def _decide(board: Board, candidate: Candidate, is_newcomer: bool) -> Decided:
     wait = None if is_unlimited else _why_wait(board, candidate, is_newcomer)
     if wait is not None:
         return _wait(board, candidate, wait, is_newcomer)
-    run_id = uuid7()
+    run_id = candidate.id  # so that a delivery cannot launch twice, whatever else goes wrong
     is_probe = gate is not None and gate.is_probing(board.now)
     if gate is not None:
         gate.spend(board.now, 1)

@@ -23,7 +23,8 @@ from headgate.clock import monotonic, uuid7
 from headgate.errors import NonRetryable, RetryAfter, StepFailed
 from headgate.flow.calls import Failure, called, cleaned, error_text, guarded, retry_after_ms
 from headgate.flow.endings import End, Endings
-from headgate.flow.journal import Cancelled, Journal, LeaseLost, Put, Stop, Written
+from headgate.flow.journal import Cancelled, Journal, LeaseLost, Put, Soon, Stop, Written
+from headgate.flow.leaving import Leaving
 from headgate.flow.output import encode_output
 from headgate.flow.run_spans import RunSpans
 from headgate.flow.tell import run_fields
@@ -39,8 +40,6 @@ from headgate.telemetry.logs import logger
 MAX_STEP_NAME = 200
 # When every step of a run waits, its function gets this long to begin another before the run is put to rest.
 QUIET_SECONDS = 0.01
-# A function that is to leave gets this long before it is told again, and is told so often.
-LEAVE_SECONDS, LEAVE_TIMES = 5.0, 3
 
 _log = logger("run")
 
@@ -50,7 +49,8 @@ class _Suspend(Stop):
 
 
 class Execution:
-    """One attempt at one run."""
+    """One attempt at one run. `abandon` hears of a function that does not leave, and what is to be written of its run
+    (None: nothing); the task that it is in is lost."""
 
     def __init__(
         self,
@@ -60,9 +60,11 @@ class Execution:
         steps: list[Step],
         *,
         put: Put,
+        soon: Soon,
         policy: RetryPolicy,
         workflow_threads: Executor,
         step_threads: Executor,
+        abandon: Callable[[Execution, End | None], None],
     ) -> None:
         self.run = run
         self.event = event
@@ -73,14 +75,16 @@ class Execution:
         self._workflow_threads = workflow_threads
         self._step_threads = step_threads
         self._steps = {step.name: step for step in steps}
-        self._journal = Journal(put, is_cancelled=run.cancel_requested)
+        self._journal = Journal(put, soon, is_cancelled=run.cancel_requested)
         self._endings = Endings(run, workflow, policy, self._steps)
         self._used: set[str] = set()
         self._sleeps = 0
         self._active = 0
-        self._main: asyncio.Task[Any] | None = None
-        self._over: asyncio.Future[None] | None = None
+        self._leaving = Leaving(self._give_up)
+        self._stopped: Callable[[], End] | None = None
         self._is_resting = False
+        self._abandon = abandon
+        self.is_abandoned = False
 
     def now(self) -> datetime:
         """The database's time, as far as this process can tell."""
@@ -91,23 +95,20 @@ class Execution:
         self._journal.is_cancelled = True
 
     async def go(self) -> End:
-        """Call the function; how the run ended, or until when it waits. LeaseLost when it belongs to someone else."""
+        """Call the function in this task; how the run ended, or until when it waits. LeaseLost when it belongs to
+        someone else, CancelledError when it was told to `leave`."""
         deadline = self._endings.deadline
         left = None if deadline is None else (deadline - self.now()).total_seconds()
         if left is not None and left <= 0:
             return self._endings.timed_out()
-        self._over = asyncio.get_running_loop().create_future()
-        self._main = main = asyncio.create_task(self._call())
-        main.add_done_callback(self._rest)
-        try:
-            await (self._over if left is None else asyncio.wait([self._over], timeout=left))
-            if main.done():
-                return await self._ended(main)
-            return self._endings.resting() if self._over.done() else self._endings.timed_out()
-        finally:
-            self._is_resting = True
-            if not main.done():
-                await self._leave(main)
+        result, error = await self._leaving.through(self._call(), left, partial(self._stop, self._endings.timed_out))
+        return await self._ended(result, error) if self._stopped is None else self._stopped()
+
+    def leave(self) -> bool:
+        """Have the function leave, with nothing to write: `go` raises CancelledError. False when it is not there."""
+        self._stopped = _left
+        self._is_resting |= self._leaving.task is not None
+        return self._leaving.tell()
 
     async def close(self, end: End) -> tuple[End, Written]:
         """Write how it ended, with what was not yet written of its steps; what was written, and whether it counted."""
@@ -154,7 +155,7 @@ class Execution:
     async def sleep(self, duration: str | int | float, name: str | None = None, *, is_alone: bool = True) -> None:
         """Go on after a while, counted from the first time this line was reached; nobody waits meanwhile."""
         if name is None:
-            if not is_alone or (self._workflow.is_async and asyncio.current_task() is not self._main):
+            if not is_alone or (self._workflow.is_async and asyncio.current_task() is not self._leaving.task):
                 raise NonRetryable(
                     "a sleep beside other steps needs a name, since their order may change: ctx.sleep('2h', name='…')"
                 )
@@ -342,24 +343,20 @@ class Execution:
 
     def _rest_if_quiet(self) -> None:
         if self._endings.parked and not self._active:
+            self._stop(self._endings.resting)
+
+    def _stop(self, stopped: Callable[[], End]) -> None:
+        """Have the function leave; whatever comes of it, `stopped` says how the run ends."""
+        if self._leaving.task is not None and self._stopped is None:
             self._is_resting = True
-            self._rest()
+            self._stopped = stopped
+            self._leaving.tell()
 
-    def _rest(self, _: asyncio.Task[Any] | None = None) -> None:
-        """The function has ended, or every step of it waits."""
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
-
-    async def _leave(self, main: asyncio.Task[Any]) -> None:
-        """Have the function leave; one that catches everything is told again, and in the end left alone."""
-        for _ in range(LEAVE_TIMES):
-            main.cancel()
-            await asyncio.wait({main}, timeout=LEAVE_SECONDS)
-            if main.done():
-                if not main.cancelled():
-                    main.exception()  # whatever it is, the outcome is known already
-                return
+    def _give_up(self) -> None:
+        """The function does not leave; what is to be written is written without it."""
         _log.error("run.does_not_leave", **run_fields(self.run, self.event))
+        self.is_abandoned = True
+        self._abandon(self, None if self._stopped is None or self._stopped is _left else self._stopped())
 
     async def _call(self) -> Any:
         self._journal.check()
@@ -376,9 +373,8 @@ class Execution:
         context = contextvars.copy_context()
         return await loop.run_in_executor(self._workflow_threads, partial(context.run, called, call))
 
-    async def _ended(self, main: asyncio.Task[Any]) -> End:
+    async def _ended(self, result: Any, error: BaseException | None) -> End:
         """What the end of the function means. Of a run that was told to stop, it is that, whatever came of it."""
-        error = asyncio.CancelledError() if main.cancelled() else main.exception()
         if isinstance(self._journal.told, LeaseLost):
             raise self._journal.told
         if isinstance(self._journal.told, Cancelled):
@@ -386,7 +382,9 @@ class Execution:
         if self._is_resting or isinstance(error, _Suspend):
             return self._endings.resting()
         try:
-            end: End = self._endings.succeeded(encode_output(main.result(), "what the workflow returned"))
+            if error is not None:
+                raise error
+            end: End = self._endings.succeeded(encode_output(result, "what the workflow returned"))
         except BaseException as exc:
             end = self._endings.raised(exc)
             if self.spans is not None:
@@ -395,3 +393,7 @@ class Execution:
         while self._active and isinstance(end, SuspendedRun):  # noqa: ASYNC110 - what is under way counts
             await asyncio.sleep(QUIET_SECONDS)
         return end
+
+
+def _left() -> End:
+    raise asyncio.CancelledError

@@ -47,12 +47,30 @@ class Recorded(NamedTuple):
 Put = Callable[[Outcome], asyncio.Future[Recorded]]
 
 
+class Soon:
+    """Has journals send what they have taken in, a moment later; one timer serves all of a process."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Journal] = []
+
+    def add(self, journal: Journal) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(SOON_SECONDS, self._ring)
+        self._waiting.append(journal)
+
+    def _ring(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for journal in waiting:
+            journal.send()
+
+
 class Journal:
     """The writes of one attempt at one run. `put` hands them to the group commit."""
 
-    def __init__(self, put: Put, *, is_cancelled: bool) -> None:
+    def __init__(self, put: Put, soon: Soon, *, is_cancelled: bool) -> None:
         self.is_cancelled = is_cancelled
         self._put = put
+        self._soon = soon
         self.told: Stop | None = None
         self._is_lost = False
         self._unsent: list[tuple[StepWrite, asyncio.Future[Written]]] = []
@@ -60,23 +78,22 @@ class Journal:
 
     def write(self, write: StepWrite) -> asyncio.Future[Written]:
         """Take in the outcome of a step; it is written in a moment."""
-        loop = asyncio.get_running_loop()
         if not self._unsent:
-            loop.call_later(SOON_SECONDS, self._send)
-        written: asyncio.Future[Written] = loop.create_future()
+            self._soon.add(self)
+        written: asyncio.Future[Written] = asyncio.get_running_loop().create_future()
         self._unsent.append((write, written))
         return written
 
     async def kept(self, write: asyncio.Future[Written]) -> datetime | None:
         """Wait for a write; when its step goes on."""
-        self._send()
+        self.send()
         written = await self._heard(write)
         self.check()
         return written.next_attempt_at
 
     async def barrier(self) -> None:
         """What was written so far is committed; nothing more is begun when the run is cancelled or not ours."""
-        self._send()
+        self.send()
         await self._settle()
         self.check()
 
@@ -99,7 +116,8 @@ class Journal:
         self._unsent.clear()
         return (await self._put(Outcome([], end))).end
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Send what is not yet sent."""
         unsent, self._unsent = self._unsent, []
         if not unsent:
             return

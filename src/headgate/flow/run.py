@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from headgate import failpoints
 from headgate.clock import monotonic
 from headgate.errors import Unavailable
+from headgate.flow.endings import End
 from headgate.flow.execution import Execution
-from headgate.flow.journal import LeaseLost
+from headgate.flow.journal import LeaseLost, Soon
 from headgate.flow.leases import LeaseKeeper
 from headgate.flow.outcomes import Outcomes, Waiting
 from headgate.flow.slots import Fill, Freed
@@ -73,11 +75,13 @@ class Runner:
         self._ready: deque[Execution] = deque()  # claimed, not begun
         self._tasks: dict[Execution, asyncio.Task[None]] = {}  # begun, and not yet written to the end
         self._executing: set[Execution] = set()  # those of them that hold a slot
+        self._stuck: set[asyncio.Task[None]] = set()  # functions that do not leave
         self._typical_seconds: float | None = None
         self._has_backlog = False
         self._returning: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._free = asyncio.Event()
+        self._soon = Soon()
         self._closing = False
         self._workflow_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="workflow")
         self._step_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="step")
@@ -138,7 +142,8 @@ class Runner:
     async def idle(self) -> None:
         """Wait until nothing runs here."""
         while self._tasks:
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            self._free.clear()
+            await self._free.wait()
 
     def stop_claiming(self) -> None:
         """Claim nothing more; what runs goes on."""
@@ -179,10 +184,9 @@ class Runner:
         left: list[ClaimedRun] = []
         while self._tasks or self._outcomes.is_busy:  # a commit that is under way may still begin what fills a slot
             left += [execution.run for execution in self._tasks]
-            tasks = list(self._tasks.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for execution in list(self._tasks):
+                self._leave(execution)
+            await self.idle()
             await self._outcomes.close()
         await self._give_back()
         await asyncio.gather(*self._background)
@@ -207,12 +211,14 @@ class Runner:
             event,
             known,
             put=self._outcomes.put,
+            soon=self._soon,
             policy=self._policy,
             workflow_threads=self._workflow_threads,
             step_threads=self._step_threads,
+            abandon=self._abandoned,
         )
         for ghost in [one for one in self._tasks if one.run.id == run.id] if run.attempts > 1 else ():
-            self._tasks[ghost].cancel()  # its lease ended, and this worker is the one that took over
+            self._leave(ghost)  # its lease ended, and this worker is the one that took over
         self._ready.append(execution)
         self._begin()
 
@@ -223,35 +229,70 @@ class Runner:
                 break  # claimed so long ago that another may soon have it
             execution = self._ready.popleft()
             self._executing.add(execution)
-            self._tasks[execution] = task = asyncio.create_task(self._execute(execution))
-            task.add_done_callback(partial(self._over, execution))
+            self._go_on(execution, self._execute(execution))
         if self._ready and self._returning is None:
             self._returning = asyncio.create_task(self._give_back_later())
 
+    def _go_on(self, execution: Execution, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks[execution] = task = asyncio.create_task(work)
+        task.add_done_callback(partial(self._over, execution))
+
     async def _execute(self, execution: Execution) -> None:
-        spans, fields = execution.spans, run_fields(execution.run, execution.event)
-        if spans is not None:
-            spans.enter()
-        _log.debug("run.started", **fields)
+        if execution.spans is not None:
+            execution.spans.enter()
+        _log.debug("run.started", **run_fields(execution.run, execution.event))
+        began_at = monotonic()
         try:
-            began_at = monotonic()
             ended = await execution.go()
+        except BaseException as exc:
+            if not execution.is_abandoned:
+                self._without_end(execution, exc)
+            return
+        if not execution.is_abandoned:  # or another task has gone on with it
             self._learn(monotonic() - began_at)
-            failpoints.hit("run.before_finish")
-            self._free_slot(execution)  # what is left to do needs none
+            await self._finish(execution, ended)
+
+    async def _finish(self, execution: Execution, ended: End) -> None:
+        """Write how a run ended, or until when it rests."""
+        failpoints.hit("run.before_finish")
+        self._free_slot(execution)  # what is left to do needs none
+        try:
             ended, written = await execution.close(ended)
-            failpoints.hit("run.after_finish")
-            if spans is not None:
-                spans.end(ended, is_kept=written.is_kept)
-            if not written.is_kept:
-                _log.warning("run.result_discarded", **fields, reason="the lease was lost")
-            elif isinstance(ended, FinishedRun):
-                self._tell(execution, ended)
-        except LeaseLost:
-            _log.warning("run.lease_lost", **fields)
-        finally:
-            if spans is not None:
-                spans.end(None, is_kept=False)  # unless it has ended
+        except BaseException as exc:
+            self._without_end(execution, exc)
+            return
+        failpoints.hit("run.after_finish")
+        if execution.spans is not None:
+            execution.spans.end(ended, is_kept=written.is_kept)
+        if not written.is_kept:
+            fields = run_fields(execution.run, execution.event)
+            _log.warning("run.result_discarded", **fields, reason="the lease was lost")
+        elif isinstance(ended, FinishedRun):
+            self._tell(execution, ended)
+
+    def _without_end(self, execution: Execution, exc: BaseException) -> None:
+        """Nothing is written of a run here any more."""
+        if execution.spans is not None:
+            execution.spans.end(None, is_kept=False)
+        if not isinstance(exc, LeaseLost):
+            raise exc
+        _log.warning("run.lease_lost", **run_fields(execution.run, execution.event))
+
+    def _abandoned(self, execution: Execution, end: End | None) -> None:
+        """The function of a run does not leave. What is to be written of the run is written without it."""
+        stuck = self._tasks.pop(execution)
+        self._stuck.add(stuck)
+        stuck.add_done_callback(self._stuck.discard)
+        if end is not None:
+            self._go_on(execution, self._finish(execution, end))
+        else:
+            self._free_slot(execution)
+            self._free.set()
+
+    def _leave(self, execution: Execution) -> None:
+        """Have a run end here, unwritten."""
+        if not execution.leave():
+            self._tasks[execution].cancel()
 
     def _free_slot(self, execution: Execution) -> None:
         if execution in self._executing:
@@ -265,6 +306,8 @@ class Runner:
 
     def _over(self, execution: Execution, task: asyncio.Task[None]) -> None:
         """Nothing is left of a run here, however it went. If it was not written, its lease ends by itself."""
+        if self._tasks.get(execution) is not task:
+            return  # it was abandoned
         del self._tasks[execution]
         self._free_slot(execution)
         self._free.set()
@@ -304,7 +347,7 @@ class Runner:
     def _lost(self, run: ClaimedRun) -> None:
         for execution in [one for one in self._tasks if one.run is run]:
             _log.warning("run.lease_lost", **run_fields(run, execution.event))
-            self._tasks[execution].cancel()
+            self._leave(execution)
 
     def _cancelled(self, run_id: uuid.UUID) -> None:
         for execution in [one for one in self._tasks if one.run.id == run_id]:

@@ -12,6 +12,7 @@ import msgspec
 
 from headgate.model.delivery import Delivery, DeliveryStatus
 from headgate.model.retry import RetryChange, RetryState
+from headgate.store.columns import column
 from headgate.store.db import Connection, Row
 from headgate.store.retry_rows import change_columns, json_texts
 from headgate.store.sources import DEFAULT
@@ -99,6 +100,14 @@ class Moved(NamedTuple):
 
 
 _LAUNCH = Decided._fields[: Decided._fields.index("retry_state")]
+_ID, _RUN_ID = _LAUNCH.index("id"), _LAUNCH.index("run_id")
+_LAUNCH_DEFAULTS = {
+    _LAUNCH.index(field): default
+    for field, default in (
+        ("status", "launched"), ("last_error", None), ("dedupe_key", None), ("concurrency_key", None),
+        ("is_probe", False),
+    )
+}  # fmt: skip
 _SETTLE = Decided._fields[: Decided._fields.index("metadata")]
 _HOLD = ("id", "trigger_id", "event_id", "trigger_version", "status", "dedupe_key", "last_error", "next_attempt_at",
          "retry_attempts", "reason", "source", "concurrency_key", "ingress_sequence", "plan_version")  # fmt: skip
@@ -170,7 +179,7 @@ async def _launch(
     registry_version: int | None = None,
 ) -> Created | None:
     rows = await connection.fetch(
-        _sql["launch"], *_columns(decided, _LAUNCH), claim.wanted(decided), now, claim.worker, claim.lease_ms,
+        _sql["launch"], *_launch_columns(decided), claim.wanted(decided), now, claim.worker, claim.lease_ms,
         claim.definitions, *totals.columns(), registry_version, [*(one.source for one in totals.sources), DEFAULT],
     )  # fmt: skip
     if not all(row[0] for row in rows):
@@ -306,6 +315,15 @@ async def list_of_event(connection: Connection, event_id: uuid.UUID) -> list[Eve
     """The deliveries of one event, in order."""
     rows = await connection.fetch(_sql["list_of_event"], event_id)
     return [EventDelivery(_delivery(row), row["trigger_name"], row["workflow"]) for row in rows]
+
+
+def _launch_columns(decided: Sequence[Decided]) -> list[Sequence[object]]:
+    columns: list[Sequence[object]] = list(zip(*decided, strict=True))[: len(_LAUNCH)] or [()] * len(_LAUNCH)
+    for place, default in _LAUNCH_DEFAULTS.items():
+        columns[place] = column(columns[place], default)
+    if columns[_RUN_ID] == columns[_ID]:
+        columns[_RUN_ID] = ()  # every one of them is launched
+    return columns
 
 
 def _columns(rows: Sequence[Any], fields: Sequence[str]) -> list[list[object]]:

@@ -2,7 +2,8 @@
 -- Records decided deliveries and creates the runs of those that launch. A delivery that exists already creates
 -- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($15), which
 -- limits are counted by. The runs marked in $14 are claimed by the worker $16 for $17 ms at once, unless older runs of its
--- definitions $18 wait for it.
+-- definitions $18 wait for it. Of columns that have the same in every row, the array is empty: launched, no error, no key, no
+-- probe, and a run with the id of its delivery.
 -- What the batch saw is added to the totals of triggers ($19 and on) and sources ($29 and on). Many transactions share those
 -- rows: they are written last, the triggers before the sources (hence `after_triggers`), each in a fixed order.
 -- When $39 is a version of the registry, nothing at all is written unless all is calm: that version is current, none of the
@@ -20,7 +21,11 @@ with calm as materialized (
                               and (g.paused_at is not null or g.breaker_state <> 'closed' or g.closed_until is not null))
          ) as is_calm
 ), input as materialized (
-  select u.* from calm, unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
+  select u.id, u.trigger_id, u.event_id, u.trigger_version, coalesce(u.status, 'launched') as status, u.last_error,
+         case when u.status <> 'launched' then u.run_id else coalesce(u.run_id, u.id) end as run_id,
+         u.workflow_definition_id, u.correlation_id, u.parameters, u.dedupe_key, u.concurrency_key,
+         coalesce(u.is_probe, false) as is_probe, u.is_wanted
+    from calm, unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
                        $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::boolean[])
     as u (id, trigger_id, event_id, trigger_version, status, last_error, run_id, workflow_definition_id,
           correlation_id, parameters, dedupe_key, concurrency_key, is_probe, is_wanted)

@@ -48,12 +48,36 @@ with clock as materialized (
                         and (r.status in ('pending', 'running') or r.finished_at > cut))
   union all
   select 'launches_without_a_run', d.id::text
-    from headgate.workflow_trigger_deliveries d left join headgate.workflow_runs r on r.delivery_id = d.id
-   where d.status = 'launched' and r.id is distinct from d.workflow_run_id
+    from headgate.workflow_trigger_deliveries d left join headgate.workflow_runs r on r.id = d.workflow_run_id
+   where d.status = 'launched' and r.delivery_id is distinct from d.id
   union all
   select 'runs_without_a_launch', r.id::text
-    from headgate.workflow_runs r join headgate.workflow_trigger_deliveries d on d.id = r.delivery_id
-   where d.status <> 'launched'
+    from headgate.workflow_runs r left join headgate.workflow_trigger_deliveries d on d.id = r.delivery_id
+   where r.delivery_id is not null and (d.status is distinct from 'launched' or d.workflow_run_id <> r.id)
+  union all
+  select 'inbox_rows_without_an_event', i.ingress_sequence::text
+    from headgate.event_inbox i left join headgate.workflow_events e on e.id = i.event_id
+   where e.ingress_sequence is distinct from i.ingress_sequence
+  union all
+  select 'deliveries_without_an_event', d.id::text
+    from headgate.workflow_trigger_deliveries d left join headgate.workflow_events e on e.id = d.event_id
+   where e.id is null
+  union all
+  select 'deliveries_without_a_trigger', d.id::text
+    from headgate.workflow_trigger_deliveries d left join headgate.workflow_event_triggers t on t.id = d.trigger_id
+   where t.id is null
+  union all
+  select 'runs_without_an_event', r.id::text
+    from headgate.workflow_runs r left join headgate.workflow_events e on e.id = r.event_id
+   where r.event_id is not null and e.id is null
+  union all
+  select 'runs_without_a_definition', r.id::text
+    from headgate.workflow_runs r left join headgate.workflow_definitions w on w.id = r.workflow_definition_id
+   where w.id is null
+  union all
+  select 'steps_without_a_run', s.id::text
+    from headgate.workflow_run_steps s left join headgate.workflow_runs r on r.id = s.workflow_run_id
+   where r.id is null
   union all
   select 'runs_claimed_by_nobody', r.id::text from headgate.workflow_runs r, clock
    where r.status = 'running' and r.claim_expires_at <= cut

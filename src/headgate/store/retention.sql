@@ -27,12 +27,16 @@ select e.id
                     where d.event_id = e.id
                       and (d.retry_state in ('scheduled', 'running') or d.status in ('matched', 'throttled', 'paused')
                            or d.updated_at >= cut.off
+                           or exists (select from headgate.workflow_runs r
+                                       where r.id = d.workflow_run_id and d.status = 'launched'
+                                         and (r.finished_at is null or r.finished_at >= cut.off) offset 0)
                            or exists (select from headgate.trigger_idempotency_keys k
                                        where k.trigger_id = d.trigger_id and k.dedupe_key = d.dedupe_key
                                          and k.delivery_id = d.id and (k.expires_at is null or k.expires_at > cut.now)))
                    offset 0)
    and not exists (select from headgate.workflow_runs r
-                    where r.event_id = e.id and (r.finished_at is null or r.finished_at >= cut.off) offset 0)
+                    where r.event_id = e.id and r.delivery_id is null
+                      and (r.finished_at is null or r.finished_at >= cut.off) offset 0)
    and not exists (select from headgate.dead_letters l where l.event_id = e.id offset 0)
  order by e.ingress_sequence
    for update of e skip locked
@@ -40,11 +44,11 @@ select e.id
 -- name: delete_steps
 -- Deletes the steps of the runs of the given events. Returns nothing; the command says how many.
 delete from headgate.workflow_run_steps s
- where s.workflow_run_id = any (array(select r.id from headgate.workflow_runs r where r.event_id = any ($1::uuid[])))
+ where s.workflow_run_id = any (array(select headgate.runs_of($1)))
 
 -- name: delete_runs
 -- Deletes the runs of the given events.
-delete from headgate.workflow_runs where event_id = any ($1::uuid[])
+delete from headgate.workflow_runs where id = any (array(select headgate.runs_of($1)))
 
 -- name: delete_deliveries
 -- Deletes the deliveries of the given events.

@@ -10,6 +10,7 @@ import msgspec
 
 from headgate.model.run import ClaimedRun, FinishedRun, Run, RunStatus
 from headgate.model.step import SuspendedRun
+from headgate.store.columns import column
 from headgate.store.db import Connection, Row
 from headgate.store.sql import load
 
@@ -52,9 +53,9 @@ async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> lis
         _sql["finish"],
         [f.id for f in finished],
         [f.claim_generation for f in finished],
-        [f.status for f in finished],
-        [f.output for f in finished],
-        [f.error for f in finished],
+        column([f.status for f in finished], "succeeded"),
+        column([f.output for f in finished]),
+        column([f.error for f in finished]),
     )
     return [EndedRun(*row) for row in rows]
 

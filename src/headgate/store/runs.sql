@@ -31,12 +31,13 @@ update headgate.workflow_runs r
 returning r.id, r.cancel_requested_at is not null as cancel_requested
 
 -- name: finish
--- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing.
+-- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing. An empty array of
+-- statuses: all succeeded.
 with clock as materialized (
   select headgate.now() as now
 )
 update headgate.workflow_runs r
-   set status = u.status, output = u.output::jsonb, error = u.error, warning = null, finished_at = now, next_attempt_at = null,
+   set status = coalesce(u.status, 'succeeded'), output = u.output::jsonb, error = u.error, warning = null, finished_at = now, next_attempt_at = null,
        claimed_by = null, claim_expires_at = null, updated_at = now
   from unnest($1::uuid[], $2::bigint[], $3::text[], $4::text[], $5::text[])
          as u (id, claim_generation, status, output, error), clock
@@ -190,7 +191,7 @@ select r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.even
   from headgate.workflow_runs r join headgate.workflow_definitions w on w.id = r.workflow_definition_id
  where ($1::text is null or w.slug = $1)
    and ($2::text is null or r.status = $2)
-   and ($3::uuid is null or r.event_id = $3)
+   and ($3::uuid is null or r.id = any (array(select headgate.runs_of(array[$3]))))
    and ($4::uuid is null or r.id < $4)
  order by r.id desc
  limit $5

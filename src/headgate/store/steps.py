@@ -12,6 +12,7 @@ import msgspec
 from headgate.model.retry import RetryChange
 from headgate.model.run import Step, StepStatus
 from headgate.model.step import StepWrite
+from headgate.store.columns import column
 from headgate.store.db import Connection, Row
 from headgate.store.retry_rows import change_columns, json_texts
 from headgate.store.sql import load
@@ -69,15 +70,15 @@ async def write(
         [w.workflow_run_id for w in writes],
         [w.claim_generation for w in writes],
         [w.name for w in writes],
-        [w.status for w in writes],
-        [w.kind for w in writes],
-        [w.result for w in writes],
-        [w.error for w in writes],
-        [w.retry_state for w in writes],
-        [w.delay_ms for w in writes],
-        [w.retry_attempts for w in writes],
-        json_texts(w.retry_metadata for w in writes),
-        [w.workflow_run_id in ended for w in writes],
+        column([w.status for w in writes], "succeeded"),
+        column([w.kind for w in writes], "step"),
+        column([w.result for w in writes]),
+        column([w.error for w in writes]),
+        column([w.retry_state for w in writes], "none"),
+        column([w.delay_ms for w in writes]),
+        column([w.retry_attempts for w in writes], 0),
+        column(json_texts(w.retry_metadata for w in writes), "{}"),
+        column([w.workflow_run_id in ended for w in writes], True),
     )
     return {(row[0], row[1]): Recorded(row[2], row[3]) for row in rows}
 

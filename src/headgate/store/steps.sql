@@ -31,12 +31,19 @@ returning r.id
 -- Records the outcome of steps of runs that their worker still holds, or that this transaction has ended ($13); a step that
 -- is done stays as it is. Returns run, name, whether the run's cancellation was asked for, and when the step goes on; what
 -- is missing there was written by a worker that lost its claim, and changes nothing. One that the same claim has written
--- before, by a commit whose answer was lost, is there. The runs are locked, so that nobody takes one over meanwhile.
+-- before, by a commit whose answer was lost, is there. The runs are locked, so that nobody takes one over meanwhile. An empty
+-- array stands for: a step that succeeded at once, in a run that has ended.
 with input as materialized (
-  select * from unnest($1::uuid[], $2::uuid[], $3::bigint[], $4::text[], $5::text[], $6::text[], $7::text[], $8::text[],
+  select u.id, u.workflow_run_id, u.claim_generation, u.name, coalesce(u.status, 'succeeded') as status,
+         coalesce(u.kind, 'step') as kind, u.result, u.error, coalesce(u.retry_state, 'none') as retry_state, u.delay_ms,
+         coalesce(u.retry_attempts, 0) as retry_attempts, coalesce(u.retry_metadata, '{}') as retry_metadata,
+         coalesce(u.has_ended, true) as has_ended
+    from unnest($1::uuid[], $2::uuid[], $3::bigint[], $4::text[], $5::text[], $6::text[], $7::text[], $8::text[],
                        $9::text[], $10::bigint[], $11::bigint[], $12::text[], $13::boolean[])
     as u (id, workflow_run_id, claim_generation, name, status, kind, result, error, retry_state, delay_ms,
           retry_attempts, retry_metadata, has_ended)
+), clock as materialized (
+  select headgate.now() as now
 ), held as materialized (
   select r.id, r.claim_generation, r.cancel_requested_at is not null as cancel_requested from headgate.workflow_runs r
    where r.id in (select workflow_run_id from input where not has_ended) and r.status = 'running'
@@ -44,17 +51,17 @@ with input as materialized (
 ), written as (
   insert into headgate.workflow_run_steps as s
     (id, workflow_run_id, name, kind, status, result, error, retry_state, next_attempt_at, retry_attempts,
-     retry_metadata)
+     retry_metadata, created_at, updated_at)
   select u.id, u.workflow_run_id, u.name, u.kind, u.status, u.result::json, u.error, u.retry_state,
-         headgate.now() + u.delay_ms * interval '1 ms', u.retry_attempts, u.retry_metadata::jsonb
-    from input u left join held h on h.id = u.workflow_run_id and h.claim_generation = u.claim_generation
+         now + u.delay_ms * interval '1 ms', u.retry_attempts, u.retry_metadata::jsonb, now, now
+    from input u left join held h on h.id = u.workflow_run_id and h.claim_generation = u.claim_generation, clock
    where u.has_ended or h.id is not null
    order by u.workflow_run_id, u.name
   on conflict (workflow_run_id, name) do update
      set status = excluded.status, result = excluded.result, error = excluded.error, retry_state = excluded.retry_state,
          next_attempt_at = excluded.next_attempt_at,
          retry_attempts = greatest(s.retry_attempts, excluded.retry_attempts),
-         retry_metadata = excluded.retry_metadata, claim_generation = s.claim_generation + 1, updated_at = headgate.now()
+         retry_metadata = excluded.retry_metadata, claim_generation = s.claim_generation + 1, updated_at = excluded.updated_at
    where s.status not in ('succeeded', 'failed', 'cancelled')
   returning workflow_run_id, name, next_attempt_at
 )

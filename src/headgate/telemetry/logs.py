@@ -28,10 +28,13 @@ from headgate.telemetry import traces
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _MAX_TEXT = 2000
+_level = 10
 
 
 def configure(level: str, log_format: str) -> None:
     """Send log lines to standard error, as JSON or for people."""
+    global _level
+    _level = _LEVELS[level]
     renderers: list[Any]
     if log_format == "console":
         console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), event_key="action")
@@ -51,7 +54,7 @@ def configure(level: str, log_format: str) -> None:
             _mask,
             *renderers,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        wrapper_class=structlog.make_filtering_bound_logger(_level),
         logger_factory=lambda *_: lines,
         cache_logger_on_first_use=True,
     )
@@ -59,9 +62,37 @@ def configure(level: str, log_format: str) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
 
 
-def logger(component: str) -> Any:
-    """A logger; its first argument is the `action`, everything else a field."""
-    return structlog.get_logger(component=component)
+class Logger:
+    """Its first argument is the `action`, everything else a field. A line that nobody wants costs next to nothing:
+    several are left unwritten for every event."""
+
+    __slots__ = ("_lines",)
+
+    def __init__(self, component: str) -> None:
+        self._lines = structlog.get_logger(component=component)
+
+    def debug(self, action: str, **fields: Any) -> None:
+        if _level <= 10:
+            self._lines.debug(action, **fields)
+
+    def info(self, action: str, **fields: Any) -> None:
+        if _level <= 20:
+            self._lines.info(action, **fields)
+
+    def warning(self, action: str, **fields: Any) -> None:
+        self._lines.warning(action, **fields)
+
+    def error(self, action: str, **fields: Any) -> None:
+        self._lines.error(action, **fields)
+
+    def bind(self, **fields: Any) -> Any:
+        """A structlog logger whose lines all have these fields."""
+        return self._lines.bind(**fields)
+
+
+def logger(component: str) -> Logger:
+    """The logger of a part of Headgate."""
+    return Logger(component)
 
 
 class _Lines:

@@ -1,0 +1,65 @@
+"""Leaving: a function of a user's is called in a task of ours, and must leave it when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+# A function that is to leave gets this long before it is told again, and is told so often.
+LEAVE_SECONDS, LEAVE_TIMES = 5.0, 3
+
+
+class Leaving:
+    """One call. `give_up` hears of a function that was told often enough and is still there: its task is lost."""
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        self.task: asyncio.Task[Any] | None = None  # while the function is in it
+        self._give_up = give_up
+        self._again: asyncio.TimerHandle | None = None
+
+    async def through(
+        self, call: Awaitable[Any], seconds: float | None, time_out: Callable[[], None]
+    ) -> tuple[Any, BaseException | None]:
+        """Call the function in this task; what it returned, or raised. After so many seconds `time_out` is called."""
+        self.task = task = asyncio.current_task()
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, time_out)
+        result, error = None, None
+        try:
+            result = await call
+        except BaseException as exc:
+            error = exc
+        finally:
+            self.task = None
+            for handle in (timer, self._again):
+                if handle is not None:
+                    handle.cancel()
+        if task is not None and task.cancelling():
+            error = await _uncancelled(task, error)
+        return result, error
+
+    def tell(self) -> bool:
+        """Have the function leave; False when it is not there. One that catches everything is told again."""
+        if self.task is not None and self._again is None:
+            self._insist(LEAVE_TIMES)
+        return self.task is not None
+
+    def _insist(self, times: int) -> None:
+        if self.task is None:
+            return
+        if times:
+            self.task.cancel()
+            self._again = asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._insist, times - 1)
+        else:
+            self._give_up()
+
+
+async def _uncancelled(task: asyncio.Task[Any], error: BaseException | None) -> BaseException | None:
+    """Whoever cancelled the task meant the function, not what comes after it; what the function came to."""
+    while task.cancelling():
+        task.uncancel()
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError as exc:
+        return error or exc
+    return error
