@@ -77,7 +77,7 @@ async def test_a_timer_survives_and_holds_no_worker(
     with worker(database_url, APP, **QUICK):
         await eventually(database, SUCCEEDED, 30)
     done = await effects()
-    # On a slow machine a nap may end before the kill; then what its worker was just doing, two runs at most, is done again.
+    # On a slow machine a nap may end before the kill; then what its worker was just doing (two runs) is done again.
     assert {what: len({run for run, each in done if each == what}) for _, what in done} == {"before": 30, "after": 30}
     assert len(done) <= 60 + 2
     early = await connection.fetchval(

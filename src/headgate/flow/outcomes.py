@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headgate import failpoints
 from headgate.errors import Unavailable
@@ -27,6 +27,8 @@ from headgate.telemetry.logs import logger
 
 MAX_WRITES = 1000
 _RETRY_SECONDS = 0.5
+
+_KEPT = Written(True)
 
 _log = logger("run")
 
@@ -104,10 +106,14 @@ class Outcomes:
         claim = self._claim(sum(isinstance(item.end, FinishedRun) for item in items))
         fill = None if claim is None else self._fill
         also: frozenset[uuid.UUID] = frozenset()
+        odd: frozenset[uuid.UUID] = frozenset()
         while True:
-            work = partial(self._write, items=items, fill=fill, claim=claim, also=also)
+            work = partial(self._write_together, items=items, odd=odd, fill=fill, claim=claim, also=also)
             try:
                 recorded, freed = await self._database.run(work)
+            except _NotPlain as exc:
+                odd |= exc.run_ids
+                continue
             except Unavailable as exc:
                 # The work is done; keep its result until the database is back. If the lease ends first, another
                 # worker runs it again, and this write will change nothing.
@@ -128,6 +134,24 @@ class Outcomes:
             self._committed(items, recorded, freed)
             return recorded
 
+    async def _write_together(
+        self, connection: Connection, items: list[Outcome], odd: frozenset[uuid.UUID], **how: Any
+    ) -> tuple[list[Recorded], Freed]:
+        """One transaction: at first what may concern triggers, whose rows are locked before those of runs; then, by one
+        statement, the runs that simply succeeded. The runs in `odd` did not, after all."""
+        plain = [item for item in items if _is_plain(item) and item.end is not None and item.end.id not in odd]
+        if len(plain) == len(items):
+            await _succeed(connection, plain)
+            failpoints.hit("outcome.before_commit")
+            return [_kept(item) for item in items], Freed()
+        simple = {id(item) for item in plain}
+        recorded, freed = await self._write(connection, [item for item in items if id(item) not in simple], **how)
+        if plain:
+            await _succeed(connection, plain)
+        failpoints.hit("outcome.before_commit")
+        others = iter(recorded)
+        return [_kept(item) if id(item) in simple else next(others) for item in items], freed
+
     async def _write(
         self,
         connection: Connection,
@@ -136,7 +160,7 @@ class Outcomes:
         claim: Claim | None,
         also: frozenset[uuid.UUID],
     ) -> tuple[list[Recorded], Freed]:
-        """One transaction: the outcomes of steps, runs that rest, runs that ended."""
+        """The outcomes of steps, runs that rest, runs that ended."""
         finished = [item.end for item in items if isinstance(item.end, FinishedRun)]
         suspended = [item.end for item in items if isinstance(item.end, SuspendedRun)]
         step_writes = [write for item in items for write in item.steps]
@@ -179,7 +203,6 @@ class Outcomes:
                 Written(end in resting or end in freed.written or end in before, end in asked),
             )
 
-        failpoints.hit("outcome.before_commit")
         return [recorded(item) for item in items], freed._replace(cancelled_retries=cancelled)
 
     def _committed(self, items: list[Outcome], recorded: list[Recorded], freed: Freed) -> None:
@@ -200,6 +223,37 @@ class Outcomes:
                     _count_retry(write)
         if waiting:
             self._after_wait(waiting)
+
+
+class _NotPlain(Exception):
+    """Runs that did not end simply: they are not held any more, or matter to their trigger."""
+
+    def __init__(self, run_ids: Iterable[uuid.UUID]) -> None:
+        super().__init__()
+        self.run_ids = frozenset(run_ids)
+
+
+def _is_plain(item: Outcome) -> bool:
+    """A run that succeeded with its last steps, and nobody else is concerned."""
+    end = item.end
+    return (
+        isinstance(end, FinishedRun)
+        and end.status == "succeeded"
+        and not end.matters_to_trigger
+        and not end.has_waiting_steps
+        and all(w.status == "succeeded" and w.kind == "step" and w.retry_state == "none" for w in item.steps)
+    )
+
+
+async def _succeed(connection: Connection, items: Sequence[Outcome]) -> None:
+    ends = [item.end for item in items if isinstance(item.end, FinishedRun)]
+    ended = await runs.succeed(connection, ends, [write for item in items for write in item.steps])
+    if len(ended) < len(ends):
+        raise _NotPlain(end.id for end in ends if end.id not in ended)
+
+
+def _kept(item: Outcome) -> Recorded:
+    return Recorded([_KEPT] * len(item.steps), _KEPT)
 
 
 def _count_retry(write: StepWrite) -> None:
