@@ -240,7 +240,8 @@ class Runner:
     async def _execute(self, execution: Execution) -> None:
         if execution.spans is not None:
             execution.spans.enter()
-        _log.debug("run.started", **run_fields(execution.run, execution.event))
+        if _log.is_debug:
+            _log.debug("run.started", **run_fields(execution.run, execution.event))
         began_at = monotonic()
         try:
             ended = await execution.go()

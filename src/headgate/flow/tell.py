@@ -54,7 +54,9 @@ def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newc
     for one in decided:
         log = _log.warning if one.status in ("failed", "exhausted") else _log.info
         if are_newcomers and one.status == "launched":
-            log = _log.debug  # the run itself tells
+            if not _log.is_debug:
+                continue  # the run itself tells
+            log = _log.debug
         log(
             f"delivery.{one.status}",
             delivery_id=one.id,

@@ -71,6 +71,11 @@ class Logger:
     def __init__(self, component: str) -> None:
         self._lines = structlog.get_logger(component=component)
 
+    @property
+    def is_debug(self) -> bool:
+        """Whether lines for debugging are written; where there are many, ask before their fields are gathered."""
+        return _level <= 10
+
     def debug(self, action: str, **fields: Any) -> None:
         if _level <= 10:
             self._lines.debug(action, **fields)
