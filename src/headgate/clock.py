@@ -16,6 +16,7 @@ _lock = threading.Lock()
 _last_ms = 0
 _counter = 0
 _random: list[int] = []
+_new, _set = object.__new__, object.__setattr__
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_random.clear)  # or parent and child would draw the same numbers
 
@@ -59,4 +60,12 @@ def uuid7() -> uuid.UUID:
             if _counter > 0xFFF:  # 4096 ids in one millisecond: borrow the next one
                 _last_ms, _counter = _last_ms + 1, 0
         ms, counter = _last_ms, _counter
-    return uuid.UUID(int=(ms << 80) | (0x7 << 76) | (counter << 64) | (0x2 << 62) | tail)
+    return _uuid((ms << 80) | (0x7 << 76) | (counter << 64) | (0x2 << 62) | tail)
+
+
+def _uuid(number: int) -> uuid.UUID:
+    """As UUID(int=…), which looks for mistakes for longer than it takes to make an id: two are made for every run."""
+    made = _new(uuid.UUID)
+    _set(made, "int", number)
+    _set(made, "is_safe", uuid.SafeUUID.unknown)
+    return made

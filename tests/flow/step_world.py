@@ -24,9 +24,11 @@ class World:
         self.dispatch = Dispatch(database, batch_size=500, after_launch=lambda: None)
         self.runners: list[Runner] = []
 
-    async def runner(self, lease_ms: int = 60_000) -> Runner:
+    async def runner(self, lease_ms: int = 60_000, concurrency: int = 10) -> Runner:
         definitions = await self.database.run(self.hg.register)
-        made = Runner(self.database, self.hg.workflows, worker="test", concurrency=10, lease_ms=lease_ms, policy=POLICY)
+        made = Runner(
+            self.database, self.hg.workflows, worker="test", concurrency=concurrency, lease_ms=lease_ms, policy=POLICY
+        )
         made.serve(definitions)
         self.runners.append(made)
         return made

@@ -184,6 +184,7 @@ class Workflow:
         for parameter in self._parameters.values():
             if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
                 raise AppError(f"workflow {slug}: argument {parameter.name} cannot be given by name")
+        self._required = {n for n, p in self._parameters.items() if p.default is inspect.Parameter.empty}
         self._hints: dict[str, Any] | None = None
 
     @property
@@ -193,19 +194,16 @@ class Workflow:
 
     def bind(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments, checked against the signature. NonRetryable names the one that is missing or wrong."""
-        missing = [n for n, p in self._parameters.items() if p.default is inspect.Parameter.empty and n not in given]
-        if missing:
-            raise NonRetryable(f"parameter {missing[0]!r} of workflow {self.slug} is missing in the event")
-        if not self._takes_any:
-            extra = sorted(given.keys() - self._parameters.keys())
-            if extra:
-                raise NonRetryable(f"workflow {self.slug} takes no parameter {extra[0]!r}")
-        hints = self._type_hints()
-        return {name: self._converted(name, value, hints.get(name, Any)) for name, value in given.items()}
+        if not given.keys() >= self._required:
+            missing = next(name for name in self._parameters if name in self._required and name not in given)
+            raise NonRetryable(f"parameter {missing!r} of workflow {self.slug} is missing in the event")
+        if not self._takes_any and not given.keys() <= self._parameters.keys():
+            extra = min(given.keys() - self._parameters.keys())
+            raise NonRetryable(f"workflow {self.slug} takes no parameter {extra!r}")
+        hints = self._hints if self._hints is not None else self._type_hints()
+        return {n: self._converted(n, value, hints[n]) if n in hints else value for n, value in given.items()}
 
     def _converted(self, name: str, value: Any, hint: Any) -> Any:
-        if hint is Any:
-            return value
         try:
             return msgspec.convert(value, hint)
         except msgspec.ValidationError as exc:
@@ -214,9 +212,10 @@ class Workflow:
             return value
 
     def _type_hints(self) -> dict[str, Any]:
-        if self._hints is None:
-            try:
-                self._hints = get_type_hints(self.function)
-            except Exception:  # a hint that exists for type checkers only
-                self._hints = {}
+        """The types that values are checked against."""
+        try:
+            found = get_type_hints(self.function)
+        except Exception:  # a hint that exists for type checkers only
+            found = {}
+        self._hints = {name: hint for name, hint in found.items() if hint is not Any}
         return self._hints

@@ -76,6 +76,10 @@ class Logger:
         """Whether lines for debugging are written; where there are many, ask before their fields are gathered."""
         return _level <= 10
 
+    @property
+    def is_info(self) -> bool:
+        return _level <= 20
+
     def debug(self, action: str, **fields: Any) -> None:
         if _level <= 10:
             self._lines.debug(action, **fields)

@@ -1,0 +1,172 @@
+"""A workflow's function and the task it is called in: it may cancel itself, and must leave when it is told to; what is
+to be written of its run is written either way, with that of others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from headgate import Context
+from headgate.flow import leaving
+from headgate.flow.run import Runner
+from headgate.model.retry import Retry
+from headgate.store.db import Connection
+from tests.conftest import Clock
+from tests.flow.step_world import World, the_run
+from tests.flow.test_dispatch import publish
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "LEAVE_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+async def test_a_function_that_cancels_its_own_task_has_failed(
+    connection: Connection, clock: Clock, world: World, raises: bool
+) -> None:
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()  # and nothing is awaited any more
+        if raises:
+            raise ValueError("after all")
+        return 1
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert run["status"] == "failed"
+    assert ("after all" if raises else "CancelledError") in run["error"]
+
+
+async def test_a_function_that_swallowed_a_cancellation_has_succeeded(
+    connection: Connection, clock: Clock, world: World
+) -> None:
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            return await ctx.step("one", lambda: 1)
+        raise AssertionError("it was cancelled")
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert (run["status"], run["output"]) == ("succeeded", 1)
+
+
+async def _stays(world: World, may_end: asyncio.Event) -> None:
+    """Whatever it is told."""
+    world.done.append("here")
+    while not may_end.is_set():
+        try:
+            await asyncio.sleep(0.01)
+        except BaseException:
+            world.done.append("told")
+
+
+async def _begun(world: World, runner: Runner) -> None:
+    await world.dispatch.run_once()
+    await runner.run_once()
+    while "here" not in world.done:  # noqa: ASYNC110 - until the function runs
+        await asyncio.sleep(0.01)
+
+
+async def test_a_function_that_stays_past_its_time_is_left_alone(
+    connection: Connection, clock: Clock, world: World
+) -> None:
+    may_end = asyncio.Event()
+
+    @world.hg.workflow(on="go", timeout="1s")
+    async def work(ctx: Context) -> str:
+        await _stays(world, may_end)
+        return "too late"
+
+    @world.hg.workflow(on="after")
+    async def after(ctx: Context) -> None:
+        world.done.append("after")
+
+    runner = await world.runner(concurrency=1)
+    await publish(connection, "go")
+    await _begun(world, runner)
+    await runner.idle()
+    run = await the_run(connection)
+    assert (run["status"], run["error"]) == ("failed", "timed out after 1000 ms")
+    assert world.done.count("told") == leaving.LEAVE_TIMES
+    await publish(connection, "after")
+    await world.turn(runner)
+    assert "after" in world.done, "its slot is free"
+    may_end.set()
+    await asyncio.sleep(0.1)
+    run = await the_run(connection)
+    assert (run["status"], run["output"]) == ("failed", None), "what it returns at last does not count"
+
+
+async def test_a_worker_stops_although_a_function_stays(connection: Connection, clock: Clock, world: World) -> None:
+    may_end = asyncio.Event()
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        await _stays(world, may_end)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await _begun(world, runner)
+    await asyncio.wait_for(runner.stop(0.01), 30)
+    run = await the_run(connection)
+    assert run["status"] == "pending", "it was handed back"
+    may_end.set()
+    await asyncio.sleep(0.1)
+    assert (await the_run(connection))["status"] == "pending"
+
+
+async def test_runs_that_end_differently_are_written_together(
+    connection: Connection, clock: Clock, world: World
+) -> None:
+    """One transaction: some simply succeeded, some hold a slot, one fails, one rests, one tries a step again."""
+
+    @world.hg.workflow(on="go")
+    async def plain(ctx: Context, how: str) -> str:
+        await ctx.step("one", lambda: how)
+        if how == "fail":
+            raise ValueError("no")
+        if how == "sleep":
+            await ctx.sleep("1h")
+        if how == "retry":
+            await ctx.step("two", lambda: 1 / 0, retry=Retry(max_attempts=3))
+        return how
+
+    @world.hg.workflow(on="go", max_concurrency=9)
+    async def limited(ctx: Context, how: str) -> str:
+        return await ctx.step("one", lambda: how)
+
+    runner = await world.runner()
+    for how in ("fine", "fail", "sleep", "fine", "retry"):
+        await publish(connection, "go", how=how)
+    await world.turn(runner)
+    rows = await connection.fetch(
+        """
+        select w.slug || ' ' || (r.parameters ->> 'how') as run, r.status,
+               count(s.id) filter (where s.status = 'succeeded')
+          from headgate.workflow_runs r join headgate.workflow_definitions w on w.id = r.workflow_definition_id
+          left join headgate.workflow_run_steps s on s.workflow_run_id = r.id group by r.id, w.slug order by 1
+        """
+    )
+    limited_ones = [(f"limited {how}", "succeeded", 1) for how in ("fail", "fine", "fine", "retry", "sleep")]
+    assert [tuple(row) for row in rows] == [
+        *limited_ones,
+        ("plain fail", "failed", 1),
+        ("plain fine", "succeeded", 1),
+        ("plain fine", "succeeded", 1),
+        ("plain retry", "pending", 1),
+        ("plain sleep", "pending", 1),
+    ]
