@@ -134,7 +134,9 @@ def table(results: Results) -> str:
     """The figures for people, and at the end the aims."""
     measured = ((lines, getattr(results, name)) for name, lines in _LINES.items())
     found = [line for lines, figure in measured if figure is not None for line in lines(figure)]
-    return "\n".join(f"{name:<44}{value}" for name, value in [*found, *aims.lines(results.aims)])
+    rows = [*found, *aims.lines(results.aims)]
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
 
 
 def _processor() -> str:

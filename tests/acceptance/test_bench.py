@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from bench import aims, marks, neighbours, redis_server
+from bench import aims, marks, neighbours, redis_server, side
 from bench.__main__ import FIGURES
+from bench.rate import Rate
 from bench.trigger_limits import Span, most_at_once
 
 ROOT = Path(__file__).parents[2]
@@ -119,8 +121,8 @@ def test_runs_stand_beside_the_floor_and_the_other_queues(quick: Quick) -> None:
     assert "publish until the run succeeded" in quick.table
     runs = quick.found["runs"]
     needs_redis = ("headgate_bullmq", "bullmq") if redis_server.is_there() else ()
-    for side in ("headgate", "floor", "pgqueuer", "procrastinate", *needs_redis):
-        check_side(runs[side])
+    for name in ("headgate", "floor", "pgqueuer", "procrastinate", *needs_redis):
+        check_side(runs[name])
     others = ("pgqueuer", "procrastinate", *needs_redis[1:])
     assert all(runs["versions"][other] and runs[f"to_{other}"][0] > 0 for other in others)
     assert runs["to_floor"][0] > 0
@@ -193,16 +195,31 @@ def test_the_pictures_are_drawn_from_the_results(quick: Quick) -> None:
         assert content.startswith(b"\x89PNG") and 5_000 < len(content) < 150_000, name
 
 
-def check_side(side: Mapping[str, Any]) -> None:
+def check_side(found: Mapping[str, Any]) -> None:
     """One turn, with a rate."""
-    assert side["turns"] == [side["per_second"]]
-    assert side["per_second"] > 0
-    assert len(side["cpu_us"]) == len(side["neighbours"]) == 1
+    assert found["turns"] == [found["per_second"]]
+    assert found["per_second"] > 0
+    assert len(found["cpu_us"]) == len(found["neighbours"]) == 1
 
 
 def test_an_aim_that_is_missed_is_said_to_be() -> None:
     missed = aims.Aim(figure="runs", name="a rate", found=0.5, is_at_least=True, wanted=0.6, is_met=False)
     assert aims.lines([missed]) == [("aim: a rate", "NOT MET: 0.5, wanted at least 0.6")]
+
+
+async def test_every_side_is_first_in_some_turn() -> None:
+    order: list[str] = []
+
+    async def way(name: str) -> Rate:
+        order.append(name)
+        return Rate(per_second=float(len(order)), cpu_us=None, neighbours=0.5)
+
+    found = await side.in_turns({name: partial(way, name) for name in "abc"}, 3)
+
+    assert "".join(order) == "abcbcacab"
+    assert found["a"].turns == [1, 6, 8] and found["a"].per_second == 6
+    assert side.ratios(found["b"], found["a"]) == [2.0, 0.667, 1.125]
+    assert side.cpu_ratio(found["b"], found["a"]) is None
 
 
 def test_marks_are_read_as_they_were_left(tmp_path: Path) -> None:
