@@ -145,6 +145,7 @@ def _beside_history(goal: Goal, slug: str) -> Goal:
 
 
 async def _scans(connection: asyncpg.Connection) -> dict[str, int]:
-    """Every process that counted has ended by now, and with that has told."""
+    """Every process that counted has ended by now, and with that has told; this connection is made to."""
+    await connection.execute("select pg_stat_force_next_flush()")
     await connection.execute("select pg_stat_clear_snapshot()")
     return {row[0]: row[1] for row in await connection.fetch(_SCANS, list(history.TABLES))}
