@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# The queue that `make bench` compares with, and that its tests run.
-OTHER  := $(VENV)/pgqueuer
+# The queues that `make bench` compares with, and what it draws with; its tests run them too.
+OTHERS := $(VENV)/others
 
 JOBS   ?= 2
 
@@ -15,7 +15,7 @@ dev: $(READY)
 
 # Most tests wait for processes and clocks: two at a time take half as long. A file stays together. Those that measure run
 # by themselves afterwards.
-test: $(READY) $(OTHER)/.ready
+test: $(READY) $(OTHERS)/.ready
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone" $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]
 
@@ -29,7 +29,7 @@ fmt: $(READY)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(READY) $(OTHER)/.ready
+bench: $(READY) $(OTHERS)/.ready
 	@$(BIN)/python -m bench $(ARGS)
 
 # Both queues, one after the other; with ARGS, one run as they say (`make chaos ARGS="--seed 7 --only kill"`). Wrong clocks
@@ -52,7 +52,7 @@ $(READY): pyproject.toml
 	@$(BIN)/pip install -q --disable-pip-version-check --group dev -e ".[embedded]"
 	@touch $(READY)
 
-$(OTHER)/.ready: $(READY)
-	@$(PYTHON) -m venv --without-pip $(OTHER)
-	@$(BIN)/pip --python $(OTHER)/bin/python install -q --disable-pip-version-check --group pgqueuer
-	@touch $(OTHER)/.ready
+$(OTHERS)/.ready: $(READY) pyproject.toml
+	@$(PYTHON) -m venv --without-pip $(OTHERS)
+	@$(BIN)/pip --python $(OTHERS)/bin/python install -q --disable-pip-version-check --group others
+	@touch $(OTHERS)/.ready

@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from bench import (
     commit,
-    floor,
     gate,
+    grown,
     health,
-    pipeline,
+    memory,
     recovery,
     results,
     runs,
@@ -24,18 +28,16 @@ from bench import (
     stage,
     start,
     steps,
+    throughput,
     trigger_limits,
     triggers,
+    workers,
+    yardstick,
 )
 from bench.stage import Stage
 from headgate.settings import Settings
 from headgate.telemetry import logs
 
-EVENT_FIGURES = ("commit", "throughput", "single", "limit", "drain", "limit_cost")
-TRIGGER_FIGURES = ("triggers", "fanout", "throttle_drain", "concurrency")
-RUN_FIGURES = ("runs", "start", "step_overhead", "recovery")
-OPERATION_FIGURES = ("health",)
-FIGURES = EVENT_FIGURES + TRIGGER_FIGURES + RUN_FIGURES + OPERATION_FIGURES
 DEFAULT_LEASE_MS = Settings().lease_ms
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
@@ -47,79 +49,78 @@ class Size:
     turns: int = 3
     events: int = 20_000
     singles: int = 20_000
-    commits: int = 2_000
+    commits: int = 1_000
+    limit_workers: int = 8
     limit: int = 200
-    intervals: int = 10
+    intervals: int = 8
     held: int = 10_000
     drain_limit: int = 1_000
-    crowd_turns: int = 4
-    fanned: int = 1_000
+    throttled: int = 5_000
+    many_events: int = 10_000
+    crowds: tuple[tuple[int, bool], ...] = triggers.KINDS
+    crowd_turns: int = 2
+    fanned: int = 300
     slow_runs: int = 200
     runs: int = 10_000
-    started: int = 1_000
+    started: int = 500
     stepped: int = 10
     stepped_at_once: int = 50
-    rounds: int = 10
+    rounds: int = 5
     lease_ms: int = DEFAULT_LEASE_MS
     history: int = 1_000_000
     waiting: int = 100_000
-    looks: int = 20
+    looks: int = 10
+    backlog: int = 100_000
 
 
 FULL = Size()
 QUICK = Size(
-    turns=1, events=1_000, singles=500, commits=50, limit=50, intervals=3, held=600, drain_limit=200, crowd_turns=1,
-    fanned=10, slow_runs=40, runs=500, started=50, stepped=2, stepped_at_once=5, rounds=3, lease_ms=1_500,
-    history=2_000, waiting=200, looks=2,
+    turns=1, events=500, singles=200, commits=50, limit_workers=2, limit=50, intervals=2, held=300, drain_limit=200,
+    throttled=300, many_events=200, crowds=((1, False), (1000, True)), crowd_turns=1, fanned=5, slow_runs=20, runs=200,
+    started=25, stepped=2, stepped_at_once=5, rounds=1, lease_ms=1_500, history=2_000, waiting=200, looks=2,
+    backlog=500,
 )  # fmt: skip
 
 
-async def run(figures: tuple[str, ...], size: Size, quick: bool) -> results.Results:
+async def _concurrency(ground: Stage, size: Size) -> list[trigger_limits.Concurrency]:
+    return [await trigger_limits.concurrency(ground, size.slow_runs, count) for count in (1, 2)]
+
+
+# In the order in which they are measured: `health` wants the history as it was just written, `history` vacuumed.
+FIGURES: dict[str, Callable[[Stage, Size], Awaitable[Any]]] = {
+    "commit": lambda ground, size: commit.measure(ground, size.commits),
+    "throughput": lambda ground, size: throughput.measure(ground, size.events, size.turns),
+    "single": lambda ground, size: single.measure(ground, size.singles),
+    "limit": lambda ground, size: gate.accuracy(ground, size.limit, size.intervals, size.limit_workers),
+    "drain": lambda ground, size: gate.drain(ground, size.held, size.drain_limit),
+    "limit_cost": lambda ground, size: gate.cost(ground, size.many_events, size.turns),
+    "triggers": lambda ground, size: triggers.crowd(ground, size.many_events, size.crowd_turns, size.crowds),
+    "fanout": lambda ground, size: triggers.fan_out(ground, size.fanned, size.turns),
+    "throttle_drain": lambda ground, size: trigger_limits.drain(ground, size.throttled, size.drain_limit),
+    "concurrency": _concurrency,
+    "runs": lambda ground, size: runs.measure(ground, size.runs, size.turns),
+    "workers": lambda ground, size: workers.measure(ground, size.runs, size.turns),
+    "start": lambda ground, size: start.measure(ground, size.started, size.commits),
+    "step_overhead": lambda ground, size: steps.measure(ground, size.stepped, size.stepped_at_once, size.commits),
+    "recovery": lambda ground, size: recovery.measure(ground, size.rounds, size.lease_ms),
+    "health": lambda ground, size: health.measure(ground, size.history, size.waiting, size.looks),
+    "history": lambda ground, size: grown.measure(ground, size.history, size.waiting, size.runs, size.turns),
+    "memory": lambda ground, size: memory.measure(ground, size.backlog),
+}
+
+
+async def run(figures: list[str], size: Size, quick: bool) -> results.Results:
     """Measure what was asked for, one after the other."""
+    found, seconds = {}, {}
     async with stage.opened() as ground:
         about = results.machine(await ground.version())
-        return results.Results(
-            quick=quick,
-            machine=about,
-            commit=await commit.measure(ground, size.commits) if "commit" in figures else None,
-            throughput=await _throughput(ground, size) if "throughput" in figures else None,
-            single=await single.measure(ground, size.singles) if "single" in figures else None,
-            limit=await gate.accuracy(ground, size.limit, size.intervals) if "limit" in figures else None,
-            drain=await gate.drain(ground, size.held, size.drain_limit) if "drain" in figures else None,
-            limit_cost=await gate.cost(ground, size.events, 2 * size.turns) if "limit_cost" in figures else None,
-            triggers=await triggers.crowd(ground, size.events, size.crowd_turns) if "triggers" in figures else None,
-            fanout=await triggers.fan_out(ground, size.fanned, size.turns) if "fanout" in figures else None,
-            throttle_drain=await trigger_limits.drain(ground, size.held, size.drain_limit)
-            if "throttle_drain" in figures
-            else None,
-            concurrency=[await trigger_limits.concurrency(ground, size.slow_runs, workers) for workers in (1, 2)]
-            if "concurrency" in figures
-            else None,
-            runs=await runs.measure(ground, size.runs, size.turns) if "runs" in figures else None,
-            start=await start.measure(ground, size.started, size.commits) if "start" in figures else None,
-            step_overhead=await steps.measure(ground, size.stepped, size.stepped_at_once, size.commits)
-            if "step_overhead" in figures
-            else None,
-            recovery=await recovery.measure(ground, size.rounds, size.lease_ms) if "recovery" in figures else None,
-            health=await health.measure(ground, size.history, size.waiting, size.looks)
-            if "health" in figures
-            else None,
-        )
-
-
-async def _throughput(ground: Stage, size: Size) -> results.Throughput:
-    return results.throughput(size.events, [await _turn(ground, size.events) for _ in range(size.turns)])
-
-
-async def _turn(ground: Stage, events: int) -> results.Turn:
-    below, through = await floor.measure(ground, events), await pipeline.measure(ground, events)
-    return results.Turn(
-        floor_per_second=below.per_second,
-        pipeline_per_second=through.per_second,
-        ratio=round(through.per_second / below.per_second, 3),
-        floor_neighbours=below.neighbours,
-        pipeline_neighbours=through.neighbours,
-    )
+        for number, name in enumerate(figures, 1):
+            print(f"bench: {name} ({number} of {len(figures)}) ...", end="", file=sys.stderr, flush=True)
+            began_at = time.monotonic()
+            found[name] = await FIGURES[name](ground, size)
+            seconds[name] = round(time.monotonic() - began_at, 1)
+            print(f" {seconds[name]:.0f} s", file=sys.stderr, flush=True)
+    return results.judged(results.Results(quick=quick, machine=about, seconds=seconds, **found))
 
 
 def main() -> None:
@@ -129,11 +130,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=LATEST, help="where the results go as JSON [%(default)s]")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything we started is taken down
-    logs.configure("warning", "console")
-    figures = tuple(arguments.only or FIGURES)
+    logs.configure("error", "console")
+    figures = [name for name in FIGURES if name in (arguments.only or FIGURES)]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(run(figures, QUICK if arguments.quick else FULL, arguments.quick))
     results.write(found, arguments.out)
+    if yardstick.OTHERS.exists():
+        subprocess.run([yardstick.OTHERS, "-m", "bench.plots", arguments.out.resolve()], cwd=stage.ROOT, check=True)
+    else:
+        print("bench: no pictures; `make bench` installs what draws them", file=sys.stderr)
     print(results.table(found))
 
 

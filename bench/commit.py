@@ -25,3 +25,8 @@ async def measure(stage: Stage, commits: int) -> Latency:
             return latency(taken_ms)
         finally:
             await connection.close()
+
+
+def lines(found: Latency) -> list[tuple[str, str]]:
+    """The figure for people."""
+    return [("one commit", f"p50 {found.p50_ms:.2f} ms, p99 {found.p99_ms:.2f} ms")]

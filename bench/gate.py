@@ -1,9 +1,9 @@
-"""The source gate: how exactly a limit is kept and used by eight workers, how a backlog drains, what a limit costs."""
+"""The source gate: how exactly a limit is kept and used by many workers, how a backlog drains, what a limit costs."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from functools import partial
@@ -13,12 +13,11 @@ from typing import NamedTuple
 import asyncpg
 import msgspec
 
-from bench import pipeline
+from bench import pipeline, side
 from bench.client import Job
 from bench.stage import Stage, publish
 from headgate.model.source import RateLimit
 
-WORKERS = 8
 STALLED_SECONDS = 300
 NEVER_BITES = RateLimit(limit=1_000_000_000, interval_ms=1000)
 
@@ -26,7 +25,6 @@ _LAUNCHES = """
 select d.launched_at from headgate.workflow_trigger_deliveries d where d.status = 'launched' order by 1
 """
 _RUNS = "select count(*) from headgate.workflow_runs"
-_LISTENING = "select count(*) from pg_stat_activity where datname = current_database() and query ilike 'listen%'"
 # How often something waited: an event for its source, a delivery for its trigger.
 _ATTEMPTS = """
 select (select coalesce(sum(attempts), 0) from headgate.event_ingress_retries)
@@ -54,7 +52,8 @@ class Launches(NamedTuple):
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """A limit under a tenfold backlog. `most_in_any_interval` must not exceed `limit`; `use` is of what it allows."""
+    """A limit under a manifold backlog. `most_in_any_interval` must not exceed `limit`; `use` is of what it allows.
+    `launches` are those of each interval since the first."""
 
     workers: int
     limit: int
@@ -62,6 +61,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     most_in_any_interval: int
     use: float
+    launches: list[int]
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,20 +85,21 @@ class LimitCost(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float
 
 
-async def accuracy(stage: Stage, limit: int, intervals: int) -> Accuracy:
-    """Eight workers, one source, `intervals` times the limit published at once."""
+async def accuracy(stage: Stage, limit: int, intervals: int, workers: int) -> Accuracy:
+    """Several workers, one source, `intervals` times the limit published at once."""
     rate = RateLimit(limit=limit, interval_ms=1000)
-    found = await launches(stage, limit * intervals, partial(pipeline.set_limit, limit=rate), WORKERS)
+    found = await launches(stage, limit * intervals, partial(pipeline.set_limit, limit=rate), workers)
     times = found.times
     span = found.took_seconds
     possible = limit * span / (rate.interval_ms / 1000)
     return Accuracy(
-        workers=WORKERS,
+        workers=workers,
         limit=limit,
         interval_ms=rate.interval_ms,
         events=len(times),
         most_in_any_interval=most_in_any(times, timedelta(milliseconds=rate.interval_ms)),
         use=round(len(times) / possible, 3),
+        launches=_by_interval(times, timedelta(milliseconds=rate.interval_ms)),
     )
 
 
@@ -136,6 +137,23 @@ async def cost(stage: Stage, events: int, turns: int) -> LimitCost:
     )
 
 
+def accuracy_lines(found: Accuracy) -> list[tuple[str, str]]:
+    """The figure for people."""
+    most = f"at most {found.most_in_any_interval} of {found.limit} in any interval"
+    return [(f"limit kept by {found.workers} workers", f"{most}, {found.use:.1%} of the allowance used")]
+
+
+def drain_lines(found: Drain) -> list[tuple[str, str]]:
+    """The figure for people."""
+    rest = f"{found.attempts_per_event:.2f} attempts per event, {found.out_of_order} out of order"
+    return [(f"drain of {found.events:,} at {found.limit:,}/s", f"{found.ratio:.3f} x ideal, {rest}")]
+
+
+def cost_lines(found: LimitCost) -> list[tuple[str, str]]:
+    """The figure for people."""
+    return [("throughput with an idle limit", f"{side.spread(found.turns)} of that without")]
+
+
 def most_in_any(times: list[datetime], interval: timedelta) -> int:
     """The most launches in any sliding interval."""
     most, first = 0, 0
@@ -146,13 +164,16 @@ def most_in_any(times: list[datetime], interval: timedelta) -> int:
     return most
 
 
+def _by_interval(times: list[datetime], interval: timedelta) -> list[int]:
+    counts = Counter((at - times[0]) // interval for at in times)
+    return [counts[number] for number in range(max(counts) + 1)]
+
+
 async def launches(stage: Stage, events: int, prepare: Callable[[str], Awaitable[None]], workers: int = 1) -> Launches:
     """Publish a backlog to running workers, and wait for every run. `prepare` is given the database's address."""
-    async with stage.database() as url, stage.api(url) as port:
+    async with stage.database() as url:
         await prepare(url)
-        with contextlib.ExitStack() as stack:
-            for number in range(workers):
-                stack.enter_context(stage.worker(url, "nothing", f"worker-{number}"))
+        async with stage.running(url, "nothing", workers) as port:
             watcher = await asyncpg.connect(url)
             try:
                 await until_listening(watcher, workers)
@@ -167,7 +188,7 @@ async def launches(stage: Stage, events: int, prepare: Callable[[str], Awaitable
 
 async def until_listening(watcher: asyncpg.Connection, workers: int) -> None:
     """Wait until so many workers are ready."""
-    await until(watcher, _LISTENING, workers)
+    await until(watcher, pipeline.LISTENING, workers)
 
 
 async def until(watcher: asyncpg.Connection, question: str, count: int) -> None:

@@ -83,19 +83,15 @@ class Timed:
 
 async def measure(stage: Stage, events: int, retries: int, turns: int) -> Health:
     """A history of so many finished events, and so many retries that wait."""
-    async with stage.database() as url:
-        connection = await asyncpg.connect(url, server_settings={"jit": "off", "timezone": "UTC"}, command_timeout=900)
-        try:
-            for table in history.TABLES:
-                await connection.execute(f"alter table headgate.{table} set (autovacuum_enabled = false)")
-            await history.load(connection, events=events, retries=retries)
-            await connection.execute(f"analyze {history.NAMES}")
-            with neighbours.watched() as others:
-                written = await _state(connection, turns)
-                await history.settle(connection)
-                settled = await _state(connection, turns)
-        finally:
-            await connection.close()
+    url = await history.database(stage, events=events, retries=retries)
+    connection = await asyncpg.connect(url, server_settings={"jit": "off", "timezone": "UTC"}, command_timeout=900)
+    try:
+        with neighbours.watched() as others:
+            written = await _state(connection, turns)
+            await history.settle(connection)
+            settled = await _state(connection, turns)
+    finally:
+        await connection.close()
     return Health(
         events=events, retries=retries, turns=turns, written=written, settled=settled, neighbours=others.cores
     )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import asyncpg
+
+from bench.stage import Stage
+
 SOURCES, TRIGGERS = 20, 20
 
+_UNCHECKED = "set session_replication_role = replica"
 _STATES = """
 with definitions as (
   insert into headgate.workflow_definitions (id, slug, kind, created_by, updated_by)
@@ -139,15 +145,41 @@ TABLES = (
 NAMES = ", ".join(f"headgate.{table}" for table in TABLES)
 
 
-async def load(connection: Any, *, events: int, retries: int, chunk: int = 100_000) -> Mapping[str, int]:
+async def database(stage: Stage, *, events: int, retries: int) -> str:
+    """The address of a database with so many; loaded by the first figure that asks, and shared. Not yet vacuumed, and
+    nothing in it is until `settle`."""
+    url, is_new = await stage.kept("bench_history")
+    if is_new:
+        connection = await asyncpg.connect(url, server_settings={"jit": "off"}, command_timeout=900)
+        try:
+            for table in TABLES:
+                await connection.execute(f"alter table headgate.{table} set (autovacuum_enabled = false)")
+            helper = await asyncpg.connect(url, server_settings={"jit": "off"}, command_timeout=900)
+            await load(connection, helper, events=events, retries=retries)
+            await helper.close()
+            await connection.execute(f"analyze {NAMES}")
+        finally:
+            await connection.close()
+    return url
+
+
+async def load(connection: Any, *helpers: Any, events: int, retries: int, chunk: int = 100_000) -> Mapping[str, int]:
     """So many finished events, and so many retries that wait: six of ten are events, three deliveries, one a step.
 
-    The rows fit each other; that is not checked while they are written, which would take most of the time.
+    The rows fit each other; that is not checked while they are written, which would take most of the time. Connections
+    that help take a part of the events each.
     """
-    await connection.execute("set session_replication_role = replica; set statement_timeout = 0")
+    await connection.execute("set statement_timeout = 0")
+    await connection.execute(_UNCHECKED)
     await connection.execute(_STATES, SOURCES, TRIGGERS)
-    for first in range(1, events + 1, chunk):
-        await connection.execute(_FINISHED, first, min(events, first + chunk - 1), SOURCES, TRIGGERS)
+    chunks = iter([(first, min(events, first + chunk - 1)) for first in range(1, events + 1, chunk)])
+
+    async def finish(given: Any) -> None:
+        await given.execute(_UNCHECKED)
+        for first, last in chunks:
+            await given.execute(_FINISHED, first, last, SOURCES, TRIGGERS)
+
+    await asyncio.gather(*(finish(given) for given in (connection, *helpers)))
     counts = {"events": retries * 6 // 10, "deliveries": retries * 3 // 10, "steps": retries // 10}
     first = events + 1
     for kind, statement in (("events", _HELD_EVENTS), ("deliveries", _HELD_DELIVERIES), ("steps", _WAITING_STEPS)):
@@ -162,3 +194,5 @@ async def load(connection: Any, *, events: int, retries: int, chunk: int = 100_0
 async def settle(connection: Any) -> None:
     """What the server does by itself within minutes: statistics, and a mark on the pages whose rows everyone sees."""
     await connection.execute(f"vacuum (analyze) {NAMES}")
+    for table in TABLES:
+        await connection.execute(f"alter table headgate.{table} reset (autovacuum_enabled)")

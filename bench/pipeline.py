@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +23,17 @@ CONNECTIONS = 8
 WARM_UP = 1000
 # Long enough for any machine: a worker that fails must not make the benchmark wait for ever.
 STALLED_SECONDS = 300
+
+
+LISTENING = "select count(*) from pg_stat_activity where datname = current_database() and query ilike 'listen%'"
+
+
+class Numbers(NamedTuple):
+    """The number of the first event, how many come before the clock starts, and how many after."""
+
+    first: int
+    warm_up: int
+    events: int
 
 
 class Goal(NamedTuple):
@@ -58,30 +69,52 @@ async def measure(
     runs_per_event: int = 1,
     warm_up: int = WARM_UP,
     goal: Goal = LAUNCHED,
+    workers: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> Rate:
-    """From the first request to the last run that reaches the goal.
+    """From the first request to the last run that reaches the goal, in a database of its own.
 
-    `prepare` is given the database's address before the worker starts.
+    `prepare` is given the database's address before the workers start; `environment` is added to that of all processes.
     """
-    async with stage.database() as url, stage.api(url) as port:
+    async with stage.database() as url:
         if prepare is not None:
             await prepare(url)
-        with stage.worker(url, goal.application):
-            # So that to look costs the same at the end as at the beginning: by index.
-            watcher = await asyncpg.connect(url, server_settings={"enable_seqscan": "off"})
-            try:
-                job = partial(Job, port=port, batch=BATCH, connections=CONNECTIONS)
-                publish(job(first=0, events=warm_up))
+        return await measure_on(
+            stage, url, Numbers(0, warm_up, events), runs_per_event, goal=goal, workers=workers, environment=environment
+        )
+
+
+async def measure_on(
+    stage: Stage,
+    url: str,
+    numbers: Numbers,
+    runs_per_event: int = 1,
+    *,
+    goal: Goal = LAUNCHED,
+    workers: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> Rate:
+    """The same in a database that is there; nothing of the goal's may be left undone in it."""
+    first, warm_up, events = numbers
+    # So that to look costs the same at the end as at the beginning: by index.
+    watcher = await asyncpg.connect(url, server_settings={"enable_seqscan": "off"})
+    try:
+        before = await watcher.fetchval(goal.runs)
+        async with stage.running(url, goal.application, workers, environment) as port:
+            if workers > 1:  # one is ready when it has done the warm-up
+                await reached(watcher, f"select ({LISTENING}) >= {workers}")
+            job = partial(Job, port=port, batch=BATCH, connections=CONNECTIONS)
+            publish(job(first=first, events=warm_up))
+            await reached(watcher, goal.is_reached)
+            with prepared(job(first=first + warm_up, events=events)) as go, neighbours.watched() as others:
+                sent = go()
                 await reached(watcher, goal.is_reached)
-                with prepared(job(first=warm_up, events=events)) as go, neighbours.watched() as others:
-                    sent = go()
-                    await reached(watcher, goal.is_reached)
-                    ended_at = time.monotonic()
-                found, expected = await watcher.fetchval(goal.runs), (warm_up + events) * runs_per_event
-                if found != expected:
-                    raise RuntimeError(f"{warm_up + events} events were accepted, but {found} runs got there")
-            finally:
-                await watcher.close()
+                ended_at = time.monotonic()
+            found, expected = await watcher.fetchval(goal.runs) - before, (warm_up + events) * runs_per_event
+            if found != expected:
+                raise RuntimeError(f"{warm_up + events} events were accepted, but {found} runs got there")
+    finally:
+        await watcher.close()
     return Rate(round(events / (ended_at - sent.started_at), 1), others.our_us(events), others.cores)
 
 
@@ -96,9 +129,14 @@ async def set_limit(url: str, limit: RateLimit) -> None:
 
 async def reached(watcher: asyncpg.Connection, question: str) -> None:
     """Wait until the question is answered with yes."""
+    await until(partial(watcher.fetchval, question))
+
+
+async def until(is_done: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until it is."""
     try:
         async with asyncio.timeout(STALLED_SECONDS):
-            while not await watcher.fetchval(question):  # noqa: ASYNC110 - the event is in the database
+            while not await is_done():  # noqa: ASYNC110 - what is waited for is in another process
                 await asyncio.sleep(0.01)
     except TimeoutError as exc:
         raise RuntimeError(f"the worker left something undone for {STALLED_SECONDS} s") from exc

@@ -33,11 +33,11 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure(stage: Stage, rounds: int, lease_ms: int) -> Recovery:
-    """Each round kills at another place between two renewals."""
-    taken: list[float] = []
+    """Each round kills at another place between two renewals. A round mostly waits, so all run at once."""
     with neighbours.watched() as others:
-        for number in range(rounds):
-            taken += await _round(stage, number, lease_ms, wait_seconds=lease_ms / 3000 * number / rounds)
+        waits = [lease_ms / 3000 * number / rounds for number in range(rounds)]
+        found = await asyncio.gather(*(_round(stage, number, lease_ms, wait) for number, wait in enumerate(waits)))
+    taken = [seconds for one in found for seconds in one]
     return Recovery(
         lease_ms=lease_ms,
         rounds=rounds,
@@ -65,13 +65,13 @@ async def _round(stage: Stage, number: int, lease_ms: int, wait_seconds: float) 
     environment = {MARKS: str(path), "HEADGATE_LEASE_MS": str(lease_ms)}
     async with stage.database() as url, stage.api(url) as port:
         await without_triggers(url)
-        with stage.worker(url, "outliving", "victim", environment) as victim:
+        with stage.worker(url, "outliving", f"victim-{number}", environment) as victim:
             watcher = await asyncpg.connect(url)
             try:
                 await gate.until_listening(watcher, 1)
                 publish(Job(port=port, first=0, events=RUNS, batch=RUNS, connections=1))
                 await marks.until(path, RUNS)
-                with stage.worker(url, "outliving", "survivor", environment) as survivor:
+                with stage.worker(url, "outliving", f"survivor-{number}", environment) as survivor:
                     await gate.until_listening(watcher, 2)
                     await asyncio.sleep(wait_seconds)
                     killed_at = time.monotonic()

@@ -1,107 +1,122 @@
-"""Runs: from publish until every run of a one-step workflow has succeeded; beside the floor of the same rows, and
-beside another queue on Postgres."""
+"""Runs: from publish until every run of a one-step workflow has succeeded, with each of Headgate's queues; beside the
+floor of the same rows, and beside other queues."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from statistics import median
+import sys
+from functools import partial
+from pathlib import Path
 
 import msgspec
 
-from bench import floor, neighbours, pipeline, yardstick
+from bench import floor, neighbours, pipeline, redis_server, side, yardstick
 from bench.rate import Rate
+from bench.side import Side, Way
 from bench.stage import Stage, without_triggers
 
-
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of doing it: the median, and each turn. `cpu_us` is of all processes for one run; None where /proc does
-    not tell."""
-
-    per_second: float
-    turns: list[float]
-    cpu_us: list[float | None]
-    neighbours: list[float | None]
+# Slow queues get fewer jobs, so that a turn ends; a shorter line is no disadvantage to them.
+PROCRASTINATE_PART = 10
+BULLMQ_PART = 4
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):
-    """Headgate, pgqueuer (enqueue until handled) and plain SQL in turns, the order changing; each turn's ratios."""
+    """Headgate, other queues (enqueue until handled) and plain SQL in turns, the order changing; each turn's ratios of
+    Headgate on Postgres to the others. What needs Redis is None where there is none."""
 
     runs: int
-    pgqueuer_version: str
+    versions: dict[str, str]
     headgate: Side
-    pgqueuer: Side
+    headgate_bullmq: Side | None
     floor: Side
-    to_pgqueuer: list[float]
+    pgqueuer: Side
+    procrastinate: Side
+    bullmq: Side | None
     to_floor: list[float]
+    to_pgqueuer: list[float]
+    to_procrastinate: list[float]
+    to_bullmq: list[float] | None
 
 
 async def measure(stage: Stage, runs: int, turns: int) -> Runs:
     """Each side once a turn."""
-    version = yardstick.version()
-    ways: list[Callable[[Stage, int], Awaitable[Rate]]] = [_floor, _pgqueuer, _headgate]
-    found: list[list[Rate]] = [[], [], []]
-    for turn in range(turns):
-        for way in ((first + turn) % len(ways) for first in range(len(ways))):
-            found[way].append(await ways[way](stage, runs))
-    of_floor, of_pgqueuer, of_headgate = found
+    versions = {yard.package: yardstick.version(yard.package) for yard in (yardstick.PGQUEUER, yardstick.PROCRASTINATE)}
+    ways: dict[str, Way] = {
+        "floor": partial(floor.measure, stage, runs, floor.succeeded),
+        "pgqueuer": partial(_other, stage, yardstick.PGQUEUER, runs),
+        "headgate": partial(_headgate, stage, runs),
+        "procrastinate": partial(_other, stage, yardstick.PROCRASTINATE, _part(runs, PROCRASTINATE_PART)),
+    }
+    if redis_server.is_there():
+        jobs = _part(runs, BULLMQ_PART)
+        versions |= {"bullmq": yardstick.version("bullmq", Path(sys.executable)), "redis": redis_server.version()}
+        ways["headgate_bullmq"] = partial(_headgate_bullmq, stage, runs)
+        ways["bullmq"] = partial(yardstick.measure_bullmq, stage, jobs, _warm_up(jobs))
+    found = await side.in_turns(ways, turns)
+    ours, bullmq = found["headgate"], found.get("bullmq")
     return Runs(
         runs=runs,
-        pgqueuer_version=version,
-        headgate=_side(of_headgate),
-        pgqueuer=_side(of_pgqueuer),
-        floor=_side(of_floor),
-        to_pgqueuer=_ratios(of_headgate, of_pgqueuer),
-        to_floor=_ratios(of_headgate, of_floor),
+        versions=versions,
+        headgate=ours,
+        headgate_bullmq=found.get("headgate_bullmq"),
+        floor=found["floor"],
+        pgqueuer=found["pgqueuer"],
+        procrastinate=found["procrastinate"],
+        bullmq=bullmq,
+        to_floor=side.ratios(ours, found["floor"]),
+        to_pgqueuer=side.ratios(ours, found["pgqueuer"]),
+        to_procrastinate=side.ratios(ours, found["procrastinate"]),
+        to_bullmq=side.ratios(ours, bullmq) if bullmq else None,
     )
 
 
 def lines(found: Runs) -> list[tuple[str, str]]:
     """The figure for people."""
-    cores = [*found.headgate.neighbours, *found.pgqueuer.neighbours, *found.floor.neighbours]
+    texts = [
+        ("publish until the run succeeded", found.headgate, "runs"),
+        ("  with HEADGATE_QUEUE=bullmq", found.headgate_bullmq, "runs"),
+        ("floor of succeeded runs: plain SQL", found.floor, "runs"),
+        (_name(found, "pgqueuer"), found.pgqueuer, "jobs"),
+        (_name(found, "procrastinate"), found.procrastinate, "jobs"),
+        (_name(found, "bullmq"), found.bullmq, "jobs"),
+    ]
+    against = [
+        ("ratio to the floor of succeeded", found.to_floor),
+        ("ratio to pgqueuer", found.to_pgqueuer),
+        ("ratio to procrastinate", found.to_procrastinate),
+        ("ratio to bullmq", found.to_bullmq),
+    ]
+    missing = [] if found.bullmq else [("bullmq", "there is no redis-server on this machine")]
     return [
-        ("publish until the run succeeded", _text(found.headgate, "runs")),
-        (f"pgqueuer {found.pgqueuer_version}: until handled", _text(found.pgqueuer, "jobs")),
-        ("floor of succeeded runs: plain SQL", _text(found.floor, "runs")),
-        ("ratio to pgqueuer", _spread(found.to_pgqueuer)),
-        ("ratio to the floor of succeeded", _spread(found.to_floor)),
-        *neighbours.disturbed("runs", cores),
+        *((name, one.text(what)) for name, one, what in texts if one),
+        *missing,
+        *((name, side.spread(ratios)) for name, ratios in against if ratios),
+        *neighbours.disturbed("runs", [cores for _, one, _ in texts if one for cores in one.neighbours]),
     ]
 
 
-async def _headgate(stage: Stage, runs: int) -> Rate:
-    return await pipeline.measure(stage, runs, without_triggers, warm_up=_warm_up(runs), goal=pipeline.SUCCEEDED)
+async def _headgate(stage: Stage, runs: int, environment: dict[str, str] | None = None) -> Rate:
+    return await pipeline.measure(
+        stage, runs, without_triggers, warm_up=_warm_up(runs), goal=pipeline.SUCCEEDED, environment=environment
+    )
 
 
-async def _pgqueuer(stage: Stage, runs: int) -> Rate:
-    return await yardstick.measure(stage, runs, _warm_up(runs))
+async def _headgate_bullmq(stage: Stage, runs: int) -> Rate:
+    with redis_server.started(stage) as url:
+        return await _headgate(stage, runs, {"HEADGATE_QUEUE": "bullmq", "HEADGATE_REDIS_URL": url})
 
 
-async def _floor(stage: Stage, runs: int) -> Rate:
-    return await floor.measure(stage, runs, floor.succeeded)
+async def _other(stage: Stage, yard: yardstick.Yardstick, jobs: int) -> Rate:
+    return await yardstick.measure(stage, yard, jobs, _warm_up(jobs))
+
+
+def _part(runs: int, part: int) -> int:
+    """At least one batch."""
+    return max(runs // part, pipeline.BATCH)
 
 
 def _warm_up(runs: int) -> int:
     return min(pipeline.WARM_UP, runs)
 
 
-def _side(rates: Sequence[Rate]) -> Side:
-    return Side(
-        per_second=round(median(rate.per_second for rate in rates), 1),
-        turns=[rate.per_second for rate in rates],
-        cpu_us=[rate.cpu_us for rate in rates],
-        neighbours=[rate.neighbours for rate in rates],
-    )
-
-
-def _ratios(ours: Sequence[Rate], theirs: Sequence[Rate]) -> list[float]:
-    return [round(a.per_second / b.per_second, 3) for a, b in zip(ours, theirs, strict=True)]
-
-
-def _text(side: Side, what: str) -> str:
-    known = [used for used in side.cpu_us if used is not None]
-    cpu = f", {median(known):,.0f} µs of CPU each" if known else ""
-    return f"{side.per_second:,.0f} {what}/s (turns: {min(side.turns):,.0f} to {max(side.turns):,.0f}){cpu}"
-
-
-def _spread(ratios: Sequence[float]) -> str:
-    return f"{median(ratios):.2f} (turns: {min(ratios):.2f} to {max(ratios):.2f})"
+def _name(found: Runs, package: str) -> str:
+    return f"{package} {found.versions.get(package, '')}: until handled"

@@ -25,3 +25,10 @@ async def measure(stage: Stage, events: int) -> Single:
         publish(Job(port=port, first=0, events=WARM_UP, batch=1, connections=CONNECTIONS))
         sent = publish(Job(port=port, first=WARM_UP, events=events, batch=1, connections=CONNECTIONS))
     return Single(round(events / (sent.ended_at - sent.started_at), 1), latency(sent.latencies_ms))
+
+
+def lines(found: Single) -> list[tuple[str, str]]:
+    """The figure for people."""
+    rate, taken = found.accepted_per_second, found.latency
+    text = f"{rate:,.0f}/s, p50 {taken.p50_ms:.1f} ms, p99 {taken.p99_ms:.1f} ms"
+    return [(f"single POSTs, {CONNECTIONS} connections", text)]

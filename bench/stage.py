@@ -46,6 +46,7 @@ class Stage:
         self.folder = folder
         self._postgres = postgres
         self._numbers = itertools.count(1)
+        self._kept: set[str] = set()
         self._child_environment = dict(child_environment)
 
     async def prepare(self) -> None:
@@ -69,17 +70,37 @@ class Stage:
         """The address of a fresh database; dropped at the end. The last figure's writes are flushed before."""
         name = f"bench_{next(self._numbers)}"
         await self._admin(f"create database {name} template {_TEMPLATE}")
-        await self._admin("checkpoint")
+        await self.flush()
         try:
             yield self._postgres.url(name)
         finally:
             await self._admin(f"drop database {name} with (force)")
 
+    async def kept(self, name: str) -> tuple[str, bool]:
+        """The address of a database that stays until the end, and whether it is new."""
+        is_new = name not in self._kept
+        if is_new:
+            await self._admin(f"create database {name} template {_TEMPLATE}")
+            self._kept.add(name)
+        return self._postgres.url(name), is_new
+
+    async def flush(self) -> None:
+        """Write out what was changed, so that the next figure does not pay for it."""
+        await self._admin("checkpoint")
+
     @contextlib.asynccontextmanager
-    async def api(self, database_url: str) -> AsyncIterator[int]:
+    async def api(self, database_url: str, environment: Mapping[str, str] | None = None) -> AsyncIterator[int]:
         """`headgate serve` on that database; its port."""
-        with self._headgate("serve", database_url, "serve") as (process, log):
-            yield await _wait_for_port(process, log)
+        async with self.server(database_url, environment) as (port, _):
+            yield port
+
+    @contextlib.asynccontextmanager
+    async def server(
+        self, database_url: str, environment: Mapping[str, str] | None = None
+    ) -> AsyncIterator[tuple[int, subprocess.Popen[bytes]]]:
+        """The same with its process."""
+        with self._headgate("serve", database_url, "serve", environment=environment) as (process, log):
+            yield await _wait_for_port(process, log), process
 
     @contextlib.contextmanager
     def worker(
@@ -97,12 +118,27 @@ class Stage:
         with self._headgate(name, database_url, *command, environment=environment) as (process, _):
             yield process
 
+    @contextlib.asynccontextmanager
+    async def running(
+        self,
+        database_url: str,
+        application: str,
+        workers: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[int]:
+        """So many workers and an API, started at the same time; the API's port. The workers may not be ready yet."""
+        with contextlib.ExitStack() as stack:
+            for number in range(workers):
+                stack.enter_context(self.worker(database_url, application, f"worker-{number}", environment))
+            async with self.api(database_url, environment) as port:
+                yield port
+
     @contextlib.contextmanager
     def program(
         self, name: str, command: list[str], folder: Path, environment: Mapping[str, str]
     ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         """A program that runs meanwhile, and its log."""
-        path = self.folder / f"{name}.log"
+        path = self.folder / f"{name}-{next(self._numbers)}.log"
         with path.open("wb") as log:
             process = _start(command, folder, environment, stdout=log.fileno(), stderr=log)
         try:

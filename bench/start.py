@@ -56,9 +56,9 @@ async def measure(stage: Stage, events: int, commits: int) -> Start:
     """Single POSTs at even times, one worker."""
     before = await commit.measure(stage, commits)
     path = stage.folder / "start.marks"
-    async with stage.database() as url, stage.api(url) as port:
+    async with stage.database() as url:
         await without_triggers(url)
-        with stage.worker(url, "one_step", environment={MARKS: str(path)}):
+        async with stage.running(url, "one_step", environment={MARKS: str(path)}) as port:
             watcher = await asyncpg.connect(url)
             try:
                 await gate.until_listening(watcher, 1)

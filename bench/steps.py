@@ -42,9 +42,9 @@ async def measure(stage: Stage, runs: int, at_once: int, commits: int) -> StepOv
     before = await commit.measure(stage, commits)
     path = stage.folder / "steps.marks"
     environment = {MARKS: str(path), "HEADGATE_WORKER_CONCURRENCY": str(at_once)}
-    async with stage.database() as url, stage.api(url) as port:
+    async with stage.database() as url:
         await without_triggers(url)
-        with stage.worker(url, "many_steps", environment=environment):
+        async with stage.running(url, "many_steps", environment=environment) as port:
             watcher = await asyncpg.connect(url)
             try:
                 await gate.until_listening(watcher, 1)

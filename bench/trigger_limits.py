@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -102,6 +101,30 @@ async def concurrency(stage: Stage, runs: int, workers: int) -> Concurrency:
     )
 
 
+def drain_lines(found: ThrottleDrain) -> list[tuple[str, str]]:
+    """The figure for people."""
+    most = f"at most {found.most_in_any_window:,} of {found.limit:,} in any window, {found.ratio:.3f} x ideal"
+    rest = f"{found.attempts_per_delivery:.2f} attempts per delivery, {found.out_of_order} out of order"
+    return [
+        (f"throttle drain of {found.events:,}", f"{most}, {rest}"),
+        *neighbours.disturbed("throttle_drain", [found.neighbours]),
+    ]
+
+
+def concurrency_lines(found: Sequence[Concurrency]) -> list[tuple[str, str]]:
+    """The figure for people."""
+    return [
+        *(
+            (
+                f"{c.runs} runs of {c.run_ms:.0f} ms, {c.workers} worker{'s'[: c.workers - 1]}",
+                f"{c.ratio:.3f} x ideal, at most {c.most_unfinished} of {c.max_concurrency} unfinished",
+            )
+            for c in found
+        ),
+        *neighbours.disturbed("concurrency", [c.neighbours for c in found]),
+    ]
+
+
 def most_at_once(spans: Sequence[Span]) -> int:
     """The most runs that existed unfinished at the same time. One that ends when another is created is before it."""
     steps = sorted([(s.created_at, 1) for s in spans] + [(s.finished_at, -1) for s in spans])
@@ -109,11 +132,9 @@ def most_at_once(spans: Sequence[Span]) -> int:
 
 
 async def _spans(stage: Stage, runs: int, workers: int) -> list[Span]:
-    async with stage.database() as url, stage.api(url) as port:
+    async with stage.database() as url:
         await without_triggers(url)
-        with contextlib.ExitStack() as stack:
-            for number in range(workers):
-                stack.enter_context(stage.worker(url, "few", f"worker-{number}"))
+        async with stage.running(url, "few", workers) as port:
             watcher = await asyncpg.connect(url)
             try:
                 await gate.until_listening(watcher, workers)

@@ -8,15 +8,15 @@ from statistics import median
 
 import msgspec
 
-from bench import pipeline, workload
-from bench.rate import Rate
+from bench import neighbours, pipeline, side, workload
+from bench.side import Side
 from bench.stage import Stage, execute
 
 FAN_OUT = 100
 FAN_OUT_WARM_UP = 20
 
-# Each case once in each place, and once right after each other one, in as many turns as there are cases.
-_FIRST_ORDER = (0, 1, 3, 2)
+# How many triggers, and whether those of other event types are patterns.
+KINDS = ((1, False), (100, False), (1000, False), (1000, True))
 
 _COPY = """
 insert into headgate.workflow_event_triggers
@@ -61,15 +61,14 @@ class FanOut(msgspec.Struct, frozen=True, kw_only=True):
     deliveries_per_second: float
 
 
-async def crowd(stage: Stage, events: int, turns: int) -> Crowd:
-    """1, 100 and 1,000 triggers, and 1,000 of which 999 are patterns; all but one of other event types."""
-    kinds = ((1, False), (100, False), (1000, False), (1000, True))
-    found: list[list[Rate]] = [[] for _ in kinds]
-    for turn in range(turns):
-        for case in ((first + turn) % len(kinds) for first in _FIRST_ORDER):
-            found[case].append(await pipeline.measure(stage, events, _copies(_others(*kinds[case]))))
-    cases = [_case(*kind, rates, found[0]) for kind, rates in zip(kinds, found, strict=True)]
-    return Crowd(events=events, cases=cases)
+async def crowd(stage: Stage, events: int, turns: int, kinds: Sequence[tuple[int, bool]] = KINDS) -> Crowd:
+    """So many triggers, all but one of other event types; the first kind is what the others are compared with."""
+    ways = {
+        f"{triggers} {are_patterns}": partial(pipeline.measure, stage, events, _copies(_others(triggers, are_patterns)))
+        for triggers, are_patterns in kinds
+    }
+    found = list((await side.in_turns(ways, turns)).values())
+    return Crowd(events=events, cases=[_case(*kind, one, found[0]) for kind, one in zip(kinds, found, strict=True)])
 
 
 async def fan_out(stage: Stage, events: int, turns: int) -> FanOut:
@@ -90,25 +89,45 @@ async def fan_out(stage: Stage, events: int, turns: int) -> FanOut:
     )
 
 
+def crowd_lines(found: Crowd) -> list[tuple[str, str]]:
+    """The figure for people."""
+    lines = []
+    for case in found.cases:
+        others = "patterns" if case.are_patterns else "of other types"
+        name = "1 trigger" if case.triggers == 1 else f"{case.triggers:,} triggers, {case.triggers - 1:,} {others}"
+        against = f", {side.spread(case.ratios)} of that with 1"
+        if case.cpu_ratio:
+            against += f", {case.cpu_ratio:.2f} of its CPU"
+        lines.append((name, f"{case.per_second:,.0f} events/s" + (against if case.triggers > 1 else "")))
+    return lines + neighbours.disturbed("triggers", [cores for case in found.cases for cores in case.neighbours])
+
+
+def fan_out_lines(found: FanOut) -> list[tuple[str, str]]:
+    """The figure for people."""
+    rates = f"{found.deliveries_per_second:,.0f} deliveries/s, {found.events_per_second:,.0f} events/s"
+    return [
+        (f"{found.triggers} triggers fire for each event", rates),
+        *neighbours.disturbed("fanout", found.neighbours),
+    ]
+
+
 def _others(triggers: int, are_patterns: bool) -> list[str]:
     """The event types of all triggers but one, none of which takes the events."""
     return [f"other-{number}.{'*' if are_patterns else 'created'}" for number in range(1, triggers)]
 
 
-def _case(triggers: int, are_patterns: bool, found: Sequence[Rate], alone: Sequence[Rate]) -> Case:
-    ratios = [round(one.per_second / other.per_second, 3) for one, other in zip(found, alone, strict=True)]
-    pairs = zip(found, alone, strict=True)
-    cpu_ratios = [one.cpu_us / other.cpu_us for one, other in pairs if one.cpu_us and other.cpu_us]
+def _case(triggers: int, are_patterns: bool, found: Side, alone: Side) -> Case:
+    ratios = side.ratios(found, alone)
     return Case(
         triggers=triggers,
         are_patterns=are_patterns,
-        rates=[one.per_second for one in found],
+        rates=found.turns,
         ratios=ratios,
-        cpu_us=[one.cpu_us for one in found],
-        neighbours=[one.neighbours for one in found],
-        per_second=round(median(one.per_second for one in found), 1),
+        cpu_us=found.cpu_us,
+        neighbours=found.neighbours,
+        per_second=found.per_second,
         ratio=round(median(ratios), 3),
-        cpu_ratio=round(median(cpu_ratios), 3) if cpu_ratios else None,
+        cpu_ratio=side.cpu_ratio(found, alone),
     )
 
 

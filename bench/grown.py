@@ -1,0 +1,151 @@
+"""Throughput beside a long history and a long line, against empty tables; and whether a statement reads a whole table.
+
+What waits there is put off until long after, so nobody works on it meanwhile: we measure what it costs to be there.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+
+import asyncpg
+import msgspec
+
+from bench import history, neighbours, pipeline, side, workload
+from bench.pipeline import Goal, Numbers
+from bench.rate import Rate
+from bench.side import Side
+from bench.stage import Stage, execute, without_triggers
+
+# The slug of the workflow that takes the events, for each goal.
+_SLUGS = {pipeline.LAUNCHED: "fulfil", pipeline.SUCCEEDED: "step_once"}
+# Only that workflow's trigger among those that `bench.app` has made; the history's own stay as they are.
+_ONLY = """
+update headgate.workflow_event_triggers t set status = case when d.slug = $1 then 'active' else 'disabled' end
+  from headgate.workflow_definitions d where d.id = t.workflow_definition_id and d.slug = any ($2)
+"""
+# A run is due when it is created, so those that wait for another day are not looked at.
+_IS_REACHED = """
+select not exists (select from headgate.event_inbox)
+   and not exists (select from headgate.workflow_runs r join headgate.workflow_definitions d
+                     on d.id = r.workflow_definition_id
+                    where r.status = 'pending' and r.next_attempt_at <= now() and d.slug = '{slug}')
+   and not exists (select from headgate.workflow_runs where status = 'running')
+"""
+# By the source of our events, which an index finds: to count all runs would read the whole table.
+_RUNS = """
+select count(*) from headgate.workflow_events e join headgate.workflow_runs r on r.event_id = e.id
+ where e.source = '{source}' and r.status = '{status}'
+"""
+_PUT_OFF = """
+update headgate.event_ingress_retries set next_attempt_at = next_attempt_at + interval '1 day'
+ where retry_state = 'scheduled';
+update headgate.workflow_trigger_deliveries set next_attempt_at = next_attempt_at + interval '1 day'
+ where retry_state = 'scheduled';
+update headgate.workflow_run_steps set next_attempt_at = next_attempt_at + interval '1 day'
+ where retry_state = 'scheduled';
+update headgate.workflow_runs set next_attempt_at = next_attempt_at + interval '1 day' where status = 'pending';
+"""
+_SCANS = """
+select relname, coalesce(seq_scan, 0) from pg_stat_user_tables where schemaname = 'headgate' and relname = any ($1)
+"""
+_first = count(0, 10_000_000)
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """Empty tables and grown ones in turns; the ratios are of the second to the first."""
+
+    empty: Side
+    grown: Side
+    ratios: list[float]
+    cpu_ratio: float | None
+
+
+class Grown(msgspec.Struct, frozen=True, kw_only=True):
+    """`whole_table_reads` are the sequential scans of each grown table in all turns, whoever's statement it was."""
+
+    events: int
+    retries: int
+    measured: int
+    launched: Work
+    succeeded: Work
+    whole_table_reads: dict[str, int]
+
+
+async def measure(stage: Stage, events: int, retries: int, measured: int, turns: int) -> Grown:
+    """Both goals, each in turns."""
+    url = await history.database(stage, events=events, retries=retries)
+    connection = await asyncpg.connect(url, command_timeout=900)
+    try:
+        await connection.execute(_PUT_OFF)
+        await history.settle(connection)
+        before = await _scans(connection)
+        launched = await _work(stage, url, pipeline.LAUNCHED, measured, turns)
+        succeeded = await _work(stage, url, pipeline.SUCCEEDED, measured, turns)
+        after = await _scans(connection)
+    finally:
+        await connection.close()
+    return Grown(
+        events=events,
+        retries=retries,
+        measured=measured,
+        launched=launched,
+        succeeded=succeeded,
+        whole_table_reads={table: after[table] - before[table] for table in history.TABLES},
+    )
+
+
+def lines(found: Grown) -> list[tuple[str, str]]:
+    """The figure for people."""
+
+    def against(work: Work) -> str:
+        cpu = f", {work.cpu_ratio:.2f} of the CPU" if work.cpu_ratio else ""
+        return f"{side.spread(work.ratios)} of the empty tables' rate{cpu}"
+
+    read = {table: scans for table, scans in found.whole_table_reads.items() if scans}
+    sides = (found.launched.empty, found.launched.grown, found.succeeded.empty, found.succeeded.grown)
+    return [
+        (f"launched beside {found.events:,} events", against(found.launched)),
+        (f"succeeded beside {found.events:,} events", against(found.succeeded)),
+        ("  whole tables read meanwhile", ", ".join(f"{t} {n} times" for t, n in read.items()) or "none"),
+        *neighbours.disturbed("history", [cores for one in sides for cores in one.neighbours]),
+    ]
+
+
+async def _work(stage: Stage, url: str, goal: Goal, events: int, turns: int) -> Work:
+    ways = {
+        "empty": partial(_empty, stage, goal, events),
+        "grown": partial(_beside, stage, url, goal, events),
+    }
+    found = await side.in_turns(ways, turns)
+    empty, grown = found["empty"], found["grown"]
+    ratios = side.ratios(grown, empty)
+    return Work(empty=empty, grown=grown, ratios=ratios, cpu_ratio=side.cpu_ratio(grown, empty))
+
+
+async def _empty(stage: Stage, goal: Goal, events: int) -> Rate:
+    prepare = without_triggers if goal is pipeline.SUCCEEDED else None
+    return await pipeline.measure(stage, events, prepare, warm_up=min(pipeline.WARM_UP, events), goal=goal)
+
+
+async def _beside(stage: Stage, url: str, goal: Goal, events: int) -> Rate:
+    slug = _SLUGS[goal]
+    await execute(url, statement=_ONLY, arguments=(slug, list(_SLUGS.values())))
+    await stage.flush()
+    numbers = Numbers(next(_first), min(pipeline.WARM_UP, events), events)
+    return await pipeline.measure_on(stage, url, numbers, goal=_beside_history(goal, slug))
+
+
+def _beside_history(goal: Goal, slug: str) -> Goal:
+    """The goal for this workflow's runs alone."""
+    if goal is pipeline.LAUNCHED:
+        return goal._replace(runs=_RUNS.format(source=workload.SOURCE, status="pending"))
+    runs = _RUNS.format(source=workload.SOURCE, status="succeeded")
+    return goal._replace(is_reached=_IS_REACHED.format(slug=slug), runs=runs)
+
+
+async def _scans(connection: asyncpg.Connection) -> dict[str, int]:
+    """Every process that counted has ended by now, and with that has told; this connection is made to."""
+    await connection.execute("select pg_stat_force_next_flush()")
+    await connection.execute("select pg_stat_clear_snapshot()")
+    return {row[0]: row[1] for row in await connection.fetch(_SCANS, list(history.TABLES))}
