@@ -52,7 +52,13 @@ def test_each_complaint(waves: list[overload.Wave], changes: dict[str, Any], com
 
 @pytest.mark.parametrize(
     "changes",
-    [{"server_errors": ["x"]}, {"unanswered": ["x"]}, {"probes_unanswered": 1}, {"honest_run_succeeded": False}],
+    [
+        {"server_errors": ["x"]},
+        {"unanswered": ["x"]},
+        {"shut_out": ["x"]},
+        {"probes_unanswered": 1},
+        {"honest_run_succeeded": False},
+    ],
 )
 def test_each_hostile_complaint(changes: dict[str, Any]) -> None:
     clean = hostile.Found(seed=1, requests=1, statuses={400: 1}, honest_run_succeeded=True)
