@@ -81,9 +81,8 @@ def _ended_by_another(evidence: Evidence) -> Iterator[str]:
     for run in evidence.dump.runs:
         if run.status != "succeeded" or run.finished_at is None:
             continue
-        at = run.finished_at - SLACK_SECONDS
-        holder = owners.at(run.id, at)
-        done = [mark for mark in marks[run.id] if mark.pid == holder and mark.at < at]
+        holder = owners.at(run.id, run.finished_at - SLACK_SECONDS)
+        done = [m for m in marks[run.id] if m.pid == holder and m.at <= run.finished_at + SLACK_SECONDS]
         if done and done[-1].what == "began":
             yield f"run {run.id} of {run.workflow} ended while its owner, {holder}, was in its step {done[-1].step}"
 
