@@ -22,11 +22,11 @@ ENOUGH_EVENTS = 2000
 MEASURE_SECONDS = 0.5
 # What bodies may occupy from their first byte until their request is answered, in all.
 MAX_HELD_BYTES = 64 * 1024 * 1024
-# Of bodies that are parsed in one turn of the event loop, and that may wait for their turn; each counts for so many
-# bytes more, since an empty one costs something too.
+# Of bodies that are parsed in one turn of the event loop (some ten milliseconds), and that may wait for their turn (a
+# second or so); each counts for so many bytes more, since an empty one costs something too.
 TURN_BYTES = 64 * 1024
-MAX_WAITING_BYTES = 1024 * 1024
-REQUEST_BYTES = 1024
+MAX_WAITING_BYTES = 4 * 1024 * 1024
+REQUEST_BYTES = 256
 
 
 def overloaded() -> Overloaded:
