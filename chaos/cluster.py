@@ -181,6 +181,8 @@ class Cluster:
             "HEADGATE_LEASE_MS": str(LEASE_MS),
             "HEADGATE_POLL_MS": "200",
             "HEADGATE_SHUTDOWN_MS": "5000",
+            # Runs whose workers died again and again fail by the rule, and open breakers: not for longer than a drain.
+            "HEADGATE_TRIGGER_ERROR_PAUSE_MS": "3000",
             "HEADGATE_LOG_LEVEL": "warning",
             "HEADGATE_SOURCE_RATE_LIMITS": msgspec.json.encode(limits).decode(),
             "PYTHONPATH": str(ROOT),
