@@ -22,7 +22,7 @@ _numbers = itertools.count(1)
 
 
 def _fast_folder() -> Path | None:
-    """Memory, where there is plenty: on a busy disk each test's database takes a second. Postgres itself is the same."""
+    """Memory, where there is plenty: on a busy disk each test's database takes a second. Postgres is the same."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > 6 * 1024**3 else None
 
