@@ -39,6 +39,7 @@ chaos: $(READY)
 	@$(BIN)/python -m chaos $(or $(ARGS),--both --out chaos/results/latest.json)
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.overload --out chaos/results/overload.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.hostile --out chaos/results/hostile.json
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.fences
 
 clean:
 	rm -rf $(VENV) .headgate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -23,6 +23,8 @@ hg = Headgate()
 SINK = Path(os.environ.get("CHAOS_SINK", "."))
 AGAIN = Retry(max_attempts=8, base="300ms", factor=2, cap="2s")
 NAP_MS = 800
+# So long that a worker that was frozen for its lease wakes up while another one is at the same step.
+LONG_SECONDS = 2.5
 _fd: int | None = None
 
 
@@ -102,6 +104,12 @@ async def nap(ctx: Context, **_: Any) -> str:
     await effect(ctx, "nap", "before")
     await ctx.sleep(f"{NAP_MS}ms", name="nap")
     await effect(ctx, "nap", "after")
+    return "done"
+
+
+@hg.workflow(on="chaos.long")
+async def long(ctx: Context, **_: Any) -> str:
+    await effect(ctx, "long", "only", seconds=LONG_SECONDS)
     return "done"
 
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import asyncpg
@@ -31,6 +31,7 @@ from headgate.store.db import Database
 
 ROOT = Path(__file__).parent.parent
 APP = Path(__file__).parent / "app.py"
+PATCHED = Path(__file__).parent / "patched"
 HEADGATE = str(Path(sys.executable).parent / "headgate")
 LEASE_MS = 3000
 LIMITS = {"limited": (10, 1000)}
@@ -123,9 +124,10 @@ class Member:
 class Cluster:
     """Two APIs, three workers (or what is asked for), and what they stand on."""
 
-    def __init__(self, folder: Path, *, queue: str, apis: int, workers: int) -> None:
+    def __init__(self, folder: Path, *, queue: str, apis: int, workers: int, without: Sequence[str] = ()) -> None:
         self.folder = folder
         self.queue = queue
+        self._without = without
         for inside in ("sink", "logs"):
             (folder / inside).mkdir(parents=True, exist_ok=True)
         self.postgres = Postgres(folder / "postgres", POSTGRES_OPTIONS)
@@ -179,12 +181,16 @@ class Cluster:
             "HEADGATE_LEASE_MS": str(LEASE_MS),
             "HEADGATE_POLL_MS": "200",
             "HEADGATE_SHUTDOWN_MS": "5000",
+            # Runs whose workers died again and again fail by the rule, and open breakers: not for longer than a drain.
+            "HEADGATE_TRIGGER_ERROR_PAUSE_MS": "3000",
             "HEADGATE_LOG_LEVEL": "warning",
             "HEADGATE_SOURCE_RATE_LIMITS": msgspec.json.encode(limits).decode(),
             "PYTHONPATH": str(ROOT),
         }
         if self.redis is not None:
             own["HEADGATE_REDIS_URL"] = self.redis.url
+        if self._without:
+            own |= {"CHAOS_WITHOUT": ",".join(self._without), "PYTHONPATH": f"{PATCHED}:{ROOT}"}
         return inherited | own
 
     async def until_ready(self) -> None:

@@ -69,6 +69,22 @@ def unfinished(evidence: Evidence) -> Iterator[str]:
             delivery.status == "skipped" and delivery.workflow in evidence.dump.idempotency_windows
         ):
             yield f"delivery {delivery.id} of {delivery.workflow} is {delivery.status}"
+    yield from _ended_by_another(evidence)
+
+
+def _ended_by_another(evidence: Evidence) -> Iterator[str]:
+    """Runs that ended while whoever held them was in the middle of a step: somebody else has ended them."""
+    owners = Owners(evidence.dump.owned)
+    marks: dict[str, list[Mark]] = defaultdict(list)
+    for mark in evidence.marks:
+        marks[mark.run].append(mark)
+    for run in evidence.dump.runs:
+        if run.status != "succeeded" or run.finished_at is None:
+            continue
+        holder = owners.at(run.id, run.finished_at - SLACK_SECONDS)
+        done = [m for m in marks[run.id] if m.pid == holder and m.at <= run.finished_at + SLACK_SECONDS]
+        if done and done[-1].what == "began":
+            yield f"run {run.id} of {run.workflow} ended while its owner, {holder}, was in its step {done[-1].step}"
 
 
 def _ended_well(run: RunRow) -> bool:

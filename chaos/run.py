@@ -31,6 +31,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     faults: list[str] = []
     apis: int = 2
     workers: int = 3
+    drain_seconds: float | None = None  # no longer, even while something moves
+    without: list[str] = []  # fences that are taken out, to see whether anyone notices (`chaos.fences`)
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +53,7 @@ async def run(choice: Choice, folder: Path, say: Callable[[str], None]) -> Resul
     """The whole run; everything it leaves is in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "choice.json").write_bytes(msgspec.json.encode(choice))
-    cluster = Cluster(folder, queue=choice.queue, apis=choice.apis, workers=choice.workers)
+    cluster = Cluster(folder, queue=choice.queue, apis=choice.apis, workers=choice.workers, without=choice.without)
     clock = database.Clock()
     try:
         say(f"starting {choice.apis} APIs and {choice.workers} workers on {choice.queue}, seed {choice.seed}")
@@ -59,14 +61,14 @@ async def run(choice: Choice, folder: Path, say: Callable[[str], None]) -> Resul
         await database.watch(cluster.database_url, clock)
         cluster.publish(_job(choice, cluster))
         plan = faults.plan(choice.seed, choice.seconds, choice.faults)
-        say(f"breaking for {choice.seconds:g} s: {len(plan)} actions ({', '.join(choice.faults)})")
+        say(f"breaking for {choice.seconds:g} s: {len(plan)} actions ({', '.join(choice.faults) or 'none'})")
         hands = faults.Breaker(cluster, choice.seed, choice.faults)
         await hands.run(plan, choice.seconds)
         hands.mend()
         say("mended; waiting for the last answers")
         await cluster.until_ready()
         await cluster.stop_publishing(STILL_SECONDS)
-        drained_in = await drain(cluster, say)
+        drained_in = await drain(cluster, say, choice.drain_seconds)
         dump = await database.dump(cluster.database_url, clock)
         (folder / "database.json").write_bytes(msgspec.json.encode(dump))
     finally:
@@ -88,7 +90,7 @@ def judged(choice: Choice, folder: Path, drained_in: float) -> Result:
     )
 
 
-async def drain(cluster: Cluster, say: Callable[[str], None]) -> float:
+async def drain(cluster: Cluster, say: Callable[[str], None], at_most: float | None = None) -> float:
     """Wait until nothing is left to do, or until nothing has moved for a long time; how long that took."""
     began_at = moved_at = time.monotonic()
     last: dict[str, int] = {}
@@ -98,7 +100,7 @@ async def drain(cluster: Cluster, say: Callable[[str], None]) -> float:
         now = time.monotonic()
         if left != last:
             last, moved_at = left, now
-        if not any(left.values()):
+        if not any(left.values()) or (at_most is not None and now - began_at > at_most):
             return now - began_at
         if now - moved_at > STILL_SECONDS:
             say(f"nothing has moved for {STILL_SECONDS:g} s: {left}")

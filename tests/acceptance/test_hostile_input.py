@@ -132,6 +132,21 @@ async def test_sizes(address: str, shared_url: str) -> None:
     assert fits.status_code == 202
 
 
+@pytest.mark.parametrize("path", ["/v1/events", "/admin/sources/s/pause", "/v1/workflows"])
+@pytest.mark.parametrize("size", [1024 * 1024 + 1, 6_000_000], ids=str)
+def test_whoever_sends_too_much_and_only_then_listens_is_told(address: str, path: str, size: int) -> None:
+    """Nothing is to come after it, so the server closes: the answer must not go with the connection."""
+    target = urlsplit(address)
+    for _ in range(10):
+        with socket.create_connection((target.hostname, target.port), timeout=30) as raw:
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {size}\r\n\r\n"
+            raw.sendall(head.encode() + b" " * size)
+            answer = b""
+            while part := raw.recv(65536):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"application/problem+json" in answer
+
+
 async def test_compressed_bodies_and_other_media_are_415(address: str) -> None:
     bomb = gzip.compress(b" " * 10_000_000)
     assert post(address, bomb, JSON | {"content-encoding": "gzip"}).status_code == 415

@@ -60,6 +60,10 @@ from headgate import Headgate, Client, Retry
 hg = Headgate()
 @hg.workflow(on="a.b")
 async def f(ctx): ...
+import headgate.cli.process
+assert "prompt_toolkit" not in sys.modules  # a terminal, for a process that has none
+import cel.cli
+assert cel.cli.__file__  # the real one, for whoever wants it
 """
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

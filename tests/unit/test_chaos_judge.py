@@ -169,6 +169,12 @@ def delivery_exhausted(found: Evidence) -> Evidence:
     )  # fmt: skip
 
 
+def ended_by_another(found: Evidence) -> Evidence:
+    """Whoever held it had not come to the end of its step."""
+    late = [m if (m.run, m.what) != ("r0", "ended") else msgspec.structs.replace(m, pid=8) for m in found.marks]
+    return msgspec.structs.replace(found, marks=late)
+
+
 def stored_twice(found: Evidence) -> Evidence:
     return changed(found, events=[*found.dump.events, event_row(10, external_id="k0")])
 
@@ -270,7 +276,8 @@ def accepted_while_down(found: Evidence) -> Evidence:
 
 
 def step_again(found: Evidence) -> Evidence:
-    return msgspec.structs.replace(found, marks=[*found.marks, mark(2, 2.19, "began")])
+    again = [mark(2, 2.19, "began"), mark(2, 2.191, "ended")]
+    return msgspec.structs.replace(found, marks=[*found.marks, *again])
 
 
 def result_without_effect(found: Evidence) -> Evidence:
@@ -284,6 +291,7 @@ PLANTED: dict[Plant, str] = {
     run_missing: "runs that ended as they should not",
     run_failed: "runs that ended as they should not",
     delivery_exhausted: "runs that ended as they should not",
+    ended_by_another: "runs that ended as they should not",
     stored_twice: "double launches",
     launched_twice: "double launches",
     effects_of_two_runs: "double launches",

@@ -1,7 +1,8 @@
 """What a connection may make us hold before anyone knows who it is, and for how long.
 
 The server below keeps whatever comes until a request's head is complete (64 MB of headers cost it 700 MB), waits for it
-without end, and goes on reading a body whose request is long answered.
+without end, goes on reading a body whose request is long answered, and closes while one comes in, which takes away the
+answer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from headgate.telemetry import metrics
 MAX_HEAD_BYTES = 32 * 1024
 # For a head to be complete, and for the rest of a body that nobody waits for.
 PATIENCE_SECONDS = 20
+# Of what a client still sends after its last answer, before it has read it.
+LEAVING_SECONDS = 5
+MAX_LEFT_BYTES = 8 * 1024 * 1024
 
 
 class Connection(HttpToolsProtocol):
@@ -32,16 +36,41 @@ class Connection(HttpToolsProtocol):
         self._unread_bytes = 0
         self._is_read = False
         self._timer: asyncio.TimerHandle | None = None
+        self.is_leaving = False
+        self._left_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._socket = transport
+        super().connection_made(_WayOut(transport, self))  # type: ignore[arg-type]
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
 
+    def leave(self) -> None:
+        """End the connection; while a request is still coming in, so that its answer arrives.
+
+        The kernel answers what comes after a close with a reset, and whoever gets that while it sends never reads the
+        answer. So at first we only say that nothing more will come, and throw away what still comes, up to a bound.
+        """
+        if self.is_leaving or self._socket.is_closing():
+            return
+        if not self._is_in_message:
+            self._socket.close()
+            return
+        self.is_leaving = True
+        self.flow.resume_reading()
+        self._socket.write_eof()
+        self._stop_timer()
+        self._timer = self.loop.call_later(LEAVING_SECONDS, self._socket.close)
+
     def data_received(self, data: bytes) -> None:
+        if self.is_leaving:
+            self._left_bytes += len(data)
+            if self._left_bytes > MAX_LEFT_BYTES:
+                self._socket.close()
+            return
         self._is_read = False
         super().data_received(data)
         if self.transport.is_closing():
@@ -103,9 +132,25 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(PATIENCE_SECONDS, self.transport.close)
+        self._timer = self.loop.call_later(PATIENCE_SECONDS, self._socket.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _WayOut:
+    """The transport that the server writes to; it is closed the way that `Connection.leave` says."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport = transport
+        self.write = transport.write
+        self.close = connection.leave
+        self._connection = connection
+
+    def is_closing(self) -> bool:
+        return self._connection.is_leaving or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

@@ -9,7 +9,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headgate.api import cloudevents, problems
+from headgate.api import admission, cloudevents, problems
+from headgate.api.admission import Place
 from headgate.api.problems import Problem
 from headgate.api.routes import Services, json_response
 from headgate.clock import utc_now, uuid7
@@ -22,6 +23,8 @@ from headgate.telemetry import traces
 BODY_SECONDS = 10
 CE_STRUCTURED = "application/cloudevents+json"
 CE_BATCH = "application/cloudevents-batch+json"
+# Made once: it is given when there is no time to lose.
+OVERLOADED = problems.response(admission.overloaded())
 
 
 class AcceptedBatch(msgspec.Struct, frozen=True):
@@ -32,6 +35,9 @@ class AcceptedBatch(msgspec.Struct, frozen=True):
 
 async def handle(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
     """Answer one publish request; the status sent."""
+    if services.admission.is_full:
+        await OVERLOADED(scope, receive, send)
+        return OVERLOADED.status_code
     response = await answer(services, scope, receive)
     await response(scope, receive, send)
     return response.status_code
@@ -51,13 +57,17 @@ async def _answer(services: Services, scope: Scope, receive: Receive, traced: tr
     try:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         principal = await services.access.check(headers.get("authorization"), "publish", scope["headers"])
-        body = await read_body(receive, headers, services.settings.max_body_bytes)
-        events, is_batch = _parse(services, headers, body)
-        if principal is not None:
-            _check_sources(principal, events, is_batch)
-        if traced is not None:
-            events = _continued(traced, headers.get("traceparent"), events)
-        accepted = await services.ingest.accept(events)
+        with services.admission.request() as place:
+            body = await read_body(receive, headers, services.settings.max_body_bytes, place)
+            await services.admission.turn(len(body))
+            events, is_batch = _parse(services, headers, body)
+            del body
+            if principal is not None:
+                _check_sources(principal, events, is_batch)
+            if traced is not None:
+                events = _continued(traced, headers.get("traceparent"), events)
+            place.hold_events(len(events))
+            accepted = await services.ingest.accept(events)
     except Exception as exc:
         return problems.response(exc)
     return json_response(AcceptedBatch(accepted) if is_batch else accepted[0], 202)
@@ -85,8 +95,8 @@ def _check_sources(principal: Principal, events: list[NewEvent], is_batch: bool)
         raise Forbidden(f"this needs the scope publish for the source {events[wrong[0]].source}", "publish", errors)
 
 
-async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
-    """The body, counted while it comes in, so that no sender can make us hold more than the limit."""
+async def read_body(receive: Receive, headers: dict[str, str], limit: int, place: Place) -> bytes:
+    """The body, counted while it comes in, so that no sender can make us hold more than the limit, nor all together."""
     if headers.get("content-encoding", "identity") != "identity":
         raise Problem(415, "compressed bodies are not accepted; send without Content-Encoding")
     too_large = Problem(413, f"the body is larger than {limit} bytes", [FieldError("body", f"at most {limit} bytes")])
@@ -104,6 +114,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
                 size += len(part)
                 if size > limit:
                     raise too_large
+                place.hold_bytes(len(part))
                 parts.append(part)
                 if not message.get("more_body", False):
                     break

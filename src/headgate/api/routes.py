@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.admission import Admission
 from headgate.api.problems import HEADERS, Problem
 from headgate.clock import has_utc
 from headgate.errors import FieldError, InvalidInput
@@ -41,6 +42,7 @@ class Services:
     readiness: Readiness
     access: Access
     webhooks: Webhooks
+    admission: Admission
 
 
 Handler = Callable[[Request, Services], Awaitable[Any]]

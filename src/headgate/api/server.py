@@ -41,6 +41,7 @@ from headgate.api import (
     webhooks,
     workflows,
 )
+from headgate.api.admission import Admission
 from headgate.api.problems import Problem
 from headgate.api.routes import Route, Services, json_response
 from headgate.errors import NotFound, SettingsError
@@ -141,8 +142,9 @@ class Api:
         readiness = Readiness(settings, self._database, self._queue)
         received = Webhooks(self._database, ingest)
         self.services = Services(
-            settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access, received
-        )
+            settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access, received,
+            Admission(settings.ingest_max_waiting),
+        )  # fmt: skip
         self.app = _application(self.services)
 
     async def open(self) -> None:

@@ -37,17 +37,23 @@ async def receive_webhook(request: Request, services: Services) -> Response:
     source: str = request.path_params["source"]
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
     webhook: Webhook | None = None
+    if services.admission.is_full:
+        return publish.OVERLOADED
     try:
         webhook = await services.webhooks.find(source)
         if any(sum(name == given for given, _ in request.scope["headers"]) > 1 for name in _ONCE):
             return _unsigned(services, source, webhook, "repeated_header")
         if not any(name in headers for name in SIGNATURE_HEADERS.values()):  # nobody makes us read a body for nothing
             return _unsigned(services, source, webhook, "missing_signature")
-        body = await publish.read_body(request.receive, headers, services.settings.max_body_bytes)
-        reason = refusal(webhook.config if webhook else None, headers, body, utc_now())
-        if reason is not None or webhook is None:
-            return _unsigned(services, source, webhook, reason or "unknown_source")
-        accepted = await services.webhooks.accept(_event(services, webhook, headers, body))
+        with services.admission.request() as place:
+            body = await publish.read_body(request.receive, headers, services.settings.max_body_bytes, place)
+            await services.admission.turn(len(body))
+            reason = refusal(webhook.config if webhook else None, headers, body, utc_now())
+            if reason is not None or webhook is None:
+                return _unsigned(services, source, webhook, reason or "unknown_source")
+            event = _event(services, webhook, headers, body)
+            place.hold_events(1)
+            accepted = await services.webhooks.accept(event)
     except HeadgateError as exc:
         answer = problems.response(exc)
         outcome = "unavailable" if isinstance(exc, Unavailable) else "invalid"

@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import cel
-
 from headgate.errors import FieldError
+from headgate.model.cel_library import cel
 from headgate.model.predicate import FIELDS, compile_re2, unknown_field
 
 MAX_LENGTH = 2000

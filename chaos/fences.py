@@ -1,0 +1,132 @@
+"""`python -m chaos.fences`: would anyone notice? Each fence is taken out of a cluster, and its verdict must find it.
+
+The product has no switch for this. A process of such a cluster reads `chaos/patched/sitecustomize.py` first, which
+changes the statements that hold the fence as they are loaded, in that process alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import uvloop
+
+from chaos import run
+from chaos.judge import Verdict
+from headgate.store import sql
+from headgate.telemetry import logs
+
+
+class Fence(NamedTuple):
+    """What holds it: patterns in the statements of an aggregate, and what stands there instead. How it is found out."""
+
+    edits: tuple[tuple[str, str, str], ...]
+    verdicts: tuple[str, ...]
+    seconds: float
+    per_second: float
+    faults: tuple[str, ...] = ()
+
+
+FENCES = {
+    # Two events with one idempotency key: the second finds it taken.
+    "idempotency": Fence(
+        (("idempotency", r"where k\.expires_at <= headgate\.now\(\)(?=\s+returning)", "where true"),),
+        ("double launches",), seconds=6, per_second=60,
+    ),
+    # A worker that was thought dead and wakes up writes nothing: its claim has been raised.
+    "claim": Fence(
+        (
+            ("runs", r"\b[rs]\.claim_generation = u\.claim_generation", "true"),
+            ("steps", r"\bh\.claim_generation = u\.claim_generation", "true"),
+        ),
+        ("runs that ended as they should not",), seconds=10, per_second=120, faults=("freeze",),
+    ),
+    # Workers decide about a trigger one after the other: its throttle and its slots are counted under its row lock.
+    "trigger lock": Fence(
+        (("trigger_gates", r"for update of g\b", ""),),
+        ("limits exceeded", "concurrency exceeded"), seconds=10, per_second=250,
+    ),
+    # The same for a source and its limit.
+    "source lock": Fence(
+        (("sources", r"for update of s\b", ""),),
+        ("limits exceeded",), seconds=10, per_second=250,
+    ),
+}  # fmt: skip
+
+
+def take_out(names: Sequence[str]) -> None:
+    """In this process, before the statements are loaded: what holds the fences is not in them."""
+    original = sql.blocks
+    edits = [edit for name in names for edit in FENCES[name].edits]
+
+    def blocks(aggregate: str) -> list[sql.Block]:
+        found = original(aggregate)
+        for _, pattern, instead in (edit for edit in edits if edit[0] == aggregate):
+            changed = [sql.Block(b.name, b.description, re.sub(pattern, instead, b.text)) for b in found]
+            if changed == found:
+                raise LookupError(f"nothing in {aggregate}.sql is like {pattern}: the fence is held in another way")
+            found = changed
+        return found
+
+    sql.blocks = blocks
+
+
+def without(names: Sequence[str], folder: Path, seed: int) -> run.Result:
+    """A short run without the fences."""
+    fences = [FENCES[name] for name in names]
+    choice = run.Choice(
+        seed=seed,
+        seconds=max(fence.seconds for fence in fences),
+        per_second=max(fence.per_second for fence in fences),
+        faults=sorted({fault for fence in fences for fault in fence.faults}),
+        apis=1,
+        workers=3,
+        drain_seconds=3,
+        without=list(names),
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run.run(choice, folder, lambda text: print(f"chaos: {text}", flush=True)))
+
+
+def noticed(name: str, result: run.Result) -> list[Verdict]:
+    """The verdicts that found out."""
+    return [verdict for verdict in result.verdicts if verdict.count and verdict.name in FENCES[name].verdicts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m chaos.fences", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="FENCE", help=f"{', '.join(FENCES)} [all]")
+    parser.add_argument("--tries", type=int, default=3, help="a race is not lost every time [%(default)s]")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - FENCES.keys():
+        parser.error(f"no such fence: {', '.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    logs.configure("warning", "console")
+    missed = []
+    for name in arguments.names or FENCES:
+        for seed in range(1, arguments.tries + 1):
+            folder = Path(tempfile.mkdtemp(prefix="headgate-fence-"))
+            result = without([name], folder, seed)
+            shutil.rmtree(folder, ignore_errors=True)
+            if found := noticed(name, result):
+                print(
+                    f"NOTICED {name}: {'; '.join(f'{verdict.name} {verdict.count}' for verdict in found)}", flush=True
+                )
+                break
+        else:
+            missed.append(name)
+    for name in missed:
+        print(f"MISSED  {name}: taken out, and nobody noticed")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
