@@ -59,6 +59,8 @@ def _single(results: Results) -> Iterator[Aim]:
     if results.single and results.commit:
         commits = results.single.latency.p99_ms / results.commit.p50_ms
         yield _at_most("single", "single POSTs' p99, in commits", round(commits, 1), 10)
+        half = results.single.half_latency.p99_ms / results.commit.p50_ms
+        yield _at_most("single", "the same with half the load", round(half, 1), 10)
 
 
 def _limits(results: Results) -> Iterator[Aim]:
