@@ -36,8 +36,8 @@ NORMAL = 10
 # Bounds on the API's memory, as ratios: of the peak to what it had before, of the second wave's peak to the first's.
 MAX_GROWTH, MAX_SECOND = 6.0, 1.5
 # How long a refusal and the way back may take. With a processor of its own an API holds 50 ms for 99 in a hundred; here
-# it shares two with the load: half of the load's refusals must hold it, and the clients beside it five times that.
-MAX_SHED_SECONDS, MAX_PROBE_SECONDS, MAX_NORMAL_SECONDS = 0.05, 0.25, 10.0
+# it shares two with the load: half of the load's refusals must hold it, and the clients beside it ten times that.
+MAX_SHED_SECONDS, MAX_PROBE_SECONDS, MAX_NORMAL_SECONDS = 0.05, 0.5, 10.0
 # Of what it takes when nobody sends more: the load itself costs some of it.
 MIN_ACCEPTED = 0.5
 

@@ -109,7 +109,9 @@ class Admission:
             elapsed = now - self._is_measuring_since
             if elapsed >= MEASURE_SECONDS:
                 found = self._stored / elapsed * WAIT_SECONDS
-                self.limit_events = round(min(max((self.limit_events + found) / 2, ENOUGH_EVENTS), self._max_events))
+                if found > self.limit_events:
+                    found = (found + self.limit_events) / 2  # down at once, up by and by
+                self.limit_events = round(min(max(found, ENOUGH_EVENTS), self._max_events))
                 self._is_measuring_since, self._stored = now, 0
 
 

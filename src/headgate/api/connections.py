@@ -21,7 +21,7 @@ MAX_HEAD_BYTES = 32 * 1024
 PATIENCE_SECONDS = 20
 # Of what a client still sends after its last answer, before it has read it.
 LEAVING_SECONDS = 5
-MAX_LEFT_BYTES = 8 * 1024 * 1024
+MAX_LEFT_BYTES = 64 * 1024 * 1024
 
 
 class Connection(HttpToolsProtocol):
