@@ -48,7 +48,7 @@ class Size:
 
     turns: int = 3
     events: int = 20_000
-    singles: int = 20_000
+    singles: int = 10_000
     commits: int = 1_000
     limit_workers: int = 8
     limit: int = 200
@@ -56,7 +56,7 @@ class Size:
     held: int = 10_000
     drain_limit: int = 1_000
     throttled: int = 5_000
-    many_events: int = 10_000
+    many_events: int = 5_000
     crowds: tuple[tuple[int, bool], ...] = triggers.KINDS
     crowd_turns: int = 2
     fanned: int = 300
@@ -69,6 +69,7 @@ class Size:
     lease_ms: int = DEFAULT_LEASE_MS
     history: int = 1_000_000
     waiting: int = 100_000
+    beside: int = 5_000
     looks: int = 10
     backlog: int = 100_000
 
@@ -77,7 +78,7 @@ FULL = Size()
 QUICK = Size(
     turns=1, events=500, singles=200, commits=50, limit_workers=2, limit=50, intervals=2, held=300, drain_limit=200,
     throttled=300, many_events=200, crowds=((1, False), (1000, True)), crowd_turns=1, fanned=5, slow_runs=20, runs=200,
-    started=25, stepped=2, stepped_at_once=5, rounds=1, lease_ms=1_500, history=2_000, waiting=200, looks=2,
+    started=25, stepped=2, stepped_at_once=5, rounds=1, lease_ms=1_500, history=2_000, waiting=200, beside=200, looks=2,
     backlog=500,
 )  # fmt: skip
 
@@ -104,7 +105,7 @@ FIGURES: dict[str, Callable[[Stage, Size], Awaitable[Any]]] = {
     "step_overhead": lambda ground, size: steps.measure(ground, size.stepped, size.stepped_at_once, size.commits),
     "recovery": lambda ground, size: recovery.measure(ground, size.rounds, size.lease_ms),
     "health": lambda ground, size: health.measure(ground, size.history, size.waiting, size.looks),
-    "history": lambda ground, size: grown.measure(ground, size.history, size.waiting, size.runs, size.turns),
+    "history": lambda ground, size: grown.measure(ground, size.history, size.waiting, size.beside, size.turns),
     "memory": lambda ground, size: memory.measure(ground, size.backlog),
 }
 

@@ -1,6 +1,6 @@
 """Throughput beside a long history and a long line, against empty tables; and whether a statement reads a whole table.
 
-What waits there is put off until long after, so nobody works on it meanwhile: we measure what it costs to be there.
+What waits there waits behind pauses, so nobody works on it meanwhile: we measure what it costs to be there.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ _RUNS = """
 select count(*) from headgate.workflow_events e join headgate.workflow_runs r on r.event_id = e.id
  where e.source = '{source}' and r.status = '{status}'
 """
+# All of them behind pauses: what waits for a slot or a limit that is free would be launched whatever its time.
 _PUT_OFF = """
-update headgate.event_ingress_retries set next_attempt_at = next_attempt_at + interval '1 day'
+update headgate.event_scheduler_sources set paused_at = now(), paused_by = 'bench';
+update headgate.event_scheduler_triggers set paused_at = now(), paused_by = 'bench';
+update headgate.event_ingress_retries set reason = 'paused', next_attempt_at = now() + interval '1 day'
  where retry_state = 'scheduled';
-update headgate.workflow_trigger_deliveries set next_attempt_at = next_attempt_at + interval '1 day'
+update headgate.workflow_trigger_deliveries
+   set reason = 'paused', concurrency_key = null, next_attempt_at = now() + interval '1 day'
  where retry_state = 'scheduled';
-update headgate.workflow_run_steps set next_attempt_at = next_attempt_at + interval '1 day'
- where retry_state = 'scheduled';
-update headgate.workflow_runs set next_attempt_at = next_attempt_at + interval '1 day' where status = 'pending';
+update headgate.workflow_run_steps set next_attempt_at = now() + interval '1 day' where retry_state = 'scheduled';
+update headgate.workflow_runs set next_attempt_at = now() + interval '1 day' where status = 'pending';
 """
 _SCANS = """
 select relname, coalesce(seq_scan, 0) from pg_stat_user_tables where schemaname = 'headgate' and relname = any ($1)
