@@ -1,3 +1,7 @@
+-- A run is running exactly while it has a lease (`workflow_runs_claim_check`). Statements that are given ids ask for the lease, not
+-- the status: by the status the planner, who expects next to nothing to be running, would read the whole index of leases, with
+-- the entries of all runs that have ended since the last vacuum, rather than look up the ids.
+
 -- name: claim_due
 -- Claims due runs of the given workflows for a worker until its lease ends, oldest first.
 with due as materialized (
@@ -19,7 +23,7 @@ returning r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, 
 
 -- name: cancel_requested
 -- Those of the runs whose cancellation was asked for and that a worker still holds.
-select id from headgate.workflow_runs where id = any ($1::uuid[]) and status = 'running' and cancel_requested_at is not null
+select id from headgate.workflow_runs where id = any ($1::uuid[]) and claim_expires_at is not null and cancel_requested_at is not null
 
 -- name: renew
 -- Extends the leases a worker still holds. Returns the ids, and whether their cancellation was asked for; a run that is
@@ -27,7 +31,7 @@ select id from headgate.workflow_runs where id = any ($1::uuid[]) and status = '
 update headgate.workflow_runs r
    set claim_expires_at = headgate.now() + $3::bigint * interval '1 ms'
   from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
- where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
+ where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
 returning r.id, r.cancel_requested_at is not null as cancel_requested
 
 -- name: finish
@@ -41,7 +45,7 @@ update headgate.workflow_runs r
        claimed_by = null, claim_expires_at = null, updated_at = now
   from unnest($1::uuid[], $2::bigint[], $3::text[], $4::text[], $5::text[])
          as u (id, claim_generation, status, output, error), clock
- where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
+ where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
 returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
 
 -- name: succeed
@@ -56,7 +60,7 @@ with clock as materialized (
      set status = 'succeeded', output = u.output::jsonb, error = null, warning = null, finished_at = now,
          next_attempt_at = null, claimed_by = null, claim_expires_at = null, updated_at = now
     from unnest($1::uuid[], $2::bigint[], $3::text[]) as u (id, claim_generation, output), clock
-   where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
+   where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
   returning r.id, r.concurrency_key is not null or r.is_probe as matters
 ), written as (
   insert into headgate.workflow_run_steps as s
@@ -95,7 +99,8 @@ update headgate.workflow_runs r
        claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null, updated_at = headgate.now()
   from unnest($1::uuid[], $2::bigint[], $3::timestamptz[], $4::bigint[], $5::timestamptz[], $6::boolean[], $7::text[])
          as u (id, claim_generation, next_attempt_at, delay_ms, deadline_at, is_retry, warning)
- where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation and r.cancel_requested_at is null
+ where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
+   and r.cancel_requested_at is null
 returning r.id
 
 -- name: cancel_waiting
@@ -134,7 +139,7 @@ update headgate.workflow_runs r
    set status = 'pending', next_attempt_at = headgate.now(), claim_generation = r.claim_generation + 1,
        claimed_by = null, claim_expires_at = null, updated_at = headgate.now()
   from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
- where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
+ where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
 returning r.id
 
 -- name: give_back
@@ -149,7 +154,7 @@ update headgate.workflow_runs r
            where h.trigger_id = r.trigger_id and h.concurrency_key = r.concurrency_key))), claim_generation = r.claim_generation + 1, claimed_by = null,
        claim_expires_at = null, started_at = case when r.attempts > 1 then r.started_at end, updated_at = headgate.now()
   from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
- where r.id = u.id and r.status = 'running' and r.claim_generation = u.claim_generation
+ where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
 returning r.id
 
 -- name: release_expired

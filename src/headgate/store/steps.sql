@@ -46,7 +46,7 @@ with input as materialized (
   select headgate.now() as now
 ), held as materialized (
   select r.id, r.claim_generation, r.cancel_requested_at is not null as cancel_requested from headgate.workflow_runs r
-   where r.id in (select workflow_run_id from input where not has_ended) and r.status = 'running'
+   where r.id in (select workflow_run_id from input where not has_ended) and r.claim_expires_at is not null
    order by r.id for no key update of r
 ), written as (
   insert into headgate.workflow_run_steps as s
