@@ -35,7 +35,7 @@ from headgate.telemetry.logs import logger
 
 # Beyond its slots a worker claims what they will get through in a moment, so that short runs are claimed in batches;
 # what has not begun a while later goes back, so that nothing waits here for long runs while another worker is idle.
-SHORT_SECONDS, AHEAD_SECONDS, MAX_AHEAD = 0.01, 0.2, 1000
+SHORT_SECONDS, AHEAD_SECONDS, MAX_AHEAD = 0.01, 0.2, 2000
 BACK_SECONDS = 0.3
 # When so many are claimed ahead, new events wait a little for them: their runs are then claimed as they are created.
 BUSY, BREATH_SECONDS = 50, 0.25
