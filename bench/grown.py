@@ -34,7 +34,9 @@ select not exists (select from headgate.event_inbox)
 """
 # By the source of our events, which an index finds: to count all runs would read the whole table.
 _RUNS = """
-select count(*) from headgate.workflow_events e join headgate.workflow_runs r on r.event_id = e.id
+select count(*) from headgate.workflow_events e
+  join headgate.workflow_trigger_deliveries d on d.event_id = e.id
+  join headgate.workflow_runs r on r.id = d.workflow_run_id
  where e.source = '{source}' and r.status = '{status}'
 """
 # All of them behind pauses: what waits for a slot or a limit that is free would be launched whatever its time.

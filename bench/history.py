@@ -12,7 +12,11 @@ from bench.stage import Stage
 
 SOURCES, TRIGGERS = 20, 20
 
-_UNCHECKED = "set session_replication_role = replica"
+# Ids in the order of their rows, as ours are.
+_IDS = """
+create or replace function pg_temp.id(kind integer, n bigint) returns uuid language sql immutable
+return ('0190000' || kind || '-0000-7000-8000-' || lpad(to_hex(n), 12, '0'))::uuid
+"""
 _STATES = """
 with definitions as (
   insert into headgate.workflow_definitions (id, slug, kind, created_by, updated_by)
@@ -43,7 +47,7 @@ with numbered as (
 ), stored as (
   insert into headgate.workflow_events
     (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id)
-  select gen_random_uuid(), 'e' || n, 'tick', 's' || n % $3::int, now() - interval '1 hour',
+  select pg_temp.id(1, n), 'e' || n, 'tick', 's' || n % $3::int, now() - interval '1 hour',
          now() - interval '1 hour', n, jsonb_build_object('n', n), 'c' || n
     from generate_series($1::bigint, $2::bigint) n
   returning id, source, ingress_sequence as n
@@ -59,7 +63,7 @@ with numbered as (
   insert into headgate.workflow_trigger_deliveries
     (id, trigger_id, event_id, status, attempts, launched_at, workflow_run_id, source, ingress_sequence, created_at,
      updated_at)
-  select gen_random_uuid(), t.id, e.id, 'launched', 1, now() - interval '1 hour', gen_random_uuid(), e.source, e.n,
+  select pg_temp.id(2, e.n), t.id, e.id, 'launched', 1, now() - interval '1 hour', pg_temp.id(2, e.n), e.source, e.n,
          now() - interval '1 hour', now() - interval '1 hour'
     from stored e join numbered t on t.n = e.n % $4::int
   returning id, event_id, trigger_id, workflow_run_id, ingress_sequence as n
@@ -72,14 +76,14 @@ with numbered as (
     from delivered d join numbered t on t.id = d.trigger_id
 )
 insert into headgate.workflow_run_steps (id, workflow_run_id, name, status, result, created_at, updated_at)
-select gen_random_uuid(), workflow_run_id, 'one', 'succeeded', '1', now() - interval '1 hour', now() - interval '1 hour'
+select pg_temp.id(3, n), workflow_run_id, 'one', 'succeeded', '1', now() - interval '1 hour', now() - interval '1 hour'
   from delivered where n % 4 = 0
 """
 _HELD_EVENTS = """
 with stored as (
   insert into headgate.workflow_events
     (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id)
-  select gen_random_uuid(), 'e' || n, 'tick', 's' || n % $3::int, now(), now(), n, '{}', 'c' || n
+  select pg_temp.id(1, n), 'e' || n, 'tick', 's' || n % $3::int, now(), now(), n, '{}', 'c' || n
     from generate_series($1::bigint, $2::bigint) n
   returning id, source, ingress_sequence as n
 )
@@ -96,14 +100,14 @@ with numbered as (
 ), stored as (
   insert into headgate.workflow_events
     (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id)
-  select gen_random_uuid(), 'e' || n, 'tick', 's' || n % $3::int, now(), now(), n, '{}', 'c' || n
+  select pg_temp.id(1, n), 'e' || n, 'tick', 's' || n % $3::int, now(), now(), n, '{}', 'c' || n
     from generate_series($1::bigint, $2::bigint) n
   returning id, source, ingress_sequence as n
 )
 insert into headgate.workflow_trigger_deliveries
   (id, trigger_id, event_id, status, attempts, retry_state, next_attempt_at, retry_attempts, reason, source,
    concurrency_key, ingress_sequence)
-select gen_random_uuid(), t.id, e.id, 'throttled', 1, 'scheduled', now() + (e.n % 36000 - 100) * interval '100 ms', 1,
+select pg_temp.id(2, e.n), t.id, e.id, 'throttled', 1, 'scheduled', now() + (e.n % 36000 - 100) * interval '100 ms', 1,
        case e.n % 4 when 0 then 'source_paused' when 1 then 'concurrency' when 2 then 'paused' else 'throttle' end,
        e.source, case when e.n % 4 = 1 then '' end, e.n
   from stored e join numbered t on t.n = e.n % $4::int
@@ -115,13 +119,13 @@ with numbered as (
 ), stored as (
   insert into headgate.workflow_events
     (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id)
-  select gen_random_uuid(), 'e' || n, 'tick', 's' || n % $3::int, now(), now(), n, '{}', 'c' || n
+  select pg_temp.id(1, n), 'e' || n, 'tick', 's' || n % $3::int, now(), now(), n, '{}', 'c' || n
     from generate_series($1::bigint, $2::bigint) n
   returning id, source, ingress_sequence as n
 ), delivered as (
   insert into headgate.workflow_trigger_deliveries
     (id, trigger_id, event_id, status, attempts, launched_at, workflow_run_id, source, ingress_sequence)
-  select gen_random_uuid(), t.id, e.id, 'launched', 1, now(), gen_random_uuid(), e.source, e.n
+  select pg_temp.id(2, e.n), t.id, e.id, 'launched', 1, now(), pg_temp.id(2, e.n), e.source, e.n
     from stored e join numbered t on t.n = e.n % $4::int
   returning id, event_id, trigger_id, workflow_run_id, ingress_sequence as n
 ), run as (
@@ -134,7 +138,7 @@ with numbered as (
 )
 insert into headgate.workflow_run_steps
   (id, workflow_run_id, name, status, retry_state, next_attempt_at, retry_attempts, retry_metadata)
-select gen_random_uuid(), workflow_run_id, 'one', 'pending', 'scheduled', now() + (n % 3600 - 20) * interval '1 s', 1,
+select pg_temp.id(3, n), workflow_run_id, 'one', 'pending', 'scheduled', now() + (n % 3600 - 20) * interval '1 s', 1,
        '{"reason": "error"}'
   from delivered
 """
@@ -166,16 +170,15 @@ async def database(stage: Stage, *, events: int, retries: int) -> str:
 async def load(connection: Any, *helpers: Any, events: int, retries: int, chunk: int = 100_000) -> Mapping[str, int]:
     """So many finished events, and so many retries that wait: six of ten are events, three deliveries, one a step.
 
-    The rows fit each other; that is not checked while they are written, which would take most of the time. Connections
-    that help take a part of the events each.
+    Connections that help take a part of the events each.
     """
     await connection.execute("set statement_timeout = 0")
-    await connection.execute(_UNCHECKED)
+    for given in (connection, *helpers):
+        await given.execute(_IDS)
     await connection.execute(_STATES, SOURCES, TRIGGERS)
     chunks = iter([(first, min(events, first + chunk - 1)) for first in range(1, events + 1, chunk)])
 
     async def finish(given: Any) -> None:
-        await given.execute(_UNCHECKED)
         for first, last in chunks:
             await given.execute(_FINISHED, first, last, SOURCES, TRIGGERS)
 
@@ -187,7 +190,6 @@ async def load(connection: Any, *helpers: Any, events: int, retries: int, chunk:
         await connection.execute(statement, first, first + counts[kind] - 1, SOURCES, *shared)
         first += counts[kind]
     await connection.execute(f"select setval('headgate.ingress_sequence', {first})")
-    await connection.execute("reset session_replication_role")
     return counts
 
 

@@ -111,8 +111,8 @@ def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
             loop.add_signal_handler(signum, asked)
         await main(stop)
 
-    # What is loaded stays: looking through it for garbage stops everything for 70 ms, each time. And what is under way is
-    # no garbage either: looking through it after every 700 objects was a fifth of a busy worker's time.
+    # What is loaded stays: looking through it for garbage stops everything for 70 ms, each time. And what is under way
+    # is no garbage either: looking through it after every 700 objects was a fifth of a busy worker's time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

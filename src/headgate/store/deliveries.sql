@@ -1,8 +1,8 @@
 -- name: launch
 -- Records decided deliveries and creates the runs of those that launch. A delivery that exists already creates
 -- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($15), which
--- limits are counted by. The runs marked in $14 are claimed by the worker $16 for $17 ms at once, unless older runs of its
--- definitions $18 wait for it. Of columns that have the same in every row, the array is empty: launched, no error, no key, no
+-- limits are counted by. The runs marked in $14 are claimed by the worker $16 (null: by nobody) for $17 ms at once, unless
+-- runs of its definitions $18 are among the oldest that are due. Of columns that have the same in every row, the array is empty: launched, no error, no key, no
 -- probe, and a run with the id of its delivery.
 -- What the batch saw is added to the totals of triggers ($19 and on) and sources ($29 and on). Many transactions share those
 -- rows: they are written last, the triggers before the sources (hence `after_triggers`), each in a fixed order.
@@ -33,9 +33,10 @@ with calm as materialized (
 ), clock as materialized (
   select $15::timestamptz as now
 ), worker as materialized (
-  select not exists (select from headgate.workflow_runs r
-                      where r.status = 'pending' and r.next_attempt_at <= $15 and r.workflow_definition_id = any ($18::uuid[])
-                    ) as is_free
+  select case when $16::text is not null then not exists (
+           select from (select r.workflow_definition_id from headgate.workflow_runs r
+                         where r.status = 'pending' and r.next_attempt_at <= $15 order by r.next_attempt_at limit 1000) oldest
+            where oldest.workflow_definition_id = any ($18::uuid[])) else false end as is_free
 ), recorded as (
   insert into headgate.workflow_trigger_deliveries
     (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, dedupe_key, last_error, launched_at,
@@ -178,9 +179,11 @@ with input as materialized (
   returning d.id
 ), launched as (
   select i.*, i.workflow_definition_id = any ($23::uuid[]) and row_number() over () <= $24::bigint
-              and not exists (select 1 from headgate.workflow_runs r
-                               where r.status = 'pending' and r.next_attempt_at <= (select now from clock)
-                                 and r.workflow_definition_id = any ($23::uuid[])) as is_claimed
+              and not exists (
+                    select from (select r.workflow_definition_id from headgate.workflow_runs r
+                                  where r.status = 'pending' and r.next_attempt_at <= (select now from clock)
+                                  order by r.next_attempt_at limit 1000) oldest
+                     where oldest.workflow_definition_id = any ($23::uuid[])) as is_claimed
     from input i join settled using (id) where i.status = 'launched'
 )
 insert into headgate.workflow_runs
