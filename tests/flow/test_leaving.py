@@ -4,11 +4,14 @@ to be written of its run is written either way, with that of others."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
 from headgate import Context
 from headgate.flow import leaving
+from headgate.flow.execution import Execution
 from headgate.flow.run import Runner
 from headgate.model.retry import Retry
 from headgate.store.db import Connection
@@ -170,3 +173,34 @@ async def test_runs_that_end_differently_are_written_together(
         ("plain retry", "pending", 1),
         ("plain sleep", "pending", 1),
     ]
+
+
+async def test_nothing_is_left_of_a_run_that_has_ended(
+    connection: Connection, clock: Clock, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker looks for garbage seldom: what a run held is given back as it ends, without that."""
+    seen: list[weakref.ref[Execution]] = []
+    real = Execution.go
+
+    async def go(self: Execution) -> object:
+        seen.append(weakref.ref(self))
+        return await real(self)
+
+    monkeypatch.setattr(Execution, "go", go)
+
+    @world.hg.workflow(on="go")
+    async def work(ctx: Context) -> int:
+        return await ctx.step("one", lambda: 1)
+
+    runner = await world.runner()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            await publish(connection, "go")
+        await world.turn(runner)
+        await asyncio.sleep(0.05)
+        assert len(seen) == 3
+        assert [one for one in seen if one() is not None] == []
+    finally:
+        gc.enable()

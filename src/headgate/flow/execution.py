@@ -80,7 +80,7 @@ class Execution:
         self._used: set[str] = set()
         self._sleeps = 0
         self._active = 0
-        self._leaving = Leaving(self._give_up)
+        self._leaving = Leaving()
         self._stopped: Callable[[], End] | None = None
         self._is_resting = False
         self._abandon = abandon
@@ -108,7 +108,7 @@ class Execution:
         """Have the function leave, with nothing to write: `go` raises CancelledError. False when it is not there."""
         self._stopped = _left
         self._is_resting |= self._leaving.task is not None
-        return self._leaving.tell()
+        return self._leaving.tell(self._give_up)
 
     async def close(self, end: End) -> tuple[End, Written]:
         """Write how it ended, with what was not yet written of its steps; what was written, and whether it counted."""
@@ -350,7 +350,7 @@ class Execution:
         if self._leaving.task is not None and self._stopped is None:
             self._is_resting = True
             self._stopped = stopped
-            self._leaving.tell()
+            self._leaving.tell(self._give_up)
 
     def _give_up(self) -> None:
         """The function does not leave; what is to be written is written without it."""

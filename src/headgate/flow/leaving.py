@@ -11,11 +11,12 @@ LEAVE_SECONDS, LEAVE_TIMES = 5.0, 3
 
 
 class Leaving:
-    """One call. `give_up` hears of a function that was told often enough and is still there: its task is lost."""
+    """One call."""
 
-    def __init__(self, give_up: Callable[[], None]) -> None:
+    __slots__ = ("_again", "task")
+
+    def __init__(self) -> None:
         self.task: asyncio.Task[Any] | None = None  # while the function is in it
-        self._give_up = give_up
         self._again: asyncio.TimerHandle | None = None
 
     async def through(
@@ -38,20 +39,21 @@ class Leaving:
             error = await _uncancelled(task, error)
         return result, error
 
-    def tell(self) -> bool:
-        """Have the function leave; False when it is not there. One that catches everything is told again."""
+    def tell(self, give_up: Callable[[], None]) -> bool:
+        """Have the function leave; False when it is not there. One that catches everything is told again; when it was
+        told often enough and is still there, `give_up` hears of it: its task is lost."""
         if self.task is not None and self._again is None:
-            self._insist(LEAVE_TIMES)
+            self._insist(LEAVE_TIMES, give_up)
         return self.task is not None
 
-    def _insist(self, times: int) -> None:
+    def _insist(self, times: int, give_up: Callable[[], None]) -> None:
         if self.task is None:
             return
         if times:
             self.task.cancel()
-            self._again = asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._insist, times - 1)
+            self._again = asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._insist, times - 1, give_up)
         else:
-            self._give_up()
+            give_up()
 
 
 async def _uncancelled(task: asyncio.Task[Any], error: BaseException | None) -> BaseException | None:
