@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 # How many of a hundred events are of which kind.
 MIX = {
-    "plain": 32,
+    "plain": 28,
     "steps": 16,
     "nap": 8,
-    "long": 2,
+    "long": 6,
     "throttled": 10,
     "narrow": 10,
     "keyed": 8,
