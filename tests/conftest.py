@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +21,10 @@ from headgate.store import migrate
 from headgate.store.db import Connection, Database
 
 _numbers = itertools.count(1)
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job; our children must hear Ctrl-C
 
 
 def _fast_folder() -> Path | None:
