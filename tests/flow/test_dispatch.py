@@ -233,6 +233,52 @@ async def test_a_batch_that_nothing_holds_up_takes_two_statements(
     assert await connection.fetchval("select total from headgate.event_scheduler_source_metrics") == 2
 
 
+async def test_an_event_that_is_in_the_inbox_again_launches_nothing_twice(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    one = dispatcher(database)
+    again = await publish(connection, id=1, amount=200)
+    await one.run_once()
+    await connection.execute("delete from headgate.workflow_trigger_deliveries where id = "
+                             "(select max(id::text)::uuid from headgate.workflow_trigger_deliveries)")  # fmt: skip
+    await connection.execute("delete from headgate.workflow_runs where delivery_id not in "
+                             "(select id from headgate.workflow_trigger_deliveries)")  # fmt: skip
+    await connection.execute("insert into headgate.event_inbox (ingress_sequence, event_id) "
+                             "select ingress_sequence, id from headgate.workflow_events")  # fmt: skip
+    fresh = await publish(connection, id=2, amount=200)
+    await one.run_once()
+    rows = await connection.fetch("select event_id, count(*) as n from headgate.workflow_runs group by event_id")
+    assert {str(row["event_id"]): row["n"] for row in rows} == {str(again): 2, str(fresh): 2}
+    assert await connection.fetchval("select count(*) from headgate.event_inbox") == 0
+    assert await connection.fetchval("select count(*) from headgate.dead_letters") == 0
+
+
+async def test_a_second_batch_is_called_for_only_where_it_helps(
+    database: Database, connection: Connection, app: Headgate
+) -> None:
+    called = 0
+
+    def call() -> None:
+        nonlocal called
+        called += 1
+
+    one = Dispatch(database, batch_size=2, after_launch=lambda: None, after_full=call)
+    for n in range(5):
+        await publish(connection, id=n, amount=200)
+    found = []
+    for _ in range(3):
+        await one.run_once()
+        found.append((called, one.is_behind))
+    assert found == [(1, True), (2, True), (2, False)]
+    await database.run(lambda c: sources.set_limit(c, "shop.api", RateLimit(limit=50, interval_ms=60_000), "bob"))
+    for n in range(4):
+        await publish(connection, id=n, amount=200)
+    await one.run_once()  # it learns of the limit: what it holds back is to go by the order of arrival
+    called = 0
+    await one.run_once()
+    assert (called, one.is_behind) == (0, False)
+
+
 async def _pause_source(connection: Connection, _: Headgate) -> None:
     await sources.exclude(connection, "shop.api")
     await sources.pause(connection, "shop.api", until=None, duration_ms=None, reason=None, actor="bob")

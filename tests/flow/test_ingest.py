@@ -85,6 +85,45 @@ async def test_arrival_order_is_kept_within_a_group(database: Database, connecti
     assert [row[0] for row in rows] == names
 
 
+@pytest.mark.parametrize("is_batch", [True, False])
+async def test_new_events_are_stored_although_known_ones_came_with_them(
+    database: Database, connection: Connection, is_batch: bool
+) -> None:
+    async with ingesting(database) as (ingest, _):
+        known = event("o-0")
+        await ingest.accept([known])
+        given = [event(f"o-{n}", source="test" if n else known.source, payload={"n": 1}) for n in range(150)]
+        if is_batch:
+            answers = await ingest.accept(given)
+        else:
+            answers = [one for [one] in await asyncio.gather(*(ingest.accept([one]) for one in given))]
+        later = await ingest.accept([event("o-150"), event("o-151", ttl_ms=7)])
+    assert [answer.status for answer in (*answers, *later)] == ["duplicate"] + ["accepted"] * 151
+    assert answers[0].id == known.id
+    assert await counts(connection) == (152, 152)
+
+
+async def test_columns_that_only_some_events_fill_stay_with_their_event(
+    database: Database, connection: Connection
+) -> None:
+    given = [
+        event("a", ttl_ms=5), event(None, source="other"), event("c", correlation_id="mine", metadata={"m": 1}),
+        event("d", occurred_at="2026-11-01T00:00:00Z", type="work.slow"),
+    ]  # fmt: skip
+    async with ingesting(database) as (ingest, _):
+        await ingest.accept(given)
+    rows = await connection.fetch(
+        "select external_id, type, source, ttl_ms, correlation_id = id::text as is_own, metadata, "
+        "       occurred_at = received_at as is_now from headgate.workflow_events order by ingress_sequence"
+    )
+    assert [tuple(row) for row in rows] == [
+        ("a", "work.quick", "test", 5, True, {}, True),
+        (None, "work.quick", "other", None, True, {}, True),
+        ("c", "work.quick", "test", None, False, {"m": 1}, True),
+        ("d", "work.slow", "test", None, True, {}, False),
+    ]
+
+
 async def test_the_same_id_again_is_a_duplicate_of_the_first(database: Database, connection: Connection) -> None:
     async with ingesting(database) as (ingest, commits):
         [first] = await ingest.accept([event("o-1")])

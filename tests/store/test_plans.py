@@ -20,8 +20,9 @@ import pytest
 from headgate.embedded import EmbeddedPostgres
 from headgate.store import deliveries, idempotency, trigger_gates
 from headgate.store.db import TransientConflict
-from headgate.store.deliveries import Decided
+from headgate.store.deliveries import Claim, Decided
 from headgate.store.sql import load
+from headgate.store.totals import Totals
 
 ROWS = 50_000
 _events, _retries, _sources = load("events"), load("ingress_retries"), load("sources")
@@ -197,6 +198,10 @@ TRIGGER_STATEMENTS: dict[str, tuple[Call, set[str]]] = {
     "take": (lambda c, f: deliveries.take(c, f.some), DELIVERIES),
     "settle": (lambda c, f: deliveries.settle(c, settled(f), f.now), DELIVERIES | RUNS),
     "launch": (lambda c, f: deliveries.launch(c, [decided(f)], f.now), DELIVERIES | RUNS),
+    "launch_calm": (
+        lambda c, f: deliveries.launch_calm(c, [decided(f)], f.now, Claim("w", 1000, [f.definition], 10), Totals(), 1),
+        DELIVERIES | RUNS | {"event_scheduler_triggers"},
+    ),
     "hold": (lambda c, f: deliveries.hold(c, [waits(f)], f.now), DELIVERIES),
     "take_stale": (
         lambda c, f: deliveries.take_stale(c, f.narrow, plan_version=9, after=0, limit=500),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,8 @@ from headgate.telemetry.logs import logger
 _log = logger("dispatch")
 _MS = timedelta(milliseconds=1)
 
-
+# So many events are matched in one turn of the event loop: whatever else this process does waits no longer than that.
+TURN_EVENTS = 100
 # So many of the triggers that an event did not fire are recorded with the reason.
 MAX_FILTERED = 20
 
@@ -100,9 +102,9 @@ class Batch:
         self._claim = claim
         self._after_claim = after_claim
 
-    def match(self, events: Sequence[Event]) -> Matched:
+    async def match(self, events: Sequence[Event]) -> Matched:
         """What the events fire by the triggers as this process knows them."""
-        return _matched(*self._matcher.known, events)
+        return await _matched(*self._matcher.known, events)
 
     async def launch(self, connection: Connection, now: datetime, matched: Matched) -> Delivered | None:
         """Launch and count all that is fired, in one statement; None, and nothing is written, when it finds that the
@@ -119,7 +121,7 @@ class Batch:
         claimed = _claimed(candidates, decided, launched, now)
         names, took = _names(candidates), matched.matching_ns
         return Delivered(
-            len(launched), decided=decided, filtered=filtered, names=names, claimed=claimed, matching_ns=took
+            len(decided), decided=decided, filtered=filtered, names=names, claimed=claimed, matching_ns=took
         )
 
     async def deliver(
@@ -130,7 +132,7 @@ class Batch:
             return Delivered()
         index = await self._matcher.at(connection, gates.registry_version)
         if matched is None or matched.triggers is not index or len(matched.events) != len(events):
-            matched = _matched(index, gates.registry_version, events)
+            matched = await _matched(index, gates.registry_version, events)
         failpoints.hit("dispatch.after_match")
         candidates, filtered = matched.candidates, matched.filtered
         board = await open_board(connection, candidates, policy=self._trigger_retry, now=gates.now)
@@ -245,10 +247,16 @@ def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) ->
     return count_triggers(decided, (one.trigger.trigger.id for one in filtered), are_newcomers=True)
 
 
-def _matched(index: TriggerIndex, version: int, events: Sequence[Event]) -> Matched:
+async def _matched(index: TriggerIndex, version: int, events: Sequence[Event]) -> Matched:
     began_ns = epoch_ns()
-    fired, filtered = match(index, events)
-    candidates = [_candidate(one) for one in fired]
+    candidates: list[Candidate] = []
+    filtered: list[Filtered] = []
+    for first in range(0, len(events), TURN_EVENTS):
+        if first:
+            await asyncio.sleep(0)
+        fired, others = match(index, events[first : first + TURN_EVENTS])
+        candidates += map(_candidate, fired)
+        filtered += others
     return Matched(index, version, events, candidates, filtered, (began_ns, epoch_ns()))
 
 

@@ -58,7 +58,8 @@ class Decided(NamedTuple):
 
 
 class Dispatch:
-    """Decides what is in the inbox. The callbacks hear, after the commit, of new runs and of events that wait."""
+    """Decides what is in the inbox. The callbacks hear, after the commit, of new runs and of events that wait; and, as
+    soon as it is known, that there is more in the inbox than one batch takes."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Dispatch:
         batch_size: int,
         after_launch: Callable[[], None],
         after_hold: Callable[[Sequence[IngressRetry]], None] = lambda _: None,
+        after_full: Callable[[], None] = lambda: None,
         breaker: BreakerPolicy = SOURCE_BREAKER,
         batch: Batch | None = None,
     ) -> None:
@@ -74,9 +76,11 @@ class Dispatch:
         self._batch_size = batch_size
         self._after_launch = after_launch
         self._after_hold = after_hold
+        self._after_full = after_full
         self._batch = batch or Batch(breaker)
         self._fan_out = 1.0
         self._is_calm = True
+        self._begins_runs = False
         self._has_more = False
 
     async def run_once(self) -> Outcome:
@@ -96,9 +100,16 @@ class Dispatch:
         """Whether the last batch was full. If not, whatever came since is announced, or found by the next look."""
         return self._has_more
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a second batch should be decided at the same time: there is more, nothing limits it (in order is then
+        as good as at once), and this process is not busy with the runs that it creates."""
+        return self._has_more and self._is_calm and not self._begins_runs
+
     async def _committed(self, decided: Decided) -> None:
         failpoints.hit("dispatch.after_commit")
-        if decided.delivered.claimed:
+        self._begins_runs = bool(decided.delivered.claimed)
+        if self._begins_runs:
             self._batch.begin(decided.delivered)
             await asyncio.sleep(0)  # the runs begin before anything is told about them
         if decided.outcome.events:
@@ -134,12 +145,14 @@ class Dispatch:
         self._has_more = len(newcomers) == limit
         if now is None:
             return Decided()
+        if self.is_behind:
+            self._after_full()
         failpoints.hit("dispatch.after_claim")
         return await _traced(connection, newcomers, partial(self._pass, connection, now))
 
     async def _pass(self, connection: Connection, now: datetime, newcomers: Sequence[Event]) -> Decided:
         # Where no source had any state last time, none is expected; the statement that launches makes sure.
-        matched = self._batch.match(newcomers) if self._is_calm else None
+        matched = await self._batch.match(newcomers) if self._is_calm else None
         if matched is not None and matched.is_plain and not any(gate.is_expired(event, now) for event in newcomers):
             decided = await self._launch(connection, now, matched)
             if decided is not None:

@@ -25,6 +25,8 @@ PATIENCE_SECONDS = 0.5
 GROUP_EVENTS = 1000
 # A producer's id may be locked by someone else's open transaction: how long a commit that others share waits for it.
 LOCK_TIMEOUT_MS = 300
+# Events are stored as if they were all new. Once some were not, each is looked for first, for so long.
+REPEATS_SECONDS = 10
 
 _log = logger("ingest")
 
@@ -54,6 +56,7 @@ class Ingest:
         self._database = database
         self._after_commit = after_commit
         self._down = False
+        self._repeats_until = 0.0
         self._group: GroupCommit[Request, list[Accepted]] = GroupCommit(
             self._write, weight=len, max_weight=GROUP_EVENTS, max_waiting=max_waiting
         )
@@ -128,13 +131,25 @@ class Ingest:
 
     async def _write_once(self, requests: list[Request]) -> list[list[Accepted]]:
         events = [event for request in requests for event in request]
+        if monotonic() >= self._repeats_until:
+            async with self._database.connection(wait_seconds=1) as connection:
+                failpoints.hit("ingest.before_commit")
+                are_new = await store.insert_new(connection, events)
+            if are_new:
+                self._committed(requests, requests)
+                return [[Accepted(event.id, event.external_id, "accepted") for event in one] for one in requests]
+            self._repeats_until = monotonic() + REPEATS_SECONDS
+        return await self._write_repeats(requests, events)
+
+    async def _write_repeats(self, requests: list[Request], events: Request) -> list[list[Accepted]]:
+        """The same when some of the events may be stored already."""
         if len(requests) == len(events):
             # Each event is a request of its own, so none has to be taken back because of another: the one statement
             # is the transaction. What is found about repeated ids afterwards changes only their answers.
             async with self._database.connection(wait_seconds=1) as connection:
                 failpoints.hit("ingest.before_commit")
                 new = await store.insert(connection, events)
-            self._committed(requests, events, new)
+            self._committed(requests, _only(new, requests))
             resolved = {}
             if len(new) < len(events):
                 async with self._database.connection(wait_seconds=1) as connection:
@@ -144,16 +159,23 @@ class Ingest:
                 new = await store.insert(connection, events)
                 resolved = await _resolve(connection, requests, events, new)
                 failpoints.hit("ingest.before_commit")
-            self._committed(requests, events, new)
+            self._committed(requests, _only(new, requests))
         return [[_answer(event, new, resolved) for event in request] for request in requests]
 
-    def _committed(self, requests: list[Request], events: Sequence[NewEvent], new: set[uuid.UUID]) -> None:
-        if not new:
+    def _committed(self, requests: list[Request], accepted: list[Request]) -> None:
+        """Tell what is new of each of the requests."""
+        by_source = Counter(event.source for new in accepted for event in new)
+        if not by_source:
             return
         self._after_commit()
-        metrics.received(Counter(event.source for event in events if event.id in new))
-        for request in requests:
-            _tell([event for event in request if event.id in new], is_batch=len(request) > 1)
+        metrics.received(by_source)
+        if _log.is_info:
+            for request, new in zip(requests, accepted, strict=True):
+                _tell(new, is_batch=len(request) > 1)
+
+
+def _only(new: set[uuid.UUID], requests: list[Request]) -> list[Request]:
+    return [[event for event in request if event.id in new] for request in requests]
 
 
 def _tell(accepted: Request, *, is_batch: bool) -> None:
@@ -162,6 +184,8 @@ def _tell(accepted: Request, *, is_batch: bool) -> None:
         shared = {event.correlation_id for event in accepted}
         correlation_id = shared.pop() if len(shared) == 1 else None
         _log.info("batch.accepted", count=len(accepted), correlation_id=correlation_id, source=accepted[0].source)
+    if is_batch and not _log.is_debug:
+        return
     log = _log.debug if is_batch else _log.info
     for event in accepted:
         log(

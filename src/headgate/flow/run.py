@@ -173,6 +173,8 @@ class Runner:
 
     async def next_due_seconds(self) -> float | None:
         """Seconds until the next waiting run of this worker is due, or None."""
+        if not self._definitions:
+            return None
         async with self._database.connection() as connection:
             return await runs.next_due_seconds(connection, self._definitions)
 

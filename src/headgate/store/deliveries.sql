@@ -2,34 +2,18 @@
 -- Records decided deliveries and creates the runs of those that launch. A delivery that exists already creates
 -- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($15), which
 -- limits are counted by. The runs marked in $14 are claimed by the worker $16 (null: by nobody) for $17 ms at once, unless
--- runs of its definitions $18 are among the oldest that are due. Of columns that have the same in every row, the array is empty: launched, no error, no key, no
--- probe, and a run with the id of its delivery.
--- What the batch saw is added to the totals of triggers ($19 and on) and sources ($29 and on). Many transactions share those
--- rows: they are written last, the triggers before the sources (hence `after_triggers`), each in a fixed order.
--- When $39 is a version of the registry, nothing at all is written unless all is calm: that version is current, none of the
--- sources $40 (with `*`) has a state, none of the triggers is paused, closed or its breaker not closed. That is read here, in
--- a statement after the one that took the locks of `sources.share`, so it holds until the commit, as if read on its own.
--- Returns whether it was calm, with each of the runs created (null: none), and the parameters, as they are kept, if it is
--- claimed.
-with calm as materialized (
-  select $39::bigint is null or (
-           $39 = (select version from headgate.registry_version)
-           and not exists (select from headgate.event_scheduler_sources s
-                            where s.source = any ($40::text[]) and (s.source <> '*' or s.rate_limit is not null))
-           and not exists (select from headgate.event_scheduler_triggers g
-                            where g.trigger_id = any ($2::uuid[])
-                              and (g.paused_at is not null or g.breaker_state <> 'closed' or g.closed_until is not null))
-         ) as is_calm
-), input as materialized (
+-- runs of its definitions $18 are among the oldest that are due. Of columns that have the same in every row, the array is
+-- empty: launched, no error, no key, no probe, and a run with the id of its delivery. Returns the runs created, and the
+-- parameters, as they are kept, of those that are claimed.
+with input as materialized (
   select u.id, u.trigger_id, u.event_id, u.trigger_version, coalesce(u.status, 'launched') as status, u.last_error,
          case when u.status <> 'launched' then u.run_id else coalesce(u.run_id, u.id) end as run_id,
          u.workflow_definition_id, u.correlation_id, u.parameters, u.dedupe_key, u.concurrency_key,
          coalesce(u.is_probe, false) as is_probe, u.is_wanted
-    from calm, unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
+    from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
                        $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::boolean[])
     as u (id, trigger_id, event_id, trigger_version, status, last_error, run_id, workflow_definition_id,
           correlation_id, parameters, dedupe_key, concurrency_key, is_probe, is_wanted)
-   where calm.is_calm
 ), clock as materialized (
   select $15::timestamptz as now
 ), worker as materialized (
@@ -46,14 +30,65 @@ with calm as materialized (
     from input, clock
   on conflict (event_id, trigger_id) do nothing
   returning id
+)
+insert into headgate.workflow_runs
+  (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
+   next_attempt_at, created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at)
+select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
+       parameters::jsonb, now, now, now, case when c.is_claimed then 'running' else 'pending' end, c.is_claimed::int,
+       c.is_claimed::int, case when c.is_claimed then $16 end,
+       case when c.is_claimed then now + $17::bigint * interval '1 ms' end, case when c.is_claimed then now end
+  from input join recorded using (id), clock, worker, lateral (select is_wanted and is_free as is_claimed) c
+ where status = 'launched'
+returning id, case when status = 'running' then parameters end as parameters
+
+-- name: launch_calm
+-- Launches new deliveries that nothing limits, and adds what the batch saw to the totals of triggers ($13 and on) and
+-- sources ($23 and on). Many transactions share those rows: they are written last, the triggers before the sources (hence
+-- `after_triggers`), each in a fixed order.
+-- When $33 is a version of the registry, nothing at all is written unless all is calm: that version is current, none of the
+-- sources $34 (with `*`) has a state, none of the triggers is paused, closed or its breaker not closed. That is read here, in
+-- a statement after the one that took the locks of `sources.share`, so it holds until the commit, as if read on its own.
+-- Launches are stamped with $9; those marked in $8 are claimed as by `launch` ($10 to $12). What all rows have in common is
+-- given once. A delivery that exists already is not expected, and looking for it would take as long as writing it: it fails
+-- by its unique key. Returns whether it was calm, with each of the runs that are claimed (null: none) and its parameters, as
+-- they are kept.
+with calm as materialized (
+  select $33::bigint is null or (
+           $33 = (select version from headgate.registry_version)
+           and not exists (select from headgate.event_scheduler_sources s
+                            where s.source = any ($34::text[]) and (s.source <> '*' or s.rate_limit is not null))
+           and not exists (select from headgate.event_scheduler_triggers g
+                            where g.trigger_id = any ($2::uuid[])
+                              and (g.paused_at is not null or g.breaker_state <> 'closed' or g.closed_until is not null))
+         ) as is_calm
+), input as materialized (
+  select u.id, coalesce(u.trigger_id, ($2::uuid[])[1]) as trigger_id, u.event_id,
+         coalesce(u.trigger_version, ($4::bigint[])[1]) as trigger_version,
+         coalesce(u.workflow_definition_id, ($5::uuid[])[1]) as workflow_definition_id, u.correlation_id, u.parameters,
+         coalesce(u.is_wanted, ($8::boolean[])[1]) as is_wanted
+    from calm, unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::uuid[], $6::text[], $7::text[], $8::boolean[])
+      as u (id, trigger_id, event_id, trigger_version, workflow_definition_id, correlation_id, parameters, is_wanted)
+   where calm.is_calm
+), clock as materialized (
+  select $9::timestamptz as now
+), worker as materialized (
+  select case when $10::text is not null then not exists (
+           select from (select r.workflow_definition_id from headgate.workflow_runs r
+                         where r.status = 'pending' and r.next_attempt_at <= $9 order by r.next_attempt_at limit 1000) oldest
+            where oldest.workflow_definition_id = any ($12::uuid[])) else false end as is_free
+), recorded as (
+  insert into headgate.workflow_trigger_deliveries
+    (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, launched_at, created_at, updated_at)
+  select id, trigger_id, event_id, trigger_version, id, 'launched', 1, now, now, now from input, clock
 ), counted_triggers as (
   insert into headgate.event_scheduler_trigger_metrics as m
     (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error, updated_at)
   select u.trigger_id, u.filtered, u.matched, u.launched, u.throttled, u.skipped, u.failed, u.paused, u.last_status,
          u.last_error, headgate.now()
     from calm,
-         unnest($19::uuid[], $20::bigint[], $21::bigint[], $22::bigint[], $23::bigint[], $24::bigint[], $25::bigint[],
-                $26::bigint[], $27::text[], $28::text[])
+         unnest($13::uuid[], $14::bigint[], $15::bigint[], $16::bigint[], $17::bigint[], $18::bigint[], $19::bigint[],
+                $20::bigint[], $21::text[], $22::text[])
       as u (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error)
    where calm.is_calm
    order by u.trigger_id
@@ -70,8 +105,8 @@ with calm as materialized (
   select u.source, u.total, u.passed, u.throttled, u.dropped, u.failures, u.total_lag_ms, u.last_lag_ms, u.max_lag_ms,
          u.last_event_at, headgate.now()
     from calm, (select count(*) from counted_triggers) as after_triggers,
-         unnest($29::text[], $30::bigint[], $31::bigint[], $32::bigint[], $33::bigint[], $34::bigint[], $35::bigint[],
-                $36::bigint[], $37::bigint[], $38::timestamptz[])
+         unnest($23::text[], $24::bigint[], $25::bigint[], $26::bigint[], $27::bigint[], $28::bigint[], $29::bigint[],
+                $30::bigint[], $31::bigint[], $32::timestamptz[])
       as u (source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at)
    where calm.is_calm
    order by u.source
@@ -83,17 +118,16 @@ with calm as materialized (
          last_event_at = greatest(m.last_event_at, excluded.last_event_at), updated_at = excluded.updated_at
 ), created as (
   insert into headgate.workflow_runs
-    (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
-     next_attempt_at, created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at)
-  select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
-         parameters::jsonb, now, now, now, case when c.is_claimed then 'running' else 'pending' end, c.is_claimed::int,
-         c.is_claimed::int, case when c.is_claimed then $16 end,
-         case when c.is_claimed then now + $17::bigint * interval '1 ms' end, case when c.is_claimed then now end
-    from input join recorded using (id), clock, worker, lateral (select is_wanted and is_free as is_claimed) c
-   where status = 'launched'
+    (id, workflow_definition_id, delivery_id, event_id, trigger_id, correlation_id, parameters, next_attempt_at,
+     created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at)
+  select id, workflow_definition_id, id, event_id, trigger_id, correlation_id, parameters::jsonb, now, now, now,
+         case when c.is_claimed then 'running' else 'pending' end, c.is_claimed::int, c.is_claimed::int,
+         case when c.is_claimed then $10 end, case when c.is_claimed then now + $11::bigint * interval '1 ms' end,
+         case when c.is_claimed then now end
+    from input, clock, worker, lateral (select is_wanted and is_free as is_claimed) c
   returning id, case when status = 'running' then parameters end as parameters
 )
-select c.is_calm, r.id, r.parameters from calm c left join created r on true
+select c.is_calm, r.id, r.parameters from calm c left join created r on r.parameters is not null
 
 -- name: hold
 -- Keeps deliveries that must wait, with their time, in the transaction that decided so ($16 is its time). One that exists

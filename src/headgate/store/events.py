@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
+import asyncpg
+
 from headgate.model.event import Event, NewEvent
-from headgate.store.db import Connection, Row
+from headgate.store.columns import column, same
+from headgate.store.db import Connection
 from headgate.store.sql import load
 
 _sql = load("events")
@@ -38,9 +41,17 @@ class Claimed(NamedTuple):
 
 async def insert(connection: Connection, events: Sequence[NewEvent]) -> set[uuid.UUID]:
     """Store events with their inbox rows; the ids of those that are new."""
-    request = ([e.correlation_id for e in events], [e.traceparent for e in events])
-    rows = await connection.fetch(_sql["insert"], *_columns(events), *request)
+    rows = await connection.fetch(_sql["insert"], *_insert_columns(events))
     return {row[0] for row in rows}
+
+
+async def insert_new(connection: Connection, events: Sequence[NewEvent]) -> bool:
+    """The same, in less time, as a transaction of its own; False, and nothing is stored, when one of them is known."""
+    try:
+        await connection.execute(_sql["insert_new"], *_insert_columns(events))
+    except asyncpg.UniqueViolationError:
+        return False
+    return True
 
 
 async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[uuid.UUID, Resolved]:
@@ -53,12 +64,12 @@ async def claim_inbox(connection: Connection, limit: int) -> Claimed:
     """Take the oldest undecided events, for this transaction alone, and say that it may launch for their sources (as
     `sources.share` does)."""
     rows = await connection.fetch(_sql["claim_inbox"], limit)
-    return Claimed([_event(row) for row in rows], rows[-1]["now"] if rows else None)
+    return Claimed([Event(*row[:-1]) for row in rows], rows[-1]["now"] if rows else None)
 
 
 async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> list[Event]:
     """Take one undecided event; empty when another worker has it or it is decided."""
-    return [_event(row) for row in await connection.fetch(_sql["claim_inbox_one"], ingress_sequence)]
+    return [Event(*row) for row in await connection.fetch(_sql["claim_inbox_one"], ingress_sequence)]
 
 
 async def list_inbox(connection: Connection, limit: int) -> list[int]:
@@ -78,14 +89,14 @@ async def find(connection: Connection, event_id: str) -> list[Event]:
         ours: uuid.UUID | None = uuid.UUID(event_id)
     except ValueError:
         ours = None
-    found = [_event(row) for row in await connection.fetch(_sql["find"], ours, event_id)]
+    found = [Event(*row) for row in await connection.fetch(_sql["find"], ours, event_id)]
     exact = [event for event in found if event.id == ours]
     return exact or found
 
 
 async def get_many(connection: Connection, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, Event]:
     """Events by our ids."""
-    return {row["id"]: _event(row) for row in await connection.fetch(_sql["get_many"], list(ids))}
+    return {row["id"]: Event(*row) for row in await connection.fetch(_sql["get_many"], list(ids))}
 
 
 async def correlation_id(connection: Connection, event_id: uuid.UUID) -> str | None:
@@ -121,7 +132,23 @@ async def list_page(
     rows = await connection.fetch(
         _sql["list"], event_type, source, correlation_id, received_from, received_to, before_sequence, limit
     )
-    return [_event(row) for row in rows]
+    return [Event(*row) for row in rows]
+
+
+def _insert_columns(events: Sequence[NewEvent]) -> tuple[Sequence[object], ...]:
+    ids, external_ids, types, sources, occurred_at, payloads, ttl_ms, metadata = _columns(events)
+    return (
+        ids,
+        column(external_ids),
+        same(types),
+        same(sources),
+        column(occurred_at),
+        payloads,
+        column(ttl_ms),
+        column(metadata, "{}"),
+        column([e.correlation_id for e in events]),
+        column([e.traceparent for e in events]),
+    )
 
 
 def _columns(events: Sequence[NewEvent]) -> tuple[list[object], ...]:
@@ -134,22 +161,4 @@ def _columns(events: Sequence[NewEvent]) -> tuple[list[object], ...]:
         [e.payload for e in events],
         [e.ttl_ms for e in events],
         [e.metadata for e in events],
-    )
-
-
-def _event(row: Row) -> Event:
-    return Event(
-        id=row["id"],
-        external_id=row["external_id"],
-        type=row["type"],
-        source=row["source"],
-        occurred_at=row["occurred_at"],
-        received_at=row["received_at"],
-        ingress_sequence=row["ingress_sequence"],
-        payload=row["payload"],
-        correlation_id=row["correlation_id"],
-        ttl_ms=row["ttl_ms"],
-        metadata=row["metadata"],
-        traceparent=row["traceparent"],
-        replayed_at=row.get("replayed_at"),  # what is still in the inbox was never replayed
     )

@@ -1,4 +1,4 @@
-"""What batches saw of sources and triggers, on its way to their totals: written by `deliveries.launch`."""
+"""What batches saw of sources and triggers, on its way to their totals: written by `deliveries.launch_calm`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,3 @@ class Totals(NamedTuple):
         """As the statement takes them: each field of all triggers, then each field of all sources."""
         of_triggers: list[list[object]] = [[one[i] for one in self.triggers] for i in range(len(TriggerCounts._fields))]
         return of_triggers + [[getattr(one, field) for one in self.sources] for field in _OF_SOURCE]
-
-
-NOTHING = Totals()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
 
@@ -66,7 +67,7 @@ class Loop:
         if self._stopping:
             return
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(None if seconds == math.inf else seconds):
                 await self._wake.wait()
         except TimeoutError:
             pass

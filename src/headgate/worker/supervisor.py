@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import uuid
@@ -81,6 +82,7 @@ class Worker:
             after_wait=lambda waiting: self._queue.schedule(step_wakeups(waiting)),
         )
         self._runner.serve(definitions)
+        self._inbox_is_full = asyncio.Event()
         self._dispatch, self._retry, self._replan = self._event_stages(matcher)
         self._reconcile = Reconcile(
             self._database, batch_size=settings.batch_size, breaker=settings.trigger_error, worker=self.name
@@ -114,6 +116,7 @@ class Worker:
             batch_size=settings.batch_size,
             after_launch=self._after_launch,
             after_hold=lambda held: queue.schedule(event_wakeups(held)),
+            after_full=self._inbox_is_full.set,
             batch=batch,
         )
         retry = Retry(
@@ -164,6 +167,7 @@ class Worker:
         lease = self.settings.lease_ms / 1000
         claiming = [
             Loop("dispatch", self._dispatch_once, rest_seconds=poll, wake=self._queue.wake("inbox")),
+            Loop("dispatch", self._dispatch_more, rest_seconds=math.inf, wake=self._inbox_is_full),
             self._retry_loop("retries", self._retry),
             self._retry_loop("deliveries", self._delivery_retry),
             Loop("replan", self._replan_once, rest_seconds=poll, wake=self._queue.wake("plans")),
@@ -229,6 +233,10 @@ class Worker:
         await self._runner.breathe()
         outcome = await self._dispatch.run_once()
         return outcome.events if self._dispatch.has_more else 0
+
+    async def _dispatch_more(self) -> int:
+        """A second batch while the first is decided, so that neither we nor the database wait for each other."""
+        return await self._dispatch_once() if self._dispatch.is_behind else 0
 
     def _retry_loop(self, topic: RetryTopic, retry: Retry | DeliveryRetry) -> Loop:
         """Looks at what is due, and rests until the next slot."""
