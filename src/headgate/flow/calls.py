@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable
@@ -37,6 +38,14 @@ def called(call: Callable[[], Any]) -> Any:
         return call()
     except (StopIteration, SystemExit, KeyboardInterrupt) as exc:
         raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine."""
+    code = getattr(function, "__code__", None)  # as inspect does, which looks for other things first
+    if code is None:
+        return inspect.iscoroutinefunction(function)
+    return bool(code.co_flags & inspect.CO_COROUTINE)
 
 
 async def guarded(work: Awaitable[Any]) -> Any:

@@ -80,7 +80,6 @@ class Dispatch:
         self._batch = batch or Batch(breaker)
         self._fan_out = 1.0
         self._is_calm = True
-        self._begins_runs = False
         self._has_more = False
 
     async def run_once(self) -> Outcome:
@@ -102,14 +101,13 @@ class Dispatch:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a second batch should be decided at the same time: there is more, nothing limits it (in order is then
-        as good as at once), and this process is not busy with the runs that it creates."""
-        return self._has_more and self._is_calm and not self._begins_runs
+        """Whether a second batch may be decided at the same time: there is more, and nothing limits it, so that the
+        order does not matter."""
+        return self._has_more and self._is_calm
 
     async def _committed(self, decided: Decided) -> None:
         failpoints.hit("dispatch.after_commit")
-        self._begins_runs = bool(decided.delivered.claimed)
-        if self._begins_runs:
+        if decided.delivered.claimed:
             self._batch.begin(decided.delivered)
             await asyncio.sleep(0)  # the runs begin before anything is told about them
         if decided.outcome.events:

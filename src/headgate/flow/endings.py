@@ -22,6 +22,8 @@ class Endings:
     """The ends that a run may come to. `steps` are those of the run, as far as they are known; `parked` those that
     wait, until when; `warnings` what the run says meanwhile."""
 
+    __slots__ = ("_policy", "_run", "_steps", "_workflow", "parked", "warnings")
+
     def __init__(self, run: ClaimedRun, workflow: Workflow, policy: RetryPolicy, steps: dict[str, Step]) -> None:
         self.parked: dict[str, datetime] = {}
         self.warnings: dict[str, str] = {}

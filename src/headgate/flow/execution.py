@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from concurrent.futures import Executor
 from datetime import datetime, timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ import msgspec
 from headgate import failpoints
 from headgate.clock import monotonic, uuid7
 from headgate.errors import NonRetryable, RetryAfter, StepFailed
-from headgate.flow.calls import Failure, called, cleaned, error_text, guarded, retry_after_ms
+from headgate.flow.calls import Failure, called, cleaned, error_text, guarded, is_async, retry_after_ms
 from headgate.flow.endings import End, Endings
 from headgate.flow.journal import Cancelled, Journal, LeaseLost, Put, Soon, Stop, Written
 from headgate.flow.leaving import Leaving
@@ -51,6 +51,12 @@ class _Suspend(Stop):
 class Execution:
     """One attempt at one run. `abandon` hears of a function that does not leave, and what is to be written of its run
     (None: nothing); the task that it is in is lost."""
+
+    __slots__ = (
+        "_abandon", "_active", "_endings", "_is_resting", "_journal", "_leaving", "_policy", "_sleeps", "_step_threads",
+        "_steps", "_stopped", "_used", "_workflow", "_workflow_threads", "claimed_at", "event", "is_abandoned", "run",
+        "spans",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -89,6 +95,11 @@ class Execution:
     def now(self) -> datetime:
         """The database's time, as far as this process can tell."""
         return self.run.now + timedelta(seconds=monotonic() - self.claimed_at)
+
+    def seconds_since_start(self) -> float:
+        """Since the run first began."""
+        waited = 0.0 if self.run.started_at is self.run.now else (self.run.now - self.run.started_at).total_seconds()
+        return waited + monotonic() - self.claimed_at
 
     def cancel(self) -> None:
         """Stop at the next step."""
@@ -198,7 +209,7 @@ class Execution:
         return known
 
     def _refusal(self, name: str) -> BaseException | None:
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_STEP_NAME or cleaned(name) != name:
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_STEP_NAME or not _is_storable(name):
             return NonRetryable(f"a step's name must be text of 1 to {MAX_STEP_NAME} characters, not {name!r}")
         if self._is_resting:  # a `finally` that is passed on the way to rest; it has its turn when the run goes on
             return _Suspend()
@@ -228,8 +239,10 @@ class Execution:
         if self.spans is not None:
             self.spans.begin_step(name, attempts + 1)
         try:
-            value = await self._timed(name, call, function, timeout)
-            result = encode_output(value, f"what step {name!r} returned")
+            value = await (
+                self._called(call, function) if timeout is None else self._timed(name, call, function, timeout)
+            )
+            result = encode_output(value, "the result", name)
         except (Stop, GeneratorExit):
             raise
         except asyncio.CancelledError as exc:
@@ -248,8 +261,6 @@ class Execution:
         return None if result is None else msgspec.json.decode(result)
 
     async def _timed(self, name: str, call: Callable[[], Any], function: Any, timeout: Any) -> Any:
-        if timeout is None:
-            return await self._called(call, function)
         try:
             async with asyncio.timeout(duration_ms(timeout) / 1000):
                 return await self._called(call, function)
@@ -260,7 +271,7 @@ class Execution:
 
     async def _called(self, call: Callable[[], Any], function: Any) -> Any:
         """In a thread, unless it is async."""
-        if inspect.iscoroutinefunction(function):
+        if is_async(function):
             return await guarded(call())
         context, loop = contextvars.copy_context(), asyncio.get_running_loop()
         value = await loop.run_in_executor(self._step_threads, partial(context.run, called, call))
@@ -303,6 +314,7 @@ class Execution:
             claim_generation=self.run.claim_generation,
             name=name,
             kind=kind,
+            is_new=known is None,
             **fields,
         )
         self._steps[name] = Step(
@@ -393,6 +405,11 @@ class Execution:
         while self._active and isinstance(end, SuspendedRun):  # noqa: ASYNC110 - what is under way counts
             await asyncio.sleep(QUIET_SECONDS)
         return end
+
+
+@lru_cache(1000)
+def _is_storable(name: str) -> bool:
+    return cleaned(name) == name
 
 
 def _left() -> End:

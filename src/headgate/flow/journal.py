@@ -67,6 +67,8 @@ class Soon:
 class Journal:
     """The writes of one attempt at one run. `put` hands them to the group commit."""
 
+    __slots__ = ("_is_lost", "_put", "_sent", "_soon", "_unsent", "is_cancelled", "told")
+
     def __init__(self, put: Put, soon: Soon, *, is_cancelled: bool) -> None:
         self.is_cancelled = is_cancelled
         self._put = put
@@ -94,7 +96,8 @@ class Journal:
     async def barrier(self) -> None:
         """What was written so far is committed; nothing more is begun when the run is cancelled or not ours."""
         self.send()
-        await self._settle()
+        if self._sent:
+            await self._settle()
         self.check()
 
     def check(self) -> None:
@@ -105,7 +108,8 @@ class Journal:
 
     async def close(self, end: FinishedRun | SuspendedRun) -> Written:
         """Write how the run ended, or that it rests, with what was not yet written of its steps."""
-        await self._settle()
+        if self._sent:
+            await self._settle()
         if self._is_lost:
             raise LeaseLost
         unsent, self._unsent = self._unsent, []

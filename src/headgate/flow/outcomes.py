@@ -131,19 +131,20 @@ class Outcomes:
                 fill = None
                 continue
             failpoints.hit("outcome.after_commit")
-            self._committed(items, recorded, freed)
+            if freed is not None:
+                self._committed(items, recorded, freed)
             return recorded
 
     async def _write_together(
         self, connection: Connection, items: list[Outcome], odd: frozenset[uuid.UUID], **how: Any
-    ) -> tuple[list[Recorded], Freed]:
+    ) -> tuple[list[Recorded], Freed | None]:
         """One transaction: at first what may concern triggers, whose rows are locked before those of runs; then, by one
-        statement, the runs that simply succeeded. The runs in `odd` did not, after all."""
+        statement, the runs that simply succeeded. The runs in `odd` did not, after all. None: there were no others."""
         plain = [item for item in items if _is_plain(item) and item.end is not None and item.end.id not in odd]
         if len(plain) == len(items):
             await _succeed(connection, plain)
             failpoints.hit("outcome.before_commit")
-            return [_kept(item) for item in items], Freed()
+            return [_kept(item) for item in items], None
         simple = {id(item) for item in plain}
         recorded, freed = await self._write(connection, [item for item in items if id(item) not in simple], **how)
         if plain:
@@ -234,14 +235,14 @@ class _NotPlain(Exception):
 
 
 def _is_plain(item: Outcome) -> bool:
-    """A run that succeeded with its last steps, and nobody else is concerned."""
+    """A run that succeeded with its last steps, of which nothing was written before, and nobody else is concerned."""
     end = item.end
     return (
         isinstance(end, FinishedRun)
         and end.status == "succeeded"
         and not end.matters_to_trigger
         and not end.has_waiting_steps
-        and all(w.status == "succeeded" and w.kind == "step" and w.retry_state == "none" for w in item.steps)
+        and all(w.is_new and w.status == "succeeded" and w.kind == "step" for w in item.steps)
     )
 
 

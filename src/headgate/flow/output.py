@@ -16,21 +16,25 @@ MAX_OUTPUT_BYTES = 1024 * 1024
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
-def encode_output(result: Any, what: str) -> str | None:
-    """JSON text, None for None. NonRetryable when it cannot be kept."""
+def encode_output(result: Any, what: str, step: str | None = None) -> str | None:
+    """JSON text, None for None. NonRetryable, which names `what` (of a step), when it cannot be kept."""
     if result is None:
         return None
     try:
         output = msgspec.json.encode(result)
     except (TypeError, ValueError, RecursionError) as exc:
-        raise NonRetryable(f"{what} cannot be stored as JSON: {exc}") from exc
+        raise _refused(what, step, f"cannot be stored as JSON: {exc}") from exc
     if len(output) > MAX_OUTPUT_BYTES:
-        raise NonRetryable(f"{what} is {len(output)} bytes; at most {MAX_OUTPUT_BYTES} are kept")
+        raise _refused(what, step, f"is {len(output)} bytes; at most {MAX_OUTPUT_BYTES} are kept")
     if b"null" in output and _is_beyond_json(result):
-        raise NonRetryable(f"{what} cannot be stored as JSON: it holds a number that is not finite")
-    if _NUL.search(output):
-        raise NonRetryable(f"{what} holds the character U+0000, which cannot be stored")
+        raise _refused(what, step, "cannot be stored as JSON: it holds a number that is not finite")
+    if b"u0000" in output and _NUL.search(output):
+        raise _refused(what, step, "holds the character U+0000, which cannot be stored")
     return output.decode()
+
+
+def _refused(what: str, step: str | None, why: str) -> NonRetryable:
+    return NonRetryable(f"{what} {why}" if step is None else f"{what} of step {step!r} {why}")
 
 
 def _is_beyond_json(value: Any) -> bool:

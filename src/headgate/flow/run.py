@@ -109,6 +109,11 @@ class Runner:
         claimed = len(self._ready) + len(self._tasks)
         return 0 if self._closing else max(0, self._concurrency + self._ahead() - claimed)
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether what is claimed here will be done in a moment, so that to claim a little too much does no harm."""
+        return not self._tasks or self._ahead() >= BUSY
+
     def claim(self) -> Claim:
         """What this worker claims of runs that are being created."""
         room = self.room
@@ -376,7 +381,7 @@ class Runner:
 
     def _tell(self, execution: Execution, run: FinishedRun) -> None:
         claimed = execution.run
-        metrics.ran(claimed.workflow, run.status, (execution.now() - claimed.started_at).total_seconds())
+        metrics.ran(claimed.workflow, run.status, execution.seconds_since_start())
         if run.status == "succeeded" and not _log.is_info:
             return
         log = _log.info if run.status == "succeeded" else _log.warning

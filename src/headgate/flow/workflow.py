@@ -194,18 +194,22 @@ class Workflow:
 
     def bind(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments, checked against the signature. NonRetryable names the one that is missing or wrong."""
+        if given.keys() != self._parameters.keys():
+            self._check_names(given)
+        hints = self._hints if self._hints is not None else self._type_hints()
+        return {n: v if type(v) is hints.get(n, Any) else self._converted(n, v, hints) for n, v in given.items()}
+
+    def _check_names(self, given: dict[str, Any]) -> None:
         if not given.keys() >= self._required:
             missing = next(name for name in self._parameters if name in self._required and name not in given)
             raise NonRetryable(f"parameter {missing!r} of workflow {self.slug} is missing in the event")
         if not self._takes_any and not given.keys() <= self._parameters.keys():
             extra = min(given.keys() - self._parameters.keys())
             raise NonRetryable(f"workflow {self.slug} takes no parameter {extra!r}")
-        hints = self._hints if self._hints is not None else self._type_hints()
-        return {n: self._converted(n, value, hints[n]) if n in hints else value for n, value in given.items()}
 
-    def _converted(self, name: str, value: Any, hint: Any) -> Any:
+    def _converted(self, name: str, value: Any, hints: dict[str, Any]) -> Any:
         try:
-            return msgspec.convert(value, hint)
+            return msgspec.convert(value, hints.get(name, Any))
         except msgspec.ValidationError as exc:
             raise NonRetryable(f"parameter {name!r} of workflow {self.slug} is wrong: {exc}") from exc
         except TypeError:  # a type that JSON values cannot be checked against

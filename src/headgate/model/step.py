@@ -26,7 +26,7 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
 class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one attempt at a step, or a timer; `result` is JSON text. It counts only while the claim holds.
 
-    `delay_ms` from the database's time on, it goes on.
+    `delay_ms` from the database's time on, it goes on. `is_new`: nothing was written of this step before.
     """
 
     id: uuid.UUID
@@ -42,6 +42,7 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     retry_attempts: int = 0
     retry_metadata: dict[str, Any] = {}
     closes: Closing | None = None
+    is_new: bool = False
 
 
 class Outcome(msgspec.Struct, frozen=True):

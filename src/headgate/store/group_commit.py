@@ -32,7 +32,7 @@ class GroupCommit(Generic[Item, Result]):
         self._weight = weight
         self._max_weight = max_weight
         self._max_waiting = max_waiting
-        self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
+        self._waiting: deque[tuple[Item, asyncio.Future[Result], int]] = deque()
         self._waiting_weight = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -46,7 +46,7 @@ class GroupCommit(Generic[Item, Result]):
         if self._waiting_weight + weight > self._max_waiting:
             raise Overloaded("too much is waiting to be written; try again in a second")
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, future))
+        self._waiting.append((item, future, weight))
         self._waiting_weight += weight
         if self._task is None:
             self._task = asyncio.create_task(self._drain())
@@ -66,12 +66,12 @@ class GroupCommit(Generic[Item, Result]):
         try:
             while self._waiting:
                 group = self._take()
-                items = [item for item, _ in group]
+                items = [item for item, _, _ in group]
                 try:
                     results = await self._write(items)
                 except Exception as exc:
                     results = [exc] * len(items)
-                for (_, future), result in zip(group, results, strict=True):
+                for (_, future, _), result in zip(group, results, strict=True):
                     if future.done():  # its caller has gone
                         continue
                     if isinstance(result, Exception):
@@ -80,14 +80,14 @@ class GroupCommit(Generic[Item, Result]):
                         future.set_result(result)
         finally:
             self._task = None
-            for _, future in self._waiting:  # only when the loop itself ends under us
+            for _, future, _ in self._waiting:  # only when the loop itself ends under us
                 future.cancel()
 
-    def _take(self) -> list[tuple[Item, asyncio.Future[Result]]]:
+    def _take(self) -> list[tuple[Item, asyncio.Future[Result], int]]:
         group = [self._waiting.popleft()]
-        weight = self._weight(group[0][0])
-        while self._waiting and weight + self._weight(self._waiting[0][0]) <= self._max_weight:
+        weight = group[0][2]
+        while self._waiting and weight + self._waiting[0][2] <= self._max_weight:
             group.append(self._waiting.popleft())
-            weight += self._weight(group[-1][0])
+            weight += group[-1][2]
         self._waiting_weight -= weight
         return group

@@ -6,11 +6,12 @@ import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import asyncpg
 import msgspec
 
 from headgate.model.run import ClaimedRun, FinishedRun, Run, RunStatus
 from headgate.model.step import StepWrite, SuspendedRun
-from headgate.store.columns import column
+from headgate.store.columns import column, same
 from headgate.store.db import Connection, Row
 from headgate.store.sql import load
 
@@ -63,19 +64,21 @@ async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> lis
 async def succeed(
     connection: Connection, finished: Sequence[FinishedRun], written: Sequence[StepWrite]
 ) -> set[uuid.UUID]:
-    """End runs that succeeded, with their last steps, which did too. The ids; unless they are all, the caller must roll
-    back: another one is not held any more, or matters to its trigger, so that `finish` may end it."""
-    rows = await connection.fetch(
-        _sql["succeed"],
-        [f.id for f in finished],
-        [f.claim_generation for f in finished],
-        column([f.output for f in finished]),
-        [w.id for w in written],
-        [w.workflow_run_id for w in written],
-        [w.name for w in written],
-        column([w.result for w in written]),
-        column([w.retry_attempts for w in written], 0),
-    )
+    """End runs that succeeded, with their last steps, which did too and are new. The ids; unless they are all, the
+    caller must roll back: one that is missing is not held any more, or it, or a step, is not so simple."""
+    try:
+        rows = await connection.fetch(
+            _sql["succeed"],
+            [f.id for f in finished],
+            same([f.claim_generation for f in finished]),
+            column([f.output for f in finished]),
+            [w.id for w in written],
+            [w.workflow_run_id for w in written],
+            same([w.name for w in written]),
+            column([w.result for w in written]),
+        )
+    except asyncpg.UniqueViolationError:
+        return set()
     return {row[0] for row in rows}
 
 

@@ -49,10 +49,10 @@ update headgate.workflow_runs r
 returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
 
 -- name: succeed
--- Ends runs that succeeded and that their worker still holds, with the steps ($4 and on) that succeeded since they last wrote.
--- Returns the ids of those that hold no slot and are no breaker's trial: unless these are all, the caller rolls back, and
--- `finish` has its turn. `is true` has the planner look the
--- runs up in a hash table; it expects one and would compare each step with all of them.
+-- Ends runs that succeeded and that their worker still holds, with the steps ($4 and on) that succeeded since they last wrote;
+-- these have no row yet, or it fails by its unique key. Returns the ids of those that hold no slot and are no breaker's
+-- trial: unless these are all, the caller rolls back, and `finish` has its turn. `is true` has the planner look the runs up
+-- in a hash table; it expects one and would compare each step with all of them. A name that all steps share is given once.
 with clock as materialized (
   select headgate.now() as now
 ), ended as (
@@ -60,21 +60,14 @@ with clock as materialized (
      set status = 'succeeded', output = u.output::jsonb, error = null, warning = null, finished_at = now,
          next_attempt_at = null, claimed_by = null, claim_expires_at = null, updated_at = now
     from unnest($1::uuid[], $2::bigint[], $3::text[]) as u (id, claim_generation, output), clock
-   where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
+   where r.id = u.id and r.claim_expires_at is not null
+     and r.claim_generation = coalesce(u.claim_generation, ($2::bigint[])[1])
   returning r.id, r.concurrency_key is not null or r.is_probe as matters
 ), written as (
-  insert into headgate.workflow_run_steps as s
-    (id, workflow_run_id, name, status, result, retry_attempts, created_at, updated_at)
-  select u.id, u.workflow_run_id, u.name, 'succeeded', u.result::json, coalesce(u.retry_attempts, 0), now, now
-    from unnest($4::uuid[], $5::uuid[], $6::text[], $7::text[], $8::bigint[])
-           as u (id, workflow_run_id, name, result, retry_attempts), clock
+  insert into headgate.workflow_run_steps (id, workflow_run_id, name, status, result, created_at, updated_at)
+  select u.id, u.workflow_run_id, coalesce(u.name, ($6::text[])[1]), 'succeeded', u.result::json, now, now
+    from unnest($4::uuid[], $5::uuid[], $6::text[], $7::text[]) as u (id, workflow_run_id, name, result), clock
    where (u.workflow_run_id in (select id from ended)) is true
-   order by u.workflow_run_id, u.name
-  on conflict (workflow_run_id, name) do update
-     set status = excluded.status, result = excluded.result, error = null, retry_state = 'none', next_attempt_at = null,
-         retry_attempts = greatest(s.retry_attempts, excluded.retry_attempts), retry_metadata = '{}',
-         claim_generation = s.claim_generation + 1, updated_at = excluded.updated_at
-   where s.status not in ('succeeded', 'failed', 'cancelled')
 )
 select id from ended where not matters
 

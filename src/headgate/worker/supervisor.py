@@ -236,7 +236,7 @@ class Worker:
 
     async def _dispatch_more(self) -> int:
         """A second batch while the first is decided, so that neither we nor the database wait for each other."""
-        return await self._dispatch_once() if self._dispatch.is_behind else 0
+        return await self._dispatch_once() if self._dispatch.is_behind and self._runner.is_quick else 0
 
     def _retry_loop(self, topic: RetryTopic, retry: Retry | DeliveryRetry) -> Loop:
         """Looks at what is due, and rests until the next slot."""
