@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from headgate.flow import execution, output, reconcile
+from headgate.flow import calls, output, reconcile
 from headgate.model.retry import STEP_RETRY
 from headgate.model.units import MAX_DURATION_MS
 from headgate.settings import Settings
@@ -88,7 +88,7 @@ def test_numbers() -> None:
     )  # fmt: skip
     assert "5 attempts, 1 s, doubled up to 5 min, ± 20 %" in TEXT
     assert output.MAX_OUTPUT_BYTES == 1024 * 1024 and "at most 1 MiB" in TEXT
-    assert f"1 to {execution.MAX_STEP_NAME} characters" in TEXT
+    assert f"1 to {calls.MAX_STEP_NAME} characters" in TEXT
     assert f"up to {MAX_DURATION_MS // 86_400_000} days" in TEXT
     assert f"(`HEADGATE_LEASE_MS`, {Settings().lease_ms // 1000} s)" in TEXT
     assert f"worker\ndied {reconcile.MAX_CRASHES} times" in TEXT

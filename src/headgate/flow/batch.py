@@ -278,7 +278,7 @@ def _claimed(
 def _candidate(one: Match) -> Candidate:
     if one.error is not None:
         return Candidate(uuid7(), one.event, one.trigger, error=one.error)
-    return deliver.render(Candidate(uuid7(), one.event, one.trigger), one.envelope)
+    return deliver.render(uuid7(), one.event, one.trigger, one.envelope)
 
 
 def _why_not(filtered: Sequence[Filtered], now: datetime) -> list[Recorded]:

@@ -88,18 +88,17 @@ async def close_board(
 
 
 def count(
-    decided: Iterable[Decided], filtered: Iterable[uuid.UUID] = (), *, are_newcomers: bool
+    decided: Sequence[Decided], filtered: Iterable[uuid.UUID] = (), *, are_newcomers: bool
 ) -> list[TriggerCounts]:
     """What a batch saw of each trigger, for the totals."""
     counts: dict[uuid.UUID, Counter[str]] = {}
-    last: dict[uuid.UUID, Decided] = {}
-    for trigger_id in filtered:
-        counts.setdefault(trigger_id, Counter())["filtered"] += 1
-    for one in decided:
-        found = counts.setdefault(one.trigger_id, Counter())
-        found[one.status] += 1
-        found["matched"] += are_newcomers
-        last[one.trigger_id] = one
+    for trigger_id, number in Counter(filtered).items():
+        counts.setdefault(trigger_id, Counter())["filtered"] += number
+    for (trigger_id, status), number in Counter((one.trigger_id, one.status) for one in decided).items():
+        found = counts.setdefault(trigger_id, Counter())
+        found[status] += number
+        found["matched"] += number if are_newcomers else 0
+    last = {one.trigger_id: one for one in decided}
     return [_totals(trigger_id, found, last.get(trigger_id)) for trigger_id, found in sorted(counts.items())]
 
 

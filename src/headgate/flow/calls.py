@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from functools import lru_cache, partial
 from typing import Any
 
 from headgate.errors import NonRetryable, RetryAfter
 from headgate.model.units import MAX_DURATION_MS
 
 MAX_ERROR_CHARACTERS = 8000
+MAX_STEP_NAME = 200
 
 
 def retry_after_ms(exc: RetryAfter) -> int:
@@ -40,12 +45,25 @@ def called(call: Callable[[], Any]) -> Any:
         raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine."""
-    code = getattr(function, "__code__", None)  # as inspect does, which looks for other things first
+async def called_in(threads: Executor, call: Callable[[], Any], function: Callable[..., Any]) -> Any:
+    """Call a function, by `call`, in a thread, unless it is async."""
+    if _is_async(function):
+        return await guarded(call())
+    context, loop = contextvars.copy_context(), asyncio.get_running_loop()
+    value = await loop.run_in_executor(threads, partial(context.run, called, call))
+    return await guarded(value) if inspect.isawaitable(value) else value
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    code = getattr(function, "__code__", None)  # as `inspect` does, which looks for other things first
     if code is None:
         return inspect.iscoroutinefunction(function)
     return bool(code.co_flags & inspect.CO_COROUTINE)
+
+
+@lru_cache(1000)
+def is_step_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_STEP_NAME and cleaned(name) == name
 
 
 async def guarded(work: Awaitable[Any]) -> Any:

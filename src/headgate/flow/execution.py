@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 from collections.abc import Callable
 from concurrent.futures import Executor
 from datetime import datetime, timedelta
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +20,16 @@ import msgspec
 from headgate import failpoints
 from headgate.clock import monotonic, uuid7
 from headgate.errors import NonRetryable, RetryAfter, StepFailed
-from headgate.flow.calls import Failure, called, cleaned, error_text, guarded, is_async, retry_after_ms
+from headgate.flow.calls import (
+    MAX_STEP_NAME,
+    Failure,
+    called,
+    called_in,
+    error_text,
+    guarded,
+    is_step_name,
+    retry_after_ms,
+)  # fmt: skip
 from headgate.flow.endings import End, Endings
 from headgate.flow.journal import Cancelled, Journal, LeaseLost, Put, Soon, Stop, Written
 from headgate.flow.leaving import Leaving
@@ -37,7 +45,6 @@ from headgate.model.units import duration_ms
 from headgate.telemetry import traces
 from headgate.telemetry.logs import logger
 
-MAX_STEP_NAME = 200
 # When every step of a run waits, its function gets this long to begin another before the run is put to rest.
 QUIET_SECONDS = 0.01
 
@@ -51,12 +58,6 @@ class _Suspend(Stop):
 class Execution:
     """One attempt at one run. `abandon` hears of a function that does not leave, and what is to be written of its run
     (None: nothing); the task that it is in is lost."""
-
-    __slots__ = (
-        "_abandon", "_active", "_endings", "_is_resting", "_journal", "_leaving", "_policy", "_sleeps", "_step_threads",
-        "_steps", "_stopped", "_used", "_workflow", "_workflow_threads", "claimed_at", "event", "is_abandoned", "run",
-        "spans",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -96,11 +97,6 @@ class Execution:
         """The database's time, as far as this process can tell."""
         return self.run.now + timedelta(seconds=monotonic() - self.claimed_at)
 
-    def seconds_since_start(self) -> float:
-        """Since the run first began."""
-        waited = 0.0 if self.run.started_at is self.run.now else (self.run.now - self.run.started_at).total_seconds()
-        return waited + monotonic() - self.claimed_at
-
     def cancel(self) -> None:
         """Stop at the next step."""
         self._journal.is_cancelled = True
@@ -112,7 +108,7 @@ class Execution:
         left = None if deadline is None else (deadline - self.now()).total_seconds()
         if left is not None and left <= 0:
             return self._endings.timed_out()
-        result, error = await self._leaving.through(self._call(), left, partial(self._stop, self._endings.timed_out))
+        result, error = await self._leaving.through(self._call(), left, self._time_out)
         return await self._ended(result, error) if self._stopped is None else self._stopped()
 
     def leave(self) -> bool:
@@ -144,7 +140,9 @@ class Execution:
         timeout: str | int | float | None,
     ) -> Any:
         """The result of a step: remembered, or had now. StepFailed when it was given up."""
-        known = await self._begin(name)
+        if (refusal := self._refusal(name)) is not None:
+            raise await self._refused(refusal)
+        known = self._begin(name)
         if known is not None and known.status == "succeeded":
             return known.result
         if known is not None and known.status == "failed":
@@ -172,7 +170,9 @@ class Execution:
                 )
             self._sleeps += 1
             name = f"sleep-{self._sleeps}"
-        known = await self._begin(name)
+        if (refusal := self._refusal(name)) is not None:
+            raise await self._refused(refusal)
+        known = self._begin(name)
         if known is not None and known.status == "succeeded":
             return
         self._active += 1
@@ -197,11 +197,11 @@ class Execution:
         if not self._is_resting and task is not None and task.cancelling():
             self._write(name, kind=kind, status="cancelled", error="cut off by the workflow", retry_state="cancelled")
 
-    async def _begin(self, name: str) -> Step | None:
-        refusal = self._refusal(name)
-        if refusal is not None:
-            await asyncio.sleep(0)  # a loop that catches everything and tries again must not keep the worker busy
-            raise refusal
+    async def _refused(self, refusal: BaseException) -> BaseException:
+        await asyncio.sleep(0)  # a loop that catches everything and tries again must not keep the worker busy
+        return refusal
+
+    def _begin(self, name: str) -> Step | None:
         self._used.add(name)
         known = self._steps.get(name)
         if known is not None and known.status == "cancelled":
@@ -209,7 +209,7 @@ class Execution:
         return known
 
     def _refusal(self, name: str) -> BaseException | None:
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_STEP_NAME or not _is_storable(name):
+        if not isinstance(name, str) or not is_step_name(name):
             return NonRetryable(f"a step's name must be text of 1 to {MAX_STEP_NAME} characters, not {name!r}")
         if self._is_resting:  # a `finally` that is passed on the way to rest; it has its turn when the run goes on
             return _Suspend()
@@ -239,9 +239,10 @@ class Execution:
         if self.spans is not None:
             self.spans.begin_step(name, attempts + 1)
         try:
-            value = await (
-                self._called(call, function) if timeout is None else self._timed(name, call, function, timeout)
-            )
+            if timeout is None:
+                value = await called_in(self._step_threads, call, function)
+            else:
+                value = await self._timed(name, call, function, timeout)
             result = encode_output(value, "the result", name)
         except (Stop, GeneratorExit):
             raise
@@ -263,19 +264,11 @@ class Execution:
     async def _timed(self, name: str, call: Callable[[], Any], function: Any, timeout: Any) -> Any:
         try:
             async with asyncio.timeout(duration_ms(timeout) / 1000):
-                return await self._called(call, function)
+                return await called_in(self._step_threads, call, function)
         except TimeoutError as exc:
             if not isinstance(exc.__cause__, asyncio.CancelledError):
                 raise
             raise TimeoutError(f"step {name!r} took longer than {timeout}") from exc
-
-    async def _called(self, call: Callable[[], Any], function: Any) -> Any:
-        """In a thread, unless it is async."""
-        if is_async(function):
-            return await guarded(call())
-        context, loop = contextvars.copy_context(), asyncio.get_running_loop()
-        value = await loop.run_in_executor(self._step_threads, partial(context.run, called, call))
-        return await guarded(value) if inspect.isawaitable(value) else value
 
     async def _failed(self, name: str, exc: BaseException, policy: RetryPolicy) -> None:
         """Write that an attempt failed, and when there is another; StepFailed when there is none."""
@@ -364,6 +357,9 @@ class Execution:
             self._stopped = stopped
             self._leaving.tell(self._give_up)
 
+    def _time_out(self) -> None:
+        self._stop(self._endings.timed_out)
+
     def _give_up(self) -> None:
         """The function does not leave; what is to be written is written without it."""
         _log.error("run.does_not_leave", **run_fields(self.run, self.event))
@@ -405,11 +401,6 @@ class Execution:
         while self._active and isinstance(end, SuspendedRun):  # noqa: ASYNC110 - what is under way counts
             await asyncio.sleep(QUIET_SECONDS)
         return end
-
-
-@lru_cache(1000)
-def _is_storable(name: str) -> bool:
-    return cleaned(name) == name
 
 
 def _left() -> End:

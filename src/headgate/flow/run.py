@@ -241,7 +241,7 @@ class Runner:
             self._returning = asyncio.create_task(self._give_back_later())
 
     def _go_on(self, execution: Execution, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks[execution] = task = asyncio.create_task(work)
+        self._tasks[execution] = task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(partial(self._over, execution))
 
     async def _execute(self, execution: Execution) -> None:
@@ -381,7 +381,7 @@ class Runner:
 
     def _tell(self, execution: Execution, run: FinishedRun) -> None:
         claimed = execution.run
-        metrics.ran(claimed.workflow, run.status, execution.seconds_since_start())
+        metrics.ran(claimed.workflow, run.status, (execution.now() - claimed.started_at).total_seconds())
         if run.status == "succeeded" and not _log.is_info:
             return
         log = _log.info if run.status == "succeeded" else _log.warning

@@ -64,7 +64,10 @@ async def claim_inbox(connection: Connection, limit: int) -> Claimed:
     """Take the oldest undecided events, for this transaction alone, and say that it may launch for their sources (as
     `sources.share` does)."""
     rows = await connection.fetch(_sql["claim_inbox"], limit)
-    return Claimed([Event(*row[:-1]) for row in rows], rows[-1]["now"] if rows else None)
+    return Claimed(
+        [Event(*row[:10], metadata=row[10] or {}, traceparent=row[11]) for row in rows],
+        rows[0]["now"] if rows else None,
+    )
 
 
 async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> list[Event]:
@@ -85,10 +88,7 @@ async def quarantine(connection: Connection, ingress_sequence: int, reason: str)
 
 async def find(connection: Connection, event_id: str) -> list[Event]:
     """The events that `event_id` may mean: ours by UUID, or a producer's id (several sources may share it)."""
-    try:
-        ours: uuid.UUID | None = uuid.UUID(event_id)
-    except ValueError:
-        ours = None
+    ours = _as_uuid(event_id)
     found = [Event(*row) for row in await connection.fetch(_sql["find"], ours, event_id)]
     exact = [event for event in found if event.id == ours]
     return exact or found
@@ -130,9 +130,17 @@ async def list_page(
 ) -> list[Event]:
     """Events, newest first."""
     rows = await connection.fetch(
-        _sql["list"], event_type, source, correlation_id, received_from, received_to, before_sequence, limit
-    )
+        _sql["list"], event_type, source, correlation_id, received_from, received_to, before_sequence, limit,
+        _as_uuid(correlation_id),
+    )  # fmt: skip
     return [Event(*row) for row in rows]
+
+
+def _as_uuid(text: str | None) -> uuid.UUID | None:
+    try:
+        return None if text is None else uuid.UUID(text)
+    except ValueError:
+        return None
 
 
 def _insert_columns(events: Sequence[NewEvent]) -> tuple[Sequence[object], ...]:

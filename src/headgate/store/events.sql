@@ -72,7 +72,7 @@ select u.id as given_id, e.id,
 -- The array and `offset 0` keep to index look-ups: as joins, a plan made while the tables were small reads all history.
 -- The same statement says that this transaction may launch for their sources (the locks of `sources.share`, in its order).
 -- What those locks protect is read by a later statement: this one sees the tables as they were before it waited. What it
--- reads itself does not change. The time is read once the locks are held.
+-- reads itself does not change. The time is read once the locks are held, and is told with the first of them.
 with oldest as materialized (
   select ingress_sequence from headgate.event_inbox order by ingress_sequence limit $1 for update skip locked
 ), claimed as (
@@ -82,7 +82,7 @@ with oldest as materialized (
   select e.*
     from claimed, lateral (
       select id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
-             metadata, traceparent
+             nullif(metadata, '{}') as metadata, traceparent
         from headgate.workflow_events where id = claimed.event_id offset 0
     ) e
 ), shared as materialized (
@@ -94,7 +94,8 @@ with oldest as materialized (
 ), moment as materialized (
   select headgate.now() as now where (select count(*) from shared) > 0
 )
-select f.*, m.now from found f, moment m order by f.ingress_sequence
+select f.*, case when f.ingress_sequence = (select min(ingress_sequence) from found) then m.now end as now
+  from found f, moment m order by f.ingress_sequence
 
 -- name: claim_inbox_one
 -- Takes one given event out of the inbox; nothing when it has been decided meanwhile.
@@ -159,13 +160,15 @@ select exists (select 1 from headgate.event_inbox i
   from headgate.workflow_events e where e.id = $1
 
 -- name: list
--- A page of events, newest first; null filters do not filter.
+-- A page of events, newest first; null filters do not filter. $8 is the correlation id as an event's own id, if it may be one:
+-- only correlations with others are in the index.
 select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
        e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
   from headgate.workflow_events e
  where ($1::text is null or e.type = $1)
    and ($2::text is null or e.source = $2)
-   and ($3::text is null or e.correlation_id = $3)
+   and ($3::text is null or (e.id = $8::uuid and e.correlation_id = $3)
+        or (e.correlation_id = $3 and e.correlation_id <> e.id::text))
    and ($4::timestamptz is null or e.received_at >= $4)
    and ($5::timestamptz is null or e.received_at < $5)
    and ($6::bigint is null or e.ingress_sequence < $6)

@@ -15,9 +15,10 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     generate_latest,
 )
+
+from headgate.telemetry.distribution import Distribution
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_SOURCES = 200
@@ -31,8 +32,8 @@ SOURCE_DECISIONS = Counter(
     "headgate_source_decisions", "What the gate said: allowed, throttled, paused", ["source", "decision"],
     registry=REGISTRY,
 )  # fmt: skip
-INGRESS_LAG = Histogram(
-    "headgate_event_ingress_lag_seconds", "From the receipt of an event to the gate letting it through", ["source"],
+INGRESS_LAG = Distribution(
+    "headgate_event_ingress_lag_seconds", "From the receipt of an event to the gate letting it through", "source",
     registry=REGISTRY,
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300, 900, 3600, 21_600, 86_400),
 )  # fmt: skip
@@ -55,8 +56,8 @@ STEP_RETRIES = Counter(
 )  # fmt: skip
 RUNS = Counter("headgate_runs", "Runs that ended: succeeded, failed, cancelled", ["workflow", "status"],
                registry=REGISTRY)  # fmt: skip
-RUN_DURATION = Histogram(
-    "headgate_run_duration_seconds", "From the first start of a run to its end", ["workflow"], registry=REGISTRY,
+RUN_DURATION = Distribution(
+    "headgate_run_duration_seconds", "From the first start of a run to its end", "workflow", registry=REGISTRY,
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300, 900, 3600, 21_600, 86_400),
 )  # fmt: skip
 RECONCILE_REQUEUED = Counter(
@@ -175,9 +176,7 @@ def allowed(lags: Iterable[tuple[str, float]]) -> None:
         by_source.setdefault(source_label(source), []).append(seconds)
     for label, found in by_source.items():
         SOURCE_DECISIONS.labels(label, "allowed").inc(len(found))
-        lag = INGRESS_LAG.labels(label)
-        for seconds in found:
-            lag.observe(seconds)
+        INGRESS_LAG.observe(label, found)
 
 
 def refused(holds: Iterable[tuple[str, str | None]]) -> None:
@@ -187,7 +186,6 @@ def refused(holds: Iterable[tuple[str, str | None]]) -> None:
 
 
 _runs = cache(RUNS.labels)
-_run_duration = cache(RUN_DURATION.labels)
 
 
 def ran(workflow: str, status: str, seconds: float | None = None) -> None:
@@ -195,7 +193,7 @@ def ran(workflow: str, status: str, seconds: float | None = None) -> None:
     label = workflow_label(workflow)
     _runs(label, status).inc()
     if seconds is not None:
-        _run_duration(label).observe(max(0.0, seconds))
+        RUN_DURATION.observe(label, (max(0.0, seconds),))
 
 
 def evaluated(trigger: str, status: str, count: int = 1) -> None:
