@@ -64,10 +64,9 @@ async def claim_inbox(connection: Connection, limit: int) -> Claimed:
     """Take the oldest undecided events, for this transaction alone, and say that it may launch for their sources (as
     `sources.share` does)."""
     rows = await connection.fetch(_sql["claim_inbox"], limit)
-    return Claimed(
-        [Event(*row[:10], metadata=row[10] or {}, traceparent=row[11]) for row in rows],
-        rows[0]["now"] if rows else None,
-    )
+    # Metadata is null where there is none, as mostly; the last column is the time.
+    found = [Event(*row[:10], *(row[10] or {}, row[11])) for row in rows]
+    return Claimed(found, rows[0]["now"] if rows else None)
 
 
 async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> list[Event]:
