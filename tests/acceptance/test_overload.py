@@ -71,7 +71,7 @@ async def running(database_url: str) -> AsyncIterator[Running]:
     settings = Settings(database_url=database_url, port=0)
     api = Api(settings)
     await api.open()
-    server = Server(api.app, bind(settings))
+    server = Server(api.app, bind(settings), api.publish)
     await server.start()
     try:
         yield Running(api, server.port)

@@ -1,8 +1,9 @@
-"""`POST /v1/events`, the hot path: a bare ASGI handler that answers 202 only after the commit."""
+"""`POST /v1/events`, the hot path, without the framework: 202 only after the commit."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from headgate.api import admission, cloudevents, problems
 from headgate.api.admission import Place
-from headgate.api.problems import Problem
-from headgate.api.routes import Services, json_response
+from headgate.api.problems import HEADERS, Problem
+from headgate.api.routes import Services
 from headgate.clock import utc_now, uuid7
 from headgate.errors import FieldError, Forbidden, InvalidInput
 from headgate.flow.access import Principal
@@ -23,6 +24,7 @@ from headgate.telemetry import traces
 BODY_SECONDS = 10
 CE_STRUCTURED = "application/cloudevents+json"
 CE_BATCH = "application/cloudevents-batch+json"
+RawHeaders = Sequence[tuple[bytes, bytes]]
 # Made once: it is given when there is no time to lose.
 OVERLOADED = problems.response(admission.overloaded())
 
@@ -45,20 +47,47 @@ async def handle(services: Services, scope: Scope, receive: Receive, send: Send)
 
 async def answer(services: Services, scope: Scope, receive: Receive) -> Response:
     """Publish what the request holds."""
+    limit = services.settings.max_body_bytes
+
+    def read(headers: dict[str, str], place: Place) -> Awaitable[bytes]:
+        return read_body(receive, headers, limit, place)
+
     if not traces.is_on:
-        return await _answer(services, scope, receive)
+        return _response(await _answer(services, scope["headers"], read))
     with traces.Request("POST", "/v1/events") as traced:
-        response = await _answer(services, scope, receive, traced)
+        response = _response(await _answer(services, scope["headers"], read, traced))
         traced.status = response.status_code
     return response
 
 
-async def _answer(services: Services, scope: Scope, receive: Receive, traced: traces.Request | None = None) -> Response:
+async def answer_whole(services: Services, raw_headers: RawHeaders, body: bytes) -> bytes | Response:
+    """The same for a request of which all has come: the body of the answer 202, or another answer."""
+    if services.admission.is_full:
+        return OVERLOADED
+
+    async def read(headers: dict[str, str], place: Place) -> bytes:
+        check_head(headers, services.settings.max_body_bytes, len(body))
+        place.hold_bytes(len(body))
+        return body
+
+    return await _answer(services, raw_headers, read)
+
+
+def _response(found: bytes | Response) -> Response:
+    return Response(found, 202, HEADERS, media_type="application/json") if isinstance(found, bytes) else found
+
+
+async def _answer(
+    services: Services,
+    raw_headers: RawHeaders,
+    read: Callable[[dict[str, str], Place], Awaitable[bytes]],
+    traced: traces.Request | None = None,
+) -> bytes | Response:
     try:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        principal = await services.access.check(headers.get("authorization"), "publish", scope["headers"])
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw_headers}
+        principal = await services.access.check(headers.get("authorization"), "publish", raw_headers)
         with services.admission.request() as place:
-            body = await read_body(receive, headers, services.settings.max_body_bytes, place)
+            body = await read(headers, place)
             await services.admission.turn(len(body))
             events, is_batch = _parse(services, headers, body)
             del body
@@ -70,7 +99,7 @@ async def _answer(services: Services, scope: Scope, receive: Receive, traced: tr
             accepted = await services.ingest.accept(events)
     except Exception as exc:
         return problems.response(exc)
-    return json_response(AcceptedBatch(accepted) if is_batch else accepted[0], 202)
+    return msgspec.json.encode(AcceptedBatch(accepted) if is_batch else accepted[0])
 
 
 def _continued(traced: traces.Request, header: str | None, events: list[NewEvent]) -> list[NewEvent]:
@@ -97,12 +126,8 @@ def _check_sources(principal: Principal, events: list[NewEvent], is_batch: bool)
 
 async def read_body(receive: Receive, headers: dict[str, str], limit: int, place: Place) -> bytes:
     """The body, counted while it comes in, so that no sender can make us hold more than the limit, nor all together."""
-    if headers.get("content-encoding", "identity") != "identity":
-        raise Problem(415, "compressed bodies are not accepted; send without Content-Encoding")
-    too_large = Problem(413, f"the body is larger than {limit} bytes", [FieldError("body", f"at most {limit} bytes")])
     length = headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
-        raise too_large
+    check_head(headers, limit, int(length) if length.isdigit() else 0)
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -113,7 +138,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int, place
                 part = message.get("body", b"")
                 size += len(part)
                 if size > limit:
-                    raise too_large
+                    raise _too_large(limit)
                 place.hold_bytes(len(part))
                 parts.append(part)
                 if not message.get("more_body", False):
@@ -121,6 +146,18 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int, place
     except TimeoutError as exc:
         raise Problem(408, f"the body did not arrive within {BODY_SECONDS} s") from exc
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def check_head(headers: dict[str, str], limit: int, length: int) -> None:
+    """Refuse a body that is compressed, or too long, before any of it is looked at."""
+    if headers.get("content-encoding", "identity") != "identity":
+        raise Problem(415, "compressed bodies are not accepted; send without Content-Encoding")
+    if length > limit:
+        raise _too_large(limit)
+
+
+def _too_large(limit: int) -> Problem:
+    return Problem(413, f"the body is larger than {limit} bytes", [FieldError("body", f"at most {limit} bytes")])
 
 
 def _parse(services: Services, headers: dict[str, str], body: bytes) -> tuple[list[NewEvent], bool]:

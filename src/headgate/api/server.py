@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -69,6 +70,8 @@ _PAGES = {"/": ("console.html", "text/html"), "/docs": ("docs.html", "text/html"
         ("style.css", "text/css"),
     )
 }
+# What a browser says when a page of another site asks.
+CROSS_SITE = (b"sec-fetch-site", b"cross-site")
 # Probes and scrapes: every few seconds, of no event.
 _UNTRACED = {"/livez", "/readyz", "/metrics"}
 _SECURITY_HEADERS = {
@@ -153,6 +156,15 @@ class Api:
         await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
         await control.seed_limits(self._database, self._settings.source_rate_limits)
 
+    async def publish(self, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes | Response:
+        """A request to publish of which all has come, past the application."""
+        if CROSS_SITE in headers:
+            metrics.answered(metrics.OTHER, 403)
+            return _cross_site()
+        found = await publish.answer_whole(self.services, headers, body)
+        metrics.answered("/v1/events", found.status_code if isinstance(found, Response) else 202)
+        return found
+
     async def close(self) -> None:
         await self.services.ingest.close()
         await self._queue.close()
@@ -165,7 +177,7 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
     """The API on its socket; open for business when this is entered, closed when it is left."""
     traces.switch_on()
     api = Api(settings)
-    server = Server(api.app, listening)
+    server = Server(api.app, listening, None if traces.is_on else api.publish)
     try:
         await api.open()
         await server.start()
@@ -179,12 +191,13 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
 class Server:
     """uvicorn, started and stopped by us (it installs no signal handlers)."""
 
-    def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listening: socket.socket, publish: connections.Publish | None = None) -> None:
+        connection = partial(connections.Connection, publish=publish)
         self._listening = listening
         self.port: int = listening.getsockname()[1]
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                app, http=connections.Connection, ws="none", lifespan="off", log_config=None, access_log=False,
+                app, http=cast(Any, connection), ws="none", lifespan="off", log_config=None, access_log=False,
                 server_header=False, date_header=False, proxy_headers=False, timeout_keep_alive=75,
                 timeout_graceful_shutdown=10,
             )
@@ -247,7 +260,7 @@ def _application(services: Services) -> ASGIApp:
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         if _is_cross_site(scope):
             metrics.answered(metrics.OTHER, 403)
-            await problems.response(Problem(403, "requests from other web sites are refused"))(scope, receive, send)
+            await _cross_site()(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == "/v1/events" and scope["method"] == "POST":
             metrics.answered("/v1/events", await publish.handle(services, scope, receive, send))
         else:
@@ -260,7 +273,11 @@ def _is_cross_site(scope: Scope) -> bool:
     """Whether a browser sends this on behalf of another site's page: reading is harmless, changing is not."""
     if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
         return False
-    return (b"sec-fetch-site", b"cross-site") in scope["headers"]
+    return CROSS_SITE in scope["headers"]
+
+
+def _cross_site() -> Response:
+    return problems.response(Problem(403, "requests from other web sites are refused"))
 
 
 def _endpoint(route: Route, services: Services) -> Any:

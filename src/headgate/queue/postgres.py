@@ -12,6 +12,8 @@ from headgate.store.db import Database
 from headgate.telemetry.logs import logger
 
 _MIN_GAP_SECONDS = 0.005
+# A hint may be lost with the server; it is not worth a write to disk, for which commits that are would wait too.
+_UNFLUSHED = "set local synchronous_commit = off"
 _RECONNECT_SECONDS = 1.0
 _log = logger("queue")
 
@@ -71,8 +73,7 @@ class PostgresQueue:
                 topics, self._wanted = self._wanted, set()
                 try:
                     async with self._database.connection(wait_seconds=1) as connection:
-                        for topic in topics:
-                            await connection.execute(f"notify headgate_{topic}")
+                        await connection.execute("; ".join((_UNFLUSHED, *(f"notify headgate_{t}" for t in topics))))
                 except Exception as exc:
                     _log.debug("queue.hint_lost", error=exc)  # the next look finds the rows
                 await asyncio.sleep(_MIN_GAP_SECONDS)

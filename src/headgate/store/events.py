@@ -65,7 +65,7 @@ async def claim_inbox(connection: Connection, limit: int) -> Claimed:
     `sources.share` does)."""
     rows = await connection.fetch(_sql["claim_inbox"], limit)
     # Metadata is null where there is none, as mostly; the last column is the time.
-    found = [Event(*row[:10], *(row[10] or {}, row[11])) for row in rows]
+    found = [Event(*[*row[:10], row[10] or {}, row[11]]) for row in rows]
     return Claimed(found, rows[0]["now"] if rows else None)
 
 

@@ -1,0 +1,211 @@
+"""The short way of requests that publish: nobody can tell it from the long one, however a request arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator
+
+import pytest
+
+from headgate.api import connections
+from headgate.api.server import Api, Server, bind
+from headgate.settings import Settings
+from headgate.store.db import Connection
+
+EVENT = b'{"type": "order.created", "source": "shop.api", "payload": {"n": 1}}'
+
+
+def request(body: bytes = EVENT, *headers: str, length: int | None = None, version: str = "1.1") -> bytes:
+    given = [f"POST /v1/events HTTP/{version}", "host: localhost", *headers]
+    if not any(line.lower().startswith("content-type") for line in headers):
+        given.append("content-type: application/json")
+    if not any(line.lower().startswith("transfer-encoding") for line in headers):
+        given.append(f"content-length: {len(body) if length is None else length}")
+    return "\r\n".join(given).encode() + b"\r\n\r\n" + body
+
+
+# A request, and the status that it gets.
+REQUESTS = {
+    "one event": (request(), 202),
+    "a batch": (request(b"[" + EVENT + b"," + EVENT + b"]"), 202),
+    "a correlation": (request(EVENT, "x-request-id: mine"), 202),
+    "in chunks": (request(b"%x\r\n%b\r\n0\r\n\r\n" % (len(EVENT), EVENT), "transfer-encoding: chunked"), 202),
+    "binary CloudEvent": (request(b'{"n": 1}', "ce-specversion: 1.0", "ce-id: 0", "ce-type: a", "ce-source: b"), 202),
+    "the last of its connection": (request(EVENT, "connection: close"), 202),
+    "of the version before": (request(version="1.0"), 202),
+    "waits to be asked for": (request(EVENT, "expect: 100-continue"), 202),
+    "no body": (request(b""), 400),
+    "not JSON": (request(b"{"), 400),
+    "not an event": (request(b'{"type": 5}'), 422),
+    "an unknown field": (request(b'{"type": "a", "source": "b", "x": 1}'), 422),
+    "of another site": (request(EVENT, "sec-fetch-site: cross-site"), 403),
+    "a token that is none": (request(EVENT, "host: elsewhere.example", "authorization: Bearer x"), 401),
+    "compressed": (request(EVENT, "content-encoding: gzip"), 415),
+    "a type that is not taken": (request(EVENT, "content-type: text/plain"), 415),
+    "much": (request(b'{"type": "a", "source": "b", "payload": {"t": "%b"}}' % (b"x" * 200_000)), 202),
+    "too much": (request(b'{"type": "a", "source": "b", "payload": {"t": "%b"}}' % (b"x" * 300_000)), 413),
+}
+
+
+class Caller:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, *parts: bytes, gap_seconds: float = 0) -> None:
+        for part in parts:
+            self.writer.write(part)
+            await self.writer.drain()
+            await asyncio.sleep(gap_seconds)
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """The status, the headers and the body; without what says go on."""
+        while True:
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            if " 100 " not in head[0]:
+                break
+        fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:-2])}
+        return int(head[0].split()[1]), fields, await self.reader.readexactly(int(fields["content-length"]))
+
+
+class Running:
+    def __init__(self, api: Api, server: Server) -> None:
+        self.api, self.server = api, server
+
+    @contextlib.asynccontextmanager
+    async def caller(self) -> AsyncIterator[Caller]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        try:
+            yield Caller(reader, writer)
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+async def running(database_url: str) -> AsyncIterator[Running]:
+    settings = Settings(database_url=database_url, port=0)
+    api = Api(settings)
+    await api.open()
+    server = Server(api.app, bind(settings), api.publish)
+    await server.start()
+    try:
+        yield Running(api, server)
+    finally:
+        await server.stop()
+        await api.close()
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which way each request took that might have taken the short one."""
+    taken: list[str] = []
+    for way in ("short", "long"):
+        real = getattr(connections.Connection, f"_take_{way}_way")
+
+        def take(self: connections.Connection, way: str = way, real: object = real) -> None:
+            taken.append(way)
+            real(self)  # type: ignore[operator]
+
+        monkeypatch.setattr(connections.Connection, f"_take_{way}_way", take)
+    return taken
+
+
+def same_for_all(answer: tuple[int, dict[str, str], bytes]) -> tuple[int, dict[str, str], bytes]:
+    """Without what is another for each event."""
+    status, headers, body = answer
+    return status, headers, re.sub(rb'[0-9a-f]{8}-[0-9a-f-]{27}|(?<="external_id":)"[0-9]"', b"ID", body)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_the_answer_is_the_same_however_a_request_arrives(
+    running: Running, connection: Connection, ways: list[str], name: str
+) -> None:
+    given, expected = REQUESTS[name]
+    head, _, body = given.partition(b"\r\n\r\n")
+    head, again, late = (head.replace(b"ce-id: 0", b"ce-id: %d" % n) + b"\r\n\r\n" for n in range(3))
+    answers = []
+    async with running.caller() as caller:  # all at once
+        await caller.send(head + body)
+        answers.append(await caller.answer())
+    async with running.caller() as caller:  # as many clients do
+        await caller.send(again, body)
+        answers.append(await caller.answer())
+    async with running.caller() as caller:  # bit by bit
+        middle = len(body) // 2
+        pause = 3 * connections.SHORT_SECONDS
+        await caller.send(late[:9], late[9:], body[:middle], body[middle:], gap_seconds=pause)
+        answers.append(await caller.answer())
+    first, *others = map(same_for_all, answers)
+    assert first[0] == expected
+    assert others == [first, first]
+    stored = await connection.fetchval("select count(*) from headgate.workflow_events")
+    assert stored == 3 * (0 if expected != 202 else 2 if name == "a batch" else 1)
+    if name in ("one event", "a batch", "not an event", "of another site"):
+        assert ways[0] == "short"
+        assert ways[-1] == "long"
+
+
+async def test_one_connection_many_requests(running: Running, connection: Connection, ways: list[str]) -> None:
+    async with running.caller() as caller:
+        for n in range(50):
+            await caller.send(request(b'{"type": "a", "source": "b", "id": "%d"}' % (n % 40)))
+            status, _, body = await caller.answer()
+            assert (status, json.loads(body)["status"]) == (202, "accepted" if n < 40 else "duplicate")
+    assert ways == ["short"] * 50
+    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 40
+
+
+async def test_requests_that_do_not_wait_are_answered_in_order(running: Running, connection: Connection) -> None:
+    """Also when the first takes longest: an event is committed, the others are refused at once."""
+    async with running.caller() as caller:
+        health = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        await caller.send(request() + request(b"{") + health + request() + request(EVENT, "content-encoding: x"))
+        assert [(await caller.answer())[0] for _ in range(5)] == [202, 400, 200, 202, 415]
+    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 2
+
+
+async def test_whoever_goes_away_meanwhile_is_not_missed(running: Running, connection: Connection) -> None:
+    for sent in (request(), request()[:-5], request(EVENT, length=len(EVENT) + 1)):
+        async with running.caller() as caller:
+            await caller.send(sent)
+    async with running.caller() as caller:
+        await caller.send(request())
+        assert (await caller.answer())[0] == 202
+    assert await connection.fetchval("select count(*) from headgate.workflow_events") in (1, 2)
+
+
+async def test_what_is_under_way_is_answered_before_the_server_ends(
+    running: Running, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, may_go = running.api.services.ingest.accept, asyncio.Event()
+
+    async def slowly(events: list[object]) -> object:
+        await may_go.wait()
+        return await accept(events)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(running.api.services.ingest, "accept", slowly)
+    async with running.caller() as whole, running.caller() as halved:
+        await whole.send(request())
+        await halved.send(request()[:-5])
+        await asyncio.sleep(0.002)  # less than the short way waits
+        stopping = asyncio.create_task(running.server.stop())
+        await asyncio.sleep(0.3)
+        await halved.send(request()[-5:])
+        may_go.set()
+        for caller in (whole, halved):
+            status, headers, _ = await caller.answer()
+            assert (status, headers["connection"]) == (202, "close")
+            assert await caller.reader.read() == b""
+        await stopping
+    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 2
+
+
+async def test_a_process_that_has_too_much_to_do_refuses_both_ways(running: Running) -> None:
+    running.api.services.admission.limit_events = 0
+    async with running.caller() as caller:
+        for parts in ((request(),), (request()[:-5],)):
+            await caller.send(*parts)
+            status, headers, _ = await caller.answer()
+            assert (status, headers["retry-after"]) == (503, "1")
