@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.errors import FieldError, InvalidInput
+from headgate.flow import deliver
 from headgate.model.event import Event
 from headgate.model.predicate import Predicate
+from headgate.model.retry import TRIGGER_RETRY
 from headgate.model.template import TemplateError
 from headgate.model.trigger import (
     MAX_PREDICATES,
@@ -218,3 +220,42 @@ def test_number_of_predicates_is_bounded() -> None:
 def test_good_spec_passes() -> None:
     spec = TriggerSpec(name="code", event_type="order.*", where="event.payload.amount > 100")
     assert check_spec(spec, "fulfil", ["order_id"]) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, True),
+        ({"predicates": [Predicate(path="$.payload.a[0].b_2", operator="exists")]}, True),
+        ({"predicates": [Predicate(path="$.payload", operator="exists")]}, True),
+        ({"predicates": [Predicate(path="$.payload[0]", operator="exists")]}, True),
+        ({"predicates": [Predicate(path="$['payload'].a", operator="exists")]}, False),
+        ({"predicates": [Predicate(path="$.payload['a b']", operator="exists")]}, False),
+        ({"predicates": [Predicate(path="$.metadata.payload", operator="exists")]}, False),
+        ({"predicates": [Predicate(path="$.id", operator="exists")]}, False),
+        ({"predicates": [Predicate(path="$.payload.a[?@.b == $.source]", operator="exists")]}, False),
+        ({"predicates": [Predicate(path="$.payload.*", operator="exists")]}, False),
+        ({"where": "event.payload.a == 1"}, False),
+        ({"parameter_template": {"a": "{{ event.id }}"}}, False),
+        ({"idempotency_key": "{{ event.id }}"}, False),
+        ({"concurrency_key": "{{ event.source }}"}, False),
+    ],
+)
+def test_what_needs_only_the_payload_is_known(fields: dict[str, Any], expected: bool) -> None:
+    assert trigger(**fields).of_payload is expected
+
+
+def test_the_payload_alone_gives_the_same_as_the_whole_event() -> None:
+    one = trigger(predicates=[Predicate(path="$.payload.amount", operator="gt", value=100)])
+    for payload in ({"amount": 200}, {"amount": 1}, {}):
+        one_event = event(**payload)
+        alone, whole = {"payload": one_event.payload}, one_event.envelope()
+        assert one.reason(alone) == one.reason(whole)
+        assert one.parameters(one_event, alone) == one.parameters(one_event, whole)
+
+
+def test_what_nothing_limits_is_decided_the_same_in_short() -> None:
+    one = trigger(parameters=["amount"])
+    candidate = deliver.render(uuid.uuid4(), event(amount=7), one, {})
+    board = deliver.Board(now=NOW, policy=TRIGGER_RETRY)
+    assert deliver.decide(board, [candidate], are_newcomers=True) == [deliver.launched(candidate)]

@@ -14,7 +14,7 @@ from headgate.clock import epoch_ns, uuid7
 from headgate.flow import deliver, gate
 from headgate.flow.board import close_board, open_board
 from headgate.flow.board import count as count_triggers
-from headgate.flow.deliver import Board, Candidate
+from headgate.flow.deliver import Candidate
 from headgate.flow.gate import OpenGates
 from headgate.flow.match import Filtered, Match, Matcher, match
 from headgate.flow.tell import held_line, tell, tell_moves, trigger_name
@@ -110,7 +110,7 @@ class Batch:
         """Launch and count all that is fired, in one statement; None, and nothing is written, when it finds that the
         triggers have changed or that any of them, or of the sources, has a state. `matched` is plain."""
         candidates, filtered = matched.candidates, matched.filtered
-        decided = deliver.decide(Board(now=now, policy=self._trigger_retry), candidates, are_newcomers=True)
+        decided = list(map(deliver.launched, candidates))
         events = matched.events
         seen = measure(now, newcomers=events, passed=events, throttled=Counter(), dropped=Counter())
         totals = Totals(_count_triggers(decided, filtered), seen)

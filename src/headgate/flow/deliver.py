@@ -138,6 +138,16 @@ def decide(board: Board, candidates: Sequence[Candidate], *, are_newcomers: bool
     return [_decide(board, candidate, are_newcomers) for candidate in candidates]
 
 
+def launched(candidate: Candidate) -> Decided:
+    """The decision about a new one that nothing limits and that has no key. Spelled out, as it is made for most."""
+    event, trigger = candidate.event, candidate.trigger.trigger
+    return Decided(
+        candidate.id, trigger.id, event.id, trigger.version, "launched", None, candidate.id,
+        trigger.workflow_definition_id, event.correlation_id, candidate.parameters, metadata=NO_METADATA,
+        source=event.source, ingress_sequence=event.ingress_sequence,
+    )  # fmt: skip
+
+
 def given_up(all_decided: Sequence[Decided]) -> list[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]:
     """The dead letters of those that do not go on by themselves: a person may mend the cause and replay them."""
     return [

@@ -20,16 +20,8 @@ import msgspec
 from headgate import failpoints
 from headgate.clock import monotonic, uuid7
 from headgate.errors import NonRetryable, RetryAfter, StepFailed
-from headgate.flow.calls import (
-    MAX_STEP_NAME,
-    Failure,
-    called,
-    called_in,
-    error_text,
-    guarded,
-    is_step_name,
-    retry_after_ms,
-)  # fmt: skip
+from headgate.flow import calls
+from headgate.flow.calls import Failure, called_in, error_text, guarded, retry_after_ms
 from headgate.flow.endings import End, Endings
 from headgate.flow.journal import Cancelled, Journal, LeaseLost, Put, Soon, Stop, Written
 from headgate.flow.leaving import Leaving
@@ -209,8 +201,8 @@ class Execution:
         return known
 
     def _refusal(self, name: str) -> BaseException | None:
-        if not isinstance(name, str) or not is_step_name(name):
-            return NonRetryable(f"a step's name must be text of 1 to {MAX_STEP_NAME} characters, not {name!r}")
+        if not isinstance(name, str) or not calls.is_step_name(name):
+            return NonRetryable(f"a step's name must be text of 1 to {calls.MAX_STEP_NAME} characters, not {name!r}")
         if self._is_resting:  # a `finally` that is passed on the way to rest; it has its turn when the run goes on
             return _Suspend()
         outer = current_step.get()
@@ -379,7 +371,7 @@ class Execution:
             return self._workflow.function(ctx, **arguments)
 
         context = contextvars.copy_context()
-        return await loop.run_in_executor(self._workflow_threads, partial(context.run, called, call))
+        return await loop.run_in_executor(self._workflow_threads, partial(context.run, calls.called, call))
 
     async def _ended(self, result: Any, error: BaseException | None) -> End:
         """What the end of the function means. Of a run that was told to stop, it is that, whatever came of it."""

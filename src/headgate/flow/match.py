@@ -17,7 +17,8 @@ _log = logger("match")
 
 
 class Match(NamedTuple):
-    """An event that fires a trigger; `error` when the trigger failed on it."""
+    """An event that fires a trigger, with its envelope, or as much of it as the trigger needs; `error` when the trigger
+    failed on it."""
 
     event: Event
     envelope: dict[str, Any]
@@ -71,8 +72,10 @@ def match(index: TriggerIndex, events: Sequence[Event]) -> tuple[list[Match], li
         candidates = index.candidates(event.type, event.source)
         if not candidates:
             continue
-        envelope = event.envelope()
+        payload = {"payload": event.payload}
+        whole = payload if all(trigger.of_payload for trigger in candidates) else event.envelope()
         for trigger in candidates:
+            envelope = payload if trigger.of_payload else whole
             try:
                 reason = trigger.reason(envelope)
             except Exception as exc:  # that trigger's failure; the others go on

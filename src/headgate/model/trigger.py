@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
@@ -25,6 +26,8 @@ MAX_CONCURRENCY = 1_000_000
 MAX_IDEMPOTENCY_WINDOW_MS = 3650 * 86_400_000
 # So many event types are remembered with the triggers that take them; a producer of endless types must not grow us.
 MAX_CACHED_TYPES = 10_000
+# Paths of one value in the payload.
+_OF_PAYLOAD = re.compile(r"\$\.payload(\.[A-Za-z_]\w*|\[\d+\])*", re.ASCII)
 
 
 class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +111,7 @@ class CompiledTrigger:
         "_parameters",
         "_source",
         "_type",
+        "of_payload",
         "trigger",
     )
 
@@ -127,6 +131,11 @@ class CompiledTrigger:
         self._names = parameter_names
         self._idempotency_key = _compile_key(trigger.idempotency_key, "idempotency_key", errors)
         self._concurrency_key = _compile_key(trigger.concurrency_key, "concurrency_key", errors)
+        # Whether it needs nothing of an event's envelope but the payload: the usual kind, for which less is to be made.
+        is_plain = all(
+            one is None for one in (template, trigger.where, trigger.idempotency_key, trigger.concurrency_key)
+        )
+        self.of_payload = is_plain and all(_OF_PAYLOAD.fullmatch(p.path) for p in trigger.predicates)
         if errors:
             raise InvalidInput(f"trigger {trigger.name} is not valid", errors)
 
