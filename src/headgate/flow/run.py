@@ -110,9 +110,9 @@ class Runner:
         return 0 if self._closing else max(0, self._concurrency + self._ahead() - claimed)
 
     @property
-    def is_quick(self) -> bool:
-        """Whether what is claimed here will be done in a moment, so that to claim a little too much does no harm."""
-        return not self._tasks or self._ahead() >= BUSY
+    def is_idle(self) -> bool:
+        """Whether nothing runs here."""
+        return not self._tasks
 
     def claim(self) -> Claim:
         """What this worker claims of runs that are being created."""
