@@ -25,6 +25,8 @@ BODY_SECONDS = 10
 CE_STRUCTURED = "application/cloudevents+json"
 CE_BATCH = "application/cloudevents-batch+json"
 RawHeaders = Sequence[tuple[bytes, bytes]]
+# Gives the body of a request, once its headers are known.
+Read = Callable[[dict[str, str], Place], Awaitable[bytes]]
 # Made once: it is given when there is no time to lose.
 OVERLOADED = problems.response(admission.overloaded())
 
@@ -52,12 +54,8 @@ async def answer(services: Services, scope: Scope, receive: Receive) -> Response
     def read(headers: dict[str, str], place: Place) -> Awaitable[bytes]:
         return read_body(receive, headers, limit, place)
 
-    if not traces.is_on:
-        return _response(await _answer(services, scope["headers"], read))
-    with traces.Request("POST", "/v1/events") as traced:
-        response = _response(await _answer(services, scope["headers"], read, traced))
-        traced.status = response.status_code
-    return response
+    found = await _traced(services, scope["headers"], read)
+    return Response(found, 202, HEADERS, media_type="application/json") if isinstance(found, bytes) else found
 
 
 async def answer_whole(services: Services, raw_headers: RawHeaders, body: bytes) -> bytes | Response:
@@ -70,18 +68,20 @@ async def answer_whole(services: Services, raw_headers: RawHeaders, body: bytes)
         place.hold_bytes(len(body))
         return body
 
-    return await _answer(services, raw_headers, read)
+    return await _traced(services, raw_headers, read)
 
 
-def _response(found: bytes | Response) -> Response:
-    return Response(found, 202, HEADERS, media_type="application/json") if isinstance(found, bytes) else found
+async def _traced(services: Services, raw_headers: RawHeaders, read: Read) -> bytes | Response:
+    if not traces.is_on:
+        return await _answer(services, raw_headers, read)
+    with traces.Request("POST", "/v1/events") as traced:
+        found = await _answer(services, raw_headers, read, traced)
+        traced.status = found.status_code if isinstance(found, Response) else 202
+    return found
 
 
 async def _answer(
-    services: Services,
-    raw_headers: RawHeaders,
-    read: Callable[[dict[str, str], Place], Awaitable[bytes]],
-    traced: traces.Request | None = None,
+    services: Services, raw_headers: RawHeaders, read: Read, traced: traces.Request | None = None
 ) -> bytes | Response:
     try:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw_headers}

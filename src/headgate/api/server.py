@@ -177,7 +177,7 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
     """The API on its socket; open for business when this is entered, closed when it is left."""
     traces.switch_on()
     api = Api(settings)
-    server = Server(api.app, listening, None if traces.is_on else api.publish)
+    server = Server(api.app, listening, api.publish)
     try:
         await api.open()
         await server.start()

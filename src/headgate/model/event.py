@@ -6,6 +6,7 @@ import math
 import re
 import uuid
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -155,13 +156,14 @@ def is_text_id(value: str) -> bool:
     return 0 < len(value) <= 200 and not value.isspace() and not _CONTROL.search(value)
 
 
+@lru_cache(1000)
 def is_name(value: str) -> bool:
     """Whether `value` may be a type or a source."""
     return _NAME.fullmatch(value) is not None
 
 
 def _name(value: Any, field: str, errors: list[FieldError]) -> str:
-    if isinstance(value, str) and _NAME.fullmatch(value):
+    if isinstance(value, str) and is_name(value):
         return value
     given = "is required" if value is None else "must be text" if not isinstance(value, str) else "has other characters"
     errors.append(FieldError(field, f"{given}; expected {_NAME_RULE}"))

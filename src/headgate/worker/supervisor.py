@@ -235,8 +235,8 @@ class Worker:
         return outcome.events if self._dispatch.has_more else 0
 
     async def _dispatch_more(self) -> int:
-        """A second batch while the first is decided, so that neither we nor the database wait for each other. Where runs
-        are executed there is enough to do meanwhile, and two batches would both claim the same room."""
+        """A second batch while the first is decided, so that neither we nor the database wait for each other. Where
+        runs are executed there is enough to do meanwhile, and two batches would both claim the same room."""
         return await self._dispatch_once() if self._dispatch.is_behind and self._runner.is_idle else 0
 
     def _retry_loop(self, topic: RetryTopic, retry: Retry | DeliveryRetry) -> Loop:
