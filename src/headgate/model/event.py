@@ -119,16 +119,16 @@ def check_event(
             FieldError(f"{prefix}{_shown(name)}", f"unknown field; known are {known}")
             for name in sorted(raw.keys() - FIELDS)[:20]
         )
-    event_type = _name(raw.get("type"), f"{prefix}type", errors)
-    source = _name(raw.get("source"), f"{prefix}source", errors)
-    external_id = _text(raw.get("id"), f"{prefix}id", errors)
-    correlation_id = _text(raw.get("correlation_id"), f"{prefix}correlation_id", errors) or correlation_id
-    occurred_at = _time(raw.get("occurred_at"), f"{prefix}occurred_at", now, limits, errors)
+    event_type = _name(raw.get("type"), prefix, "type", errors)
+    source = _name(raw.get("source"), prefix, "source", errors)
+    external_id = _text(raw.get("id"), prefix, "id", errors)
+    correlation_id = _text(raw.get("correlation_id"), prefix, "correlation_id", errors) or correlation_id
+    occurred_at = _time(raw.get("occurred_at"), prefix, "occurred_at", now, limits, errors)
     ttl_ms = raw.get("ttl_ms")
     if ttl_ms is not None and (type(ttl_ms) is not int or not 1 <= ttl_ms <= MAX_TTL_MS):
         errors.append(FieldError(f"{prefix}ttl_ms", f"must be a whole number from 1 to {MAX_TTL_MS}"))
-    payload = _object(raw.get("payload"), f"{prefix}payload", limits.max_payload_bytes, limits, errors)
-    metadata = _object(raw.get("metadata"), f"{prefix}metadata", limits.max_metadata_bytes, limits, errors)
+    payload = _object(raw.get("payload"), prefix, "payload", limits.max_payload_bytes, limits, errors)
+    metadata = _object(raw.get("metadata"), prefix, "metadata", limits.max_metadata_bytes, limits, errors)
     if len(errors) > found:
         return None
     return NewEvent(
@@ -162,26 +162,29 @@ def is_name(value: str) -> bool:
     return _NAME.fullmatch(value) is not None
 
 
-def _name(value: Any, field: str, errors: list[FieldError]) -> str:
+def _name(value: Any, prefix: str, field: str, errors: list[FieldError]) -> str:
     if isinstance(value, str) and is_name(value):
         return value
     given = "is required" if value is None else "must be text" if not isinstance(value, str) else "has other characters"
-    errors.append(FieldError(field, f"{given}; expected {_NAME_RULE}"))
+    errors.append(FieldError(prefix + field, f"{given}; expected {_NAME_RULE}"))
     return ""
 
 
-def _text(value: Any, field: str, errors: list[FieldError]) -> str | None:
+def _text(value: Any, prefix: str, field: str, errors: list[FieldError]) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not is_text_id(value):
-        errors.append(FieldError(field, "must be text of 1 to 200 characters without control characters"))
+        errors.append(FieldError(prefix + field, "must be text of 1 to 200 characters without control characters"))
         return None
     return value
 
 
-def _time(value: Any, field: str, now: datetime, limits: EventLimits, errors: list[FieldError]) -> datetime | None:
+def _time(
+    value: Any, prefix: str, field: str, now: datetime, limits: EventLimits, errors: list[FieldError]
+) -> datetime | None:
     if value is None:
         return None
+    field = prefix + field
     try:
         if not isinstance(value, str):
             raise ValueError(_kind(value))
@@ -202,9 +205,10 @@ def _time(value: Any, field: str, now: datetime, limits: EventLimits, errors: li
     return parsed
 
 
-def _object(value: Any, field: str, max_bytes: int, limits: EventLimits, errors: list[FieldError]) -> str:
+def _object(value: Any, prefix: str, field: str, max_bytes: int, limits: EventLimits, errors: list[FieldError]) -> str:
     if value is None:
         return "{}"
+    field = prefix + field
     if not isinstance(value, dict):
         errors.append(FieldError(field, f"must be an object, not {_kind(value)}"))
         return "{}"
