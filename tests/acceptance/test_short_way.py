@@ -166,6 +166,84 @@ async def test_requests_that_do_not_wait_are_answered_in_order(running: Running,
     assert await connection.fetchval("select count(*) from headgate.workflow_events") == 2
 
 
+@pytest.mark.parametrize(
+    "garbage", [b"\x00\x01\x02", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/events HTTP/1.1\r\nx y: z\r\n\r\n"]
+)
+async def test_what_is_no_request_does_not_take_the_answer_of_the_one_before(
+    running: Running, connection: Connection, garbage: bytes
+) -> None:
+    async with running.caller() as caller:
+        await caller.send(request() + request(b"{") + garbage)
+        assert (await caller.answer())[0] == 202
+        status, headers, _ = await caller.answer()
+        assert (status, headers["connection"]) == (400, "close")
+        assert await caller.reader.read() == b""
+    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 1
+
+
+async def test_a_bad_chunk_behind_another_request_is_not_taken_for_its_answer(running: Running) -> None:
+    async with running.caller() as caller:
+        await caller.send(request() + request(b"5\r\nabcde\r\nnot a length\r\n", "transfer-encoding: chunked"))
+        assert (await caller.reader.read())[9:12] in (b"", b"202")  # an answer, or none; not 400 for the first
+
+
+async def test_a_body_in_many_small_chunks_takes_no_longer_than_its_size(running: Running, ways: list[str]) -> None:
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"type": "a", "source": "b", "x": "' + b"y" * 5000 + b'"}')
+    async with running.caller() as caller:
+        await caller.send(request(chunks + b"0\r\n\r\n", "transfer-encoding: chunked"))
+        assert (await caller.answer())[0] == 422
+    assert ways == ["long"]
+
+
+async def test_who_does_not_read_is_not_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that nobody reads are not piled up: with the buffers full, the next request waits."""
+    large, answered = b"x" * 300_000, 0
+
+    async def answer(headers: object, body: bytes) -> bytes:
+        nonlocal answered
+        answered += 1
+        return large
+
+    async with running.caller() as caller:
+        await caller.send(request())
+        await caller.answer()
+        [connected] = running.server.connections
+        monkeypatch.setattr(connected, "_publish", answer)
+        for _ in range(300):
+            await caller.send(request(), gap_seconds=0.001)
+        await asyncio.sleep(0.1)
+        assert connected.transport.get_write_buffer_size() < 3 * len(large)
+        assert 0 < answered < 300
+        for _ in range(300):
+            assert (await caller.answer())[0] == 202  # those that came while another waited took the long way
+
+
+async def test_a_fault_of_ours_ends_the_connection(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(headers: object, body: bytes) -> bytes:
+        raise RuntimeError("a fault")
+
+    async with running.caller() as caller:
+        await caller.send(request())
+        assert (await caller.answer())[0] == 202
+        [connected] = running.server.connections
+        monkeypatch.setattr(connected, "_publish", fail)
+        await caller.send(request())
+        async with asyncio.timeout(5):
+            assert await caller.reader.read() == b""
+
+
+async def test_what_was_refused_is_not_begun_afterwards(running: Running, ways: list[str]) -> None:
+    async with running.caller() as caller:
+        await caller.send(request(b"5\r\n{abcd\r\n", "transfer-encoding: chunked"))
+        await caller.send(b"not a length\r\n")
+        assert (await caller.reader.readuntil(b"\r\n"))[9:12] == b"400"
+        await asyncio.sleep(3 * connections.SHORT_SECONDS)
+        assert ways in ([], ["long"])  # unless the second part came late
+        caller.writer.write_eof()
+        async with asyncio.timeout(5):
+            await caller.reader.read()
+
+
 async def test_whoever_goes_away_meanwhile_is_not_missed(running: Running, connection: Connection) -> None:
     for sent in (request(), request()[:-5], request(EVENT, length=len(EVENT) + 1)):
         async with running.caller() as caller:

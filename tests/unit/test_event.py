@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.errors import FieldError
-from headgate.model.event import FIELDS, MAX_TTL_MS, Event, EventLimits, NewEvent, check_event, is_text_id, trace_id
+from headgate.model import event as event_module
+from headgate.model.event import (
+    FIELDS,
+    MAX_TTL_MS,
+    Event,
+    EventLimits,
+    NewEvent,
+    check_event,
+    is_name,
+    is_text_id,
+    trace_id,
+)
 
 from .json_values import JSON, nested
 
@@ -394,3 +405,9 @@ def test_envelope_is_plain_json() -> None:
 )
 def test_trace_id(header: str | None, expected: str | None) -> None:
     assert trace_id(header) == expected
+
+
+def test_names_that_are_too_long_are_not_remembered() -> None:
+    before = event_module._is_name.cache_info().currsize
+    assert not any(is_name("x" * 201 + str(n)) for n in range(50))
+    assert event_module._is_name.cache_info().currsize == before

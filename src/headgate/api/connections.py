@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from headgate.api import problems
 from headgate.api.problems import Problem
 from headgate.telemetry import metrics
+from headgate.telemetry.logs import logger
 
 MAX_HEAD_BYTES = 32 * 1024
 # For a head to be complete, and for the rest of a body that nobody waits for.
@@ -29,10 +30,11 @@ LEAVING_SECONDS = 5
 MAX_LEFT_BYTES = 64 * 1024 * 1024
 
 PUBLISH_URL = b"/v1/events"
-# Many clients send a head and then its body: so long the short way waits for the rest, and so much.
-SHORT_SECONDS, SHORT_BYTES = 0.005, 64 * 1024
+# Many clients send a head and then its body: so long the short way waits for the rest, for so much, in so many parts.
+SHORT_SECONDS, SHORT_BYTES, SHORT_PARTS = 0.005, 64 * 1024, 64
 # The answer to the headers and the body of a request that publishes: what to say with 202, or another answer.
 Publish = Callable[[list[tuple[bytes, bytes]], bytes], Awaitable[bytes | Response]]
+_log = logger("api")
 _ACCEPTED = (
     STATUS_LINE[202]
     + b"content-type: application/json\r\n"
@@ -48,10 +50,12 @@ class Connection(HttpToolsProtocol):
         self._publish = publish
         # Of the body of a request that publishes, while all of it may still come in a moment.
         self._parts: list[bytes] | None = None
+        self._parts_bytes = 0
         self._rest: asyncio.TimerHandle | None = None
         self._is_in_head = False
         self._is_in_message = False
         self._is_too_large = False
+        self._is_deaf = False
         # What came since the parser last made something of it: the beginning of a head, of a chunk's or of a trailer.
         self._unread_bytes = 0
         self._is_read = False
@@ -77,6 +81,7 @@ class Connection(HttpToolsProtocol):
         """
         if self.is_leaving or self._socket.is_closing():
             return
+        self._parts_are_over()
         if not self._is_in_message:
             self._socket.close()
             return
@@ -87,7 +92,7 @@ class Connection(HttpToolsProtocol):
         self._timer = self.loop.call_later(LEAVING_SECONDS, self._socket.close)
 
     def data_received(self, data: bytes) -> None:
-        if self.is_leaving:
+        if self.is_leaving or self._is_deaf:
             self._left_bytes += len(data)
             if self._left_bytes > MAX_LEFT_BYTES:
                 self._socket.close()
@@ -132,7 +137,8 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
             return
         self._parts.append(body)
-        if sum(map(len, self._parts)) > SHORT_BYTES:
+        self._parts_bytes += len(body)
+        if self._parts_bytes > SHORT_BYTES or len(self._parts) > SHORT_PARTS:
             self._take_long_way()
 
     def on_message_complete(self) -> None:
@@ -162,7 +168,7 @@ class Connection(HttpToolsProtocol):
         )
 
     def _parts_are_over(self) -> list[bytes]:
-        parts, self._parts = self._parts or [], None
+        parts, self._parts, self._parts_bytes = self._parts or [], None, 0
         if self._rest is not None:
             self._rest.cancel()
             self._rest = None
@@ -184,9 +190,19 @@ class Connection(HttpToolsProtocol):
 
     async def _exchange(self, exchange: _Exchange, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         assert self._publish is not None
-        answer = await self._publish(headers, body)
+        try:
+            answer = await self._publish(headers, body)
+            if self.flow.write_paused:
+                await self.flow.drain()  # as long as its answers are not read, nothing more is read of it
+        except BaseException as exc:  # such as being cancelled: whoever waits is not to wait for ever
+            exchange.response_complete = True
+            self.transport.close()
+            if isinstance(exc, Exception):
+                _log.error("api.unexpected", error=exc, exc_info=exc)
+                return
+            raise
         exchange.response_complete = True
-        if exchange.disconnected:
+        if exchange.disconnected or self.transport.is_closing():
             return
         closing = b"" if exchange.keep_alive else b"connection: close\r\n"
         if isinstance(answer, bytes):
@@ -205,7 +221,11 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """What cannot be read is refused by the server; a head that is too large by us."""
         cycle = self.cycle
-        if cycle is not None and not cycle.response_complete and (cycle.response_started or self._is_in_head):
+        is_under_way = cycle is not None and not cycle.response_complete
+        if is_under_way and (self._is_in_head or not self._is_in_message):
+            cycle.keep_alive = False  # what is no request follows one, which is answered; then it is over
+            self._is_deaf = True
+        elif is_under_way and (cycle.response_started or self.pipeline):
             self.transport.close()  # whoever waits for the answer to an earlier request would take this one for it
         elif not self._is_too_large:
             super().send_400_response(msg)

@@ -61,9 +61,14 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return bool(code.co_flags & inspect.CO_COROUTINE)
 
 
-@lru_cache(1000)
 def is_step_name(name: str) -> bool:
-    return 0 < len(name) <= MAX_STEP_NAME and cleaned(name) == name
+    """Whether it may be the name of a step."""
+    return 0 < len(name) <= MAX_STEP_NAME and _is_storable(name)
+
+
+@lru_cache(1000)
+def _is_storable(name: str) -> bool:
+    return cleaned(name) == name
 
 
 async def guarded(work: Awaitable[Any]) -> Any:

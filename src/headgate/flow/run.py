@@ -110,9 +110,9 @@ class Runner:
         return 0 if self._closing else max(0, self._concurrency + self._ahead() - claimed)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing runs here."""
-        return not self._tasks
+    def claims_nothing(self) -> bool:
+        """Whether runs that are created now are left to others, or until later."""
+        return self.room == 0 or not self._definitions
 
     def claim(self) -> Claim:
         """What this worker claims of runs that are being created."""

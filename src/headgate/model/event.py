@@ -156,9 +156,13 @@ def is_text_id(value: str) -> bool:
     return 0 < len(value) <= 200 and not value.isspace() and not _CONTROL.search(value)
 
 
-@lru_cache(1000)
 def is_name(value: str) -> bool:
     """Whether `value` may be a type or a source."""
+    return len(value) <= 200 and _is_name(value)
+
+
+@lru_cache(1000)
+def _is_name(value: str) -> bool:
     return _NAME.fullmatch(value) is not None
 
 

@@ -9,6 +9,7 @@ import socket
 import uuid
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Literal, NamedTuple
 
 from headgate.flow.batch import Batch
@@ -102,23 +103,24 @@ class Worker:
 
     def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, Retry, Replan]:
         settings, queue = self.settings, self._queue
-        batch = Batch(
+        new_batch = partial(
+            Batch,
             settings.source_error,
             matcher=matcher,
             trigger_breaker=settings.trigger_error,
             trigger_retry=settings.trigger_retry,
             after_hold=lambda held: queue.schedule(delivery_wakeups(held)),
-            claim=self._runner.claim,
-            after_claim=self._runner.start,
         )
-        dispatch = Dispatch(
+        new_dispatch = partial(
+            Dispatch,
             self._database,
             batch_size=settings.batch_size,
             after_launch=self._after_launch,
             after_hold=lambda held: queue.schedule(event_wakeups(held)),
-            after_full=self._inbox_is_full.set,
-            batch=batch,
         )
+        batch = new_batch(claim=self._runner.claim, after_claim=self._runner.start)
+        dispatch = new_dispatch(batch=batch, after_full=self._inbox_is_full.set)
+        self._second_dispatch = new_dispatch(batch=new_batch())  # claims nothing: the room is the first one's
         retry = Retry(
             self._database,
             batch_size=settings.batch_size,
@@ -236,8 +238,10 @@ class Worker:
 
     async def _dispatch_more(self) -> int:
         """A second batch while the first is decided, so that neither we nor the database wait for each other. Where
-        runs are executed there is enough to do meanwhile, and two batches would both claim the same room."""
-        return await self._dispatch_once() if self._dispatch.is_behind and self._runner.is_idle else 0
+        runs are begun as they are created there is enough to do meanwhile."""
+        if not self._dispatch.is_behind or not self._runner.claims_nothing:
+            return 0
+        return (await self._second_dispatch.run_once()).events
 
     def _retry_loop(self, topic: RetryTopic, retry: Retry | DeliveryRetry) -> Loop:
         """Looks at what is due, and rests until the next slot."""
