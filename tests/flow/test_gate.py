@@ -18,6 +18,7 @@ from headgate.flow.replan import Replan
 from headgate.flow.retry import Retry
 from headgate.model.retry import RetryPolicy
 from headgate.model.source import Breaker, BreakerPolicy, RateLimit
+from headgate.store import sources
 from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.test_dispatch import publish
@@ -430,6 +431,18 @@ async def test_seeded_limits_give_way_to_an_operators(database: Database, connec
     assert await connection.fetchval(
         "select rate_limit from headgate.event_scheduler_sources where source = 'noisy'"
     ) == 7  # fmt: skip
+
+
+async def test_limits_that_are_seeded_already_keep_nobody_from_starting(
+    database: Database, connection: Connection, clock: Clock
+) -> None:
+    """The lock that changing them takes may be held for long; a process that starts again does not need it."""
+    seeds = {"noisy": RateLimit(limit=5, interval_ms=1000), "*": RateLimit(limit=50, interval_ms=1000)}
+    await control.seed_limits(database, seeds)
+    async with database.transaction() as other:
+        await sources.share(other, ["noisy"])
+        assert await control.seed_limits(database, seeds) == []
+        assert await control.seed_limits(database, {}) == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -207,6 +207,13 @@ async def get(connection: Connection, source: str) -> SourceRecord | None:
     """One source."""
     row = await connection.fetchrow(_sql["list"], source)
     return msgspec.convert(dict(row), SourceRecord) if row else None
+
+
+async def unseeded(connection: Connection, limits: Mapping[str, RateLimit]) -> list[str]:
+    """The sources that `seed_limit` would change."""
+    given = list(limits.values())
+    columns = [one.limit for one in given], [one.interval_ms for one in given], [one.pause_ms for one in given]
+    return [row[0] for row in await connection.fetch(_sql["unseeded"], list(limits), *columns)]
 
 
 async def seed_limit(connection: Connection, source: str, limit: RateLimit) -> bool:

@@ -131,6 +131,15 @@ on conflict (source) do update
        is distinct from (excluded.rate_limit, excluded.interval_ms, excluded.pause_ms)
 returning source
 
+-- name: unseeded
+-- Those of the limits from the settings that `seed_limit` would create or change.
+select u.source
+  from unnest($1::text[], $2::bigint[], $3::bigint[], $4::bigint[]) as u (source, rate_limit, interval_ms, pause_ms)
+  left join headgate.event_scheduler_sources s on s.source = u.source
+ where s.source is null
+    or (s.limit_set_by is distinct from 'operator'
+        and (s.rate_limit, s.interval_ms, s.pause_ms) is distinct from (u.rate_limit, u.interval_ms, u.pause_ms))
+
 -- name: set_limit
 -- An operator's limit, or none (nulls).
 insert into headgate.event_scheduler_sources as s

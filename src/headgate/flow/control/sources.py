@@ -35,7 +35,9 @@ async def seed_limits(database: Database, limits: dict[str, RateLimit]) -> list[
                 changed.append(source)
         return changed
 
-    changed = await database.run(seed) if limits else []
+    async with database.connection() as connection:  # the lock is not for whoever has nothing to change
+        is_done = not await store.unseeded(connection, limits)
+    changed = [] if is_done else await database.run(seed)
     for source in changed:
         _log.info("source.limit_seeded", source=source)
     return changed
