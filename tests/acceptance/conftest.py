@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import asyncpg
 import pytest
 
+from headgate.api.server import Api, Server, bind
 from headgate.embedded import EmbeddedPostgres
+from headgate.settings import Settings
 from tests.processes import Process, api, worker
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,6 +40,21 @@ def address(shared_url: str) -> Iterator[str]:
     """An API process for a whole module."""
     with api(shared_url) as (_, url):
         yield url
+
+
+@pytest.fixture
+async def served(database_url: str) -> AsyncIterator[tuple[Api, Server]]:
+    """An API in this process, on its socket."""
+    settings = Settings(database_url=database_url, port=0)
+    api = Api(settings)
+    await api.open()
+    server = Server(api.app, bind(settings), api.publish)
+    await server.start()
+    try:
+        yield api, server
+    finally:
+        await server.stop()
+        await api.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from headgate.api import connections
-from headgate.api.server import Api, Server, bind
-from headgate.settings import Settings
+from headgate.api.server import Api, Server
 
 EVENT = json.dumps({"type": "a.b", "source": "overload"}).encode()
 # As a body: whoever mistook it for the next request would answer 404.
@@ -67,17 +66,9 @@ class Caller:
 
 
 @pytest.fixture
-async def running(database_url: str) -> AsyncIterator[Running]:
-    settings = Settings(database_url=database_url, port=0)
-    api = Api(settings)
-    await api.open()
-    server = Server(api.app, bind(settings), api.publish)
-    await server.start()
-    try:
-        yield Running(api, server.port)
-    finally:
-        await server.stop()
-        await api.close()
+def running(served: tuple[Api, Server]) -> Running:
+    api, server = served
+    return Running(api, server.port)
 
 
 async def test_the_head_is_enough_to_be_refused_and_the_body_is_skipped(running: Running) -> None:

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headgate.api import connections
-from headgate.api.server import Api, Server, bind
-from headgate.settings import Settings
+from headgate.api.server import Api, Server
 from headgate.store.db import Connection
 
 EVENT = b'{"type": "order.created", "source": "shop.api", "payload": {"n": 1}}'
@@ -84,17 +83,8 @@ class Running:
 
 
 @pytest.fixture
-async def running(database_url: str) -> AsyncIterator[Running]:
-    settings = Settings(database_url=database_url, port=0)
-    api = Api(settings)
-    await api.open()
-    server = Server(api.app, bind(settings), api.publish)
-    await server.start()
-    try:
-        yield Running(api, server)
-    finally:
-        await server.stop()
-        await api.close()
+def running(served: tuple[Api, Server]) -> Running:
+    return Running(*served)
 
 
 @pytest.fixture
@@ -207,7 +197,7 @@ async def test_who_does_not_read_is_not_read(running: Running, monkeypatch: pyte
     async with running.caller() as caller:
         await caller.send(request())
         await caller.answer()
-        [connected] = running.server.connections
+        [connected] = running.server._uvicorn.server_state.connections
         monkeypatch.setattr(connected, "_publish", answer)
         for _ in range(300):
             await caller.send(request(), gap_seconds=0.001)
@@ -225,7 +215,7 @@ async def test_a_fault_of_ours_ends_the_connection(running: Running, monkeypatch
     async with running.caller() as caller:
         await caller.send(request())
         assert (await caller.answer())[0] == 202
-        [connected] = running.server.connections
+        [connected] = running.server._uvicorn.server_state.connections
         monkeypatch.setattr(connected, "_publish", fail)
         await caller.send(request())
         async with asyncio.timeout(5):

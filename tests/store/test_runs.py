@@ -168,6 +168,22 @@ async def test_a_batch_finishes_those_still_held_and_says_which(connection: Conn
     assert {r.id for r in await runs.finish(connection, [])} == set()
 
 
+async def test_renewing_waits_for_nobody(database: Database) -> None:
+    """Ending several runs and renewing several leases, each in its own order, would wait for each other."""
+    ends = "select id, claim_expires_at from headgate.workflow_runs"
+    async with database.connection() as mine, database.connection() as other:
+        made = await make_runs(mine, [NOW, NOW, NOW])
+        held = await claim(mine)
+        before = dict(await mine.fetch(ends))
+        async with other.transaction():
+            await other.execute("select from headgate.workflow_runs where id = $1 for update", held[1].id)
+            kept = await runs.renew(mine, held, 60_000)  # waiting for it would fail by the lock timeout
+        assert set(kept) == set(made)
+        after = dict(await mine.fetch(ends))
+        assert {run_id for run_id in made if after[run_id] > before[run_id]} == set(made) - {held[1].id}
+        assert set(await runs.renew(mine, held, 60_000)) == set(made)
+
+
 async def test_renewed_lease_lasts_longer(connection: Connection) -> None:
     await set_clock(connection)
     [run_id] = await make_runs(connection, [NOW])

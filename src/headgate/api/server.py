@@ -218,11 +218,6 @@ class Server:
             await self._task
         self._listening.close()
 
-    @property
-    def connections(self) -> set[Any]:
-        """Those that are open."""
-        return self._uvicorn.server_state.connections
-
     async def wait(self) -> None:
         """Until the server ends by itself, which it does only by a fault."""
         assert self._task is not None

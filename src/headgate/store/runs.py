@@ -32,8 +32,8 @@ async def cancel_requested(connection: Connection, run_ids: Sequence[uuid.UUID])
 
 
 async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: int) -> dict[uuid.UUID, bool]:
-    """Extend leases. The runs still held, and whether their cancellation was asked for; the others belong to someone
-    else now."""
+    """Extend leases, without waiting for whoever writes a run just now. The runs still held, and whether their
+    cancellation was asked for; the others belong to someone else now."""
     rows = await connection.fetch(_sql["renew"], [r.id for r in held], [r.claim_generation for r in held], lease_ms)
     return {row[0]: row[1] for row in rows}
 

@@ -27,12 +27,23 @@ select id from headgate.workflow_runs where id = any ($1::uuid[]) and claim_expi
 
 -- name: renew
 -- Extends the leases a worker still holds. Returns the ids, and whether their cancellation was asked for; a run that is
--- missing there belongs to someone else.
-update headgate.workflow_runs r
-   set claim_expires_at = headgate.now() + $3::bigint * interval '1 ms'
-  from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
- where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
-returning r.id, r.cancel_requested_at is not null as cancel_requested
+-- missing there belongs to someone else. A row that somebody is writing, such as the end of the run, is left for the next
+-- time: whoever waits for one row with others locked waits for ever for somebody who does the same.
+with held as materialized (
+  select r.id, r.cancel_requested_at is not null as cancel_requested
+    from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation), headgate.workflow_runs r
+   where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
+), free as materialized (
+  select r.id
+    from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation), headgate.workflow_runs r
+   where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
+     for update of r skip locked
+), renewed as (
+  update headgate.workflow_runs r
+     set claim_expires_at = headgate.now() + $3::bigint * interval '1 ms'
+   where r.id = any (array(select id from free))
+)
+select id, cancel_requested from held
 
 -- name: finish
 -- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing. An empty array of
