@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from headgate import Context, Headgate, RetryAfter
-from headgate.flow import run as run_stage
+from headgate.flow import ahead
 from headgate.flow.batch import Batch
 from headgate.flow.dispatch import Dispatch
 from headgate.flow.reconcile import Reconcile
@@ -171,7 +172,7 @@ async def test_short_runs_are_claimed_ahead_and_never_more_than_the_slots_execut
         at_once -= 1
 
     await crew.serve()
-    crew.runner._typical_seconds = 0.001
+    crew.runner._ahead._typical_seconds = 0.001
     assert crew.runner.room > 3
     for _ in range(100):
         await publish(connection, "go")
@@ -180,10 +181,34 @@ async def test_short_runs_are_claimed_ahead_and_never_more_than_the_slots_execut
     assert (await statuses(connection), most, crew.hints) == ({"succeeded": 100}, 3, 0)
 
 
+async def test_no_run_sees_what_another_one_has_set(connection: Connection, hg: Headgate, crew: Crew) -> None:
+    whose: contextvars.ContextVar[int | None] = contextvars.ContextVar("whose", default=None)
+    seen: list[int | None] = []
+
+    async def note() -> None:
+        seen.append(whose.get())
+
+    @hg.workflow(on="go")
+    async def work(ctx: Context, n: int) -> None:
+        await note()
+        whose.set(n)
+        await ctx.step("first", note)
+        await ctx.step("second", note)
+
+    await crew.serve()
+    crew.runner._ahead._typical_seconds = 0.001
+    for n in range(9):  # three slots: most are begun by the end of another
+        await publish(connection, "go", n=n)
+    await crew.dispatch.run_once()
+    await asyncio.wait_for(crew.runner.idle(), 30)
+    assert await statuses(connection) == {"succeeded": 9}
+    assert (seen.count(None), [seen.count(n) for n in range(9)]) == (9, [2] * 9)
+
+
 async def test_what_is_claimed_and_does_not_begin_goes_to_a_worker_that_is_free(
     connection: Connection, hg: Headgate, crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_stage, "BACK_SECONDS", 0.05)
+    monkeypatch.setattr(ahead, "BACK_SECONDS", 0.05)
     go_on, ran = asyncio.Event(), []
 
     @hg.workflow(on="go")
@@ -192,7 +217,7 @@ async def test_what_is_claimed_and_does_not_begin_goes_to_a_worker_that_is_free(
         await go_on.wait()
 
     await crew.serve()
-    crew.runner._typical_seconds = 0.001  # so far, all were short
+    crew.runner._ahead._typical_seconds = 0.001  # so far, all were short
     for _ in range(6):
         await publish(connection, "go")
     await crew.dispatch.run_once()
@@ -231,7 +256,7 @@ async def test_what_is_claimed_ahead_does_not_hammer_a_service_that_has_said_no(
         await ctx.step("call", call, n)
 
     await crew.serve()
-    crew.runner._typical_seconds = 0.001
+    crew.runner._ahead._typical_seconds = 0.001
     for n in range(30):
         await publish(connection, "go", n=n)
     await crew.dispatch.run_once()
@@ -251,7 +276,7 @@ async def test_a_stopping_worker_gives_back_at_once_what_it_has_not_begun(
         await asyncio.Event().wait()
 
     await crew.serve()
-    crew.runner._typical_seconds = 0.001
+    crew.runner._ahead._typical_seconds = 0.001
     for _ in range(5):
         await publish(connection, "go")
     await crew.dispatch.run_once()

@@ -40,6 +40,8 @@ from headgate.telemetry.logs import logger
 # When every step of a run waits, its function gets this long to begin another before the run is put to rest.
 QUIET_SECONDS = 0.01
 
+Then = Callable[[End, Written | BaseException], None]
+
 _log = logger("run")
 
 
@@ -77,13 +79,11 @@ class Execution:
         self._journal = Journal(put, soon, is_cancelled=run.cancel_requested)
         self._endings = Endings(run, workflow, policy, self._steps)
         self._used: set[str] = set()
-        self._sleeps = 0
-        self._active = 0
+        self._sleeps = self._active = 0
         self._leaving = Leaving()
         self._stopped: Callable[[], End] | None = None
-        self._is_resting = False
         self._abandon = abandon
-        self.is_abandoned = False
+        self._is_resting = self.is_abandoned = False
 
     def now(self) -> datetime:
         """The database's time, as far as this process can tell."""
@@ -109,17 +109,22 @@ class Execution:
         self._is_resting |= self._leaving.task is not None
         return self._leaving.tell(self._give_up)
 
-    async def close(self, end: End) -> tuple[End, Written]:
-        """Write how it ended, with what was not yet written of its steps; what was written, and whether it counted."""
-        try:
-            written = await self._journal.close(end)
-            if not (isinstance(end, SuspendedRun) and written.is_cancel_requested):
-                return end, written
+    async def close(self, end: End, then: Then) -> None:
+        """Hand in how it ended, with what was not yet written of its steps; `then` hears what was written, and whether
+        it counted. LeaseLost when what was written before did not."""
+        await self._journal.settle()
+        self._journal.close(end, partial(self._closed, end, then))
+
+    def _closed(self, end: End, then: Then, written: Written | BaseException) -> None:
+        if isinstance(written, Exception):
+            _log.error("run.unwritable", **run_fields(self.run, self.event), error=written, exc_info=written)
+            end = self._endings.unwritable(written)
+        elif isinstance(end, SuspendedRun) and isinstance(written, Written) and written.is_cancel_requested:
             end = self._endings.cancelled()
-        except Exception as exc:
-            _log.error("run.unwritable", **run_fields(self.run, self.event), error=exc, exc_info=exc)
-            end = self._endings.unwritable(exc)
-        return end, await self._journal.end(end)
+        else:
+            then(end, written)
+            return
+        self._journal.close(end, partial(then, end))
 
     async def step(
         self,
@@ -291,22 +296,18 @@ class Execution:
         self._steps[name] = msgspec.structs.replace(self._steps[name], next_attempt_at=at)
 
     def _write(self, name: str, *, kind: StepKind = "step", **fields: Any) -> asyncio.Future[Written]:
-        """Give a step's outcome to the journal, and remember it."""
-        known = self._steps.get(name)
+        """Give a step's outcome to the journal, and remember it if it failed or waits."""
+        known = self._steps.pop(name, None)
         write = StepWrite(
-            id=known.id if known else uuid7(),
-            workflow_run_id=self.run.id,
-            claim_generation=self.run.claim_generation,
-            name=name,
-            kind=kind,
-            is_new=known is None,
-            **fields,
-        )
-        self._steps[name] = Step(
-            id=write.id, workflow_run_id=self.run.id, name=name, kind=kind, status=write.status, error=write.error,
-            retry_state=write.retry_state, retry_attempts=write.retry_attempts,
-            created_at=known.created_at if known else None,
+            id=known.id if known else uuid7(), workflow_run_id=self.run.id, claim_generation=self.run.claim_generation,
+            name=name, kind=kind, is_new=known is None, **fields,
         )  # fmt: skip
+        if write.status != "succeeded":  # of which nobody asks again
+            self._steps[name] = Step(
+                id=write.id, workflow_run_id=self.run.id, name=name, kind=kind, status=write.status, error=write.error,
+                retry_state=write.retry_state, retry_attempts=write.retry_attempts,
+                created_at=known.created_at if known else None,
+            )  # fmt: skip
         written = self._journal.write(write)
         if self.spans is not None:
             self.spans.wrote_step(write, written)

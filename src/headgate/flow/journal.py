@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import NamedTuple
 
 from headgate.model.run import FinishedRun
@@ -44,7 +45,7 @@ class Recorded(NamedTuple):
     end: Written
 
 
-Put = Callable[[Outcome], asyncio.Future[Recorded]]
+Put = Callable[[Outcome, Callable[[Recorded | BaseException], None]], None]
 
 
 class Soon:
@@ -96,8 +97,8 @@ class Journal:
     async def barrier(self) -> None:
         """What was written so far is committed; nothing more is begun when the run is cancelled or not ours."""
         self.send()
-        if self._sent:
-            await self._settle()
+        while self._sent:
+            await self._heard(next(iter(self._sent)))
         self.check()
 
     def check(self) -> None:
@@ -106,19 +107,17 @@ class Journal:
             self.told = LeaseLost() if self._is_lost else Cancelled()
             raise self.told
 
-    async def close(self, end: FinishedRun | SuspendedRun) -> Written:
-        """Write how the run ended, or that it rests, with what was not yet written of its steps."""
-        if self._sent:
-            await self._settle()
+    async def settle(self) -> None:
+        """What was sent so far is committed; LeaseLost when it did not count."""
+        while self._sent:
+            await self._heard(next(iter(self._sent)))
         if self._is_lost:
             raise LeaseLost
-        unsent, self._unsent = self._unsent, []
-        return (await self._put(Outcome([write for write, _ in unsent], end))).end
 
-    async def end(self, end: FinishedRun) -> Written:
-        """Write how the run ended, and nothing else."""
-        self._unsent.clear()
-        return (await self._put(Outcome([], end))).end
+    def close(self, end: FinishedRun | SuspendedRun, then: Callable[[Written | BaseException], None]) -> None:
+        """Write how the run ended, or that it rests, with what was not yet written of its steps; `then` hears of it."""
+        unsent, self._unsent = self._unsent, []
+        self._put(Outcome([write for write, _ in unsent], end), partial(_of_end, then))
 
     def send(self) -> None:
         """Send what is not yet sent."""
@@ -127,20 +126,16 @@ class Journal:
             return
         self._sent.update(written for _, written in unsent)
 
-        def answer(recorded: asyncio.Future[Recorded]) -> None:
+        def answer(recorded: Recorded | BaseException) -> None:
             for i, (_, written) in enumerate(unsent):
-                if recorded.cancelled():
+                if isinstance(recorded, asyncio.CancelledError):
                     written.cancel()
-                elif error := recorded.exception():
-                    written.set_exception(error)
+                elif isinstance(recorded, BaseException):
+                    written.set_exception(recorded)
                 else:
-                    written.set_result(recorded.result().steps[i])
+                    written.set_result(recorded.steps[i])
 
-        self._put(Outcome([write for write, _ in unsent])).add_done_callback(answer)
-
-    async def _settle(self) -> None:
-        while self._sent:
-            await self._heard(next(iter(self._sent)))
+        self._put(Outcome([write for write, _ in unsent]), answer)
 
     async def _heard(self, write: asyncio.Future[Written]) -> Written:
         written = await asyncio.shield(write)
@@ -148,3 +143,7 @@ class Journal:
         self.is_cancelled |= written.is_cancel_requested
         self._sent.discard(write)
         return written
+
+
+def _of_end(then: Callable[[Written | BaseException], None], recorded: Recorded | BaseException) -> None:
+    then(recorded if isinstance(recorded, BaseException) else recorded.end)

@@ -73,9 +73,9 @@ class Outcomes:
             self._write_all, weight=_weight, max_weight=MAX_WRITES, max_waiting=1_000_000
         )
 
-    def put(self, item: Outcome) -> asyncio.Future[Recorded]:
-        """Hand in an outcome; the future tells when it is committed, and whether it counted."""
-        return self._group.put(item)
+    def put(self, item: Outcome, then: Callable[[Recorded | BaseException], None]) -> None:
+        """Hand in an outcome; `then` hears that it is committed, and whether it counted."""
+        self._group.put(item, then)
 
     @property
     def is_busy(self) -> bool:

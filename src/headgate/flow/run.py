@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import uuid
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,10 +13,10 @@ from typing import Any
 
 from headgate import failpoints
 from headgate.clock import monotonic
-from headgate.errors import Unavailable
+from headgate.flow.ahead import Ahead
 from headgate.flow.endings import End
 from headgate.flow.execution import Execution
-from headgate.flow.journal import LeaseLost, Soon
+from headgate.flow.journal import LeaseLost, Soon, Written
 from headgate.flow.leases import LeaseKeeper
 from headgate.flow.outcomes import Outcomes, Waiting
 from headgate.flow.slots import Fill, Freed
@@ -26,17 +26,12 @@ from headgate.model.event import Event
 from headgate.model.retry import STEP_RETRY, RetryPolicy
 from headgate.model.run import ClaimedRun, FinishedRun, Step
 from headgate.model.source import TRIGGER_BREAKER, BreakerPolicy
-from headgate.model.step import Closing
 from headgate.store import events, runs, steps
 from headgate.store.db import Database
 from headgate.store.deliveries import NOBODY, Claim
 from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
-# Beyond its slots a worker claims what they will get through in a moment, so that short runs are claimed in batches;
-# what has not begun a while later goes back, so that nothing waits here for long runs while another worker is idle.
-SHORT_SECONDS, AHEAD_SECONDS, MAX_AHEAD = 0.01, 0.2, 2000
-BACK_SECONDS = 0.3
 # When so many are claimed ahead, new events wait a little for them: their runs are then claimed as they are created.
 BUSY, BREATH_SECONDS = 50, 0.25
 
@@ -72,26 +67,25 @@ class Runner:
         self._policy = policy
         self._after_free = after_free
         self._definitions: list[uuid.UUID] = []
-        self._ready: deque[Execution] = deque()  # claimed, not begun
-        self._tasks: dict[Execution, asyncio.Task[None]] = {}  # begun, and not yet written to the end
-        self._executing: set[Execution] = set()  # those of them that hold a slot
-        self._stuck: set[asyncio.Task[None]] = set()  # functions that do not leave
-        self._typical_seconds: float | None = None
-        self._has_backlog = False
-        self._returning: asyncio.Task[None] | None = None
-        self._background: set[asyncio.Task[None]] = set()
         self._free = asyncio.Event()
+        self._ahead = Ahead(database, concurrency, after_return=self._free.set)
+        self._tasks: dict[Execution, asyncio.Task[None]] = {}  # begun
+        self._executing: set[Execution] = set()  # those of them that hold a slot
+        self._writing: set[Execution] = set()  # ended, and that is on its way into the database
+        self._stuck: set[asyncio.Task[None]] = set()  # functions that do not leave
+        self._has_backlog = False
         self._soon = Soon()
+        self._context = contextvars.copy_context()  # of every run: none sees what another one has set
         self._closing = False
         self._workflow_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="workflow")
         self._step_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="step")
         self._outcomes = Outcomes(
             database, breaker=breaker, fill=fill, claim=self._claim_freed,
-            after_free=self._freed, after_wait=after_wait, after_close=self._closed,
+            after_free=self._freed, after_wait=after_wait, after_close=self._ahead.give_back_of,
         )  # fmt: skip
         self._leases = LeaseKeeper(
             database.url, worker, lambda: self._definitions, lease_ms,
-            lambda: {execution.run.id: execution.run for execution in list(self._tasks)},
+            lambda: {execution.run.id: execution.run for execution in self._held()},
             lost=self._lost, cancelled=self._cancelled,
         )  # fmt: skip
 
@@ -106,8 +100,8 @@ class Runner:
     @property
     def room(self) -> int:
         """How many runs may be claimed now."""
-        claimed = len(self._ready) + len(self._tasks)
-        return 0 if self._closing else max(0, self._concurrency + self._ahead() - claimed)
+        claimed = len(self._ahead) + len(self._tasks) + len(self._writing)
+        return 0 if self._closing else max(0, self._concurrency + self._ahead.most - claimed)
 
     @property
     def claims_nothing(self) -> bool:
@@ -136,17 +130,17 @@ class Runner:
 
     async def breathe(self) -> None:
         """While short runs end all the time, wait a moment for room: runs that are created then are claimed at once."""
-        if self._ahead() < BUSY:
+        if self._ahead.most < BUSY:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(BREATH_SECONDS):
-                while (self._has_backlog or self.room < self._ahead() // 2) and not self._closing:
+                while (self._has_backlog or self.room < self._ahead.most // 2) and not self._closing:
                     self._free.clear()
                     await self._free.wait()
 
     async def idle(self) -> None:
         """Wait until nothing runs here."""
-        while self._tasks:
+        while self._tasks or self._writing:
             self._free.clear()
             await self._free.wait()
 
@@ -185,18 +179,19 @@ class Runner:
 
     async def stop(self, patience_seconds: float) -> None:
         """Wait for running workflows, then hand back what is still running."""
-        await self._give_back()
-        if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=patience_seconds)
+        await self._ahead.give_back()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_seconds):
+                await self.idle()
         left: list[ClaimedRun] = []
         while self._tasks or self._outcomes.is_busy:  # a commit that is under way may still begin what fills a slot
-            left += [execution.run for execution in self._tasks]
-            for execution in list(self._tasks):
+            left += [execution.run for execution in self._held()]
+            for execution in self._held():
                 self._leave(execution)
             await self.idle()
             await self._outcomes.close()
-        await self._give_back()
-        await asyncio.gather(*self._background)
+        await self._ahead.give_back()
+        await self._ahead.settle()
         if left:
             async with self._database.transaction() as connection:
                 back = await runs.hand_back(connection, left)
@@ -204,12 +199,6 @@ class Runner:
         await self._leases.stop()
         for threads in (self._workflow_threads, self._step_threads):
             threads.shutdown(wait=False, cancel_futures=True)
-
-    def _ahead(self) -> int:
-        """How many runs the slots will get through in a moment, going by the last ones."""
-        if self._typical_seconds is None or self._typical_seconds > SHORT_SECONDS:
-            return 0
-        return min(MAX_AHEAD, int(self._concurrency * AHEAD_SECONDS / max(self._typical_seconds, 1e-6)))
 
     def _start(self, run: ClaimedRun, event: Event | None, known: list[Step]) -> None:
         execution = Execution(
@@ -224,24 +213,20 @@ class Runner:
             step_threads=self._step_threads,
             abandon=self._abandoned,
         )
-        for ghost in [one for one in self._tasks if one.run.id == run.id] if run.attempts > 1 else ():
+        for ghost in [one for one in self._held() if one.run.id == run.id] if run.attempts > 1 else ():
             self._leave(ghost)  # its lease ended, and this worker is the one that took over
-        self._ready.append(execution)
+        self._ahead.add(execution)
         self._begin()
 
     def _begin(self) -> None:
         """Begin what is ready, as far as there are slots; the rest waits for one, but not for long."""
-        while self._ready and len(self._executing) < self._concurrency:
-            if monotonic() - self._ready[0].claimed_at > self._lease_ms / 3000:
-                break  # claimed so long ago that another may soon have it
-            execution = self._ready.popleft()
-            self._executing.add(execution)
-            self._go_on(execution, self._execute(execution))
-        if self._ready and self._returning is None:
-            self._returning = asyncio.create_task(self._give_back_later())
+        while len(self._executing) < self._concurrency and (one := self._ahead.next(self._lease_ms / 3000)) is not None:
+            self._executing.add(one)
+            self._go_on(one, self._execute(one))
+        self._ahead.return_later()
 
     def _go_on(self, execution: Execution, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks[execution] = task = asyncio.get_running_loop().create_task(work)
+        self._tasks[execution] = task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
         task.add_done_callback(partial(self._over, execution))
 
     async def _execute(self, execution: Execution) -> None:
@@ -257,22 +242,34 @@ class Runner:
                 self._without_end(execution, exc)
             return
         if not execution.is_abandoned:  # or another task has gone on with it
-            self._learn(monotonic() - began_at)
+            self._ahead.learn(monotonic() - began_at)
             await self._finish(execution, ended)
 
     async def _finish(self, execution: Execution, ended: End) -> None:
-        """Write how a run ended, or until when it rests."""
+        """Hand in how a run ended, or until when it rests; `_written` goes on with it, without a task."""
         failpoints.hit("run.before_finish")
         self._free_slot(execution)  # what is left to do needs none
         try:
-            ended, written = await execution.close(ended)
+            await execution.close(ended, partial(self._written, execution))
         except BaseException as exc:
             self._without_end(execution, exc)
             return
+        self._writing.add(execution)
+        del self._tasks[execution]
+
+    def _written(self, execution: Execution, ended: End, written: Written | BaseException) -> None:
+        """How a run ended is committed, or will never be."""
+        if execution not in self._writing:
+            return  # it was left
+        self._writing.remove(execution)
+        self._free.set()
         failpoints.hit("run.after_finish")
+        is_kept = isinstance(written, Written) and written.is_kept
         if execution.spans is not None:
-            execution.spans.end(ended, is_kept=written.is_kept)
-        if not written.is_kept:
+            execution.spans.end(ended, is_kept=is_kept)
+        if isinstance(written, Exception):
+            self._tell_left(execution, written)
+        elif not is_kept:
             fields = run_fields(execution.run, execution.event)
             _log.warning("run.result_discarded", **fields, reason="the lease was lost")
         elif isinstance(ended, FinishedRun):
@@ -297,9 +294,16 @@ class Runner:
             self._free_slot(execution)
             self._free.set()
 
+    def _held(self) -> list[Execution]:
+        """The runs that are begun and not yet written to the end. Asked from another thread too, while one moves on."""
+        return [*self._tasks, *self._writing]
+
     def _leave(self, execution: Execution) -> None:
         """Have a run end here, unwritten."""
-        if not execution.leave():
+        if execution in self._writing:
+            self._writing.remove(execution)
+            self._free.set()
+        elif not execution.leave():
             self._tasks[execution].cancel()
 
     def _free_slot(self, execution: Execution) -> None:
@@ -307,53 +311,18 @@ class Runner:
             self._executing.remove(execution)
             self._begin()
 
-    def _learn(self, seconds: float) -> None:
-        """Follow how long a run takes; one that took longer counts less, since it may have waited for the processor."""
-        known = seconds if self._typical_seconds is None else self._typical_seconds
-        self._typical_seconds = known + (seconds - known) * (0.2 if seconds < known else 0.02)
-
     def _over(self, execution: Execution, task: asyncio.Task[None]) -> None:
         """Nothing is left of a run here, however it went. If it was not written, its lease ends by itself."""
         if self._tasks.get(execution) is not task:
-            return  # it was abandoned
+            return  # it was abandoned, or is being written
         del self._tasks[execution]
         self._free_slot(execution)
         self._free.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("run.left", **run_fields(execution.run, execution.event), error=error, exc_info=error)
-
-    async def _give_back_later(self) -> None:
-        """Give back what has been ready for a while."""
-        try:
-            while self._ready and not self._closing:
-                left = self._ready[0].claimed_at + BACK_SECONDS - monotonic()
-                if left > 0:
-                    await asyncio.sleep(left)
-                else:
-                    self._typical_seconds = None  # runs take longer than was thought
-                    await self._give_back()
-        finally:
-            self._returning = None
-
-    async def _give_back(self) -> None:
-        """Let others have what is claimed and not begun. If that fails, the leases end by themselves."""
-        unbegun = [execution.run for execution in self._ready]
-        self._ready.clear()
-        if unbegun:
-            await self._return(unbegun)
-
-    async def _return(self, unbegun: list[ClaimedRun]) -> None:
-        try:
-            async with self._database.transaction() as connection:
-                await runs.give_back(connection, unbegun)
-            _log.info("run.given_back", count=len(unbegun))
-        except Unavailable as exc:
-            _log.warning("run.give_back_failed", count=len(unbegun), error=exc)
-        finally:
-            self._free.set()
+            self._tell_left(execution, error)
 
     def _lost(self, run: ClaimedRun) -> None:
-        for execution in [one for one in self._tasks if one.run is run]:
+        for execution in [one for one in self._held() if one.run is run]:
             _log.warning("run.lease_lost", **run_fields(run, execution.event))
             self._leave(execution)
 
@@ -365,19 +334,13 @@ class Runner:
         """What this worker claims of what is launched into the slots of runs that end; None: nothing is launched."""
         return None if self._closing else Claim(self._worker, self._lease_ms, self._definitions, ending)
 
-    def _closed(self, closing: Closing) -> None:
-        """What is claimed and not begun goes back, to be begun when the trigger or key is open again."""
-        held = [one for one in self._ready if _is_of(one.run, closing)]
-        for execution in held:
-            self._ready.remove(execution)
-        if held:
-            self._background.add(task := asyncio.create_task(self._return([execution.run for execution in held])))
-            task.add_done_callback(self._background.discard)
-
     def _freed(self, freed: Freed) -> None:
         if freed.filled:
             self.start(freed.filled.claimed)
         self._after_free(freed)
+
+    def _tell_left(self, execution: Execution, error: BaseException) -> None:
+        _log.error("run.left", **run_fields(execution.run, execution.event), error=error, exc_info=error)
 
     def _tell(self, execution: Execution, run: FinishedRun) -> None:
         claimed = execution.run
@@ -390,8 +353,3 @@ class Runner:
             **run_fields(claimed, execution.event),
             **({"reason": run.error.splitlines()[-1]} if run.error else {}),
         )
-
-
-def _is_of(run: ClaimedRun, closing: Closing) -> bool:
-    """Whether a run belongs to what was closed."""
-    return run.trigger_id == closing.trigger_id and closing.concurrency_key in (None, run.concurrency_key)

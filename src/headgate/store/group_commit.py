@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from headgate.errors import Overloaded
+from headgate.telemetry.logs import logger
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+_log = logger("store")
 
 
 class GroupCommit(Generic[Item, Result]):
@@ -32,25 +36,25 @@ class GroupCommit(Generic[Item, Result]):
         self._weight = weight
         self._max_weight = max_weight
         self._max_waiting = max_waiting
-        self._waiting: deque[tuple[Item, asyncio.Future[Result], int]] = deque()
+        self._waiting: deque[tuple[Item, Callable[[Result | BaseException], None], int]] = deque()
         self._waiting_weight = 0
         self._task: asyncio.Task[None] | None = None
 
     async def submit(self, item: Item) -> Result:
         """The item's result, once the transaction that holds it is over."""
-        return await self.put(item)
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self.put(item, partial(_answer, future))
+        return await future
 
-    def put(self, item: Item) -> asyncio.Future[Result]:
-        """Hand in an item; its result comes with the future."""
+    def put(self, item: Item, then: Callable[[Result | BaseException], None]) -> None:
+        """Hand in an item; `then` hears what came of it."""
         weight = self._weight(item)
         if self._waiting_weight + weight > self._max_waiting:
             raise Overloaded("too much is waiting to be written; try again in a second")
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, future, weight))
+        self._waiting.append((item, then, weight))
         self._waiting_weight += weight
         if self._task is None:
             self._task = asyncio.create_task(self._drain())
-        return future
 
     @property
     def is_busy(self) -> bool:
@@ -71,19 +75,14 @@ class GroupCommit(Generic[Item, Result]):
                     results = await self._write(items)
                 except Exception as exc:
                     results = [exc] * len(items)
-                for (_, future, _), result in zip(group, results, strict=True):
-                    if future.done():  # its caller has gone
-                        continue
-                    if isinstance(result, Exception):
-                        future.set_exception(result)
-                    else:
-                        future.set_result(result)
+                for (_, then, _), result in zip(group, results, strict=True):
+                    _tell(then, result)
         finally:
             self._task = None
-            for _, future, _ in self._waiting:  # only when the loop itself ends under us
-                future.cancel()
+            for _, then, _ in self._waiting:  # only when the loop itself ends under us
+                _tell(then, asyncio.CancelledError())
 
-    def _take(self) -> list[tuple[Item, asyncio.Future[Result], int]]:
+    def _take(self) -> list[tuple[Item, Callable[[Result | BaseException], None], int]]:
         group = [self._waiting.popleft()]
         weight = group[0][2]
         while self._waiting and weight + self._waiting[0][2] <= self._max_weight:
@@ -91,3 +90,21 @@ class GroupCommit(Generic[Item, Result]):
             weight += group[-1][2]
         self._waiting_weight -= weight
         return group
+
+
+def _tell(then: Callable[[Any], None], result: Any) -> None:
+    try:
+        then(result)
+    except Exception as exc:  # the others are to hear of theirs
+        _log.error("commit.unheard", error=exc, exc_info=exc)
+
+
+def _answer(future: asyncio.Future[Any], result: Any) -> None:
+    if future.done():  # its caller has gone
+        return
+    if isinstance(result, asyncio.CancelledError):
+        future.cancel()
+    elif isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
