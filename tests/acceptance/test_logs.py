@@ -61,6 +61,12 @@ def until(question: Callable[[], Any]) -> Any:
     return answer
 
 
+def statuses(http: httpx.Client, event_ids: list[str]) -> list[str]:
+    """Of the runs of these events."""
+    found = [http.get("/v1/runs", params={"event_id": event_id}).json()["runs"] for event_id in event_ids]
+    return [run["status"] for page in found for run in page]
+
+
 def test_a_log_that_cannot_be_written_stops_nothing(shared_url: str, tmp_path: Path) -> None:
     """A full disk under the log: what is committed is acknowledged all the same, and what is due goes on."""
     (tmp_path / "app.py").write_text(APP.replace("order.created", "disk.full"))
@@ -76,11 +82,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(shared_url: str, tmp_path: P
             event = {"type": "disk.full", "source": "shop", "payload": {"order": "a"}}
             ids = [http.post("/v1/events", json=event).raise_for_status().json()["id"] for _ in range(2)]
 
-            def runs() -> list[str]:
-                found = [http.get("/v1/runs", params={"event_id": event_id}).json()["runs"] for event_id in ids]
-                return [run["status"] for page in found for run in page]
-
-            until(lambda: runs() == ["succeeded", "succeeded"])
+            until(lambda: statuses(http, ids) == ["succeeded", "succeeded"])
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +100,14 @@ def lines(shared_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dic
         url = api.stdout.readline().split()[-1]
         with httpx.Client(base_url=url, trust_env=False) as http:
             http.put("/admin/sources/shop/limit", json={"limit": 1, "interval_ms": 1000}).raise_for_status()
+            ids = []
             for order, trace in (("first", "other"), ("second", TRACE)):
                 event = {
                     "type": "order.created", "source": "shop", "payload": {"order": order, "card": PAYLOAD},
                     "correlation_id": trace,
                 }  # fmt: skip
-                http.post("/v1/events", json=event).raise_for_status()
-            until(lambda: [r["status"] for r in http.get("/v1/runs").json()["runs"]] == ["succeeded"] * 2)
+                ids.append(http.post("/v1/events", json=event).raise_for_status().json()["id"])
+            until(lambda: statuses(http, ids) == ["succeeded"] * 2)
             until(lambda: (folder / "worker.log").read_text().count("run.succeeded") == 2)
     text = (folder / "api.log").read_text() + (folder / "worker.log").read_text()
     assert PAYLOAD not in text
