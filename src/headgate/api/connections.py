@@ -65,13 +65,18 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
-        super().connection_made(_WayOut(transport, self))  # type: ignore[arg-type]
+        self._way_out = _WayOut(transport, self)
+        super().connection_made(self._way_out)  # type: ignore[arg-type]
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._parts_are_over()
         super().connection_lost(exc)
+        # What knows the connection that knows it would be left to the garbage collector: a thousand of them take it a
+        # tenth of a second, in which nobody is answered.
+        self.cycle = None  # type: ignore[assignment]
+        self._way_out.forget()
 
     def leave(self) -> None:
         """End the connection; while a request is still coming in, so that its answer arrives.
@@ -274,10 +279,15 @@ class _WayOut:
         self._transport = transport
         self.write = transport.write
         self.close = connection.leave
-        self._connection = connection
+        self._connection: Connection | None = connection
 
     def is_closing(self) -> bool:
-        return self._connection.is_leaving or self._transport.is_closing()
+        return self._connection is None or self._connection.is_leaving or self._transport.is_closing()
+
+    def forget(self) -> None:
+        """The connection is over."""
+        self.close = self._transport.close
+        self._connection = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
