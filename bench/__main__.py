@@ -47,6 +47,7 @@ class Size:
     """How much each figure does."""
 
     turns: int = 3
+    close_turns: int = 9
     events: int = 20_000
     singles: int = 10_000
     commits: int = 1_000
@@ -76,10 +77,10 @@ class Size:
 
 FULL = Size()
 QUICK = Size(
-    turns=1, events=500, singles=200, commits=50, limit_workers=2, limit=50, intervals=2, held=300, drain_limit=200,
-    throttled=300, many_events=200, crowds=((1, False), (1000, True)), crowd_turns=1, fanned=5, slow_runs=20, runs=200,
-    started=25, stepped=2, stepped_at_once=5, rounds=1, lease_ms=1_500, history=2_000, waiting=200, beside=200, looks=2,
-    backlog=500,
+    turns=1, close_turns=1, events=500, singles=200, commits=50, limit_workers=2, limit=50, intervals=2, held=300,
+    drain_limit=200, throttled=300, many_events=200, crowds=((1, False), (1000, True)), crowd_turns=1, fanned=5,
+    slow_runs=20, runs=200, started=25, stepped=2, stepped_at_once=5, rounds=1, lease_ms=1_500, history=2_000,
+    waiting=200, beside=200, looks=2, backlog=500,
 )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ async def _concurrency(ground: Stage, size: Size) -> list[trigger_limits.Concurr
 FIGURES: dict[str, Callable[[Stage, Size], Awaitable[Any]]] = {
     "commit": lambda ground, size: commit.measure(ground, size.commits),
     "throughput": lambda ground, size: throughput.measure(ground, size.events, size.turns),
-    "single": lambda ground, size: single.measure(ground, size.singles),
+    "single": lambda ground, size: single.measure(ground, size.singles, size.turns),
     "limit": lambda ground, size: gate.accuracy(ground, size.limit, size.intervals, size.limit_workers),
     "drain": lambda ground, size: gate.drain(ground, size.held, size.drain_limit),
     "limit_cost": lambda ground, size: gate.cost(ground, size.many_events, size.turns),
@@ -99,7 +100,7 @@ FIGURES: dict[str, Callable[[Stage, Size], Awaitable[Any]]] = {
     "fanout": lambda ground, size: triggers.fan_out(ground, size.fanned, size.turns),
     "throttle_drain": lambda ground, size: trigger_limits.drain(ground, size.throttled, size.drain_limit),
     "concurrency": _concurrency,
-    "runs": lambda ground, size: runs.measure(ground, size.runs, size.turns),
+    "runs": lambda ground, size: runs.measure(ground, size.runs, size.close_turns),
     "workers": lambda ground, size: workers.measure(ground, size.runs, size.turns),
     "start": lambda ground, size: start.measure(ground, size.started, size.commits),
     "step_overhead": lambda ground, size: steps.measure(ground, size.stepped, size.stepped_at_once, size.commits),

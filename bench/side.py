@@ -27,20 +27,21 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.per_second:,.0f} {what}/s (turns: {min(self.turns):,.0f} to {max(self.turns):,.0f}){cpu}"
 
 
-async def in_turns(ways: Mapping[str, Way], turns: int) -> dict[str, Side]:
-    """Each way once a turn; the next turn begins with the next way."""
+async def in_turns(ways: Mapping[str, Way], turns: int, slow: Mapping[str, int] | None = None) -> dict[str, Side]:
+    """Each way once a turn, a slow one in so many of the first turns; the next turn begins with the next way."""
     names = list(ways)
     found: dict[str, list[Rate]] = {name: [] for name in names}
     for turn in range(turns):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            found[name].append(await ways[name]())
+            if turn < (slow or {}).get(name, turns):
+                found[name].append(await ways[name]())
     return {name: _side(rates) for name, rates in found.items()}
 
 
 def ratios(ours: Side, theirs: Side) -> list[float]:
-    """Of the rates, turn by turn."""
-    return [round(a / b, 3) for a, b in zip(ours.turns, theirs.turns, strict=True)]
+    """Of the rates, turn by turn, as far as both had their turn."""
+    return [round(a / b, 3) for a, b in zip(ours.turns, theirs.turns, strict=False)]
 
 
 def cpu_ratio(ours: Side, theirs: Side) -> float | None:

@@ -35,8 +35,8 @@ WAIT_SECONDS = 60.0
 NORMAL = 10
 # Bounds on the API's memory, as ratios: of the peak to what it had before, of the second wave's peak to the first's.
 MAX_GROWTH, MAX_SECOND = 6.0, 1.5
-# How long a refusal and the way back may take. With a processor of its own an API holds 50 ms for 99 in a hundred; here
-# it shares two with the load: half of the load's refusals must hold it, and the clients beside it ten times that.
+# How long a refusal and the way back may take. A client beside the load is to be refused within 50 ms, 99 times in a
+# hundred; it shares the processors with the load, so what fails a run is ten times that, and half of the load's own.
 MAX_SHED_SECONDS, MAX_PROBE_SECONDS, MAX_NORMAL_SECONDS = 0.05, 0.5, 10.0
 # Of what it takes when nobody sends more: the load itself costs some of it.
 MIN_ACCEPTED = 0.5
@@ -262,7 +262,7 @@ def _counts(found: Mapping[int, int]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m chaos.overload", description=__doc__)
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="how long each of the two waves lasts [%(default)s]"
+        "--seconds", type=float, default=60.0, help="how long each of the two waves lasts [%(default)s]"
     )
     parser.add_argument("--out", type=Path, help="write the result as JSON here")
     arguments = parser.parse_args()

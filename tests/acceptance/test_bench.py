@@ -95,7 +95,8 @@ def test_event_figures(quick: Quick) -> None:
     assert found["limit"]["use"] > 0
     assert found["drain"]["ratio"] > 0 and found["drain"]["out_of_order"] == 0
     assert found["limit_cost"]["ratio"] > 0
-    for latency in (found["commit"], found["single"]["latency"], found["single"]["half_latency"]):
+    single = found["single"]
+    for latency in (found["commit"], single["latency"], single["half_latency"], single["insert_latency"]):
         assert 0 < latency["p50_ms"] <= latency["p99_ms"]
 
 
