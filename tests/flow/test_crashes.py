@@ -89,8 +89,12 @@ async def test_reconcile_dies_in_the_middle(
     database_url: str, database: Database, connection: Connection, effects: Effects
 ) -> None:
     await connection.execute("select headgate.publish('work.quick', 'test', '{\"n\": 1}')")
-    with worker(database_url, APP, HEADGATE_FAILPOINTS="run.after_claim=kill", HEADGATE_LEASE_MS="1000") as process:
+    # It has claimed the run and not begun it.
+    with worker(
+        database_url, APP, HEADGATE_FAILPOINTS="dispatch.after_commit=kill", HEADGATE_LEASE_MS="1000"
+    ) as process:
         assert process.wait() == 137
+    assert await connection.fetchval("select status from headgate.workflow_runs") == "running"
     with worker(database_url, APP, HEADGATE_FAILPOINTS="reconcile.mid_batch=kill", HEADGATE_LEASE_MS="1000") as process:
         assert process.wait() == 137
     with worker(database_url, APP, HEADGATE_LEASE_MS="1000"):

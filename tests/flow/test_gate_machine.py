@@ -411,7 +411,7 @@ class GateMachine(RuleBasedStateMachine):
                 self.set_limit(source, None)
             for source in SOURCES:
                 self.resume(source)
-            for _ in range(len(self.places) + 20):
+            for _ in range(4 * len(self.places) + 20):  # an open breaker lets one through in ten seconds
                 for stage in ("dispatch", "replan", "retry"):
                     self.turn(0, stage)
                 if all(place.is_final for place in self.places.values()):

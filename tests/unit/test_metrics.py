@@ -32,7 +32,7 @@ def test_source_labels_are_capped_in_one_place() -> None:
     assert sample("headgate_events_received_total", source="s0") == 1
     assert sample("headgate_events_received_total", source=f"s{metrics.MAX_SOURCES}") is None
     assert sample("headgate_events_received_total", source="other") == 50
-    metrics.allowed([("s0", 0.2), ("late", 0.2)])
+    metrics.allowed({"s0": [0.2], "late": [0.2]})
     assert sample("headgate_source_decisions_total", source="s0", decision="allowed") == 1
     assert sample("headgate_source_decisions_total", source="other", decision="allowed") == 1
     assert sample("headgate_event_ingress_lag_seconds_sum", source="other") == 0.2
