@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from headgate import failpoints
@@ -34,7 +34,6 @@ from headgate.telemetry import metrics
 from headgate.telemetry.logs import logger
 
 _log = logger("dispatch")
-_MS = timedelta(milliseconds=1)
 
 # So many events are matched in one turn of the event loop: whatever else this process does waits no longer than that.
 TURN_EVENTS = 100
@@ -44,7 +43,7 @@ MAX_FILTERED = 20
 
 class Delivered(NamedTuple):
     """What became of the events that passed; `failures` by source, `matching_ns` from when until when they were
-    matched."""
+    matched, `lags` by source the seconds since their receipt."""
 
     launched: int = 0
     failed: int = 0
@@ -55,6 +54,7 @@ class Delivered(NamedTuple):
     moves: Sequence[TriggerMove] = ()
     claimed: Sequence[tuple[ClaimedRun, Event]] = ()
     matching_ns: tuple[int, int] | None = None
+    lags: Mapping[str, Sequence[float]] = {}
 
 
 NOTHING = Delivered()
@@ -112,7 +112,8 @@ class Batch:
         candidates, filtered = matched.candidates, matched.filtered
         decided = list(map(deliver.launched, candidates))
         events = matched.events
-        seen = measure(now, newcomers=events, passed=events, throttled=Counter(), dropped=Counter())
+        late = lags(now, events)
+        seen = measure(now, newcomers=events, lags=late, throttled=Counter(), dropped=Counter())
         totals = Totals(_count_triggers(decided, filtered), seen)
         launched = await deliveries.launch_calm(connection, decided, now, self._claim(), totals, matched.version)
         if launched is None:
@@ -121,7 +122,7 @@ class Batch:
         claimed = _claimed(candidates, decided, launched, now)
         names, took = _names(candidates), matched.matching_ns
         return Delivered(
-            len(decided), decided=decided, filtered=filtered, names=names, claimed=claimed, matching_ns=took
+            len(decided), decided=decided, filtered=filtered, names=names, claimed=claimed, matching_ns=took, lags=late
         )
 
     async def deliver(
@@ -150,7 +151,8 @@ class Batch:
         failed = sum(d.status == "failed" for d in decided)
         claimed = _claimed(candidates, decided, launched, board.now)
         names, took = _names(candidates), matched.matching_ns
-        return Delivered(len(launched), failed, failures, decided, filtered, names, moves, claimed, took)
+        late = lags(gates.now, events)
+        return Delivered(len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late)
 
     def begin(self, delivered: Delivered) -> None:
         """Begin, after the commit, the runs that were claimed as they were created."""
@@ -206,36 +208,37 @@ def measure(
     now: datetime,
     *,
     newcomers: Sequence[Event],
-    passed: Sequence[Event],
+    lags: Mapping[str, Sequence[float]],
     throttled: Counter[str],
     dropped: Counter[str],
     failures: Mapping[str, int] | None = None,
 ) -> list[SourceMetrics]:
-    """What a batch saw of each source, for the totals."""
+    """What a batch saw of each source, for the totals; `lags` are of those that passed."""
     total = Counter(event.source for event in newcomers)
-    lags: dict[str, list[int]] = {}
-    for event in passed:
-        lags.setdefault(event.source, []).append(max(0, round((now - event.counted_from) / _MS)))
     return [
         SourceMetrics(
             source=source,
             total=total[source],
-            passed=len(lags.get(source, [])),
+            passed=len(lags.get(source, ())),
             throttled=throttled[source],
             dropped=dropped[source],
             failures=(failures or {}).get(source, 0),
-            total_lag_ms=sum(lags.get(source, [])),
-            last_lag_ms=lags[source][-1] if source in lags else 0,
-            max_lag_ms=max(lags.get(source, [0])),
+            total_lag_ms=round(sum(lags.get(source, ())) * 1000),
+            last_lag_ms=round(lags[source][-1] * 1000) if source in lags else 0,
+            max_lag_ms=round(max(lags.get(source, (0.0,))) * 1000),
             last_event_at=now,
         )
         for source in sorted({*total, *lags, *throttled, *dropped})
     ]
 
 
-def lags(now: datetime, passed: Sequence[Event]) -> list[tuple[str, float]]:
-    """The source of each event that passed, and the seconds since its receipt."""
-    return [(event.source, max(0.0, (now - event.counted_from).total_seconds())) for event in passed]
+def lags(now: datetime, passed: Sequence[Event]) -> dict[str, list[float]]:
+    """The seconds since the receipt of each event that passed, by source."""
+    found: dict[str, list[float]] = {}
+    for event in passed:
+        seconds = (now - event.counted_from).total_seconds()
+        found.setdefault(event.source, []).append(seconds if seconds > 0 else 0.0)
+    return found
 
 
 async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered: Delivered = NOTHING) -> None:

@@ -46,11 +46,10 @@ class Outcome(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """What one batch decided: the numbers, who waits, how late those came that passed, and who came too late."""
+    """What one batch decided: the numbers, who waits, what became of those that passed, and who came too late."""
 
     outcome: Outcome = Outcome()
     held: Sequence[IngressRetry] = ()
-    lags: Sequence[tuple[str, float]] = ()
     delivered: Delivered = Delivered()
     expired: Sequence[IngressRetry] = ()
     correlation_ids: Mapping[uuid.UUID, str] = {}
@@ -115,7 +114,7 @@ class Dispatch:
         if decided.outcome.launched > len(decided.delivered.claimed):
             self._after_launch()
         self._batch.committed(decided.delivered)
-        metrics.allowed(decided.lags)
+        metrics.allowed(decided.delivered.lags)
         metrics.refused((retry.source, retry.reason) for retry in decided.held)
         for retry in (*decided.held, *decided.expired):
             is_held = retry.retry_state == "scheduled"
@@ -151,7 +150,11 @@ class Dispatch:
     async def _pass(self, connection: Connection, now: datetime, newcomers: Sequence[Event]) -> Decided:
         # Where no source had any state last time, none is expected; the statement that launches makes sure.
         matched = await self._batch.match(newcomers) if self._is_calm else None
-        if matched is not None and matched.is_plain and not any(gate.is_expired(event, now) for event in newcomers):
+        if (
+            matched is not None
+            and matched.is_plain
+            and not any(event.ttl_ms is not None and gate.is_expired(event, now) for event in newcomers)
+        ):
             decided = await self._launch(connection, now, matched)
             if decided is not None:
                 return decided
@@ -166,7 +169,7 @@ class Dispatch:
             return None
         failpoints.hit("dispatch.before_commit")
         outcome = Outcome(events=len(matched.events), launched=delivered.launched)
-        return Decided(outcome, (), batch.lags(now, matched.events), delivered)
+        return Decided(outcome, (), delivered)
 
     async def _decide(
         self, connection: Connection, newcomers: Sequence[Event], matched: Matched | None = None
@@ -183,7 +186,7 @@ class Dispatch:
         seen = batch.measure(
             gates.now,
             newcomers=newcomers,
-            passed=verdict.admitted,
+            lags=delivered.lags,
             throttled=Counter(retry.source for retry in verdict.held),
             dropped=Counter(retry.source for retry in verdict.expired),
             failures=delivered.failures,
@@ -198,8 +201,7 @@ class Dispatch:
             expired=len(verdict.expired),
         )
         told = {event.id: event.correlation_id for event in newcomers} if waiting else {}
-        lags = batch.lags(gates.now, verdict.admitted)
-        return Decided(outcome, verdict.held, lags, delivered, verdict.expired, told)
+        return Decided(outcome, verdict.held, delivered, verdict.expired, told)
 
     async def _one_by_one(self) -> Outcome:
         """The oldest events, each in a transaction of its own; one that still fails goes to the dead letters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,7 +43,10 @@ class Waiting(NamedTuple):
 
 def _weight(item: Outcome) -> int:
     """A large result counts as many writes: a transaction stays a matter of a moment."""
-    return 1 + len(item.steps) + sum(len(write.result or "") for write in item.steps) // 10_000
+    weight = 1
+    for write in item.steps:
+        weight += 1 if write.result is None else 1 + len(write.result) // 10_000
+    return weight
 
 
 class Outcomes:
@@ -106,13 +109,13 @@ class Outcomes:
         claim = self._claim(sum(isinstance(item.end, FinishedRun) for item in items))
         fill = None if claim is None else self._fill
         also: frozenset[uuid.UUID] = frozenset()
-        odd: frozenset[uuid.UUID] = frozenset()
+        are_simple = True
         while True:
-            work = partial(self._write_together, items=items, odd=odd, fill=fill, claim=claim, also=also)
+            work = partial(self._write_together, items=items, are_simple=are_simple, fill=fill, claim=claim, also=also)
             try:
                 recorded, freed = await self._database.run(work)
-            except _NotPlain as exc:
-                odd |= exc.run_ids
+            except _NotPlain:
+                are_simple = False
                 continue
             except Unavailable as exc:
                 # The work is done; keep its result until the database is back. If the lease ends first, another
@@ -136,11 +139,11 @@ class Outcomes:
             return recorded
 
     async def _write_together(
-        self, connection: Connection, items: list[Outcome], odd: frozenset[uuid.UUID], **how: Any
+        self, connection: Connection, items: list[Outcome], are_simple: bool, **how: Any
     ) -> tuple[list[Recorded], Freed | None]:
         """One transaction: at first what may concern triggers, whose rows are locked before those of runs; then, by one
-        statement, the runs that simply succeeded. The runs in `odd` did not, after all. None: there were no others."""
-        plain = [item for item in items if _is_plain(item) and item.end is not None and item.end.id not in odd]
+        statement, the runs that simply succeeded, unless it turns out that some did not. None: there were no others."""
+        plain = [item for item in items if _is_plain(item)] if are_simple else []
         if len(plain) == len(items):
             await _succeed(connection, plain)
             failpoints.hit("outcome.before_commit")
@@ -227,30 +230,24 @@ class Outcomes:
 
 
 class _NotPlain(Exception):
-    """Runs that did not end simply: they are not held any more, or matter to their trigger."""
-
-    def __init__(self, run_ids: Iterable[uuid.UUID]) -> None:
-        super().__init__()
-        self.run_ids = frozenset(run_ids)
+    """Some runs did not end simply: they are not held any more, or matter to their trigger."""
 
 
 def _is_plain(item: Outcome) -> bool:
     """A run that succeeded with its last steps, of which nothing was written before, and nobody else is concerned."""
     end = item.end
-    return (
-        isinstance(end, FinishedRun)
-        and end.status == "succeeded"
-        and not end.matters_to_trigger
-        and not end.has_waiting_steps
-        and all(w.is_new and w.status == "succeeded" and w.kind == "step" for w in item.steps)
-    )
+    if not isinstance(end, FinishedRun) or end.status != "succeeded" or end.matters_to_trigger or end.has_waiting_steps:
+        return False
+    for write in item.steps:  # noqa: SIM110 - spelled out, as it is asked for every run
+        if not write.is_new or write.status != "succeeded" or write.kind != "step":
+            return False
+    return True
 
 
 async def _succeed(connection: Connection, items: Sequence[Outcome]) -> None:
     ends = [item.end for item in items if isinstance(item.end, FinishedRun)]
-    ended = await runs.succeed(connection, ends, [write for item in items for write in item.steps])
-    if len(ended) < len(ends):
-        raise _NotPlain(end.id for end in ends if end.id not in ended)
+    if not await runs.succeed(connection, ends, [write for item in items for write in item.steps]):
+        raise _NotPlain
 
 
 def _kept(item: Outcome) -> Recorded:

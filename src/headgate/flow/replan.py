@@ -122,7 +122,7 @@ class Replan:
         await decisions.insert(connection, [_recorded(s) for s in refused])
         await gate.close_gates(connection, gates)
         seen = batch.measure(
-            gates.now, newcomers=[], passed=[], throttled=Counter(), dropped=Counter({name: len(given_up)})
+            gates.now, newcomers=[], lags={}, throttled=Counter(), dropped=Counter({name: len(given_up)})
         )
         await batch.count(connection, seen if given_up else [])
         failpoints.hit("replan.before_commit")

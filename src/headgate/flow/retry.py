@@ -47,7 +47,6 @@ class Turn(NamedTuple):
     replanned: tuple[str, ...] = ()
     look_at: datetime | None = None
     now: datetime | None = None
-    lags: Sequence[tuple[str, float]] = ()
     batches: Sequence[Delivered] = ()
     spans: Sequence[Spans] = ()
 
@@ -57,7 +56,7 @@ class Turn(NamedTuple):
         return Turn(
             self.due + other.due, self.delivered + other.delivered, self.launched + other.launched,
             self.expired + other.expired, (*self.replanned, *other.replanned), min(looks, default=None),
-            other.now or self.now, (*self.lags, *other.lags), (*self.batches, *other.batches),
+            other.now or self.now, (*self.batches, *other.batches),
             (*self.spans, *other.spans),
         )  # fmt: skip
 
@@ -93,8 +92,8 @@ class Retry:
         metrics.EVENT_RETRIES.labels("due").inc(turn.due)
         metrics.EVENT_RETRIES.labels("completed").inc(turn.delivered)
         metrics.EVENT_RETRIES.labels("exhausted").inc(turn.expired)
-        metrics.allowed(turn.lags)
         for delivered in turn.batches:
+            metrics.allowed(delivered.lags)
             self._batch.begin(delivered)
             self._batch.committed(delivered)
         for spans, gated, delivered in turn.spans:
@@ -184,9 +183,8 @@ class Retry:
         passed, delivered, expired, spans = await self._let_through(connection, gates, due)
         await gate.close_gates(connection, gates)
         failpoints.hit("retry.before_commit")
-        lags = batch.lags(gates.now, passed)
         return Turn(
-            len(due), len(passed), delivered.launched, expired, tuple(replanned), look_at, gates.now, lags,
+            len(due), len(passed), delivered.launched, expired, tuple(replanned), look_at, gates.now,
             (delivered,), spans,
         )  # fmt: skip
 
@@ -211,7 +209,7 @@ class Retry:
         seen = batch.measure(
             gates.now,
             newcomers=[],
-            passed=passing,
+            lags=delivered.lags,
             throttled=Counter(),
             dropped=Counter(found[event_id].source for event_id in expired),
             failures=delivered.failures,

@@ -344,7 +344,8 @@ class Runner:
 
     def _tell(self, execution: Execution, run: FinishedRun) -> None:
         claimed = execution.run
-        metrics.ran(claimed.workflow, run.status, (execution.now() - claimed.started_at).total_seconds())
+        seconds = (claimed.now - claimed.started_at).total_seconds() + monotonic() - execution.claimed_at
+        metrics.ran(claimed.workflow, run.status, seconds)
         if run.status == "succeeded" and not _log.is_info:
             return
         log = _log.info if run.status == "succeeded" else _log.warning

@@ -43,10 +43,12 @@ def held_line(one: Decided, now: datetime) -> Recorded:
 def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newcomers: bool) -> None:
     """Count and log, after the commit, what was decided about deliveries."""
     for (trigger_id, status), count in Counter((d.trigger_id, d.status) for d in decided).items():
-        metrics.evaluated(names.get(trigger_id, str(trigger_id)), status, count)
-    if are_newcomers:
-        for trigger_id, count in Counter(d.trigger_id for d in decided).items():
-            metrics.evaluated(names.get(trigger_id, str(trigger_id)), "matched", count)
+        name = names.get(trigger_id, str(trigger_id))
+        metrics.evaluated(name, status, count)
+        if are_newcomers:
+            metrics.evaluated(name, "matched", count)
+    if are_newcomers and not _log.is_debug:  # of those that are launched at once, the run itself tells
+        decided = [d for d in decided if d.status != "launched"]
     outcomes = Counter(_outcome(d, are_newcomers) for d in decided)
     for outcome, count in outcomes.items():
         if outcome is not None:
@@ -54,8 +56,6 @@ def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newc
     for one in decided:
         log = _log.warning if one.status in ("failed", "exhausted") else _log.info
         if are_newcomers and one.status == "launched":
-            if not _log.is_debug:
-                continue  # the run itself tells
             log = _log.debug
         log(
             f"delivery.{one.status}",

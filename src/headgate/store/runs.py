@@ -61,13 +61,11 @@ async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> lis
     return [EndedRun(*row) for row in rows]
 
 
-async def succeed(
-    connection: Connection, finished: Sequence[FinishedRun], written: Sequence[StepWrite]
-) -> set[uuid.UUID]:
-    """End runs that succeeded, with their last steps, which did too and are new. The ids; unless they are all, the
-    caller must roll back: one that is missing is not held any more, or it, or a step, is not so simple."""
+async def succeed(connection: Connection, finished: Sequence[FinishedRun], written: Sequence[StepWrite]) -> bool:
+    """End runs that succeeded, with their last steps, which did too and are new. If that was not all of them, the
+    caller must roll back: some are not held any more, or they, or their steps, are not so simple."""
     try:
-        rows = await connection.fetch(
+        count = await connection.fetchval(
             _sql["succeed"],
             [f.id for f in finished],
             same([f.claim_generation for f in finished]),
@@ -78,8 +76,8 @@ async def succeed(
             column([w.result for w in written]),
         )
     except asyncpg.UniqueViolationError:
-        return set()
-    return {row[0] for row in rows}
+        return False
+    return bool(count == len(finished))
 
 
 async def ended_by(connection: Connection, finished: Sequence[FinishedRun]) -> set[uuid.UUID]:

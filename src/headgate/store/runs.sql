@@ -61,7 +61,7 @@ returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
 
 -- name: succeed
 -- Ends runs that succeeded and that their worker still holds, with the steps ($4 and on) that succeeded since they last wrote;
--- these have no row yet, or it fails by its unique key. Returns the ids of those that hold no slot and are no breaker's
+-- these have no row yet, or it fails by its unique key. Returns how many of them hold no slot and are no breaker's
 -- trial: unless these are all, the caller rolls back, and `finish` has its turn. `is true` has the planner look the runs up
 -- in a hash table; it expects one and would compare each step with all of them. A name that all steps share is given once.
 with clock as materialized (
@@ -80,7 +80,7 @@ with clock as materialized (
     from unnest($4::uuid[], $5::uuid[], $6::text[], $7::text[]) as u (id, workflow_run_id, name, result), clock
    where (u.workflow_run_id in (select id from ended)) is true
 )
-select id from ended where not matters
+select count(*) from ended where not matters
 
 -- name: ended_by
 -- Those of the runs that have ended by the given claims: whoever takes a run over raises its generation.
