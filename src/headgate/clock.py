@@ -41,9 +41,8 @@ def epoch_ns() -> int:
     return time.time_ns()
 
 
-def monotonic() -> float:
-    """Seconds for measuring local waits; unaffected by clock steps."""
-    return time.monotonic()
+# Seconds for measuring local waits; unaffected by clock steps.
+monotonic = time.monotonic
 
 
 def uuid7() -> uuid.UUID:

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from headgate.errors import NonRetryable, RetryAfter
-from headgate.model.units import MAX_DURATION_MS
+from headgate.model.units import MAX_DURATION_MS, duration_ms
 
 MAX_ERROR_CHARACTERS = 8000
 MAX_STEP_NAME = 200
@@ -48,10 +48,26 @@ def called(call: Callable[[], Any]) -> Any:
 async def called_in(threads: Executor, call: Callable[[], Any], function: Callable[..., Any]) -> Any:
     """Call a function, by `call`, in a thread, unless it is async."""
     if _is_async(function):
-        return await guarded(call())
+        try:  # as `guarded` does, which would be one more for every step
+            return await call()
+        except (SystemExit, KeyboardInterrupt) as exc:
+            raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc
     context, loop = contextvars.copy_context(), asyncio.get_running_loop()
     value = await loop.run_in_executor(threads, partial(context.run, called, call))
     return await guarded(value) if inspect.isawaitable(value) else value
+
+
+async def called_within(
+    duration: str | int | float, name: str, threads: Executor, call: Callable[[], Any], function: Callable[..., Any]
+) -> Any:
+    """The same, for so long; TimeoutError, which names the step, when it takes longer."""
+    try:
+        async with asyncio.timeout(duration_ms(duration) / 1000):
+            return await called_in(threads, call, function)
+    except TimeoutError as exc:
+        if not isinstance(exc.__cause__, asyncio.CancelledError):
+            raise
+        raise TimeoutError(f"step {name!r} took longer than {duration}") from exc
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -21,7 +21,7 @@ from headgate import failpoints
 from headgate.clock import monotonic, uuid7
 from headgate.errors import NonRetryable, RetryAfter, StepFailed
 from headgate.flow import calls
-from headgate.flow.calls import Failure, called_in, error_text, guarded, retry_after_ms
+from headgate.flow.calls import Failure, called_in, called_within, error_text, guarded, retry_after_ms
 from headgate.flow.endings import End, Endings
 from headgate.flow.journal import Cancelled, Journal, LeaseLost, Put, Soon, Stop, Written
 from headgate.flow.leaving import Leaving
@@ -146,12 +146,16 @@ class Execution:
             raise StepFailed(name, known.error or "")
         self._active += 1
         try:
-            while True:
+            if known is not None or self._journal.is_busy:
                 await self._ready(name)
+            else:
+                self._journal.check()
+            while True:
                 failure = await self._try(name, partial(function, *args, **kwargs), function, timeout)
                 if not isinstance(failure, Failure):
                     return failure
                 await self._failed(name, failure.exc, retry or self._policy)
+                await self._ready(name)
         except asyncio.CancelledError:
             self._cut_off(name, "step")
             raise
@@ -239,7 +243,7 @@ class Execution:
             if timeout is None:
                 value = await called_in(self._step_threads, call, function)
             else:
-                value = await self._timed(name, call, function, timeout)
+                value = await called_within(timeout, name, self._step_threads, call, function)
             result = encode_output(value, "the result", name)
         except (Stop, GeneratorExit):
             raise
@@ -257,15 +261,6 @@ class Execution:
         failpoints.hit("step.before_commit")
         self._write(name, status="succeeded", result=result, retry_attempts=attempts)
         return None if result is None else msgspec.json.decode(result)
-
-    async def _timed(self, name: str, call: Callable[[], Any], function: Any, timeout: Any) -> Any:
-        try:
-            async with asyncio.timeout(duration_ms(timeout) / 1000):
-                return await called_in(self._step_threads, call, function)
-        except TimeoutError as exc:
-            if not isinstance(exc.__cause__, asyncio.CancelledError):
-                raise
-            raise TimeoutError(f"step {name!r} took longer than {timeout}") from exc
 
     async def _failed(self, name: str, exc: BaseException, policy: RetryPolicy) -> None:
         """Write that an attempt failed, and when there is another; StepFailed when there is none."""

@@ -87,6 +87,11 @@ class Journal:
         self._unsent.append((write, written))
         return written
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something was written that is not committed yet."""
+        return bool(self._unsent or self._sent)
+
     async def kept(self, write: asyncio.Future[Written]) -> datetime | None:
         """Wait for a write; when its step goes on."""
         self.send()

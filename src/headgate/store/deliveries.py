@@ -133,6 +133,8 @@ class Claim(NamedTuple):
         """Which of the launches it claims: the first that it can run."""
         if self.most == 0:
             return [False] * len(decided)
+        if self.most >= len(decided) and all(one.status == "launched" for one in decided):
+            return [one.workflow_definition_id in self.definitions for one in decided]
         left, found = self.most, []
         for one in decided:
             is_wanted = left > 0 and one.status == "launched" and one.workflow_definition_id in self.definitions
