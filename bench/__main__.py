@@ -47,7 +47,7 @@ class Size:
     """How much each figure does."""
 
     turns: int = 3
-    close_turns: int = 9
+    close_turns: int = 7
     events: int = 20_000
     singles: int = 10_000
     commits: int = 1_000
