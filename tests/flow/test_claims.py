@@ -289,15 +289,26 @@ async def test_a_stopping_worker_gives_back_at_once_what_it_has_not_begun(
     await asyncio.gather(stopping, return_exceptions=True)
 
 
+@pytest.mark.parametrize("after", ["the end", "a wait", "another step", "a step that fails"])
 async def test_what_cannot_be_written_fails_its_own_run_and_no_other(
-    connection: Connection, hg: Headgate, crew: Crew
+    connection: Connection, hg: Headgate, crew: Crew, after: str
 ) -> None:
-    async def nothing() -> str:
+    effects: list[int] = []
+
+    async def nothing(n: int) -> str:
+        effects.append(n)
+        if after == "a step that fails" and n == 1:
+            raise ValueError("not now")
         return "done"
 
     @hg.workflow(on="go")
     async def work(ctx: Context, n: int) -> str:
-        return await ctx.step("nothing", nothing)
+        found = await ctx.step("nothing", nothing, n)
+        if after == "a wait":
+            await asyncio.sleep(0.05)
+        elif after == "another step":
+            await ctx.step("another", nothing, n + 10)
+        return found
 
     await crew.serve()
     await connection.execute(
@@ -314,3 +325,4 @@ async def test_what_cannot_be_written_fails_its_own_run_and_no_other(
     assert [(row["n"], row["status"]) for row in rows] == [("0", "succeeded"), ("1", "failed"), ("2", "succeeded")]
     assert "its outcome cannot be stored" in rows[1]["error"] and "not this one" in rows[1]["error"]
     assert await connection.fetchval("select count(*) from headgate.dead_letters") == 1
+    assert effects.count(1) == 1 and 11 not in effects

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headgate import failpoints
+from headgate import Context, failpoints
 from headgate.app import Headgate
 from headgate.flow.dispatch import Dispatch, Outcome
 from headgate.flow.explain import explain
@@ -263,13 +263,13 @@ async def test_a_second_batch_is_called_for_only_where_it_helps(
         called += 1
 
     one = Dispatch(database, batch_size=2, after_launch=lambda: None, after_full=call)
-    for n in range(5):
+    for n in range(7):
         await publish(connection, id=n, amount=200)
     found = []
-    for _ in range(3):
+    for _ in range(4):
         await one.run_once()
         found.append((called, one.is_behind))
-    assert found == [(1, True), (2, True), (2, False)]
+    assert found == [(0, False), (1, True), (2, True), (2, False)]  # at first it does not know the triggers
     await database.run(lambda c: sources.set_limit(c, "shop.api", RateLimit(limit=50, interval_ms=60_000), "bob"))
     for n in range(4):
         await publish(connection, id=n, amount=200)
@@ -277,6 +277,22 @@ async def test_a_second_batch_is_called_for_only_where_it_helps(
     called = 0
     await one.run_once()
     assert (called, one.is_behind) == (0, False)
+
+
+async def test_a_trigger_with_a_limit_has_no_second_batch(database: Database, connection: Connection) -> None:
+    """The first of the line are launched first, even when nothing stands in line yet."""
+    app, called = Headgate(), []
+
+    @app.workflow(on="order.created", throttle="1/min")
+    async def limited(ctx: Context) -> None: ...
+
+    await database.run(app.register)
+    one = Dispatch(database, batch_size=2, after_launch=lambda: None, after_full=lambda: called.append(1))
+    for n in range(6):
+        await publish(connection, id=n)
+    for _ in range(2):
+        await one.run_once()
+        assert (called, one.has_more, one.is_behind) == ([], True, False)
 
 
 async def _pause_source(connection: Connection, _: Headgate) -> None:

@@ -102,9 +102,10 @@ class Batch:
         self._claim = claim
         self._after_claim = after_claim
 
-    async def match(self, events: Sequence[Event]) -> Matched:
-        """What the events fire by the triggers as this process knows them."""
-        return await _matched(*self._matcher.known, events)
+    async def match(self, events: Sequence[Event]) -> Matched | None:
+        """What the events fire by the triggers as this process knows them; None while it knows none."""
+        index, version = self._matcher.known
+        return None if version < 0 else await _matched(index, version, events)
 
     async def launch(self, connection: Connection, now: datetime, matched: Matched) -> Delivered | None:
         """Launch and count all that is fired, in one statement; None, and nothing is written, when it finds that the

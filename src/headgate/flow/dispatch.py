@@ -58,7 +58,7 @@ class Decided(NamedTuple):
 
 class Dispatch:
     """Decides what is in the inbox. The callbacks hear, after the commit, of new runs and of events that wait; and, as
-    soon as it is known, that there is more in the inbox than one batch takes."""
+    soon as it is known, that there is more in the inbox than one batch takes, and nothing that the order matters to."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class Dispatch:
         self._batch = batch or Batch(breaker)
         self._fan_out = 1.0
         self._is_calm = True
+        self._is_plain = False
         self._has_more = False
 
     async def run_once(self) -> Outcome:
@@ -100,9 +101,9 @@ class Dispatch:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a second batch may be decided at the same time: there is more, and nothing limits it, so that the
-        order does not matter."""
-        return self._has_more and self._is_calm
+        """Whether a second batch may be decided at the same time: there is more, and nothing limited the last one, so
+        that the order does not matter."""
+        return self._has_more and self._is_plain
 
     async def _committed(self, decided: Decided) -> None:
         failpoints.hit("dispatch.after_commit")
@@ -142,22 +143,21 @@ class Dispatch:
         self._has_more = len(newcomers) == limit
         if now is None:
             return Decided()
-        if self.is_behind:
-            self._after_full()
         failpoints.hit("dispatch.after_claim")
         return await _traced(connection, newcomers, partial(self._pass, connection, now))
 
     async def _pass(self, connection: Connection, now: datetime, newcomers: Sequence[Event]) -> Decided:
         # Where no source had any state last time, none is expected; the statement that launches makes sure.
         matched = await self._batch.match(newcomers) if self._is_calm else None
-        if (
-            matched is not None
-            and matched.is_plain
-            and not any(event.ttl_ms is not None and gate.is_expired(event, now) for event in newcomers)
-        ):
+        is_late = any(event.ttl_ms is not None and gate.is_expired(event, now) for event in newcomers)
+        if matched is not None and matched.is_plain and not is_late:
+            self._is_plain = True
+            if self._has_more:
+                self._after_full()
             decided = await self._launch(connection, now, matched)
             if decided is not None:
                 return decided
+        self._is_plain = False
         return await self._decide(connection, newcomers, matched)
 
     async def _launch(self, connection: Connection, now: datetime, matched: Matched) -> Decided | None:

@@ -1,19 +1,23 @@
-"""Endings: how one attempt at a run ends: finished, or put to rest until a time."""
+"""Endings: how one attempt at a run ends: finished, or put to rest until a time; and how that is written."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from headgate.errors import RetryAfter, StepFailed
 from headgate.flow.calls import cleaned, error_text, reason_of, retry_after_ms
+from headgate.flow.journal import Journal, Written
 from headgate.flow.workflow import Workflow
 from headgate.model.retry import RetryPolicy, is_exhausted
 from headgate.model.run import ClaimedRun, FinishedRun, Step
 from headgate.model.step import Closing, SuspendedRun
 
 End = FinishedRun | SuspendedRun
+# Hears how a run ended, and what became of writing that.
+Then = Callable[[End, Written | BaseException], None]
 
 MAX_WARNING = 1000
 
@@ -94,6 +98,38 @@ class Endings:
             has_waiting_steps=_has_waiting(self._steps.values()),
             **fields,
         )
+
+
+async def hand_in(
+    end: End,
+    then: Then,
+    journal: Journal,
+    cancelled: Callable[[], FinishedRun],
+    unwritable: Callable[[Exception], FinishedRun],
+) -> None:
+    """Hand in an end, after what was written before it. Instead of one that cannot be written, or a rest of a run that
+    is to be cancelled, another end is written, without steps. LeaseLost when what was written before did not count."""
+
+    def closed(written: Written | BaseException) -> None:
+        if isinstance(written, Exception):
+            instead = unwritable(written)
+        elif isinstance(end, SuspendedRun) and isinstance(written, Written) and written.is_cancel_requested:
+            instead = cancelled()
+        else:
+            then(end, written)
+            return
+        try:
+            journal.end(instead, partial(then, instead))
+        except Exception as exc:
+            then(instead, exc)
+
+    try:
+        await journal.settle()
+    except Exception as exc:
+        instead = unwritable(exc)
+        journal.end(instead, partial(then, instead))
+    else:
+        journal.close(end, closed)
 
 
 def _has_waiting(steps: Collection[Step]) -> bool:

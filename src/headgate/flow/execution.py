@@ -22,7 +22,7 @@ from headgate.clock import monotonic, uuid7
 from headgate.errors import NonRetryable, RetryAfter, StepFailed
 from headgate.flow import calls
 from headgate.flow.calls import Failure, called_in, called_within, error_text, guarded, retry_after_ms
-from headgate.flow.endings import End, Endings
+from headgate.flow.endings import End, Endings, Then, hand_in
 from headgate.flow.journal import Cancelled, Journal, LeaseLost, Put, Soon, Stop, Written
 from headgate.flow.leaving import Leaving
 from headgate.flow.output import encode_output
@@ -31,7 +31,7 @@ from headgate.flow.tell import run_fields
 from headgate.flow.workflow import Context, SyncContext, Workflow, current_step
 from headgate.model.event import Event
 from headgate.model.retry import RetryPolicy, backoff_ms, why_given_up
-from headgate.model.run import ClaimedRun, Step
+from headgate.model.run import ClaimedRun, FinishedRun, Step
 from headgate.model.step import StepKind, StepWrite, SuspendedRun
 from headgate.model.units import duration_ms
 from headgate.telemetry import traces
@@ -39,8 +39,6 @@ from headgate.telemetry.logs import logger
 
 # When every step of a run waits, its function gets this long to begin another before the run is put to rest.
 QUIET_SECONDS = 0.01
-
-Then = Callable[[End, Written | BaseException], None]
 
 _log = logger("run")
 
@@ -112,19 +110,11 @@ class Execution:
     async def close(self, end: End, then: Then) -> None:
         """Hand in how it ended, with what was not yet written of its steps; `then` hears what was written, and whether
         it counted. LeaseLost when what was written before did not."""
-        await self._journal.settle()
-        self._journal.close(end, partial(self._closed, end, then))
+        await hand_in(end, then, self._journal, self._endings.cancelled, self._unwritable)
 
-    def _closed(self, end: End, then: Then, written: Written | BaseException) -> None:
-        if isinstance(written, Exception):
-            _log.error("run.unwritable", **run_fields(self.run, self.event), error=written, exc_info=written)
-            end = self._endings.unwritable(written)
-        elif isinstance(end, SuspendedRun) and isinstance(written, Written) and written.is_cancel_requested:
-            end = self._endings.cancelled()
-        else:
-            then(end, written)
-            return
-        self._journal.close(end, partial(then, end))
+    def _unwritable(self, exc: Exception) -> FinishedRun:
+        _log.error("run.unwritable", **run_fields(self.run, self.event), error=exc, exc_info=exc)
+        return self._endings.unwritable(exc)
 
     async def step(
         self,

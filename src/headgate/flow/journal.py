@@ -124,6 +124,11 @@ class Journal:
         unsent, self._unsent = self._unsent, []
         self._put(Outcome([write for write, _ in unsent], end), partial(_of_end, then))
 
+    def end(self, end: FinishedRun, then: Callable[[Written | BaseException], None]) -> None:
+        """Write how the run ended, and nothing else."""
+        self._unsent.clear()
+        self.close(end, then)
+
     def send(self) -> None:
         """Send what is not yet sent."""
         unsent, self._unsent = self._unsent, []

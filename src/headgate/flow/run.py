@@ -303,6 +303,8 @@ class Runner:
         if execution in self._writing:
             self._writing.remove(execution)
             self._free.set()
+            if execution.spans is not None:
+                execution.spans.end(None, is_kept=False)
         elif not execution.leave():
             self._tasks[execution].cancel()
 
