@@ -516,6 +516,35 @@ async def test_an_attempt_that_lost_its_claim_is_told_as_discarded(
     assert "{'1 step charge': {'1 card': {}}}" in str(tree)
 
 
+async def test_a_run_that_is_lost_while_its_end_is_written_is_told_as_discarded(
+    hg: Headgate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
+) -> None:
+    hold = connection.transaction()
+
+    async def charge() -> None:
+        await hold.start()
+        await connection.execute("select from headgate.workflow_runs for update")
+
+    @hg.workflow(on="go")
+    async def fulfil(ctx: Context) -> None:
+        await ctx.step("charge", charge)
+
+    workers.append(await hg.worker())
+    await hg.publish("go", source="shop")
+    turning = asyncio.create_task(workers[0].turn(clock.now))
+    runner = workers[0]._runner
+    async with asyncio.timeout(30):
+        while not runner._writing:  # noqa: ASYNC110 - it is not told
+            await asyncio.sleep(0.01)
+        [execution] = runner._writing
+        runner._lost(execution.run)
+        assert told(spans.one("step charge"), "status") == ("discarded",)
+        assert told(spans.one("run fulfil"), "status") == ("discarded",)
+        await hold.rollback()
+        await turning
+    assert [span.name for span in spans.all].count("run fulfil") == 1
+
+
 async def test_a_run_of_an_untraced_event_is_in_nobodys_trace(
     hg: Headgate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
 ) -> None:

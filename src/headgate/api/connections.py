@@ -73,8 +73,8 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         self._parts_are_over()
         super().connection_lost(exc)
-        # What knows the connection that knows it would be left to the garbage collector: a thousand of them take it a
-        # tenth of a second, in which nobody is answered.
+        # What knows the connection that knows it would be left to the garbage collector: thousands of them, as under
+        # overload, take it a tenth of a second and more, in which nobody is answered.
         self.cycle = None  # type: ignore[assignment]
         self._way_out.forget()
 

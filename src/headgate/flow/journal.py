@@ -102,8 +102,7 @@ class Journal:
     async def barrier(self) -> None:
         """What was written so far is committed; nothing more is begun when the run is cancelled or not ours."""
         self.send()
-        while self._sent:
-            await self._heard(next(iter(self._sent)))
+        await self._hear_all()
         self.check()
 
     def check(self) -> None:
@@ -114,8 +113,8 @@ class Journal:
 
     async def settle(self) -> None:
         """What was sent so far is committed; LeaseLost when it did not count."""
-        while self._sent:
-            await self._heard(next(iter(self._sent)))
+        if self._sent:
+            await self._hear_all()
         if self._is_lost:
             raise LeaseLost
 
@@ -146,6 +145,10 @@ class Journal:
                     written.set_result(recorded.steps[i])
 
         self._put(Outcome([write for write, _ in unsent]), answer)
+
+    async def _hear_all(self) -> None:
+        while self._sent:
+            await self._heard(next(iter(self._sent)))
 
     async def _heard(self, write: asyncio.Future[Written]) -> Written:
         written = await asyncio.shield(write)
