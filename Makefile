@@ -11,7 +11,7 @@ JOBS   ?= 2
 .PHONY: dev test check fmt bench chaos clean
 
 dev: $(READY)
-	@exec $(BIN)/headgate dev examples/demo.py
+	@exec $(BIN)/tidegate dev examples/demo.py
 
 # Most tests wait for processes and clocks: two at a time take half as long. A file stays together. Those that measure run
 # by themselves afterwards.
@@ -42,13 +42,13 @@ chaos: $(READY)
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.fences
 
 clean:
-	rm -rf $(VENV) .headgate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .tidegate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Headgate needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
-	@echo "Headgate: creating the virtual environment in $(VENV) (once) ..."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Tidegate needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@echo "Tidegate: creating the virtual environment in $(VENV) (once) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@echo "Headgate: installing (a minute or so, once) ..."
+	@echo "Tidegate: installing (a minute or so, once) ..."
 	@$(BIN)/pip install -q --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(BIN)/pip install -q --disable-pip-version-check --group dev -e ".[embedded]"
 	@touch $(READY)

@@ -35,8 +35,8 @@ from bench import (
     yardstick,
 )
 from bench.stage import Stage
-from headgate.settings import Settings
-from headgate.telemetry import logs
+from tidegate.settings import Settings
+from tidegate.telemetry import logs
 
 DEFAULT_LEASE_MS = Settings().lease_ms
 LATEST = Path(__file__).parent / "results" / "latest.json"
@@ -126,7 +126,7 @@ async def run(figures: list[str], size: Size, quick: bool) -> results.Results:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Headgate on this machine.")
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Tidegate on this machine.")
     parser.add_argument("--quick", action="store_true", help="small counts: shows that it works, not how fast")
     parser.add_argument("--only", choices=FIGURES, action="append", help="one figure; may be repeated")
     parser.add_argument("--out", type=Path, default=LATEST, help="where the results go as JSON [%(default)s]")

@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from headgate import Context, Headgate
+from tidegate import Context, Tidegate
 
 MAX_CONCURRENCY = 4
 RUN_SECONDS = 0.05
@@ -15,12 +15,12 @@ STEPS = 100
 # The environment variable with the path of the file for marks.
 MARKS = "BENCH_MARKS"
 
-hg = Headgate()
-nothing = Headgate()  # its worker creates runs but executes none
-few = Headgate()
-one_step = Headgate()
-many_steps = Headgate()
-outliving = Headgate()
+app = Tidegate()
+nothing = Tidegate()  # its worker creates runs but executes none
+few = Tidegate()
+one_step = Tidegate()
+many_steps = Tidegate()
+outliving = Tidegate()
 
 _PREDICATES: list[dict[str, Any]] = [
     {"path": "$.payload.amount", "operator": "gt", "value": 100},
@@ -29,7 +29,7 @@ _PREDICATES: list[dict[str, Any]] = [
 _marks = os.open(os.environ[MARKS], os.O_WRONLY | os.O_APPEND | os.O_CREAT) if MARKS in os.environ else None
 
 
-@hg.workflow(on="order.created", predicates=_PREDICATES)
+@app.workflow(on="order.created", predicates=_PREDICATES)
 async def fulfil(ctx: Context, id: int, amount: float) -> int:
     """As little as a workflow can do."""
     return id

@@ -15,32 +15,32 @@ import msgspec
 from bench import neighbours, workload
 from bench.rate import Rate
 from bench.stage import Stage
-from headgate.clock import uuid7
+from tidegate.clock import uuid7
 
 BATCH = 500
 
 _EVENTS = """
-insert into headgate.workflow_events
+insert into tidegate.workflow_events
   (id, external_id, type, source, occurred_at, received_at, payload, correlation_id, metadata)
 select id, external_id, type, source, $5, $5, payload::jsonb, id::text, '{}'
   from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $6::text[])
     as u (id, external_id, type, source, payload)
 """
 _DELIVERIES = """
-insert into headgate.workflow_trigger_deliveries
+insert into tidegate.workflow_trigger_deliveries
   (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, launched_at, created_at, updated_at)
 select id, $2, event_id, 1, run_id, 'launched', 1, $3, $3, $3
   from unnest($1::uuid[], $4::uuid[], $5::uuid[]) as u (id, event_id, run_id)
 """
 _RUNS = """
-insert into headgate.workflow_runs
+insert into tidegate.workflow_runs
   (id, workflow_definition_id, delivery_id, event_id, correlation_id, parameters, next_attempt_at, created_at,
    updated_at)
 select id, $2, delivery_id, event_id, event_id::text, parameters::jsonb, $3, $3, $3
   from unnest($1::uuid[], $4::uuid[], $5::uuid[], $6::text[]) as u (id, delivery_id, event_id, parameters)
 """
 _RUNNING = """
-insert into headgate.workflow_runs
+insert into tidegate.workflow_runs
   (id, workflow_definition_id, trigger_id, delivery_id, event_id, correlation_id, parameters, status, attempts,
    claim_generation, claimed_by, claim_expires_at, next_attempt_at, created_at, started_at, updated_at)
 select id, $2, $7, delivery_id, event_id, event_id::text, parameters::jsonb, 'running', 1,
@@ -48,18 +48,18 @@ select id, $2, $7, delivery_id, event_id, event_id::text, parameters::jsonb, 'ru
   from unnest($1::uuid[], $4::uuid[], $5::uuid[], $6::text[]) as u (id, delivery_id, event_id, parameters)
 """
 _STEPS = """
-insert into headgate.workflow_run_steps (id, workflow_run_id, name, status, result, created_at, updated_at)
+insert into tidegate.workflow_run_steps (id, workflow_run_id, name, status, result, created_at, updated_at)
 select id, run_id, 'nothing', 'succeeded', result::jsonb, $4, $4
   from unnest($1::uuid[], $2::uuid[], $3::text[]) as u (id, run_id, result)
 """
 _FINISH = """
-update headgate.workflow_runs r
+update tidegate.workflow_runs r
    set status = 'succeeded', output = u.output::jsonb, finished_at = $3, next_attempt_at = null, claimed_by = null,
        claim_expires_at = null, updated_at = $3
   from unnest($1::uuid[], $2::text[]) as u (id, output)
  where r.id = u.id and r.status = 'running' and r.claim_generation = 1
 """
-_TRIGGER = "select id, workflow_definition_id from headgate.workflow_event_triggers"
+_TRIGGER = "select id, workflow_definition_id from tidegate.workflow_event_triggers"
 
 
 # Statements with their arguments, committed together.

@@ -16,24 +16,24 @@ import msgspec
 from bench import pipeline, side
 from bench.client import Job
 from bench.stage import Stage, publish
-from headgate.model.source import RateLimit
+from tidegate.model.source import RateLimit
 
 STALLED_SECONDS = 300
 NEVER_BITES = RateLimit(limit=1_000_000_000, interval_ms=1000)
 
 _LAUNCHES = """
-select d.launched_at from headgate.workflow_trigger_deliveries d where d.status = 'launched' order by 1
+select d.launched_at from tidegate.workflow_trigger_deliveries d where d.status = 'launched' order by 1
 """
-_RUNS = "select count(*) from headgate.workflow_runs"
+_RUNS = "select count(*) from tidegate.workflow_runs"
 # How often something waited: an event for its source, a delivery for its trigger.
 _ATTEMPTS = """
-select (select coalesce(sum(attempts), 0) from headgate.event_ingress_retries)
-     + (select coalesce(sum(retry_attempts), 0) from headgate.workflow_trigger_deliveries)
+select (select coalesce(sum(attempts), 0) from tidegate.event_ingress_retries)
+     + (select coalesce(sum(retry_attempts), 0) from tidegate.workflow_trigger_deliveries)
 """
 _IN_ORDER = """
 select count(*) from (
   select e.ingress_sequence < lag(e.ingress_sequence) over (order by d.launched_at, e.ingress_sequence) as is_behind
-    from headgate.workflow_trigger_deliveries d join headgate.workflow_events e on e.id = d.event_id) x
+    from tidegate.workflow_trigger_deliveries d join tidegate.workflow_events e on e.id = d.event_id) x
  where is_behind
 """
 

@@ -21,38 +21,38 @@ from bench.stage import Stage, execute, without_triggers
 _SLUGS = {pipeline.LAUNCHED: "fulfil", pipeline.SUCCEEDED: "step_once"}
 # Only that workflow's trigger among those that `bench.app` has made; the history's own stay as they are.
 _ONLY = """
-update headgate.workflow_event_triggers t set status = case when d.slug = $1 then 'active' else 'disabled' end
-  from headgate.workflow_definitions d where d.id = t.workflow_definition_id and d.slug = any ($2)
+update tidegate.workflow_event_triggers t set status = case when d.slug = $1 then 'active' else 'disabled' end
+  from tidegate.workflow_definitions d where d.id = t.workflow_definition_id and d.slug = any ($2)
 """
 # A run is due when it is created, so those that wait for another day are not looked at.
 _IS_REACHED = """
-select not exists (select from headgate.event_inbox)
-   and not exists (select from headgate.workflow_runs r join headgate.workflow_definitions d
+select not exists (select from tidegate.event_inbox)
+   and not exists (select from tidegate.workflow_runs r join tidegate.workflow_definitions d
                      on d.id = r.workflow_definition_id
                     where r.status = 'pending' and r.next_attempt_at <= now() and d.slug = '{slug}')
-   and not exists (select from headgate.workflow_runs where status = 'running')
+   and not exists (select from tidegate.workflow_runs where status = 'running')
 """
 # By the source of our events, which an index finds: to count all runs would read the whole table.
 _RUNS = """
-select count(*) from headgate.workflow_events e
-  join headgate.workflow_trigger_deliveries d on d.event_id = e.id
-  join headgate.workflow_runs r on r.id = d.workflow_run_id
+select count(*) from tidegate.workflow_events e
+  join tidegate.workflow_trigger_deliveries d on d.event_id = e.id
+  join tidegate.workflow_runs r on r.id = d.workflow_run_id
  where e.source = '{source}' and r.status = '{status}'
 """
 # All of them behind pauses: what waits for a slot or a limit that is free would be launched whatever its time.
 _PUT_OFF = """
-update headgate.event_scheduler_sources set paused_at = now(), paused_by = 'bench';
-update headgate.event_scheduler_triggers set paused_at = now(), paused_by = 'bench';
-update headgate.event_ingress_retries set reason = 'paused', next_attempt_at = now() + interval '1 day'
+update tidegate.event_scheduler_sources set paused_at = now(), paused_by = 'bench';
+update tidegate.event_scheduler_triggers set paused_at = now(), paused_by = 'bench';
+update tidegate.event_ingress_retries set reason = 'paused', next_attempt_at = now() + interval '1 day'
  where retry_state = 'scheduled';
-update headgate.workflow_trigger_deliveries
+update tidegate.workflow_trigger_deliveries
    set reason = 'paused', concurrency_key = null, next_attempt_at = now() + interval '1 day'
  where retry_state = 'scheduled';
-update headgate.workflow_run_steps set next_attempt_at = now() + interval '1 day' where retry_state = 'scheduled';
-update headgate.workflow_runs set next_attempt_at = now() + interval '1 day' where status = 'pending';
+update tidegate.workflow_run_steps set next_attempt_at = now() + interval '1 day' where retry_state = 'scheduled';
+update tidegate.workflow_runs set next_attempt_at = now() + interval '1 day' where status = 'pending';
 """
 _SCANS = """
-select relname, coalesce(seq_scan, 0) from pg_stat_user_tables where schemaname = 'headgate' and relname = any ($1)
+select relname, coalesce(seq_scan, 0) from pg_stat_user_tables where schemaname = 'tidegate' and relname = any ($1)
 """
 _first = count(0, 10_000_000)
 

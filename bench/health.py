@@ -16,8 +16,8 @@ import msgspec
 
 from bench import history, neighbours
 from bench.stage import Stage
-from headgate.flow import health
-from headgate.model.health import HEALTH
+from tidegate.flow import health
+from tidegate.model.health import HEALTH
 
 # Before a prepared statement keeps its plan, the server makes one for each of the first five calls.
 WARM_UP = 6

@@ -12,13 +12,13 @@ import msgspec
 from bench import gate, pipeline, workload
 from bench.client import Job
 from bench.stage import Stage, publish, without_triggers
-from headgate.flow import control
-from headgate.store.db import Database
+from tidegate.flow import control
+from tidegate.store.db import Database
 
 # Nothing is left to decide, and as much is held as was published.
 _ALL_HELD = """
-select not exists (select from headgate.event_inbox)
-   and (select count(*) from headgate.event_ingress_retries where retry_state = 'scheduled') >= {events}
+select not exists (select from tidegate.event_inbox)
+   and (select count(*) from tidegate.event_ingress_retries where retry_state = 'scheduled') >= {events}
 """
 
 

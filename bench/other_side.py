@@ -1,6 +1,6 @@
 """What the sides of the other queues share, so that each of them says only how that queue is used.
 
-A side is a program that runs without Headgate: `install URL` creates what the queue needs, `work URL` handles jobs
+A side is a program that runs without Tidegate: `install URL` creates what the queue needs, `work URL` handles jobs
 until ended, and `enqueue` reads an Enqueue as one line of JSON and then talks like `bench.client`.
 """
 

@@ -14,9 +14,9 @@ from bench import neighbours, workload
 from bench.client import Job
 from bench.rate import Rate
 from bench.stage import Stage, prepared, publish
-from headgate.flow import control
-from headgate.model.source import RateLimit
-from headgate.store.db import Database
+from tidegate.flow import control
+from tidegate.model.source import RateLimit
+from tidegate.store.db import Database
 
 BATCH = 100
 CONNECTIONS = 8
@@ -47,17 +47,17 @@ class Goal(NamedTuple):
 # An event leaves the inbox in the transaction that creates its run, so once all are accepted, empty means done.
 LAUNCHED = Goal(
     application="nothing",
-    is_reached="select not exists (select from headgate.event_inbox)",
-    runs="select count(*) from headgate.workflow_runs",
+    is_reached="select not exists (select from tidegate.event_inbox)",
+    runs="select count(*) from tidegate.workflow_runs",
 )
 SUCCEEDED = Goal(
     application="one_step",
     is_reached="""
-select not exists (select from headgate.event_inbox)
-   and not exists (select from headgate.workflow_runs where status = 'pending')
-   and not exists (select from headgate.workflow_runs where status = 'running')
+select not exists (select from tidegate.event_inbox)
+   and not exists (select from tidegate.workflow_runs where status = 'pending')
+   and not exists (select from tidegate.workflow_runs where status = 'running')
 """,
-    runs="select count(*) from headgate.workflow_runs where status = 'succeeded'",
+    runs="select count(*) from tidegate.workflow_runs where status = 'succeeded'",
 )
 
 

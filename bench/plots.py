@@ -19,8 +19,8 @@ MET, MISSED = "#2e8b57", "#c0392b"
 # The sides of the figure `runs`, with what they are called and their colour.
 _RUNS = {
     "floor": ("plain SQL, batches of 500", FLOOR),
-    "headgate": ("Headgate", OURS),
-    "headgate_bullmq": ("Headgate, queue bullmq", OURS),
+    "tidegate": ("Tidegate", OURS),
+    "tidegate_bullmq": ("Tidegate, queue bullmq", OURS),
     "pgqueuer": ("pgqueuer", THEIRS),
     "procrastinate": ("procrastinate", THEIRS),
     "bullmq": ("BullMQ, flushed once a second", THEIRS),
@@ -46,7 +46,7 @@ def rates(found: dict[str, Any]) -> Any:
     """What comes through in a second: the medians, and from the slowest turn to the fastest."""
     panels = []
     if launched := found["throughput"]:
-        sides = [("plain SQL, batches of 500", FLOOR, launched["floor"]), ("Headgate", OURS, launched["pipeline"])]
+        sides = [("plain SQL, batches of 500", FLOOR, launched["floor"]), ("Tidegate", OURS, launched["pipeline"])]
         panels.append(("publish until launched, events/s", sides))
     if runs := found["runs"]:
         sides = [(name, colour, runs[side]) for side, (name, colour) in _RUNS.items() if runs[side]]

@@ -16,7 +16,7 @@ from bench.stage import Stage, publish, without_triggers
 
 RUNS = 5
 
-_SUCCEEDED = "select count(*) from headgate.workflow_runs where status = 'succeeded'"
+_SUCCEEDED = "select count(*) from tidegate.workflow_runs where status = 'succeeded'"
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ def lines(found: Recovery) -> list[tuple[str, str]]:
 async def _round(stage: Stage, number: int, lease_ms: int, wait_seconds: float) -> list[float]:
     """Seconds for each of the killed worker's runs."""
     path = stage.folder / f"recovery-{number}.marks"
-    environment = {MARKS: str(path), "HEADGATE_LEASE_MS": str(lease_ms)}
+    environment = {MARKS: str(path), "TIDEGATE_LEASE_MS": str(lease_ms)}
     async with stage.database() as url, stage.api(url) as port:
         await without_triggers(url)
         with stage.worker(url, "outliving", f"victim-{number}", environment) as victim:

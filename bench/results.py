@@ -44,7 +44,7 @@ from bench.trigger_limits import Concurrency, ThrottleDrain
 from bench.triggers import Crowd, FanOut
 from bench.workers import Workers
 
-_LIBRARIES = ("headgate", "asyncpg", "httptools", "msgspec", "starlette", "uvicorn", "uvloop")
+_LIBRARIES = ("tidegate", "asyncpg", "httptools", "msgspec", "starlette", "uvicorn", "uvloop")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Runs: from publish until every run of a one-step workflow has succeeded, with each of Headgate's queues; beside the
+"""Runs: from publish until every run of a one-step workflow has succeeded, with each of Tidegate's queues; beside the
 floor of the same rows, and beside other queues."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bench.rate import Rate
 from bench.side import Side, Way
 from bench.stage import Stage, without_triggers
 
-# Slow queues get fewer jobs, so that a turn ends; a shorter line is no disadvantage to them. What is far from Headgate,
+# Slow queues get fewer jobs, so that a turn ends; a shorter line is no disadvantage to them. What is far from Tidegate,
 # or compared with nothing, has fewer turns: the others are so close that a few would tell of the machine.
 PROCRASTINATE_PART = 10
 BULLMQ_PART = 4
@@ -22,13 +22,13 @@ FEW_TURNS = 3
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):
-    """Headgate, other queues (enqueue until handled) and plain SQL in turns, the order changing; each turn's ratios of
-    Headgate on Postgres to the others. What needs Redis is None where there is none."""
+    """Tidegate, other queues (enqueue until handled) and plain SQL in turns, the order changing; each turn's ratios of
+    Tidegate on Postgres to the others. What needs Redis is None where there is none."""
 
     runs: int
     versions: dict[str, str]
-    headgate: Side
-    headgate_bullmq: Side | None
+    tidegate: Side
+    tidegate_bullmq: Side | None
     floor: Side
     pgqueuer: Side
     procrastinate: Side
@@ -45,21 +45,21 @@ async def measure(stage: Stage, runs: int, turns: int) -> Runs:
     ways: dict[str, Way] = {
         "floor": partial(floor.measure, stage, runs, floor.succeeded),
         "pgqueuer": partial(_other, stage, yardstick.PGQUEUER, runs),
-        "headgate": partial(_headgate, stage, runs),
+        "tidegate": partial(_tidegate, stage, runs),
         "procrastinate": partial(_other, stage, yardstick.PROCRASTINATE, _part(runs, PROCRASTINATE_PART)),
     }
     if redis_server.is_there():
         jobs = _part(runs, BULLMQ_PART)
         versions |= {"bullmq": yardstick.version("bullmq", Path(sys.executable)), "redis": redis_server.version()}
-        ways["headgate_bullmq"] = partial(_headgate_bullmq, stage, runs)
+        ways["tidegate_bullmq"] = partial(_tidegate_bullmq, stage, runs)
         ways["bullmq"] = partial(yardstick.measure_bullmq, stage, jobs, _warm_up(jobs))
-    found = await side.in_turns(ways, turns, dict.fromkeys(("procrastinate", "headgate_bullmq", "bullmq"), FEW_TURNS))
-    ours, bullmq = found["headgate"], found.get("bullmq")
+    found = await side.in_turns(ways, turns, dict.fromkeys(("procrastinate", "tidegate_bullmq", "bullmq"), FEW_TURNS))
+    ours, bullmq = found["tidegate"], found.get("bullmq")
     return Runs(
         runs=runs,
         versions=versions,
-        headgate=ours,
-        headgate_bullmq=found.get("headgate_bullmq"),
+        tidegate=ours,
+        tidegate_bullmq=found.get("tidegate_bullmq"),
         floor=found["floor"],
         pgqueuer=found["pgqueuer"],
         procrastinate=found["procrastinate"],
@@ -74,8 +74,8 @@ async def measure(stage: Stage, runs: int, turns: int) -> Runs:
 def lines(found: Runs) -> list[tuple[str, str]]:
     """The figure for people."""
     texts = [
-        ("publish until the run succeeded", found.headgate, "runs"),
-        ("  with HEADGATE_QUEUE=bullmq", found.headgate_bullmq, "runs"),
+        ("publish until the run succeeded", found.tidegate, "runs"),
+        ("  with TIDEGATE_QUEUE=bullmq", found.tidegate_bullmq, "runs"),
         ("floor of succeeded runs: plain SQL", found.floor, "runs"),
         (_name(found, "pgqueuer"), found.pgqueuer, "jobs"),
         (_name(found, "procrastinate"), found.procrastinate, "jobs"),
@@ -96,15 +96,15 @@ def lines(found: Runs) -> list[tuple[str, str]]:
     ]
 
 
-async def _headgate(stage: Stage, runs: int, environment: dict[str, str] | None = None) -> Rate:
+async def _tidegate(stage: Stage, runs: int, environment: dict[str, str] | None = None) -> Rate:
     return await pipeline.measure(
         stage, runs, without_triggers, warm_up=_warm_up(runs), goal=pipeline.SUCCEEDED, environment=environment
     )
 
 
-async def _headgate_bullmq(stage: Stage, runs: int) -> Rate:
+async def _tidegate_bullmq(stage: Stage, runs: int) -> Rate:
     with redis_server.started(stage) as url:
-        return await _headgate(stage, runs, {"HEADGATE_QUEUE": "bullmq", "HEADGATE_REDIS_URL": url})
+        return await _tidegate(stage, runs, {"TIDEGATE_QUEUE": "bullmq", "TIDEGATE_REDIS_URL": url})
 
 
 async def _other(stage: Stage, yard: yardstick.Yardstick, jobs: int) -> Rate:

@@ -1,4 +1,4 @@
-"""What the figures run on: one Postgres, a database for each measurement, and Headgate's own processes.
+"""What the figures run on: one Postgres, a database for each measurement, and Tidegate's own processes.
 
 Everything lives in a temporary folder and ends with the benchmark, however that ends.
 """
@@ -22,11 +22,11 @@ from typing import IO, Any
 import asyncpg
 import msgspec
 
-from bench.app import hg
+from bench.app import app
 from bench.client import Enqueue, Job, Report
-from headgate.embedded import EmbeddedPostgres
-from headgate.store import migrate
-from headgate.store.db import Database
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.store import migrate
+from tidegate.store.db import Database
 
 ROOT = Path(__file__).parent.parent
 APP = Path(__file__).parent / "app.py"
@@ -54,7 +54,7 @@ class Stage:
         database = Database(self._postgres.url(_TEMPLATE), "bench", size=1)
         try:
             await migrate.migrate(database)
-            await database.run(hg.register)
+            await database.run(app.register)
         finally:
             await database.close()
 
@@ -90,7 +90,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def api(self, database_url: str, environment: Mapping[str, str] | None = None) -> AsyncIterator[int]:
-        """`headgate serve` on that database; its port."""
+        """`tidegate serve` on that database; its port."""
         async with self.server(database_url, environment) as (port, _):
             yield port
 
@@ -99,7 +99,7 @@ class Stage:
         self, database_url: str, environment: Mapping[str, str] | None = None
     ) -> AsyncIterator[tuple[int, subprocess.Popen[bytes]]]:
         """The same with its process."""
-        with self._headgate("serve", database_url, "serve", environment=environment) as (process, log):
+        with self._tidegate("serve", database_url, "serve", environment=environment) as (process, log):
             yield await _wait_for_port(process, log), process
 
     @contextlib.contextmanager
@@ -110,12 +110,12 @@ class Stage:
         name: str = "worker",
         environment: Mapping[str, str] | None = None,
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """`headgate worker` with the named object of `bench/app.py`. It is ready when it has done something.
+        """`tidegate worker` with the named object of `bench/app.py`. It is ready when it has done something.
 
         `environment` is added to its own. It may be killed; to end otherwise is an error.
         """
         command = ("worker", f"{APP}:{application}")
-        with self._headgate(name, database_url, *command, environment=environment) as (process, _):
+        with self._tidegate(name, database_url, *command, environment=environment) as (process, _):
             yield process
 
     @contextlib.asynccontextmanager
@@ -152,25 +152,25 @@ class Stage:
         await execute(self._postgres.url(), statement=statement)
 
     @contextlib.contextmanager
-    def _headgate(
+    def _tidegate(
         self, name: str, database_url: str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")} | self._child_environment
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TIDEGATE_")} | self._child_environment
         own = {
-            "HEADGATE_DATABASE_URL": database_url,
-            "HEADGATE_PORT": "0",
-            "HEADGATE_LOG_LEVEL": "warning",
+            "TIDEGATE_DATABASE_URL": database_url,
+            "TIDEGATE_PORT": "0",
+            "TIDEGATE_LOG_LEVEL": "warning",
         }
-        program = Path(sys.executable).parent / "headgate"
+        program = Path(sys.executable).parent / "tidegate"
         command = [str(program), *arguments]
-        with self.program(f"headgate {name}", command, self.folder, inherited | own | dict(environment or {})) as it:
+        with self.program(f"tidegate {name}", command, self.folder, inherited | own | dict(environment or {})) as it:
             yield it
 
 
 @contextlib.asynccontextmanager
 async def opened(child_environment: Mapping[str, str] | None = None) -> AsyncIterator[Stage]:
-    """A stage, taken down at the end. `child_environment` is added to that of Headgate's processes."""
-    with tempfile.TemporaryDirectory(prefix="headgate-bench-", ignore_cleanup_errors=True) as folder:
+    """A stage, taken down at the end. `child_environment` is added to that of Tidegate's processes."""
+    with tempfile.TemporaryDirectory(prefix="tidegate-bench-", ignore_cleanup_errors=True) as folder:
         postgres = EmbeddedPostgres(Path(folder) / "postgres", POSTGRES_OPTIONS)
         postgres.start()
         try:
@@ -183,7 +183,7 @@ async def opened(child_environment: Mapping[str, str] | None = None) -> AsyncIte
 
 async def without_triggers(url: str) -> None:
     """Disable the trigger that every database starts with, so that it does not take another application's events."""
-    await execute(url, statement="update headgate.workflow_event_triggers set status = 'disabled'")
+    await execute(url, statement="update tidegate.workflow_event_triggers set status = 'disabled'")
 
 
 async def execute(url: str, *, statement: str, arguments: Sequence[object] = ()) -> None:
@@ -278,7 +278,7 @@ async def _wait_for_port(process: subprocess.Popen[bytes], log: Path) -> int:
         if process.poll() is not None:
             break
         await asyncio.sleep(0.02)
-    raise RuntimeError(f"headgate serve did not start: {_tail(log)}")
+    raise RuntimeError(f"tidegate serve did not start: {_tail(log)}")
 
 
 def _tail(log: Path) -> str:

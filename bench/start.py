@@ -23,7 +23,7 @@ WARM_UP = 50
 
 _TIMES = """
 select e.external_id, e.received_at, r.created_at, r.started_at
-  from headgate.workflow_runs r join headgate.workflow_events e on e.id = r.event_id
+  from tidegate.workflow_runs r join tidegate.workflow_events e on e.id = r.event_id
 """
 
 

@@ -14,11 +14,11 @@ from bench.client import Job
 from bench.latency import Latency, latency
 from bench.stage import Stage, publish, without_triggers
 
-_SUCCEEDED = "select count(*) from headgate.workflow_runs where status = 'succeeded'"
-_WRITTEN = "select count(*) from headgate.workflow_run_steps where status = 'succeeded'"
+_SUCCEEDED = "select count(*) from tidegate.workflow_runs where status = 'succeeded'"
+_WRITTEN = "select count(*) from tidegate.workflow_run_steps where status = 'succeeded'"
 _SPAN = """
-select extract(epoch from max(finished_at) - min(started_at))::float8 from headgate.workflow_runs
- where id in (select id from headgate.workflow_runs order by created_at desc, id desc limit $1)
+select extract(epoch from max(finished_at) - min(started_at))::float8 from tidegate.workflow_runs
+ where id in (select id from tidegate.workflow_runs order by created_at desc, id desc limit $1)
 """
 
 
@@ -41,7 +41,7 @@ async def measure(stage: Stage, runs: int, at_once: int, commits: int) -> StepOv
     """One run after the other, then all at once, in a worker with a slot for each."""
     before = await commit.measure(stage, commits)
     path = stage.folder / "steps.marks"
-    environment = {MARKS: str(path), "HEADGATE_WORKER_CONCURRENCY": str(at_once)}
+    environment = {MARKS: str(path), "TIDEGATE_WORKER_CONCURRENCY": str(at_once)}
     async with stage.database() as url:
         await without_triggers(url)
         async with stage.running(url, "many_steps", environment=environment) as port:

@@ -18,9 +18,9 @@ from bench.stage import Stage, execute, publish, without_triggers
 
 WINDOW_MS = 1000
 
-_THROTTLE = "update headgate.workflow_event_triggers set throttle_count = $1, throttle_window_ms = $2"
-_SUCCEEDED = "select count(*) from headgate.workflow_runs where status = 'succeeded'"
-_RUNS = "select created_at, started_at, finished_at from headgate.workflow_runs"
+_THROTTLE = "update tidegate.workflow_event_triggers set throttle_count = $1, throttle_window_ms = $2"
+_SUCCEEDED = "select count(*) from tidegate.workflow_runs where status = 'succeeded'"
+_RUNS = "select created_at, started_at, finished_at from tidegate.workflow_runs"
 
 
 class Span(NamedTuple):

@@ -19,11 +19,11 @@ FAN_OUT_WARM_UP = 20
 KINDS = ((1, False), (100, False), (1000, False), (1000, True))
 
 _COPY = """
-insert into headgate.workflow_event_triggers
+insert into tidegate.workflow_event_triggers
   (id, workflow_definition_id, name, event_type, event_source, predicates, created_by, updated_by)
 select gen_random_uuid(), t.workflow_definition_id, 'bench-' || u.number, u.event_type, t.event_source, t.predicates,
        'bench', 'bench'
-  from headgate.workflow_event_triggers t, unnest($1::text[]) with ordinality as u (event_type, number)
+  from tidegate.workflow_event_triggers t, unnest($1::text[]) with ordinality as u (event_type, number)
 """
 
 

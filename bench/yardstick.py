@@ -60,7 +60,7 @@ async def measure(stage: Stage, yardstick: Yardstick, jobs: int, warm_up: int) -
     command = [str(OTHERS), "-m", f"bench.{yardstick.package}_side"]
     async with stage.database() as url:
         subprocess.run([*command, "install", url], cwd=ROOT, check=True)
-        # By index, as for Headgate: the rows that it has handled lie before those that are left.
+        # By index, as for Tidegate: the rows that it has handled lie before those that are left.
         watcher = await asyncpg.connect(url, server_settings={"enable_seqscan": "off"})
         try:
             return await _measured(

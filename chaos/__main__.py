@@ -16,7 +16,7 @@ import uvloop
 
 from chaos import run
 from chaos.faults import FAULTS, NEED_REDIS
-from headgate.telemetry import logs
+from tidegate.telemetry import logs
 
 QUEUES = ("postgres", "bullmq")
 
@@ -68,7 +68,7 @@ def _choice(parser: argparse.ArgumentParser, arguments: argparse.Namespace, seed
 
 def _run(choice: run.Choice, kept: Path | None) -> tuple[run.Result, int]:
     """One run, and its exit status. Its folder goes when all is well and nobody asked for it."""
-    folder = kept / choice.queue if kept is not None else Path(tempfile.mkdtemp(prefix="headgate-chaos-"))
+    folder = kept / choice.queue if kept is not None else Path(tempfile.mkdtemp(prefix="tidegate-chaos-"))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             result = runner.run(run.run(choice, folder, lambda text: print(f"chaos: {text}", flush=True)))

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from chaos.records import Mark
-from headgate import Breaker, Context, Headgate, NonRetryable, Retry, clock
+from tidegate import Breaker, Context, NonRetryable, Retry, Tidegate, clock
 
-hg = Headgate()
+app = Tidegate()
 
 SINK = Path(os.environ.get("CHAOS_SINK", "."))
 AGAIN = Retry(max_attempts=8, base="300ms", factor=2, cap="2s")
@@ -85,13 +85,13 @@ def _is_to_fail(ctx: Context, step: str, fails: int) -> bool:
     return False
 
 
-@hg.workflow(on="chaos.plain")
+@app.workflow(on="chaos.plain")
 async def plain(ctx: Context, **_: Any) -> str:
     await effect(ctx, "plain", "only")
     return "done"
 
 
-@hg.workflow(on="chaos.steps")
+@app.workflow(on="chaos.steps")
 async def steps(ctx: Context, fails: int = 0, **_: Any) -> str:
     await effect(ctx, "steps", "first")
     await effect(ctx, "steps", "second", seconds=0.02, fails=fails)
@@ -99,7 +99,7 @@ async def steps(ctx: Context, fails: int = 0, **_: Any) -> str:
     return "done"
 
 
-@hg.workflow(on="chaos.nap")
+@app.workflow(on="chaos.nap")
 async def nap(ctx: Context, **_: Any) -> str:
     await effect(ctx, "nap", "before")
     await ctx.sleep(f"{NAP_MS}ms", name="nap")
@@ -107,49 +107,49 @@ async def nap(ctx: Context, **_: Any) -> str:
     return "done"
 
 
-@hg.workflow(on="chaos.long")
+@app.workflow(on="chaos.long")
 async def long(ctx: Context, **_: Any) -> str:
     await effect(ctx, "long", "only", seconds=LONG_SECONDS)
     return "done"
 
 
-@hg.workflow(on="chaos.throttled", throttle="20/s")
+@app.workflow(on="chaos.throttled", throttle="20/s")
 async def throttled(ctx: Context, **_: Any) -> str:
     await effect(ctx, "throttled", "only")
     return "done"
 
 
-@hg.workflow(on="chaos.narrow", max_concurrency=2, concurrency_key="{{ event.payload.customer }}")
+@app.workflow(on="chaos.narrow", max_concurrency=2, concurrency_key="{{ event.payload.customer }}")
 async def narrow(ctx: Context, **_: Any) -> str:
     await effect(ctx, "narrow", "only", seconds=0.05)
     return "done"
 
 
-@hg.workflow(on="chaos.keyed", idempotency_key="{{ event.payload.order }}", idempotency_window="1h")
+@app.workflow(on="chaos.keyed", idempotency_key="{{ event.payload.order }}", idempotency_window="1h")
 async def keyed(ctx: Context, **_: Any) -> str:
     await effect(ctx, "keyed", "only")
     return "done"
 
 
-@hg.workflow(on="chaos.limited", source="limited")
+@app.workflow(on="chaos.limited", source="limited")
 async def limited(ctx: Context, **_: Any) -> str:
     await effect(ctx, "limited", "only")
     return "done"
 
 
-@hg.workflow(on="chaos.paused", source="pausable")
+@app.workflow(on="chaos.paused", source="pausable")
 async def paused(ctx: Context, **_: Any) -> str:
     await effect(ctx, "paused", "only")
     return "done"
 
 
-@hg.workflow(on="chaos.stopped")
+@app.workflow(on="chaos.stopped")
 async def stopped(ctx: Context, **_: Any) -> str:
     await effect(ctx, "stopped", "only")
     return "done"
 
 
-@hg.workflow(on="chaos.broken", breaker=Breaker(threshold=3, window="5s", pause="1s"))
+@app.workflow(on="chaos.broken", breaker=Breaker(threshold=3, window="5s", pause="1s"))
 async def broken(ctx: Context, is_bad: bool = True, **_: Any) -> str:
     if is_bad:
         raise NonRetryable("as planned")

@@ -25,14 +25,14 @@ from chaos import redis_server
 from chaos.http import request
 from chaos.publisher import Job
 from chaos.redis_server import RedisServer, free_port
-from headgate.embedded import EmbeddedPostgres
-from headgate.store import migrate
-from headgate.store.db import Database
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.store import migrate
+from tidegate.store.db import Database
 
 ROOT = Path(__file__).parent.parent
 APP = Path(__file__).parent / "app.py"
 PATCHED = Path(__file__).parent / "patched"
-HEADGATE = str(Path(sys.executable).parent / "headgate")
+TIDEGATE = str(Path(sys.executable).parent / "tidegate")
 LEASE_MS = 3000
 LIMITS = {"limited": (10, 1000)}
 READY_SECONDS = 120
@@ -160,11 +160,11 @@ class Cluster:
         apis, workers = self._counts
         environment = self.environment()
         for n, url in enumerate(self.urls[:apis], 1):
-            command = [HEADGATE, "serve", "--port", url.rpartition(":")[2]]
+            command = [TIDEGATE, "serve", "--port", url.rpartition(":")[2]]
             self.apis.append(Member(f"api-{n}", command, environment, self.folder / "logs" / f"api-{n}.log"))
         for n in range(1, workers + 1):
             log = self.folder / "logs" / f"worker-{n}.log"
-            self.workers.append(Member(f"worker-{n}", [HEADGATE, "worker", f"{APP}:hg"], environment, log))
+            self.workers.append(Member(f"worker-{n}", [TIDEGATE, "worker", f"{APP}:app"], environment, log))
         for member in self.members:
             member.start()
         await self.until_ready()
@@ -172,23 +172,23 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         """What every process of the cluster is given."""
         limits = [{"source": s, "limit": n, "interval_ms": ms, "pause_ms": 0} for s, (n, ms) in LIMITS.items()]
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TIDEGATE_")}
         own = {
             "CHAOS_SINK": str(self.folder / "sink"),
-            "HEADGATE_DATABASE_URL": self.database_url,
-            "HEADGATE_QUEUE": self.queue,
-            "HEADGATE_AUTH": "off",  # a token that a hostile request happens to make would shut out the others
-            "HEADGATE_LEASE_MS": str(LEASE_MS),
-            "HEADGATE_POLL_MS": "200",
-            "HEADGATE_SHUTDOWN_MS": "5000",
+            "TIDEGATE_DATABASE_URL": self.database_url,
+            "TIDEGATE_QUEUE": self.queue,
+            "TIDEGATE_AUTH": "off",  # a token that a hostile request happens to make would shut out the others
+            "TIDEGATE_LEASE_MS": str(LEASE_MS),
+            "TIDEGATE_POLL_MS": "200",
+            "TIDEGATE_SHUTDOWN_MS": "5000",
             # Runs whose workers died again and again fail by the rule, and open breakers: not for longer than a drain.
-            "HEADGATE_TRIGGER_ERROR_PAUSE_MS": "3000",
-            "HEADGATE_LOG_LEVEL": "warning",
-            "HEADGATE_SOURCE_RATE_LIMITS": msgspec.json.encode(limits).decode(),
+            "TIDEGATE_TRIGGER_ERROR_PAUSE_MS": "3000",
+            "TIDEGATE_LOG_LEVEL": "warning",
+            "TIDEGATE_SOURCE_RATE_LIMITS": msgspec.json.encode(limits).decode(),
             "PYTHONPATH": str(ROOT),
         }
         if self.redis is not None:
-            own["HEADGATE_REDIS_URL"] = self.redis.url
+            own["TIDEGATE_REDIS_URL"] = self.redis.url
         if self._without:
             own |= {"CHAOS_WITHOUT": ",".join(self._without), "PYTHONPATH": f"{PATCHED}:{ROOT}"}
         return inherited | own
@@ -239,7 +239,7 @@ class Cluster:
         with contextlib.suppress(OSError, TimeoutError, asyncpg.PostgresError):
             connection = await asyncpg.connect(self.database_url, timeout=2)
             try:
-                rows = await connection.fetch("select name from headgate.workers")
+                rows = await connection.fetch("select name from tidegate.workers")
             finally:
                 await connection.close()
             seen = {int(row["name"].rpartition(":")[2]) for row in rows}

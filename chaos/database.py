@@ -13,8 +13,8 @@ import asyncpg
 
 from chaos.cluster import LIMITS
 from chaos.records import DeliveryRow, Dump, EventRow, Owned, RunRow, StepRow, Waited
-from headgate.store import doctor
-from headgate.store.db import Database
+from tidegate.store import doctor
+from tidegate.store.db import Database
 
 # A plan that has just been asked for is not stuck.
 GRACE_MS = 2000
@@ -37,7 +37,7 @@ begin
   end if;
   return null;
 end $$;
-create trigger chaos_keep after insert or update on headgate.workflow_runs
+create trigger chaos_keep after insert or update on tidegate.workflow_runs
   for each row execute function chaos.keep_run();
 
 create function chaos.keep_step() returns trigger language plpgsql as $$
@@ -48,7 +48,7 @@ begin
   end if;
   return null;
 end $$;
-create trigger chaos_keep after insert or update on headgate.workflow_run_steps
+create trigger chaos_keep after insert or update on tidegate.workflow_run_steps
   for each row execute function chaos.keep_step();
 
 -- A delivery that waits for a slot is launched when one is free: its time is only a last resort.
@@ -60,7 +60,7 @@ begin
   end if;
   return null;
 end $$;
-create trigger chaos_keep after update on headgate.workflow_trigger_deliveries
+create trigger chaos_keep after update on tidegate.workflow_trigger_deliveries
   for each row execute function chaos.keep_delivery();
 
 create function chaos.keep_event() returns trigger language plpgsql as $$
@@ -71,43 +71,43 @@ begin
   end if;
   return null;
 end $$;
-create trigger chaos_keep after update or delete on headgate.event_ingress_retries
+create trigger chaos_keep after update or delete on tidegate.event_ingress_retries
   for each row execute function chaos.keep_event();
 """
 
 _UNFINISHED = """
-select (select count(*) from headgate.event_inbox) as undecided_events,
-       (select count(*) from headgate.event_ingress_retries where retry_state in ('scheduled', 'running'))
+select (select count(*) from tidegate.event_inbox) as undecided_events,
+       (select count(*) from tidegate.event_ingress_retries where retry_state in ('scheduled', 'running'))
          as held_events,
-       (select count(*) from headgate.workflow_trigger_deliveries where retry_state in ('scheduled', 'running'))
+       (select count(*) from tidegate.workflow_trigger_deliveries where retry_state in ('scheduled', 'running'))
          as waiting_deliveries,
-       (select count(*) from headgate.workflow_runs where status in ('pending', 'running')) as unfinished_runs,
-       (select count(*) from headgate.workflow_run_steps where retry_state in ('scheduled', 'running')) as waiting_steps
+       (select count(*) from tidegate.workflow_runs where status in ('pending', 'running')) as unfinished_runs,
+       (select count(*) from tidegate.workflow_run_steps where retry_state in ('scheduled', 'running')) as waiting_steps
 """
 
-_EVENTS = "select id::text, external_id, type, source from headgate.workflow_events"
+_EVENTS = "select id::text, external_id, type, source from tidegate.workflow_events"
 _DELIVERIES = """
 select d.id::text, d.event_id::text, d.trigger_id::text, w.slug as workflow, e.source, d.status, d.retry_state,
        d.workflow_run_id::text as run_id, d.dedupe_key, d.launched_at
-  from headgate.workflow_trigger_deliveries d
-  join headgate.workflow_events e on e.id = d.event_id
-  join headgate.workflow_event_triggers t on t.id = d.trigger_id
-  join headgate.workflow_definitions w on w.id = t.workflow_definition_id
+  from tidegate.workflow_trigger_deliveries d
+  join tidegate.workflow_events e on e.id = d.event_id
+  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
+  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
 """
 _RUNS = """
 select r.id::text, w.slug as workflow, r.event_id::text, r.trigger_id::text, r.delivery_id::text, r.concurrency_key,
        r.status, r.error, r.attempts, r.created_at, r.finished_at
-  from headgate.workflow_runs r join headgate.workflow_definitions w on w.id = r.workflow_definition_id
+  from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
 """
 _STEPS = """
-select workflow_run_id::text as run_id, name, kind, status, retry_state, updated_at from headgate.workflow_run_steps
+select workflow_run_id::text as run_id, name, kind, status, retry_state, updated_at from tidegate.workflow_run_steps
 """
 _OWNED = "select run_id::text, at, worker, due_at from chaos.owned order by n"
 _WAITED = "select kind, subject::text, coalesce(name, '') as name, at, due_at, went_on from chaos.waited order by n"
 _TRIGGERS = """
 select w.slug, t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.idempotency_key, t.idempotency_window_ms
-  from headgate.workflow_event_triggers t
-  join headgate.workflow_definitions w on w.id = t.workflow_definition_id
+  from tidegate.workflow_event_triggers t
+  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
 """
 
 

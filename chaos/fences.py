@@ -21,8 +21,8 @@ import uvloop
 
 from chaos import run
 from chaos.judge import Verdict
-from headgate.store import sql
-from headgate.telemetry import logs
+from tidegate.store import sql
+from tidegate.telemetry import logs
 
 
 class Fence(NamedTuple):
@@ -38,7 +38,7 @@ class Fence(NamedTuple):
 FENCES = {
     # Two events with one idempotency key: the second finds it taken.
     "idempotency": Fence(
-        (("idempotency", r"where k\.expires_at <= headgate\.now\(\)(?=\s+returning)", "where true"),),
+        (("idempotency", r"where k\.expires_at <= tidegate\.now\(\)(?=\s+returning)", "where true"),),
         ("double launches",), seconds=6, per_second=60,
     ),
     # A worker that was thought dead and wakes up writes nothing: its claim has been raised.
@@ -113,7 +113,7 @@ def main() -> None:
     missed = []
     for name in arguments.names or FENCES:
         for seed in range(1, arguments.tries + 1):
-            folder = Path(tempfile.mkdtemp(prefix="headgate-fence-"))
+            folder = Path(tempfile.mkdtemp(prefix="tidegate-fence-"))
             result = without([name], folder, seed)
             shutil.rmtree(folder, ignore_errors=True)
             if found := noticed(name, result):

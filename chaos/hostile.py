@@ -26,7 +26,7 @@ import uvloop
 
 from chaos.cluster import Cluster
 from chaos.http import request
-from headgate.telemetry import logs
+from tidegate.telemetry import logs
 
 PATIENCE_SECONDS = 120.0
 WAIT_SECONDS = 30.0
@@ -35,7 +35,7 @@ TOGETHER = 16
 TEXTS = [
     "", " ", "\x00", "a\x00b", "\ud800", "\u202egnp.exe", "😀" * 300, "x" * 5000, "../../etc/passwd", "%00",
     "%ff", "*", ".*",
-    "'; drop table headgate.workflow_events; --", "{{ event }}", "${jndi:ldap://x}", "1e400", "9" * 400, "null", "-1",
+    "'; drop table tidegate.workflow_events; --", "{{ event }}", "${jndi:ldap://x}", "1e400", "9" * 400, "null", "-1",
     "00000000-0000-0000-0000-000000000000", "2016-12-31T23:59:60Z", "9999-12-31T23:59:59Z", "\r\nx-injected: 1", "🏳️‍🌈",
 ]  # fmt: skip
 NUMBERS: list[Any] = [0, -1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 10**400, 1e308, -0.0, 5e-324, True, None]
@@ -276,9 +276,9 @@ async def honest(cluster: Cluster) -> bool:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             if await connection.fetchval(
-                "select r.status = 'succeeded' from headgate.workflow_runs r "
-                "  join headgate.workflow_events e on e.id = r.event_id where e.external_id = 'honest-1' "
-                "   and r.workflow_definition_id = (select id from headgate.workflow_definitions where slug = 'plain')"
+                "select r.status = 'succeeded' from tidegate.workflow_runs r "
+                "  join tidegate.workflow_events e on e.id = r.event_id where e.external_id = 'honest-1' "
+                "   and r.workflow_definition_id = (select id from tidegate.workflow_definitions where slug = 'plain')"
             ):
                 return True
             await asyncio.sleep(0.2)
@@ -324,7 +324,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logs.configure("warning", "console")
     seed = random.randrange(1, 1_000_000) if arguments.seed is None else arguments.seed
-    with tempfile.TemporaryDirectory(prefix="headgate-hostile-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="tidegate-hostile-", ignore_cleanup_errors=True) as folder:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             found = runner.run(run(Path(folder), arguments.requests, seed))
         if arguments.out is not None:

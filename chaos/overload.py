@@ -25,7 +25,7 @@ import uvloop
 from chaos.cluster import ROOT, Cluster, Member
 from chaos.http import Response, request
 from chaos.probe import Probed
-from headgate.telemetry import logs
+from tidegate.telemetry import logs
 
 TIMES = 10
 BATCH = 500
@@ -213,7 +213,7 @@ async def run(folder: Path, seconds: float) -> Found:
         connection = await asyncpg.connect(cluster.database_url)
         try:
             stored = await connection.fetchval(
-                "select count(*) from headgate.workflow_events where source = 'overload'", timeout=WAIT_SECONDS
+                "select count(*) from tidegate.workflow_events where source = 'overload'", timeout=WAIT_SECONDS
             )
         finally:
             await connection.close()
@@ -268,7 +268,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logs.configure("warning", "console")
     with (
-        tempfile.TemporaryDirectory(prefix="headgate-overload-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(prefix="tidegate-overload-", ignore_cleanup_errors=True) as folder,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         found = runner.run(run(Path(folder), arguments.seconds))

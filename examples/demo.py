@@ -1,17 +1,17 @@
 """The demo that `make dev` runs: orders worth more than 100 are fulfilled, and every order is counted.
 
-Try it:  headgate publish order.created --source shop.api --data '{"id": 7, "amount": 120}'
+Try it:  tidegate publish order.created --source shop.api --data '{"id": 7, "amount": 120}'
 """
 
 import asyncio
 from typing import Any
 
-from headgate import Context, Headgate
+from tidegate import Context, Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
 
-@hg.workflow(on="order.created", source="shop.*", where="event.payload.amount > 100")
+@app.workflow(on="order.created", source="shop.*", where="event.payload.amount > 100")
 async def fulfil(ctx: Context, id: int, amount: float) -> dict[str, Any]:
     """Pretend to charge a card; what is returned is the run's output."""
     ctx.log.info("order.charging", order=id)
@@ -19,7 +19,7 @@ async def fulfil(ctx: Context, id: int, amount: float) -> dict[str, Any]:
     return {"order": id, "charged": amount, "receipt": f"r-{id}"}
 
 
-@hg.workflow(on="order.*")
+@app.workflow(on="order.*")
 def audit(ctx: Context, **order: Any) -> dict[str, Any]:
     """A plain function: it runs in a thread."""
     assert ctx.event is not None

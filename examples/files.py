@@ -1,7 +1,7 @@
 """File ingest: several files are downloaded, parsed and loaded side by side; each finished part is kept.
 
-    headgate dev examples/files.py
-    headgate publish files.arrived --source sftp --data '{"files": ["north.csv", "south.csv", "west.csv"]}'
+    tidegate dev examples/files.py
+    tidegate publish files.arrived --source sftp --data '{"files": ["north.csv", "south.csv", "west.csv"]}'
 
 When one download fails it is tried again while the others go on; nothing that was loaded is loaded anew. `east.csv`
 has a bad line: trying it again cannot help, so it is reported and the rest is loaded.
@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from headgate import Context, Headgate, NonRetryable, Retry, StepFailed
+from tidegate import Context, NonRetryable, Retry, StepFailed, Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
 # What a server elsewhere would hold, and a database.
 REMOTE = {
@@ -27,7 +27,7 @@ REMOTE = {
 WAREHOUSE: dict[str, list[dict[str, Any]]] = {}
 
 # Steps of one run may be done by several workers: files belong where all of them can read them.
-SPOOL = Path(tempfile.gettempdir()) / "headgate-files"
+SPOOL = Path(tempfile.gettempdir()) / "tidegate-files"
 
 
 def download(name: str, folder: str) -> str:
@@ -55,7 +55,7 @@ def load(name: str, rows: list[dict[str, Any]]) -> int:
     return len(rows)
 
 
-@hg.workflow(on="files.arrived", timeout="1d", max_concurrency=2)
+@app.workflow(on="files.arrived", timeout="1d", max_concurrency=2)
 async def ingest(ctx: Context, files: list[str]) -> dict[str, Any]:
     """The files side by side, each from one step to the next."""
 

@@ -1,18 +1,18 @@
 """Calling an API that allows ten calls a minute: the throttle keeps within it, and when the API says no all the same
 (others call it, too), everyone waits as long as it asks for.
 
-    headgate dev examples/limited_api.py
-    for i in $(seq 25); do headgate publish contact.changed --source crm --data "{\"id\": $i}"; done
-    headgate retries list --kind deliveries
+    tidegate dev examples/limited_api.py
+    for i in $(seq 25); do tidegate publish contact.changed --source crm --data "{\"id\": $i}"; done
+    tidegate retries list --kind deliveries
 """
 
 import math
 import time
 from collections.abc import Callable
 
-from headgate import Context, Headgate, Retry, RetryAfter
+from tidegate import Context, Retry, RetryAfter, Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
 
 class Api:
@@ -49,7 +49,7 @@ def put(contact: int) -> str:
     return f"contact {contact} is up to date"
 
 
-@hg.workflow(on="contact.changed", throttle="10/min", max_concurrency=3)
+@app.workflow(on="contact.changed", throttle="10/min", max_concurrency=3)
 async def sync(ctx: Context, id: int) -> str:
     """Ten launches in any minute, three at a time, over all workers; what must wait is kept, in order."""
     return await ctx.step("put", put, id, retry=Retry(max_attempts=20, base="5s", cap="5m"), timeout="10s")

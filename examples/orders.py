@@ -1,18 +1,18 @@
 """Order fulfilment: charge the card, wait two hours in which the customer may change their mind, ship; give the money
 back when it cannot be shipped.
 
-    headgate dev examples/orders.py
-    headgate publish order.created --source shop.api --data '{"id": 7, "amount": 120, "card": "visa"}'
+    tidegate dev examples/orders.py
+    tidegate publish order.created --source shop.api --data '{"id": 7, "amount": 120, "card": "visa"}'
 
 Other cards: `flaky` (the bank is away twice), `stolen` (refused). Order 13 cannot be shipped: its money goes back. A
-run that waits is seen with `headgate runs list`, and stopped with `headgate runs cancel ID`.
+run that waits is seen with `tidegate runs list`, and stopped with `tidegate runs cancel ID`.
 """
 
 from typing import Any
 
-from headgate import Context, Headgate, NonRetryable, Retry, StepFailed
+from tidegate import Context, NonRetryable, Retry, StepFailed, Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
 
 class Bank:
@@ -48,7 +48,7 @@ async def ship(order: int) -> str:
     return f"parcel {order}"
 
 
-@hg.workflow(on="order.created", source="shop.*", idempotency_key="{{ event.payload.id }}")
+@app.workflow(on="order.created", source="shop.*", idempotency_key="{{ event.payload.id }}")
 async def fulfil(ctx: Context, id: int, amount: float, card: str) -> dict[str, Any]:
     """What is done is remembered: after a crash, or the two hours, it goes on behind the last finished step."""
     receipt: str = await ctx.step("charge", pay, ctx, card, amount, retry=Retry(max_attempts=10, base="2s", cap="5m"))

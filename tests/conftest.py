@@ -15,10 +15,10 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from headgate import failpoints
-from headgate.embedded import EmbeddedPostgres
-from headgate.store import migrate
-from headgate.store.db import Connection, Database
+from tidegate import failpoints
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.store import migrate
+from tidegate.store.db import Connection, Database
 
 _numbers = itertools.count(1)
 
@@ -35,7 +35,7 @@ def _fast_folder() -> Path | None:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[EmbeddedPostgres]:
-    with tempfile.TemporaryDirectory(prefix="headgate-test-", dir=_fast_folder(), ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="tidegate-test-", dir=_fast_folder(), ignore_cleanup_errors=True) as folder:
         server = EmbeddedPostgres(Path(folder), {"max_connections": "300", "max_wal_size": "1GB"})
         server.start()
         try:
@@ -57,18 +57,18 @@ def template(postgres: EmbeddedPostgres) -> str:
     """The name of a migrated database that others are cloned from."""
 
     async def make() -> None:
-        await _admin(postgres.url(), "create database headgate_template")
-        database = Database(postgres.url("headgate_template"), "test", size=1)
+        await _admin(postgres.url(), "create database tidegate_template")
+        database = Database(postgres.url("tidegate_template"), "test", size=1)
         await migrate.migrate(database)
         await database.close()
 
     asyncio.run(make())
-    return "headgate_template"
+    return "tidegate_template"
 
 
 @pytest.fixture
 async def empty_database_url(postgres: EmbeddedPostgres) -> AsyncIterator[str]:
-    """A database without Headgate's schema."""
+    """A database without Tidegate's schema."""
     name = f"empty_{next(_numbers)}"
     await _admin(postgres.url(), f"create database {name}")
     yield postgres.url(name)
@@ -104,7 +104,7 @@ def _no_failpoints() -> Iterator[None]:
 
 
 class Clock:
-    """The database's clock in the test's hands: `headgate.now()` reads it, in every process."""
+    """The database's clock in the test's hands: `tidegate.now()` reads it, in every process."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -115,7 +115,7 @@ class Clock:
             await connection.execute("create table public.test_clock (now timestamptz not null)")
             await connection.execute("insert into public.test_clock values ($1)", self.now)
             await connection.execute(
-                "create or replace function headgate.now() returns timestamptz language sql stable parallel safe "
+                "create or replace function tidegate.now() returns timestamptz language sql stable parallel safe "
                 "as $$ select now from public.test_clock $$"
             )
 

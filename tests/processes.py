@@ -1,4 +1,4 @@
-"""Real Headgate processes for tests: started, watched, and ended by their own ids."""
+"""Real Tidegate processes for tests: started, watched, and ended by their own ids."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HEADGATE = str(Path(sys.executable).parent / "headgate")
+TIDEGATE = str(Path(sys.executable).parent / "tidegate")
 PATIENCE_SECONDS = 60
 
 
 class Process:
-    """A `headgate …` process and the lines it prints."""
+    """A `tidegate …` process and the lines it prints."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("TIDEGATE_")}
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._popen = subprocess.Popen(
-            [HEADGATE, *arguments],
+            [TIDEGATE, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -88,8 +88,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def headgate(*arguments: str, cwd: Path | None = None, **env: str) -> Iterator[Process]:
-    """A running `headgate` command; settings are given as `HEADGATE_…=value`."""
+def tidegate(*arguments: str, cwd: Path | None = None, **env: str) -> Iterator[Process]:
+    """A running `tidegate` command; settings are given as `TIDEGATE_…=value`."""
     process = Process(*arguments, env=env, cwd=cwd)
     try:
         yield process
@@ -100,24 +100,24 @@ def headgate(*arguments: str, cwd: Path | None = None, **env: str) -> Iterator[P
 @contextlib.contextmanager
 def api(database_url: str, **env: str) -> Iterator[tuple[Process, str]]:
     """An API process that is ready, and its address."""
-    with headgate("serve", "--port", "0", HEADGATE_DATABASE_URL=database_url, **env) as process:
+    with tidegate("serve", "--port", "0", TIDEGATE_DATABASE_URL=database_url, **env) as process:
         yield process, process.wait_for_line(r"API on (http://\S+)")[1]
 
 
 @contextlib.contextmanager
 def worker(database_url: str, app: Path | str, **env: str) -> Iterator[Process]:
     """A worker process that is ready."""
-    settings = {"HEADGATE_DATABASE_URL": database_url, "HEADGATE_POLL_MS": "100", **env}
-    with headgate("worker", str(app), **settings) as process:
+    settings = {"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_POLL_MS": "100", **env}
+    with tidegate("worker", str(app), **settings) as process:
         process.wait_for_line("worker.started")
         yield process
 
 
 def run(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None, **kwargs: Any) -> Any:
-    """A `headgate` command run to its end."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")}
+    """A `tidegate` command run to its end."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TIDEGATE_")}
     return subprocess.run(
-        [HEADGATE, *arguments],
+        [TIDEGATE, *arguments],
         capture_output=True,
         text=True,
         env=clean | (env or {}),

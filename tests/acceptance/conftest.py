@@ -8,10 +8,10 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from headgate.api.server import Api, Server, bind
-from headgate.embedded import EmbeddedPostgres
-from headgate.settings import Settings
 from tests.processes import Process, api, worker
+from tidegate.api.server import Api, Server, bind
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "examples" / "demo.py"
@@ -60,7 +60,7 @@ async def served(database_url: str) -> AsyncIterator[tuple[Api, Server]]:
 @pytest.fixture(scope="module")
 def guarded(shared_url: str) -> Iterator[tuple[Process, str]]:
     """An API that always asks for a token."""
-    with api(shared_url, HEADGATE_AUTH="on") as running:
+    with api(shared_url, TIDEGATE_AUTH="on") as running:
         yield running
 
 

@@ -15,23 +15,23 @@ import asyncpg
 import httpx
 import pytest
 
-from headgate.api.server import ROUTES
 from tests.processes import PATIENCE_SECONDS, api, run, worker
+from tidegate.api.server import ROUTES
 
 APP = """
-from headgate import Headgate, NonRetryable, Retry
+from tidegate import Tidegate, NonRetryable, Retry
 
-hg = Headgate()
+app = Tidegate()
 
-@hg.workflow(on="sleep.please")
+@app.workflow(on="sleep.please")
 async def sleeper(ctx):
     await ctx.sleep("2h")
 
-@hg.workflow(on="fail.please")
+@app.workflow(on="fail.please")
 async def broken(ctx):
     raise NonRetryable("as asked")
 
-@hg.workflow(on="wait.please")
+@app.workflow(on="wait.please")
 async def flaky(ctx):
     def call():
         raise OSError("not now")
@@ -133,14 +133,14 @@ class World:
     def sleeping_run(self) -> str:
         event_id = self.publish("sleep.please", "shop")
         found = (
-            "select id::text from headgate.workflow_runs where event_id = $1 and status = 'pending' and attempts > 0"
+            "select id::text from tidegate.workflow_runs where event_id = $1 and status = 'pending' and attempts > 0"
         )
         waiting: str = self.until(lambda: self.fetch(found, event_id))[0]["id"]
         return waiting
 
     def waiting_step(self) -> str:
         event_id = self.publish("wait.please", "shop")
-        found = """select s.id::text from headgate.workflow_run_steps s join headgate.workflow_runs r
+        found = """select s.id::text from tidegate.workflow_run_steps s join tidegate.workflow_runs r
                        on r.id = s.workflow_run_id where r.event_id = $1 and s.retry_state = 'scheduled'"""
         waiting: str = self.until(lambda: self.fetch(found, event_id))[0]["id"]
         return waiting
@@ -163,7 +163,7 @@ class World:
 
     def letter(self) -> str:
         event_id = self.publish("fail.please", "shop")
-        found = "select id::text from headgate.dead_letters where event_id = $1"
+        found = "select id::text from tidegate.dead_letters where event_id = $1"
         given_up: str = self.until(lambda: self.fetch(found, event_id))[0]["id"]
         return given_up
 
@@ -173,13 +173,13 @@ class World:
         return made
 
     def rows(self) -> list[dict[str, Any]]:
-        return [dict(row) for row in self.fetch("select * from headgate.audit_log order by id")]
+        return [dict(row) for row in self.fetch("select * from tidegate.audit_log order by id")]
 
     def tables(self) -> list[Any]:
         """What is in every table; but when a token was used last is a note, and no change."""
-        names = [row[0] for row in self.fetch("select tablename from pg_tables where schemaname = 'headgate'")]
+        names = [row[0] for row in self.fetch("select tablename from pg_tables where schemaname = 'tidegate'")]
         lines = " union all ".join(
-            f"select '{name}' as name, (to_jsonb(t) - 'last_used_at')::text as line from headgate.{name} t"
+            f"select '{name}' as name, (to_jsonb(t) - 'last_used_at')::text as line from tidegate.{name} t"
             for name in names
         )
         return self.fetch(f"select name, line from ({lines}) l order by name, line")
@@ -295,8 +295,8 @@ def made(shared_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """The world, and a valid call of every route. Its worker has ended: from here nothing happens by itself."""
     app = Path(tmp_path_factory.mktemp("audited")) / "app.py"
     app.write_text(APP)
-    secret = run("token", "create", NAME, "--scope", "admin", env={"HEADGATE_DATABASE_URL": shared_url}).stdout.strip()
-    with api(shared_url, HEADGATE_AUTH="on") as (_, url):
+    secret = run("token", "create", NAME, "--scope", "admin", env={"TIDEGATE_DATABASE_URL": shared_url}).stdout.strip()
+    with api(shared_url, TIDEGATE_AUTH="on") as (_, url):
         world = World(url, shared_url, secret)
         with worker(shared_url, app):
             calls = {route: CALLS[route](world) for route in MUTATIONS if route in CALLS}
@@ -314,12 +314,12 @@ def done(made: tuple[World, dict[Any, Call]]) -> dict[Any, list[dict[str, Any]]]
     world, calls = made
     left = {}
     for (method, path), call in calls.items():
-        world.fetch("alter table headgate.audit_log add constraint full_disk check (false) not valid")
+        world.fetch("alter table tidegate.audit_log add constraint full_disk check (false) not valid")
         before = world.tables()
         refused = world.http.request(method, call.path, json=call.body)
         assert refused.status_code == 500, (method, path, refused.text)
         assert world.tables() == before, f"{method} {path} changed something without a row in the audit log"
-        world.fetch("alter table headgate.audit_log drop constraint full_disk")
+        world.fetch("alter table tidegate.audit_log drop constraint full_disk")
         known = {row["id"] for row in world.rows()}
         answer = world.http.request(method, call.path, json=call.body)
         assert answer.is_success, (method, path, answer.text)
@@ -348,12 +348,12 @@ def test_rows_hold_no_secrets(made: tuple[World, dict[Any, Call]], done: dict[An
     text = str(made[0].rows())
     assert "workflow.rotate" in text and "token.create" in text
     assert SECRET not in text and SECRET[6:] not in text and "canary" not in text
-    assert not re.search(r"whsec_|hg_\w{20}", text)
+    assert not re.search(r"whsec_|tg_\w{20}", text)
 
 
 def test_refused_calls_leave_no_row(made: tuple[World, dict[Any, Call]], done: dict[Any, Any], shared_url: str) -> None:
     world, calls = made
-    reader = run("token", "create", "reader", "--scope", "read", env={"HEADGATE_DATABASE_URL": shared_url})
+    reader = run("token", "create", "reader", "--scope", "read", env={"TIDEGATE_DATABASE_URL": shared_url})
     before = world.rows()
     for (method, path), call in calls.items():
         nobody = httpx.request(method, world.url + call.path, json=call.body, trust_env=False)
@@ -387,7 +387,7 @@ def test_pages_filters_and_the_command(made: tuple[World, dict[Any, Call]], done
     wrong = world.http.get("/admin/audit", params={"cursor": "x", "who": "me"})
     assert wrong.status_code == 422 and {e["field"] for e in wrong.json()["errors"]} == {"cursor", "who"}
     assert httpx.get(f"{world.url}/admin/audit", trust_env=False).status_code == 401
-    env = {"HEADGATE_URL": world.url, "HEADGATE_TOKEN": world.http.headers["authorization"].split()[1]}
+    env = {"TIDEGATE_URL": world.url, "TIDEGATE_TOKEN": world.http.headers["authorization"].split()[1]}
     listed = run("audit", "list", "--action", "source.pause", "--limit", "3", "--json", env=env)
     found = json.loads(listed.stdout)["entries"]
     assert len(found) == 3 and {one["action"] for one in found} == {"source.pause"}

@@ -17,14 +17,14 @@ import asyncpg
 import httpx
 import pytest
 
-from headgate.client import AsyncClient, Client
-from headgate.embedded import EmbeddedPostgres
-from headgate.errors import InvalidInput, RequestRefused
-from headgate.model.token import SCOPES
 from tests.acceptance.conftest import DEMO, ROOT
 from tests.processes import PATIENCE_SECONDS, Process, api, run, worker
+from tidegate.client import AsyncClient, Client
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.errors import InvalidInput, RequestRefused
+from tidegate.model.token import SCOPES
 
-UNKNOWN = "hg_" + "0" * 43
+UNKNOWN = "tg_" + "0" * 43
 BODIES: dict[str, Any] = {"/v1/events": {"type": "a.b", "source": "matrix"}}
 
 
@@ -41,10 +41,10 @@ def secrets(shared_url: str) -> dict[str, str]:
 
 
 def create(database_url: str, *arguments: str) -> str:
-    done = run("token", "create", *arguments, env={"HEADGATE_DATABASE_URL": database_url})
+    done = run("token", "create", *arguments, env={"TIDEGATE_DATABASE_URL": database_url})
     assert done.returncode == 0, done.stderr
     secret: str = done.stdout.strip()
-    assert re.fullmatch(r"hg_\w{49}", secret) and secret not in done.stderr
+    assert re.fullmatch(r"tg_\w{49}", secret) and secret not in done.stderr
     return secret
 
 
@@ -85,7 +85,7 @@ def test_every_route_with_every_scope(http: httpx.Client, url: str, secrets: dic
             told = answer.headers.get("www-authenticate")
             case = (method, path, scope, answer.status_code)
             if path.startswith("/v1/webhooks/"):  # a token is no signature
-                assert (answer.status_code, told) == (401, 'Signature realm="headgate"'), case
+                assert (answer.status_code, told) == (401, 'Signature realm="tidegate"'), case
                 continue
             if needed is None or scope in (needed, "admin"):
                 assert answer.status_code not in (401, 403, 500) and told is None, case
@@ -94,7 +94,7 @@ def test_every_route_with_every_scope(http: httpx.Client, url: str, secrets: dic
             assert answer.headers["content-type"] == "application/problem+json", case
             assert answer.headers["cache-control"] == "no-store", case
             if scope is None:
-                assert (answer.status_code, problem["status"], told) == (401, 401, 'Bearer realm="headgate"'), case
+                assert (answer.status_code, problem["status"], told) == (401, 401, 'Bearer realm="tidegate"'), case
             else:
                 assert (answer.status_code, problem["status"]) == (403, 403), case
                 assert f"the scope {needed}" in problem["detail"], case
@@ -149,18 +149,18 @@ def test_publishing_bound_to_sources(http: httpx.Client, url: str, shared_url: s
         ("cloudevents+json", inside, 202), ("cloudevents-batch+json", [inside | {"id": "3"}], 202),
     ):  # fmt: skip
         assert publish(body, **{"content-type": f"application/{media}"}).status_code == status, (media, status)
-    found = rows(shared_url, "select source from headgate.workflow_events where source in ('bank', 'shop.none')")
+    found = rows(shared_url, "select source from tidegate.workflow_events where source in ('bank', 'shop.none')")
     assert found == []
 
 
 def test_who_acted_is_the_tokens_name(http: httpx.Client, url: str, shared_url: str) -> None:
-    operator = bearer(create(shared_url, "night-shift", "--scope", "operate")) | {"x-headgate-actor": "somebody-else"}
-    chief = bearer(create(shared_url, "chief", "--scope", "admin")) | {"x-headgate-actor": "somebody-else"}
+    operator = bearer(create(shared_url, "night-shift", "--scope", "operate")) | {"x-tidegate-actor": "somebody-else"}
+    chief = bearer(create(shared_url, "chief", "--scope", "admin")) | {"x-tidegate-actor": "somebody-else"}
     at = f"{url}/admin/sources/audited"
     assert http.post(f"{at}/pause", json={"reason": "x"}, headers=operator).status_code == 200
     assert http.post(f"{at}/resume", headers=operator).status_code == 200
     assert http.put(f"{at}/limit", json={"limit": 1, "interval_ms": 1000}, headers=chief).status_code == 200
-    found = rows(shared_url, "select * from headgate.audit_log where subject = 'audited' order by id")
+    found = rows(shared_url, "select * from tidegate.audit_log where subject = 'audited' order by id")
     assert [(r["actor"], r["action"]) for r in found] == [
         ("night-shift", "source.pause"), ("night-shift", "source.resume"), ("chief", "source.limit"),
     ]  # fmt: skip
@@ -189,14 +189,14 @@ def test_the_life_of_a_token_over_the_api(
     refused = http.get(f"{url}/v1/runs", headers=bearer(secret))  # at once, where it was revoked
     assert refused.status_code == 401 and "revoked" in refused.json()["detail"]
     assert 'error="invalid_token"' in refused.headers["www-authenticate"]
-    found = rows(shared_url, "select actor, action from headgate.audit_log where subject = $1 order by id", token["id"])
+    found = rows(shared_url, "select actor, action from tidegate.audit_log where subject = $1 order by id", token["id"])
     assert [tuple(r.values()) for r in found] == [("admin", "token.create"), ("admin", "token.revoke")]
 
 
 def test_revoked_elsewhere_within_a_second(http: httpx.Client, url: str, shared_url: str) -> None:
     secret = create(shared_url, "leaked", "--scope", "read", "--scope", "publish")
     assert http.get(f"{url}/v1/runs", headers=bearer(secret)).status_code == 200
-    assert run("token", "revoke", "leaked", env={"HEADGATE_DATABASE_URL": shared_url}).returncode == 0
+    assert run("token", "revoke", "leaked", env={"TIDEGATE_DATABASE_URL": shared_url}).returncode == 0
     revoked_at = time.monotonic()
     while http.get(f"{url}/v1/runs", headers=bearer(secret)).status_code == 200:
         assert time.monotonic() < revoked_at + 3  # one, and a busy machine
@@ -213,23 +213,23 @@ def test_commands_and_clients_send_the_token(
     url: str, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def command(*arguments: str, **env: str) -> Any:
-        return run(*arguments, env={"HEADGATE_URL": url} | env)
+        return run(*arguments, env={"TIDEGATE_URL": url} | env)
 
     refused = command("runs", "list")
-    assert refused.returncode == 1 and "HEADGATE_TOKEN" in refused.stderr
-    assert command("runs", "list", HEADGATE_TOKEN=secrets["read"]).returncode == 0
-    assert command("sources", "pause", "x", HEADGATE_TOKEN=secrets["read"]).returncode == 1
-    made = command("token", "create", "by-api", "--scope", "read", "--json", HEADGATE_TOKEN=secrets["admin"])
+    assert refused.returncode == 1 and "TIDEGATE_TOKEN" in refused.stderr
+    assert command("runs", "list", TIDEGATE_TOKEN=secrets["read"]).returncode == 0
+    assert command("sources", "pause", "x", TIDEGATE_TOKEN=secrets["read"]).returncode == 1
+    made = command("token", "create", "by-api", "--scope", "read", "--json", TIDEGATE_TOKEN=secrets["admin"])
     assert made.returncode == 0 and json.loads(made.stdout)["token"]["created_by"] == "admin"
-    assert "by-api" in command("token", "list", HEADGATE_TOKEN=secrets["admin"]).stdout
-    assert command("token", "revoke", "by-api", HEADGATE_TOKEN=secrets["admin"]).returncode == 0
-    assert command("token", "revoke", "by-api", HEADGATE_TOKEN=secrets["operate"]).returncode == 1
+    assert "by-api" in command("token", "list", TIDEGATE_TOKEN=secrets["admin"]).stdout
+    assert command("token", "revoke", "by-api", TIDEGATE_TOKEN=secrets["admin"]).returncode == 0
+    assert command("token", "revoke", "by-api", TIDEGATE_TOKEN=secrets["operate"]).returncode == 1
     with Client(url) as client, pytest.raises(RequestRefused) as caught:
         client.publish("a.b", source="client")
     assert caught.value.status == 401
     with Client(url, secrets["publish"]) as client:
         assert client.publish("a.b", source="client").status == "accepted"
-    monkeypatch.setenv("HEADGATE_TOKEN", secrets["publish"] + "\n")
+    monkeypatch.setenv("TIDEGATE_TOKEN", secrets["publish"] + "\n")
     with Client(url) as client:
         assert client.publish("a.b", source="client").status == "accepted"
 
@@ -239,19 +239,19 @@ def test_commands_and_clients_send_the_token(
 
     assert asyncio.run(publish()) == "accepted"
     with pytest.raises(InvalidInput):
-        Client(url, "hg_\N{SNOWMAN}")
+        Client(url, "tg_\N{SNOWMAN}")
 
 
 def test_the_first_token_closes_an_open_api(http: httpx.Client, database_url: str, tmp_path: Path) -> None:
     with api(database_url) as (_, url):
         assert http.get(f"{url}/v1/runs").status_code == 200
         assert http.get(f"{url}/v1/runs", headers=bearer(UNKNOWN)).status_code == 200
-        first = run("token", "create", "first", "--scope", "admin", env={"HEADGATE_URL": url}, cwd=tmp_path)
+        first = run("token", "create", "first", "--scope", "admin", env={"TIDEGATE_URL": url}, cwd=tmp_path)
         assert first.returncode == 0, first.stderr
         assert http.get(f"{url}/v1/runs").status_code == 401
         assert http.get(f"{url}/v1/runs", headers=bearer(first.stdout.strip())).status_code == 200
         assert http.get(f"{url}/livez").status_code == http.get(f"{url}/readyz").status_code == 200
-    with api(database_url, HEADGATE_AUTH="off") as (_, url):
+    with api(database_url, TIDEGATE_AUTH="off") as (_, url):
         assert http.get(f"{url}/v1/runs").status_code == 200
 
 
@@ -259,12 +259,12 @@ def test_a_workers_metrics_ask_for_the_same_token(http: httpx.Client, shared_url
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with worker(shared_url, DEMO, HEADGATE_METRICS_PORT=str(port), HEADGATE_AUTH="on"):
+    with worker(shared_url, DEMO, TIDEGATE_METRICS_PORT=str(port), TIDEGATE_AUTH="on"):
         at = f"http://127.0.0.1:{port}/metrics"
         refused = http.get(at)
         assert refused.status_code == 401 and refused.headers["www-authenticate"].startswith("Bearer")
         assert http.get(at, headers=bearer(secrets["publish"])).status_code == 403
-        assert "headgate_" in http.get(at, headers=bearer(secrets["read"])).text
+        assert "tidegate_" in http.get(at, headers=bearer(secrets["read"])).text
 
 
 def test_a_secret_is_nowhere_but_in_the_answer_that_made_it(
@@ -282,9 +282,9 @@ def test_a_secret_is_nowhere_but_in_the_answer_that_made_it(
             assert secret not in answer.text + str(answer.headers), (method, path)
     dumped = []
     for table in rows(
-        shared_url, "select table_name as name from information_schema.tables where table_schema = 'headgate'"
+        shared_url, "select table_name as name from information_schema.tables where table_schema = 'tidegate'"
     ):
-        found = rows(shared_url, f"select t::text as line from headgate.{table['name']} t")
+        found = rows(shared_url, f"select t::text as line from tidegate.{table['name']} t")
         dumped += [row["line"] for row in found]
     text = "\n".join(dumped) + process.output
     assert "token.create" in text
@@ -296,11 +296,11 @@ def test_the_commands_in_the_documentation_run(database_url: str, tmp_path: Path
     text = (ROOT / "docs" / "auth.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     assert blocks
-    with api(database_url, HEADGATE_AUTH="on") as (_, url):
+    with api(database_url, TIDEGATE_AUTH="on") as (_, url):
         path = f"{Path(ROOT, '.venv', 'bin')}:/usr/bin:/bin"
         script = "set -eu\n" + "".join(blocks).replace("http://127.0.0.1:8700", url)
         done = subprocess.run(
             ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
-            env={"PATH": path, "HEADGATE_DATABASE_URL": database_url, "HEADGATE_URL": url},
+            env={"PATH": path, "TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_URL": url},
         )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

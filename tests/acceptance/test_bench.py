@@ -121,8 +121,8 @@ def test_trigger_figures(quick: Quick) -> None:
 def test_runs_stand_beside_the_floor_and_the_other_queues(quick: Quick) -> None:
     assert "publish until the run succeeded" in quick.table
     runs = quick.found["runs"]
-    needs_redis = ("headgate_bullmq", "bullmq") if redis_server.is_there() else ()
-    for name in ("headgate", "floor", "pgqueuer", "procrastinate", *needs_redis):
+    needs_redis = ("tidegate_bullmq", "bullmq") if redis_server.is_there() else ()
+    for name in ("tidegate", "floor", "pgqueuer", "procrastinate", *needs_redis):
         check_side(runs[name])
     others = ("pgqueuer", "procrastinate", *needs_redis[1:])
     assert all(runs["versions"][other] and runs[f"to_{other}"][0] > 0 for other in others)

@@ -15,13 +15,13 @@ import asyncpg
 import httpx
 import pytest
 
-from headgate.model.masking import masked
-from tests.processes import PATIENCE_SECONDS, api, headgate, run, worker
+from tests.processes import PATIENCE_SECONDS, api, run, tidegate, worker
+from tidegate.model.masking import masked
 
 SECRETS = {
     "database": "canaryDbPw8812",
     "redis": "canaryRedisPw8813",
-    "token": "hg_canaryToken8814" + "x" * 34,
+    "token": "tg_canaryToken8814" + "x" * 34,
     "query": "canaryQuery8815",
     "header": "canaryHeader8816",
     "signing": "whsec_" + "Y2FuYXJ5ODgxN2NhbmFyeTg4MTdjYW5hcnk4ODE3",
@@ -35,29 +35,29 @@ PAYLOAD = {
     "key": "canaryKey8825",
 }
 APP = """
-from headgate import Headgate, NonRetryable
+from tidegate import Tidegate, NonRetryable
 
-hg = Headgate()
+app = Tidegate()
 
-@hg.workflow(on="order.created", idempotency_key="{{ event.payload.key }}")
+@app.workflow(on="order.created", idempotency_key="{{ event.payload.key }}")
 async def fulfil(ctx, card: str):
     await ctx.step("charge", lambda: card)
     return {"card": card}
 
-@hg.workflow(on="order.created", where="event.payload.card > 5")
+@app.workflow(on="order.created", where="event.payload.card > 5")
 async def cannot_compare(ctx): ...
 
-@hg.workflow(on="order.created", params={"n": "{{ event.payload.card | divided_by: 0 }}"})
+@app.workflow(on="order.created", params={"n": "{{ event.payload.card | divided_by: 0 }}"})
 async def cannot_render(ctx, n): ...
 
-@hg.workflow(on="order.created", params={"n": "{{ event.payload.deep.nested.missing }}"})
+@app.workflow(on="order.created", params={"n": "{{ event.payload.deep.nested.missing }}"})
 async def cannot_find(ctx, n): ...
 
-@hg.workflow(on="order.broken")
+@app.workflow(on="order.broken")
 async def broken(ctx, card: str):
     raise NonRetryable("x" * 100_000)
 
-@hg.workflow(on="order.created", params={"wrong": "{{ event.payload.card }}"})
+@app.workflow(on="order.created", params={"wrong": "{{ event.payload.card }}"})
 async def cannot_call(ctx, number: int): ...
 """
 READS = (
@@ -135,11 +135,11 @@ def test_canary_secret_nowhere(database_url: str, tmp_path: Path, log_format: st
         port = free.getsockname()[1]
     guarded = with_password(database_url, SECRETS["database"])
     env = {
-        "HEADGATE_AUTH": "on", "HEADGATE_QUEUE": "bullmq", "HEADGATE_LOG_LEVEL": "debug",
-        "HEADGATE_LOG_FORMAT": log_format,
-        "HEADGATE_REDIS_URL": f"redis://user:{SECRETS['redis']}@127.0.0.1:1/0", "HEADGATE_METRICS_PORT": str(port),
+        "TIDEGATE_AUTH": "on", "TIDEGATE_QUEUE": "bullmq", "TIDEGATE_LOG_LEVEL": "debug",
+        "TIDEGATE_LOG_FORMAT": log_format,
+        "TIDEGATE_REDIS_URL": f"redis://user:{SECRETS['redis']}@127.0.0.1:1/0", "TIDEGATE_METRICS_PORT": str(port),
     }  # fmt: skip
-    made = run("token", "create", "chief", "--scope", "admin", env={"HEADGATE_DATABASE_URL": guarded})
+    made = run("token", "create", "chief", "--scope", "admin", env={"TIDEGATE_DATABASE_URL": guarded})
     chief = made.stdout.strip()
     texts = {"token create": made.stderr}
     with api(guarded, **env) as (serving, url), worker(guarded, tmp_path / "app.py", **env) as working:
@@ -152,7 +152,7 @@ def test_canary_secret_nowhere(database_url: str, tmp_path: Path, log_format: st
             at = f"http://127.0.0.1:{port}/metrics"
             texts["worker's metrics"] = http.get(at).text
         for command in COMMANDS:
-            done = run(*command, env={"HEADGATE_URL": url, "HEADGATE_TOKEN": chief})
+            done = run(*command, env={"TIDEGATE_URL": url, "TIDEGATE_TOKEN": chief})
             assert done.returncode == 0, done.stderr
             texts[" ".join(command)] = done.stdout + done.stderr
         until(lambda: "queue." in working.output)  # a Redis that cannot be reached was logged
@@ -168,7 +168,7 @@ def audit_rows(url: str) -> str:
     async def ask() -> str:
         connection = await asyncpg.connect(url)
         try:
-            return str(await connection.fetch("select a::text from headgate.audit_log a"))
+            return str(await connection.fetch("select a::text from tidegate.audit_log a"))
         finally:
             await connection.close()
 
@@ -181,15 +181,15 @@ DATABASE = SECRETS["database"]
 @pytest.mark.parametrize(
     "env",
     [
-        {"HEADGATE_DATABASE_URL": f"postgresql://u:{DATABASE}@127.0.0.1:1/db"},
-        {"HEADGATE_DATABASE_URL": f"postgresql://u:{DATABASE}@127.0.0.1:port/db"},
-        {"HEADGATE_DATABASE_URL": f"postgresql://u:{DATABASE}@[::1/db"},
-        {"HEADGATE_DATABASE_URL": f"mysql://u:{DATABASE}@127.0.0.1/db"},
-        {"HEADGATE_DATABASE_URL": f"postgresql://127.0.0.1:1/db?user=u&password={DATABASE}"},
-        {"HEADGATE_DATABASE_URL": f"postgresql://127.0.0.1:1/db?password={DATABASE}&sslmode=nonsense"},
-        {"HEADGATE_DATABASE_URL": "postgresql://127.0.0.1:1/db", "HEADGATE_QUEUE": "bullmq",
-         "HEADGATE_REDIS_URL": f"redis://u:{DATABASE}@host:port/x"},
-        {"HEADGATE_DATABASE_URL": "postgresql://127.0.0.1:1/db", "HEADGATE_TOKEN": DATABASE, "HEADGATE_PORT": "x"},
+        {"TIDEGATE_DATABASE_URL": f"postgresql://u:{DATABASE}@127.0.0.1:1/db"},
+        {"TIDEGATE_DATABASE_URL": f"postgresql://u:{DATABASE}@127.0.0.1:port/db"},
+        {"TIDEGATE_DATABASE_URL": f"postgresql://u:{DATABASE}@[::1/db"},
+        {"TIDEGATE_DATABASE_URL": f"mysql://u:{DATABASE}@127.0.0.1/db"},
+        {"TIDEGATE_DATABASE_URL": f"postgresql://127.0.0.1:1/db?user=u&password={DATABASE}"},
+        {"TIDEGATE_DATABASE_URL": f"postgresql://127.0.0.1:1/db?password={DATABASE}&sslmode=nonsense"},
+        {"TIDEGATE_DATABASE_URL": "postgresql://127.0.0.1:1/db", "TIDEGATE_QUEUE": "bullmq",
+         "TIDEGATE_REDIS_URL": f"redis://u:{DATABASE}@host:port/x"},
+        {"TIDEGATE_DATABASE_URL": "postgresql://127.0.0.1:1/db", "TIDEGATE_TOKEN": DATABASE, "TIDEGATE_PORT": "x"},
     ],
 )  # fmt: skip
 def test_wrong_settings_are_refused_without_their_secrets(env: dict[str, str]) -> None:
@@ -201,14 +201,14 @@ def test_wrong_settings_are_refused_without_their_secrets(env: dict[str, str]) -
 
 @pytest.mark.parametrize("url", [f"http://u:{DATABASE}@127.0.0.1:1", f"http://127.0.0.1:1/?token={DATABASE}"])
 def test_a_server_that_does_not_answer(url: str) -> None:
-    done = run("runs", "list", env={"HEADGATE_URL": url, "HEADGATE_TOKEN": SECRETS["query"]})
+    done = run("runs", "list", env={"TIDEGATE_URL": url, "TIDEGATE_TOKEN": SECRETS["query"]})
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert DATABASE not in done.stderr and SECRETS["query"] not in done.stderr, done.stderr
 
 
 def test_the_welcome_of_dev(database_url: str) -> None:
-    env = {"HEADGATE_DATABASE_URL": with_password(database_url, DATABASE)}
-    with headgate("dev", "--port", "0", **env) as process:
+    env = {"TIDEGATE_DATABASE_URL": with_password(database_url, DATABASE)}
+    with tidegate("dev", "--port", "0", **env) as process:
         line = process.wait_for_line("database:").string
         process.wait_for_line("Ctrl-C stops it")
         assert "postgres:[hidden]@" in line and DATABASE not in process.output
@@ -225,7 +225,7 @@ def test_the_welcome_of_dev(database_url: str) -> None:
         ("https://shop.example:8080/a@b", "https://shop.example:8080/a@b"),
         ("ERROR: no\nDETAIL:  Failing row contains (pw).\n\nabove", "ERROR: no\nDETAIL: [hidden]\n\nabove"),
         ("a = b, 3:4@5", "a = b, 3:4@5"),
-        ("sent Bearer hg_pw" + "x" * 47 + " to", "sent Bearer hg_[hidden] to"),
+        ("sent Bearer tg_pw" + "x" * 47 + " to", "sent Bearer tg_[hidden] to"),
         ("{'secret': 'whsec_pwpwpwpwpwpwpwpwpwpwpw/+abc='}", "{'secret': 'whsec_[hidden]'}"),
     ],
 )

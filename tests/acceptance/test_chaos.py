@@ -18,7 +18,7 @@ import pytest
 from chaos import fences, redis_server, run
 from chaos.records import Answer, Writer, read
 
-from headgate.store import sql
+from tidegate.store import sql
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def broken(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Path]]:
         pytest.skip("no redis-server: put one on the PATH")
     choice = CHOICES[request.param]
     # Not pytest's: the next pytest closes its folder for others, and Postgres runs as another user when we are root.
-    folder = Path(tempfile.mkdtemp(prefix="headgate-chaos-"))
+    folder = Path(tempfile.mkdtemp(prefix="tidegate-chaos-"))
     only = [argument for fault in choice.faults for argument in ("--only", fault)]
     done = subprocess.run(
         [
@@ -98,7 +98,7 @@ def test_a_fence_that_is_taken_out_is_noticed() -> None:
     """Two at once, to save time; `make chaos` has each of them by itself."""
     names = ["claim", "idempotency"]
     for seed in range(1, 6):  # a race is not lost every time
-        folder = Path(tempfile.mkdtemp(prefix="headgate-fence-"))
+        folder = Path(tempfile.mkdtemp(prefix="tidegate-fence-"))
         try:
             result = fences.without(names, folder, seed)
         finally:

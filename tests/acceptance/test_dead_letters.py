@@ -8,18 +8,18 @@ from typing import Any
 
 import httpx
 
-from headgate.client import Client
-from headgate.store.db import Connection, Database
 from tests.flow.conftest import eventually
 from tests.processes import api, run, worker
 from tests.store.builders import make_events
+from tidegate.client import Client
+from tidegate.store.db import Connection, Database
 
 APP = """
 from pathlib import Path
 
-from headgate import Headgate, NonRetryable
+from tidegate import Tidegate, NonRetryable
 
-hg = Headgate()
+app = Tidegate()
 MENDED = Path(__file__).with_name("mended")
 
 
@@ -29,16 +29,16 @@ def call():
     return "ok"
 
 
-@hg.workflow(on="order.created")
+@app.workflow(on="order.created")
 async def fulfil(ctx):
     return await ctx.step("call", call)
 """
-OPEN = "select count(*) = $1 from headgate.dead_letters where replayed_at is null and replay_at is null"
-DONE = "select count(*) = $1 from headgate.workflow_runs where status = 'succeeded'"
+OPEN = "select count(*) = $1 from tidegate.dead_letters where replayed_at is null and replay_at is null"
+DONE = "select count(*) = $1 from tidegate.workflow_runs where status = 'succeeded'"
 
 
 def cli(url: str, *arguments: str) -> Any:
-    done = run("dlq", *arguments, "--json", env={"HEADGATE_URL": url})
+    done = run("dlq", *arguments, "--json", env={"TIDEGATE_URL": url})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -65,7 +65,7 @@ async def test_look_preview_replay(database_url: str, database: Database, tmp_pa
         (tmp_path / "mended").touch()
         one = cli(url, "replay", letter["id"])
         assert (one["status"], one["replayed_into"]) == ("replayed", letter["workflow_run_id"])
-        refused = run("dlq", "replay", letter["id"], env={"HEADGATE_URL": url})
+        refused = run("dlq", "replay", letter["id"], env={"TIDEGATE_URL": url})
         assert refused.returncode == 1 and "force it" in refused.stderr
         plan = cli(url, "replay", "--trigger", f"fulfil/{letter['trigger']}", "--rate", "50")
         assert (plan["status"], plan["count"]) == ("scheduled", 4)
@@ -76,9 +76,9 @@ async def test_look_preview_replay(database_url: str, database: Database, tmp_pa
         assert (replayed["status"], replayed["replayed_from"]) == ("succeeded", letter["id"])
         assert cli(url, "list")["dead_letters"] == [] and cli(url, "stop") == {"count": 0}
         for command in (("list", "--state", "all"), ("show", letter["id"]), ("replay", "--all"), ("stop",)):
-            assert run("dlq", *command, env={"HEADGATE_URL": url}).returncode == 0
-        assert run("dlq", "replay", env={"HEADGATE_URL": url}).returncode == 2
-        assert run("dlq", "replay", letter["id"], "--all", env={"HEADGATE_URL": url}).returncode == 2
+            assert run("dlq", *command, env={"TIDEGATE_URL": url}).returncode == 0
+        assert run("dlq", "replay", env={"TIDEGATE_URL": url}).returncode == 2
+        assert run("dlq", "replay", letter["id"], "--all", env={"TIDEGATE_URL": url}).returncode == 2
 
 
 async def test_killed_in_the_middle_nothing_is_lost_or_doubled(
@@ -88,20 +88,20 @@ async def test_killed_in_the_middle_nothing_is_lost_or_doubled(
     app.write_text(APP)
     (tmp_path / "mended").touch()
     ids = await make_events(connection, 20)
-    await connection.execute("delete from headgate.event_inbox")
+    await connection.execute("delete from tidegate.event_inbox")
     await connection.execute(
-        "insert into headgate.dead_letters (id, kind, subject_id, event_id, reason) "
-        "select headgate.uuid7(), 'event', e, e, 'broken' from unnest($1::uuid[]) e",
+        "insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason) "
+        "select tidegate.uuid7(), 'event', e, e, 'broken' from unnest($1::uuid[]) e",
         ids,
     )
     with api(database_url) as (_, url):
         assert cli(url, "replay", "--all", "--rate", "100")["count"] == 20
     for point in ("replay.before_commit=kill@5", "replay.after_commit=kill@5"):
-        with worker(database_url, app, HEADGATE_FAILPOINTS=point, HEADGATE_LEASE_MS="1000") as process:
+        with worker(database_url, app, TIDEGATE_FAILPOINTS=point, TIDEGATE_LEASE_MS="1000") as process:
             assert process.wait() == 137
-    with worker(database_url, app, HEADGATE_LEASE_MS="1000"):
+    with worker(database_url, app, TIDEGATE_LEASE_MS="1000"):
         await eventually(database, DONE, 20)
-    assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 20
-    assert await connection.fetchval("select count(*) from headgate.dead_letters where replayed_at is null") == 0
-    replays = "select count(*) from headgate.audit_log where action = 'dead_letter.replay'"
+    assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == 20
+    assert await connection.fetchval("select count(*) from tidegate.dead_letters where replayed_at is null") == 0
+    replays = "select count(*) from tidegate.audit_log where action = 'dead_letter.replay'"
     assert await connection.fetchval(replays) == 20

@@ -1,4 +1,4 @@
-"""`headgate dev` as a newcomer meets it: from nothing to a finished run, restarts, refusals in one sentence."""
+"""`tidegate dev` as a newcomer meets it: from nothing to a finished run, restarts, refusals in one sentence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from headgate.client import Client
-from headgate.embedded import EmbeddedPostgres
 from tests.acceptance.conftest import DEMO
 from tests.acceptance.test_publishing import finished_run
-from tests.processes import Process, headgate, run
+from tests.processes import Process, run, tidegate
+from tidegate.client import Client
+from tidegate.embedded import EmbeddedPostgres
 
 
 def children_of(pid: int) -> set[int]:
@@ -45,10 +45,10 @@ def started(process: Process) -> str:
 
 def test_first_start_restart_and_ctrl_c(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    with headgate("dev", str(DEMO), "--port", "0", "--data", str(data)) as process:
+    with tidegate("dev", str(DEMO), "--port", "0", "--data", str(data)) as process:
         address = started(process)
         assert "creating a Postgres database" in process.output
-        assert re.search(r"headgate publish order.created --source shop.api", process.output)
+        assert re.search(r"tidegate publish order.created --source shop.api", process.output)
         with Client(address) as client:
             receipt = client.publish("order.created", source="shop.api", payload={"id": 7, "amount": 120}, id="o-7")
         assert finished_run(address, receipt.id)["output"]["receipt"] == "r-7"
@@ -58,7 +58,7 @@ def test_first_start_restart_and_ctrl_c(tmp_path: Path) -> None:
         assert process.wait() == 0
     assert not any(is_alive(child) for child in children)
 
-    with headgate("dev", str(DEMO), "--port", "0", "--data", str(data)) as process:
+    with tidegate("dev", str(DEMO), "--port", "0", "--data", str(data)) as process:
         address = started(process)
         assert "creating" not in process.output
         with Client(address) as client:
@@ -103,12 +103,12 @@ def test_an_unusable_data_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"HEADGATE_PORT": "eight"}, "HEADGATE_PORT must be a whole number, not 'eight'"),
-        ({"HEADGATE_HOST": "0.0.0.0", "HEADGATE_AUTH": "off"}, "HEADGATE_HOST is '0.0.0.0': without authentication"),
-        ({"HEADGATE_EVENT_RETRY_FACTOR": "0.5"}, "HEADGATE_EVENT_RETRY_FACTOR must lie between 1 and 100, not 0.5"),
-        ({"HEADGATE_DATABASE_URL": "mysql://x"}, "HEADGATE_DATABASE_URL must start with postgresql://"),
-        ({"HEADGATE_QUEUE": "kafka"}, "HEADGATE_QUEUE must be postgres"),
-        ({"HEADGATE_FAILPOINTS": "x=kill"}, "HEADGATE_FAILPOINTS: unknown failpoint 'x'"),
+        ({"TIDEGATE_PORT": "eight"}, "TIDEGATE_PORT must be a whole number, not 'eight'"),
+        ({"TIDEGATE_HOST": "0.0.0.0", "TIDEGATE_AUTH": "off"}, "TIDEGATE_HOST is '0.0.0.0': without authentication"),
+        ({"TIDEGATE_EVENT_RETRY_FACTOR": "0.5"}, "TIDEGATE_EVENT_RETRY_FACTOR must lie between 1 and 100, not 0.5"),
+        ({"TIDEGATE_DATABASE_URL": "mysql://x"}, "TIDEGATE_DATABASE_URL must start with postgresql://"),
+        ({"TIDEGATE_QUEUE": "kafka"}, "TIDEGATE_QUEUE must be postgres"),
+        ({"TIDEGATE_FAILPOINTS": "x=kill"}, "TIDEGATE_FAILPOINTS: unknown failpoint 'x'"),
     ],
 )
 def test_wrong_settings(tmp_path: Path, settings: dict[str, str], says: str) -> None:
@@ -122,20 +122,20 @@ def test_wrong_settings(tmp_path: Path, settings: dict[str, str], says: str) -> 
     ("source", "says"),
     [
         (None, "there is no file"),
-        ("x = 1", "holds no Headgate object"),
+        ("x = 1", "holds no Tidegate object"),
         ("import nonsense_that_is_not_there", "ModuleNotFoundError: No module named 'nonsense_that_is_not_there'"),
         ("def broken(:", "SyntaxError"),
         (
-            "from headgate import Headgate\nhg = Headgate()\n@hg.workflow(on='a', where='event.payload.x >')\n"
+            "from tidegate import Tidegate\napp = Tidegate()\n@app.workflow(on='a', where='event.payload.x >')\n"
             "async def f(ctx): ...",
             "where: is not a CEL expression",
         ),
         (
-            "from headgate import Headgate\nhg = Headgate()\n@hg.workflow(on='a')\ndef f(): ...",
+            "from tidegate import Tidegate\napp = Tidegate()\n@app.workflow(on='a')\ndef f(): ...",
             "the function must take the context first",
         ),
         (
-            "from headgate import Headgate\nhg = Headgate()\n@hg.workflow(on='a', throttle='often')\ndef f(ctx): ...",
+            "from tidegate import Tidegate\napp = Tidegate()\n@app.workflow(on='a', throttle='often')\ndef f(ctx): ...",
             "a rate is written like",
         ),
     ],
@@ -155,29 +155,29 @@ def test_serve_and_worker_refuse_an_unmigrated_or_missing_database(
 ) -> None:
     for arguments in (("serve", "--port", "0"), ("worker", str(DEMO))):
         missing = run(*arguments)
-        assert missing.returncode == 2 and "HEADGATE_DATABASE_URL is not set" in missing.stderr
-        unmigrated = run(*arguments, env={"HEADGATE_DATABASE_URL": empty_database_url})
-        assert unmigrated.returncode == 2 and "run `headgate migrate` first" in unmigrated.stderr
-        nowhere = run(*arguments, env={"HEADGATE_DATABASE_URL": postgres.url("no_such_database")})
+        assert missing.returncode == 2 and "TIDEGATE_DATABASE_URL is not set" in missing.stderr
+        unmigrated = run(*arguments, env={"TIDEGATE_DATABASE_URL": empty_database_url})
+        assert unmigrated.returncode == 2 and "run `tidegate migrate` first" in unmigrated.stderr
+        nowhere = run(*arguments, env={"TIDEGATE_DATABASE_URL": postgres.url("no_such_database")})
         assert nowhere.returncode == 2 and "does not exist" in nowhere.stderr
 
 
 def test_migrate_command(empty_database_url: str) -> None:
-    env = {"HEADGATE_DATABASE_URL": empty_database_url}
+    env = {"TIDEGATE_DATABASE_URL": empty_database_url}
     assert "pending  0001_foundation" in run("migrate", "--status", env=env).stdout
     assert "applied  0001_foundation" in run("migrate", env=env).stdout
     assert "up to date" in run("migrate", env=env).stdout
     assert "applied  0001_foundation" in run("migrate", "--status", env=env).stdout
-    assert "create table headgate.workflow_events" in run("migrate", "--sql", env={}).stdout
+    assert "create table tidegate.workflow_events" in run("migrate", "--sql", env={}).stdout
 
 
 def test_a_server_with_fsync_off_is_refused(tmp_path: Path) -> None:
     server = EmbeddedPostgres(tmp_path, {"fsync": "off"})
-    env = {"HEADGATE_DATABASE_URL": server.start()}
+    env = {"TIDEGATE_DATABASE_URL": server.start()}
     try:
         assert run("migrate", env=env).returncode == 0
         refused = run("serve", "--port", "0", env=env)
         assert refused.returncode == 2
-        assert "fsync=off" in refused.stderr and "HEADGATE_ALLOW_UNSAFE_DURABILITY" in refused.stderr
+        assert "fsync=off" in refused.stderr and "TIDEGATE_ALLOW_UNSAFE_DURABILITY" in refused.stderr
     finally:
         server.stop()

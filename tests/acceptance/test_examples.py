@@ -1,4 +1,4 @@
-"""The examples do what they say, in a harness; and each loads as `headgate dev` loads it."""
+"""The examples do what they say, in a harness; and each loads as `tidegate dev` loads it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from headgate.cli.load import load_app
-from headgate.testing import Harness
 from tests.acceptance.conftest import ROOT
+from tidegate.cli.load import load_app
+from tidegate.testing import Harness
 
 EXAMPLES = ROOT / "examples"
 Load = Callable[[str], ModuleType]
@@ -19,7 +19,7 @@ Load = Callable[[str], ModuleType]
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """An example's module, fresh, as `headgate dev` loads it."""
+    """An example's module, fresh, as `tidegate dev` loads it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     names: list[str] = []
 
@@ -27,7 +27,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
         names.append(name)
         application = load_app(str(EXAMPLES / f"{name}.py"))
         module = sys.modules[name]
-        assert module.hg is application
+        assert module.app is application
         return module
 
     yield one
@@ -44,14 +44,14 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name", sorted(file.stem for file in EXAMPLES.glob("*.py")))
 def test_it_says_what_to_publish(load: Load, name: str) -> None:
     module = load(name)
-    assert module.__doc__ and "headgate publish " in module.__doc__
-    types = {spec.event_type for workflow in module.hg.workflows.values() for spec in workflow.triggers}
-    assert any(f"headgate publish {one} " in module.__doc__ for one in types)
+    assert module.__doc__ and "tidegate publish " in module.__doc__
+    types = {spec.event_type for workflow in module.app.workflows.values() for spec in workflow.triggers}
+    assert any(f"tidegate publish {one} " in module.__doc__ for one in types)
 
 
 async def test_demo(load: Load) -> None:
     demo = load("demo")
-    async with Harness(demo.hg) as harness:
+    async with Harness(demo.app) as harness:
         await harness.publish("order.created", source="shop.api", payload={"id": 7, "amount": 120})
         await harness.run_until_idle()
         assert (await harness.only_run("fulfil")).output == {"order": 7, "charged": 120, "receipt": "r-7"}
@@ -60,7 +60,7 @@ async def test_demo(load: Load) -> None:
 
 async def test_orders(load: Load) -> None:
     orders = load("orders")
-    async with Harness(orders.hg) as harness:
+    async with Harness(orders.app) as harness:
         for order, card in ((7, "visa"), (8, "flaky"), (9, "stolen"), (13, "visa"), (7, "visa")):
             await harness.publish("order.created", source="shop.api", payload={"id": order, "amount": 50, "card": card})
         await harness.advance("90m")
@@ -85,7 +85,7 @@ async def test_files(load: Load, tmp_path: Path) -> None:
     files = load("files")
     files.SPOOL = tmp_path
     late = files.REMOTE.pop("south.csv")
-    async with Harness(files.hg) as harness:
+    async with Harness(files.app) as harness:
         await harness.publish("files.arrived", source="sftp", payload={"files": ["north.csv", "south.csv", "east.csv"]})
         await harness.run_until_idle()
         run = await harness.only_run("ingest")
@@ -105,7 +105,7 @@ async def test_files(load: Load, tmp_path: Path) -> None:
 async def test_limited_api(load: Load) -> None:
     limited = load("limited_api")
     api = limited.api
-    async with Harness(limited.hg) as harness:
+    async with Harness(limited.app) as harness:
         api.now = lambda: harness.now.timestamp()  # noqa: PLW0108 - as it is at each call
         api.calls = [api.now()] * 5  # someone else uses the API as well
         for contact in range(25):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headgate.model.event import FIELDS
+from tidegate.model.event import FIELDS
 
 JSON = {"content-type": "application/json"}
 GOOD = {"type": "a.b", "source": "s"}
@@ -31,7 +31,7 @@ def post(address: str, body: Any, headers: dict[str, str] | None = None) -> http
 async def stored(url: str) -> int:
     connection = await asyncpg.connect(url)
     try:
-        count: int = await connection.fetchval("select count(*) from headgate.workflow_events")
+        count: int = await connection.fetchval("select count(*) from tidegate.workflow_events")
         return count
     finally:
         await connection.close()

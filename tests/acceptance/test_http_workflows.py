@@ -28,12 +28,12 @@ from tests.processes import Process, api, run, worker
 
 DOCS = (ROOT / "docs" / "http-workflows.md").read_text()
 SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()
-ALLOW = {"HEADGATE_HTTP_ALLOW_PRIVATE": "true"}
+ALLOW = {"TIDEGATE_HTTP_ALLOW_PRIVATE": "true"}
 URL = "https://example.com/hook"
 # Every table but the one that holds them.
 TABLES = """
 select table_name from information_schema.tables
- where table_schema = 'headgate' and table_type = 'BASE TABLE' and table_name <> 'workflow_definitions'
+ where table_schema = 'tidegate' and table_type = 'BASE TABLE' and table_name <> 'workflow_definitions'
 """
 _http = httpx.Client(timeout=30, trust_env=False)
 
@@ -59,7 +59,7 @@ def server(private_api: tuple[Process, str]) -> str:
 def a_worker(shared_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A worker whose application has no workflows."""
     file = tmp_path_factory.mktemp("http") / "app.py"
-    file.write_text("from headgate import Headgate\n\nhg = Headgate()\n")
+    file.write_text("from tidegate import Tidegate\n\napp = Tidegate()\n")
     with worker(shared_url, file, **ALLOW) as process:
         yield process
 
@@ -104,7 +104,7 @@ def hostile() -> Iterator[Receiver]:
 
 def act(server: str, method: str, path: str, body: Any = None) -> httpx.Response:
     content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-    headers = {"content-type": "application/json", "x-headgate-actor": "ann"}
+    headers = {"content-type": "application/json", "x-tidegate-actor": "ann"}
     return _http.request(method, f"{server}{path}", content=content, headers=headers)
 
 
@@ -184,7 +184,7 @@ def test_the_secret_is_shown_once_and_header_values_never(
     assert [a.status_code for a in answers] == [200, 200, 200, 409, 200]
     assert answers[0].json()["config"] == expected | {"old_secrets_until": rotated["config"]["old_secrets_until"]}
     assert len(rotated["config"]["old_secrets_until"]) == 1
-    rows = asyncio.run(_rows(shared_url, "select l::text from headgate.audit_log l where subject = 'shown'"))
+    rows = asyncio.run(_rows(shared_url, "select l::text from tidegate.audit_log l where subject = 'shown'"))
     assert len(rows) == 3
     for text in (*(a.text for a in answers), *rows, private_api[0].output):
         assert not any(hidden in text for hidden in (secret[6:], rotated["secret"][6:], "canary"))
@@ -200,7 +200,7 @@ async def _rows(url: str, statement: str) -> list[str]:
 
 @pytest.fixture
 def own_api(database_url: str) -> Iterator[tuple[Process, str]]:
-    with api(database_url, **ALLOW | {"HEADGATE_LOG_LEVEL": "debug"}) as found:
+    with api(database_url, **ALLOW | {"TIDEGATE_LOG_LEVEL": "debug"}) as found:
         yield found
 
 
@@ -211,14 +211,14 @@ def test_no_secret_is_anywhere(
     process, server = own_api
     given = "whsec_" + base64.b64encode(b"planted-canary-planted-canary-" * 2).decode()
     file = tmp_path / "app.py"
-    file.write_text("from headgate import Headgate\n\nhg = Headgate()\n")
-    slug, env = "planted", {"HEADGATE_URL": server}
+    file.write_text("from tidegate import Tidegate\n\napp = Tidegate()\n")
+    slug, env = "planted", {"TIDEGATE_URL": server}
     headers = {"Authorization": "Bearer canary/token-77", "x-key": "canary-key-88"}
     ok(create(server, slug, url=hostile.url, secret=given, headers=headers, allow_private=True), 201)
     made = ok(act(server, "POST", f"/v1/workflows/{slug}/rotate"))["secret"]
     parts = [given[6:], made[6:], "canary/token-77", "canary\\/token-77", "canary-key-88"]
     hostile.says(400, {"error": "no", "sent": headers, "token": "canary/token-77", "secrets": [given, made]})
-    settings = ALLOW | {"HEADGATE_LOG_LEVEL": "debug", "HEADGATE_STEP_RETRY_BASE_MS": "60000"}
+    settings = ALLOW | {"TIDEGATE_LOG_LEVEL": "debug", "TIDEGATE_STEP_RETRY_BASE_MS": "60000"}
     with worker(database_url, file, **settings) as working:
         failed = launch(server, slug, n=1)
         assert "answered 400" in failed["error"] and "[hidden]" in failed["error"]
@@ -251,7 +251,7 @@ def test_no_secret_is_anywhere(
             texts[" ".join(command)] = done.stdout + done.stderr
     texts |= {"refused": ok_text(refused, 422), "api log": process.output, "worker log": working.output}
     for table in asyncio.run(_rows(database_url, TABLES)):
-        rows = asyncio.run(_rows(database_url, f"select t::text from headgate.{table} t"))
+        rows = asyncio.run(_rows(database_url, f"select t::text from tidegate.{table} t"))
         texts[table] = "\n".join(rows)
     for place, text in texts.items():
         assert not any(part in text for part in parts), place
@@ -352,7 +352,7 @@ def test_a_name_that_leads_to_loopback_is_refused(server: str, receiver: str, a_
 
 
 def test_the_command(server: str, tmp_path: Path) -> None:
-    env = {"HEADGATE_URL": server}
+    env = {"TIDEGATE_URL": server}
     made = run("workflows", "create", "cli", "--url", URL, "--timeout", "20s", "--header", "x-team=a", env=env)
     assert made.returncode == 0, made.stderr
     assert "created cli (http, v1): POST https://example.com/hook, 20s" in made.stdout

@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import HEADGATE, PATIENCE_SECONDS
+from tests.processes import PATIENCE_SECONDS, TIDEGATE
 
 APP = """
-from headgate import Headgate
+from tidegate import Tidegate
 
-hg = Headgate()
+app = Tidegate()
 failed = set()
 
 def charge(order):
@@ -28,7 +28,7 @@ def charge(order):
         raise RuntimeError("the bank does not answer")
     return "receipt"
 
-@hg.workflow(on="order.created")
+@app.workflow(on="order.created")
 async def fulfil(ctx, order: str):
     return await ctx.step("charge", charge, order)
 """
@@ -39,10 +39,10 @@ PAYLOAD = "canary-in-the-payload"
 @contextlib.contextmanager
 def logging(log: Path, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """A process whose standard error goes to a file: there are log lines and nothing else."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TIDEGATE_")}
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [HEADGATE, *arguments], env=clean | env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
+            [TIDEGATE, *arguments], env=clean | env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
             text=True,
         )  # fmt: skip
         try:
@@ -70,12 +70,12 @@ def statuses(http: httpx.Client, event_ids: list[str]) -> list[str]:
 def test_a_log_that_cannot_be_written_stops_nothing(shared_url: str, tmp_path: Path) -> None:
     """A full disk under the log: what is committed is acknowledged all the same, and what is due goes on."""
     (tmp_path / "app.py").write_text(APP.replace("order.created", "disk.full"))
-    env = {"HEADGATE_DATABASE_URL": shared_url, "HEADGATE_POLL_MS": "100", "HEADGATE_LOG_LEVEL": "debug"}
-    env |= {"HEADGATE_STEP_RETRY_BASE_MS": "50", "HEADGATE_STEP_RETRY_JITTER_RATIO": "0"}
+    env = {"TIDEGATE_DATABASE_URL": shared_url, "TIDEGATE_POLL_MS": "100", "TIDEGATE_LOG_LEVEL": "debug"}
+    env |= {"TIDEGATE_STEP_RETRY_BASE_MS": "50", "TIDEGATE_STEP_RETRY_JITTER_RATIO": "0"}
     full = Path("/dev/full")
     with (
         logging(full, "serve", "--port", "0", **env) as api,
-        logging(full, "worker", str(tmp_path / "app.py"), HEADGATE_LOG_FORMAT="console", **env),
+        logging(full, "worker", str(tmp_path / "app.py"), TIDEGATE_LOG_FORMAT="console", **env),
     ):
         assert api.stdout is not None
         with httpx.Client(base_url=api.stdout.readline().split()[-1], trust_env=False) as http:
@@ -90,8 +90,8 @@ def lines(shared_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     """Every line that an API and a worker wrote about two events, of which the second was held."""
     folder = tmp_path_factory.mktemp("logs")
     (folder / "app.py").write_text(APP)
-    env = {"HEADGATE_DATABASE_URL": shared_url, "HEADGATE_POLL_MS": "100", "HEADGATE_LOG_LEVEL": "debug"}
-    worker_env = env | {"HEADGATE_STEP_RETRY_BASE_MS": "50", "HEADGATE_STEP_RETRY_JITTER_RATIO": "0"}
+    env = {"TIDEGATE_DATABASE_URL": shared_url, "TIDEGATE_POLL_MS": "100", "TIDEGATE_LOG_LEVEL": "debug"}
+    worker_env = env | {"TIDEGATE_STEP_RETRY_BASE_MS": "50", "TIDEGATE_STEP_RETRY_JITTER_RATIO": "0"}
     with (
         logging(folder / "api.log", "serve", "--port", "0", **env) as api,
         logging(folder / "worker.log", "worker", str(folder / "app.py"), **worker_env),
@@ -150,7 +150,7 @@ def test_the_calm_way_is_told_by_two_lines_at_info(lines: list[dict[str, Any]]) 
 
 
 def test_for_people(shared_url: str, tmp_path: Path) -> None:
-    env = {"HEADGATE_DATABASE_URL": shared_url, "HEADGATE_LOG_FORMAT": "console"}
+    env = {"TIDEGATE_DATABASE_URL": shared_url, "TIDEGATE_LOG_FORMAT": "console"}
     with logging(tmp_path / "api.log", "serve", "--port", "0", **env) as api:
         assert api.stdout is not None
         url = api.stdout.readline().split()[-1]

@@ -1,6 +1,6 @@
 """Requests made from the OpenAPI document, valid and not, against a real server: no 500, and only what is documented.
 
-The requests are the same each time. `HEADGATE_FUZZ_EXAMPLES=500` makes more of them for each operation.
+The requests are the same each time. `TIDEGATE_FUZZ_EXAMPLES=500` makes more of them for each operation.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from headgate.api import openapi
-from headgate.api.server import ROUTES
 from tests.acceptance.conftest import DEMO
 from tests.processes import Process, api, run, worker
+from tidegate.api import openapi
+from tidegate.api.server import ROUTES
 
-EXAMPLES = int(os.environ.get("HEADGATE_FUZZ_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("TIDEGATE_FUZZ_EXAMPLES", "8"))
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -67,9 +67,9 @@ class Fuzzed:
 
 @pytest.fixture(scope="module")
 def fuzzed(shared_url: str) -> Iterator[Fuzzed]:
-    secret = run("token", "create", "fuzz", "--scope", "admin", env={"HEADGATE_DATABASE_URL": shared_url})
+    secret = run("token", "create", "fuzz", "--scope", "admin", env={"TIDEGATE_DATABASE_URL": shared_url})
     headers = {"authorization": f"Bearer {secret.stdout.strip()}"}
-    with api(shared_url, HEADGATE_AUTH="on") as (process, url), worker(shared_url, DEMO):
+    with api(shared_url, TIDEGATE_AUTH="on") as (process, url), worker(shared_url, DEMO):
         with httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
             order = {"type": "order.created", "source": "shop.api", "payload": {"id": 7, "amount": 120}}
             event = http.post("/v1/events", json=order).json()["id"]

@@ -14,47 +14,47 @@ from tests.processes import api, worker
 
 # Every name of the contract, with its kind and labels.
 CONTRACT: dict[str, tuple[str, set[str]]] = {
-    "headgate_events_received": ("counter", {"source"}),
-    "headgate_event_ingress_lag_seconds": ("histogram", {"source"}),
-    "headgate_source_decisions": ("counter", {"source", "decision"}),
-    "headgate_event_retries": ("counter", {"outcome"}),
-    "headgate_delivery_retries": ("counter", {"outcome"}),
-    "headgate_step_retries": ("counter", {"outcome"}),
-    "headgate_trigger_evaluations": ("counter", {"trigger", "status"}),
-    "headgate_dead_letters": ("gauge", {"kind"}),
-    "headgate_paused_sources": ("gauge", set()),
-    "headgate_paused_triggers": ("gauge", set()),
-    "headgate_queue_depth": ("gauge", {"queue", "state"}),
-    "headgate_oldest_due_age_seconds": ("gauge", {"queue"}),
-    "headgate_deferred": ("gauge", {"kind", "reason"}),
-    "headgate_reconcile_requeued": ("counter", {"kind"}),
-    "headgate_last_processed_event_timestamp_seconds": ("gauge", set()),
-    "headgate_runs": ("counter", {"workflow", "status"}),
-    "headgate_run_duration_seconds": ("histogram", {"workflow"}),
-    "headgate_http_requests": ("counter", {"route", "code"}),
+    "tidegate_events_received": ("counter", {"source"}),
+    "tidegate_event_ingress_lag_seconds": ("histogram", {"source"}),
+    "tidegate_source_decisions": ("counter", {"source", "decision"}),
+    "tidegate_event_retries": ("counter", {"outcome"}),
+    "tidegate_delivery_retries": ("counter", {"outcome"}),
+    "tidegate_step_retries": ("counter", {"outcome"}),
+    "tidegate_trigger_evaluations": ("counter", {"trigger", "status"}),
+    "tidegate_dead_letters": ("gauge", {"kind"}),
+    "tidegate_paused_sources": ("gauge", set()),
+    "tidegate_paused_triggers": ("gauge", set()),
+    "tidegate_queue_depth": ("gauge", {"queue", "state"}),
+    "tidegate_oldest_due_age_seconds": ("gauge", {"queue"}),
+    "tidegate_deferred": ("gauge", {"kind", "reason"}),
+    "tidegate_reconcile_requeued": ("counter", {"kind"}),
+    "tidegate_last_processed_event_timestamp_seconds": ("gauge", set()),
+    "tidegate_runs": ("counter", {"workflow", "status"}),
+    "tidegate_run_duration_seconds": ("histogram", {"workflow"}),
+    "tidegate_http_requests": ("counter", {"route", "code"}),
 }
 
 APP = """
-from headgate import Headgate, NonRetryable, Retry
+from tidegate import Tidegate, NonRetryable, Retry
 
-hg = Headgate()
+app = Tidegate()
 tries = []
 
 
-@hg.workflow(on="fine")
+@app.workflow(on="fine")
 async def fine(ctx): ...
 
 
-@hg.workflow(on="broken")
+@app.workflow(on="broken")
 async def broken(ctx):
     raise NonRetryable("never")
 
 
-@hg.workflow(on="slow", throttle="1/h")
+@app.workflow(on="slow", throttle="1/h")
 async def slow(ctx): ...
 
 
-@hg.workflow(on="again")
+@app.workflow(on="again")
 async def again(ctx):
     async def flaky():
         tries.append(1)
@@ -80,7 +80,7 @@ def server(
     """The addresses of an API and of its worker's metrics."""
     app = tmp_path_factory.mktemp("operations") / "app.py"
     app.write_text(APP)
-    with worker(shared_url, app, HEADGATE_METRICS_PORT=str(metrics_port)):
+    with worker(shared_url, app, TIDEGATE_METRICS_PORT=str(metrics_port)):
         yield address, f"http://127.0.0.1:{metrics_port}"
 
 
@@ -111,7 +111,7 @@ def check_text(text: str) -> dict[str, set[str]]:
     labels: dict[str, set[str]] = {}
     series: set[tuple[str, frozenset[tuple[str, str]]]] = set()
     for family in text_string_to_metric_families(text):
-        assert family.name.startswith("headgate_") and family.documentation, family.name
+        assert family.name.startswith("tidegate_") and family.documentation, family.name
         assert family.type in ("counter", "gauge", "histogram"), family
         for one in family.samples:
             key = (one.name, frozenset(one.labels.items()))
@@ -138,38 +138,38 @@ def test_every_metric_of_the_contract_moves_with_its_cause(server: tuple[str, st
     def moved(name: str, at_least: float = 1, **labels: str) -> None:
         eventually(lambda: sample(own, name, **labels) >= at_least, f"{name} {labels}")
 
-    moved("headgate_runs_total", workflow="fine", status="succeeded")
-    moved("headgate_runs_total", workflow="broken", status="failed")
-    moved("headgate_runs_total", workflow="again", status="succeeded")
-    moved("headgate_run_duration_seconds_count", workflow="fine")
-    moved("headgate_dead_letters", kind="run")
+    moved("tidegate_runs_total", workflow="fine", status="succeeded")
+    moved("tidegate_runs_total", workflow="broken", status="failed")
+    moved("tidegate_runs_total", workflow="again", status="succeeded")
+    moved("tidegate_run_duration_seconds_count", workflow="fine")
+    moved("tidegate_dead_letters", kind="run")
     for outcome in ("scheduled", "rescheduled", "completed"):
-        moved("headgate_step_retries_total", outcome=outcome)
-    moved("headgate_step_retries_total", 2, outcome="due")
-    moved("headgate_delivery_retries_total", outcome="scheduled")
-    moved("headgate_event_retries_total", outcome="scheduled")
-    moved("headgate_deferred", kind="deliveries", reason="throttle")
-    moved("headgate_deferred", kind="events", reason="paused")
-    moved("headgate_queue_depth", queue="triggers", state="delayed")
-    moved("headgate_paused_sources")
-    moved("headgate_source_decisions_total", source="held", decision="paused")
-    moved("headgate_source_decisions_total", 5, source="ops", decision="allowed")
-    moved("headgate_event_ingress_lag_seconds_count", 5, source="ops")
-    moved("headgate_trigger_evaluations_total", trigger="slow/code", status="throttled")
-    moved("headgate_last_processed_event_timestamp_seconds")
-    moved("headgate_workers_alive")
-    assert sample(api_address, "headgate_events_received_total", source="ops") == 5
-    assert sample(own, "headgate_oldest_due_age_seconds", queue="triggers") == 0  # it is held on purpose
+        moved("tidegate_step_retries_total", outcome=outcome)
+    moved("tidegate_step_retries_total", 2, outcome="due")
+    moved("tidegate_delivery_retries_total", outcome="scheduled")
+    moved("tidegate_event_retries_total", outcome="scheduled")
+    moved("tidegate_deferred", kind="deliveries", reason="throttle")
+    moved("tidegate_deferred", kind="events", reason="paused")
+    moved("tidegate_queue_depth", queue="triggers", state="delayed")
+    moved("tidegate_paused_sources")
+    moved("tidegate_source_decisions_total", source="held", decision="paused")
+    moved("tidegate_source_decisions_total", 5, source="ops", decision="allowed")
+    moved("tidegate_event_ingress_lag_seconds_count", 5, source="ops")
+    moved("tidegate_trigger_evaluations_total", trigger="slow/code", status="throttled")
+    moved("tidegate_last_processed_event_timestamp_seconds")
+    moved("tidegate_workers_alive")
+    assert sample(api_address, "tidegate_events_received_total", source="ops") == 5
+    assert sample(own, "tidegate_oldest_due_age_seconds", queue="triggers") == 0  # it is held on purpose
     assert httpx.post(f"{api_address}/admin/sources/held/resume").status_code == 200
-    moved("headgate_event_retries_total", outcome="completed")
-    eventually(lambda: sample(own, "headgate_paused_sources") == 0, "the pause is over")
+    moved("tidegate_event_retries_total", outcome="completed")
+    eventually(lambda: sample(own, "tidegate_paused_sources") == 0, "the pause is over")
 
 
 def test_requests_are_counted_by_route(server: tuple[str, str]) -> None:
     address, _ = server
 
     def count(route: str, code: int) -> float:
-        return sample(address, "headgate_http_requests_total", route=route, code=str(code))
+        return sample(address, "tidegate_http_requests_total", route=route, code=str(code))
 
     before = count("/v1/events", 202), count("/v1/events", 422), count("/v1/runs/{run_id}", 404), count("other", 404)
     publish(address, "nothing", "requests")
@@ -194,7 +194,7 @@ def test_the_text_is_valid_on_the_api_and_the_worker(server: tuple[str, str]) ->
 
 
 def test_the_probe_answers_503_when_critical(database_url: str) -> None:
-    thresholds = {"HEADGATE_HEALTH_PAUSED_DEGRADED_MS": "1", "HEADGATE_HEALTH_PAUSED_CRITICAL_MS": "1"}
+    thresholds = {"TIDEGATE_HEALTH_PAUSED_DEGRADED_MS": "1", "TIDEGATE_HEALTH_PAUSED_CRITICAL_MS": "1"}
     with api(database_url, **thresholds) as (_, address):
         assert httpx.get(f"{address}/admin/event-health?probe=1").status_code == 200  # no worker: degraded
         assert httpx.post(f"{address}/admin/sources/x/pause", json={}).status_code == 200

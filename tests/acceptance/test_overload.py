@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from headgate.api import connections
-from headgate.api.server import Api, Server
+from tidegate.api import connections
+from tidegate.api.server import Api, Server
 
 EVENT = json.dumps({"type": "a.b", "source": "overload"}).encode()
 # As a body: whoever mistook it for the next request would answer 404.

@@ -14,8 +14,8 @@ import pytest
 from cloudevents.core.bindings.http import to_binary_event, to_structured_event
 from cloudevents.core.v1.event import CloudEvent
 
-from headgate import AsyncClient, Client, Headgate
 from tests.processes import run
+from tidegate import AsyncClient, Client, Tidegate
 
 _ids = itertools.count(1000)
 _http = httpx.Client(timeout=30, trust_env=False)
@@ -37,7 +37,7 @@ def order() -> dict[str, Any]:
 
 
 def test_cli(demo: str) -> None:
-    env = {"HEADGATE_URL": demo}
+    env = {"TIDEGATE_URL": demo}
     payload = order()
     told = ("publish", "order.created", "--source", "shop.api", "--data", json.dumps(payload))
     published = run(*told, env=env)
@@ -66,7 +66,7 @@ def test_cli_payload_from_file_and_standard_input(demo: str, tmp_path: Any) -> N
     for given in ({"data": f"@{file}"}, {"data": "-", "input": json.dumps(order())}):
         data = given.pop("data")
         told = ("publish", "order.created", "--source", "shop.api", "--data", data, "--json")
-        published = run(*told, env={"HEADGATE_URL": demo}, **given)
+        published = run(*told, env={"TIDEGATE_URL": demo}, **given)
         assert published.returncode == 0, published.stderr
         assert finished_run(demo, json.loads(published.stdout)["id"])["status"] == "succeeded"
 
@@ -84,14 +84,14 @@ def test_cli_payload_from_file_and_standard_input(demo: str, tmp_path: Any) -> N
     ],
 )
 def test_cli_refusals(address: str, arguments: tuple[str, ...], status: int, says: str) -> None:
-    refused = run(*arguments, env={"HEADGATE_URL": address})
+    refused = run(*arguments, env={"TIDEGATE_URL": address})
     assert (refused.returncode, says in refused.stderr) == (status, True), refused.stderr
 
 
 def test_cli_without_a_server_says_so() -> None:
-    refused = run("runs", "list", env={"HEADGATE_URL": "http://127.0.0.1:9"})
+    refused = run("runs", "list", env={"TIDEGATE_URL": "http://127.0.0.1:9"})
     assert refused.returncode == 1
-    assert "no Headgate answers at http://127.0.0.1:9" in refused.stderr
+    assert "no Tidegate answers at http://127.0.0.1:9" in refused.stderr
 
 
 def test_http_with_headers_for_correlation(demo: str) -> None:
@@ -135,8 +135,8 @@ async def test_clients(demo: str) -> None:
 
 
 async def test_sdk_publishes_into_the_database(demo: str, shared_url: str) -> None:
-    async with Headgate(database_url=shared_url) as hg:
-        accepted = await hg.publish("order.created", source="shop.sdk", payload=order(), id=f"sdk-{next(_ids)}")
+    async with Tidegate(database_url=shared_url) as app:
+        accepted = await app.publish("order.created", source="shop.sdk", payload=order(), id=f"sdk-{next(_ids)}")
     assert accepted.status == "accepted"
     assert finished_run(demo, str(accepted.id))["status"] == "succeeded"
 
@@ -189,7 +189,7 @@ def test_cloudevents_uri_sources_other_data_and_mistakes(demo: str) -> None:
 async def test_sql_inside_a_transaction(demo: str, shared_url: str) -> None:
     connection = await asyncpg.connect(shared_url)
     try:
-        publish = "select headgate.publish('order.created', 'shop.sql', $1::jsonb)"
+        publish = "select tidegate.publish('order.created', 'shop.sql', $1::jsonb)"
         async with connection.transaction():
             kept = await connection.fetchval(publish, json.dumps(order()))
         with pytest.raises(RuntimeError, match="changed my mind"):

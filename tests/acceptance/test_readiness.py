@@ -15,15 +15,15 @@ import asyncpg
 import httpx
 import pytest
 
-from headgate.embedded import EmbeddedPostgres
-from headgate.store import migrate
-from headgate.store.db import Database
 from tests.processes import api, run, worker
 from tests.redis_server import RedisServer, RunningRedis
 from tests.redis_server import client_fixture as client_fixture  # noqa: PLC0414 - a fixture
 from tests.redis_server import server_fixture as server_fixture  # noqa: PLC0414 - a fixture
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.store import migrate
+from tidegate.store.db import Database
 
-APP = "from headgate import Headgate\n\nhg = Headgate()\n"
+APP = "from tidegate import Tidegate\n\napp = Tidegate()\n"
 PATIENCE_SECONDS = 60
 FINE = {"database": "ok", "schema": "ok", "durability": "ok"}
 
@@ -31,7 +31,7 @@ FINE = {"database": "ok", "schema": "ok", "durability": "ok"}
 @pytest.fixture(scope="module")
 def own_postgres() -> Iterator[EmbeddedPostgres]:
     """A server that these tests may stop and misconfigure."""
-    with tempfile.TemporaryDirectory(prefix="headgate-ready-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="tidegate-ready-", ignore_cleanup_errors=True) as folder:
         server = EmbeddedPostgres(Path(folder))
         server.start()
 
@@ -64,7 +64,7 @@ def both(url: str, app: Path, **settings: str) -> Iterator[list[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with api(url, **settings) as (_, address), worker(url, app, HEADGATE_METRICS_PORT=str(port), **settings):
+    with api(url, **settings) as (_, address), worker(url, app, TIDEGATE_METRICS_PORT=str(port), **settings):
         yield [address, f"http://127.0.0.1:{port}"]
 
 
@@ -120,11 +120,11 @@ def test_settings_that_may_lose_events(own_postgres: EmbeddedPostgres, app: Path
         try:
             found = until(addresses, lambda code, found: code == 503 and found["checks"]["durability"] != "ok")
             assert "fsync=off" in found["checks"]["durability"] and found["checks"]["schema"] == "ok"
-            refused = run("serve", "--port", "0", env={"HEADGATE_DATABASE_URL": own_postgres.url()})
+            refused = run("serve", "--port", "0", env={"TIDEGATE_DATABASE_URL": own_postgres.url()})
             assert refused.returncode != 0 and "fsync=off" in refused.stderr
-            with both(own_postgres.url(), app, HEADGATE_ALLOW_UNSAFE_DURABILITY="true") as allowed:
+            with both(own_postgres.url(), app, TIDEGATE_ALLOW_UNSAFE_DURABILITY="true") as allowed:
                 found = until(allowed, lambda code, found: code == 200 and found["status"] == "degraded")
-                assert "HEADGATE_ALLOW_UNSAFE_DURABILITY" in found["checks"]["durability"]
+                assert "TIDEGATE_ALLOW_UNSAFE_DURABILITY" in found["checks"]["durability"]
         finally:
             execute(own_postgres, "alter system reset fsync", "select pg_reload_conf()")
         until(addresses, is_ready)
@@ -135,16 +135,16 @@ def test_a_schema_that_does_not_fit(own_postgres: EmbeddedPostgres, app: Path) -
         until(addresses, is_ready)
         execute(
             own_postgres,
-            "create table public.kept as select * from headgate.schema_migrations order by version desc limit 1",
-            "delete from headgate.schema_migrations where version = (select version from public.kept)",
+            "create table public.kept as select * from tidegate.schema_migrations order by version desc limit 1",
+            "delete from tidegate.schema_migrations where version = (select version from public.kept)",
         )
         try:
             found = until(addresses, lambda code, found: code == 503 and found["checks"]["schema"] != "ok")
-            assert "headgate migrate" in found["checks"]["schema"] and found["checks"]["database"] == "ok"
+            assert "tidegate migrate" in found["checks"]["schema"] and found["checks"]["database"] == "ok"
         finally:
             execute(
                 own_postgres,
-                "insert into headgate.schema_migrations select * from public.kept",
+                "insert into tidegate.schema_migrations select * from public.kept",
                 "drop table public.kept",
             )
         until(addresses, is_ready)
@@ -172,7 +172,7 @@ async def test_redis_that_is_stopped_or_may_evict(
     def says(status: str, redis: str) -> Callable[[int, Any], bool]:
         return lambda code, found: code == 200 and found["status"] == status and redis in found["checks"]["redis"]
 
-    queue = {"HEADGATE_QUEUE": "bullmq", "HEADGATE_REDIS_URL": server.url}
+    queue = {"TIDEGATE_QUEUE": "bullmq", "TIDEGATE_REDIS_URL": server.url}
     with both(database_url, app, **queue) as addresses:
         until(addresses, says("ok", "ok"))
         await client.config_set("maxmemory-policy", "allkeys-lru")

@@ -13,10 +13,10 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from headgate.client import Client
 from tests.acceptance.conftest import ROOT
 from tests.acceptance.test_publishing import finished_run
-from tests.processes import headgate
+from tests.processes import tidegate
+from tidegate.client import Client
 
 README = (ROOT / "README.md").read_text()
 PUBLISHING = (ROOT / "docs" / "publishing.md").read_text()
@@ -28,11 +28,11 @@ def blocks(text: str, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The README's first workflow under `headgate dev`; the API's address and the database's."""
+    """The README's first workflow under `tidegate dev`; the API's address and the database's."""
     folder = tmp_path_factory.mktemp("readme")
     app = folder / "app.py"
     app.write_text(blocks(README, "python")[0])
-    with headgate("dev", str(app), "--port", "0", "--data", str(folder / "data"), cwd=folder) as process:
+    with tidegate("dev", str(app), "--port", "0", "--data", str(folder / "data"), cwd=folder) as process:
         address = process.wait_for_line(r"API and console on (http://\S+)")[1]
         database = process.wait_for_line(r"database: +(\S+)")[1]
         process.wait_for_line("Ctrl-C")
@@ -41,8 +41,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
 
 def shell(commands: str, address: str) -> str:
     commands = commands.replace("http://127.0.0.1:8700", address)
-    commands = commands.replace(".venv/bin/headgate", "headgate")
-    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HEADGATE_URL": address}
+    commands = commands.replace(".venv/bin/tidegate", "tidegate")
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TIDEGATE_URL": address}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands], capture_output=True, text=True, env=env, check=False
     )
@@ -76,7 +76,7 @@ async def test_sql(running: tuple[str, str]) -> None:
     connection = await asyncpg.connect(database)
     try:
         await connection.execute(blocks(README, "sql")[0])
-        assert await connection.fetchval("select count(*) from headgate.workflow_events where source = 'shop.db'") == 0
+        assert await connection.fetchval("select count(*) from tidegate.workflow_events where source = 'shop.db'") == 0
         event_id = await connection.fetchval(blocks(PUBLISHING, "sql")[0])
     finally:
         await connection.close()
@@ -86,16 +86,16 @@ async def test_sql(running: tuple[str, str]) -> None:
 def test_docs_workflow_is_valid() -> None:
     namespace: dict[str, object] = {}
     exec(blocks(PUBLISHING, "python")[0], namespace)
-    assert "fulfil" in namespace["hg"].workflows  # type: ignore[attr-defined]
+    assert "fulfil" in namespace["app"].workflows  # type: ignore[attr-defined]
 
 
 def test_make_targets_and_production_commands_exist() -> None:
     for target in re.findall(r"^make (\w+)", README + (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE):
         done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-    for command in re.findall(r"^headgate (\w+)", README, re.MULTILINE):
+    for command in re.findall(r"^tidegate (\w+)", README, re.MULTILINE):
         done = subprocess.run(
-            [Path(sys.executable).parent / "headgate", command, "--help"], capture_output=True, check=False
+            [Path(sys.executable).parent / "tidegate", command, "--help"], capture_output=True, check=False
         )
         assert done.returncode == 0, command
 

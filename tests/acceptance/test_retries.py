@@ -1,4 +1,4 @@
-"""`/admin/retries` and `headgate retries` over all that wait: previews, questions, refusals, progress."""
+"""`/admin/retries` and `tidegate retries` over all that wait: previews, questions, refusals, progress."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from headgate import Client, RequestRefused
-from headgate.clock import uuid7
-from headgate.store.db import Connection
 from tests.flow.test_bulk_retries import hold_events, states
-from tests.processes import api, headgate, run
+from tests.processes import api, run, tidegate
 from tests.store.builders import make_events, make_runs, make_triggers
+from tidegate import Client, RequestRefused
+from tidegate.clock import uuid7
+from tidegate.store.db import Connection
 
 
 async def hold_steps(connection: Connection, count: int) -> list[uuid.UUID]:
     """Runs at rest, each with a step that is to be tried again in an hour."""
-    at = await connection.fetchval("select headgate.now() + interval '1 hour'")
+    at = await connection.fetchval("select tidegate.now() + interval '1 hour'")
     ids = []
     for run_id in await make_runs(connection, [at] * count):
         ids.append(uuid7())
         await connection.execute(
-            "insert into headgate.workflow_run_steps (id, workflow_run_id, name, retry_state, next_attempt_at, "
+            "insert into tidegate.workflow_run_steps (id, workflow_run_id, name, retry_state, next_attempt_at, "
             "retry_attempts, retry_metadata) values ($1, $2, 'call', 'scheduled', $3, 2, '{\"reason\": \"failed\"}')",
             ids[-1], run_id, at,
         )  # fmt: skip
@@ -35,19 +35,19 @@ async def hold_deliveries(connection: Connection, count: int) -> None:
     [trigger_id] = await make_triggers(connection)
     for event_id in await make_events(connection, count):
         await connection.execute(
-            "insert into headgate.workflow_trigger_deliveries (id, trigger_id, event_id, status, retry_state, "
+            "insert into tidegate.workflow_trigger_deliveries (id, trigger_id, event_id, status, retry_state, "
             "next_attempt_at, reason, source) values ($1, $2, $3, 'throttled', 'scheduled', "
-            "headgate.now() + interval '1 hour', 'throttle', 'shop.api')",
+            "tidegate.now() + interval '1 hour', 'throttle', 'shop.api')",
             uuid7(), trigger_id, event_id,
         )  # fmt: skip
-    await connection.execute("delete from headgate.event_inbox")
+    await connection.execute("delete from tidegate.event_inbox")
 
 
 async def test_commands_about_all_that_wait(database_url: str, connection: Connection) -> None:
     await hold_events(connection, 1203)
     await hold_events(connection, 2, source="other")
     with api(database_url) as (_, url):
-        env = {"HEADGATE_URL": url}
+        env = {"TIDEGATE_URL": url}
 
         def say(*arguments: str, answer: str = "", status: int = 0) -> Any:
             done = run("retries", *arguments, env=env, input=answer)
@@ -68,7 +68,7 @@ async def test_commands_about_all_that_wait(database_url: str, connection: Conne
         forced = json.loads(say("force", "--all", "--yes", "--json").stdout)
         assert (forced["status"], forced["done"], forced["cursor"]) == ("forced", 2, None)
         assert say("cancel", "--source", "nobody", "--yes").stdout == "Nothing waits that fits.\n"
-        actors = await connection.fetch("select distinct actor from headgate.audit_log where action like 'events.%'")
+        actors = await connection.fetch("select distinct actor from tidegate.audit_log where action like 'events.%'")
         assert len(actors) == 1 and actors[0][0] != "api"
         for wrong in (
             [], ["an-id", "--all"], ["--all", "--source", "x"], ["an-id", "--dry-run"], ["--all", "--json"],
@@ -80,16 +80,16 @@ async def test_commands_about_all_that_wait(database_url: str, connection: Conne
 async def test_a_stopped_command_leaves_whole_batches_and_says_so(database_url: str, connection: Connection) -> None:
     await hold_events(connection, 1500)
     # The first batch of the second call takes its time.
-    with api(database_url, HEADGATE_FAILPOINTS="bulk_retries.after_commit=sleep:5@11") as (_, url):
-        with headgate("retries", "cancel", "--all", "--yes", HEADGATE_URL=url) as command:
+    with api(database_url, TIDEGATE_FAILPOINTS="bulk_retries.after_commit=sleep:5@11") as (_, url):
+        with tidegate("retries", "cancel", "--all", "--yes", TIDEGATE_URL=url) as command:
             command.wait_for_line("cancelled 1000 of 1500")
             command.signal(signal.SIGINT)
             assert command.wait() == 130
             assert "stopped: 1000 of 1500 are cancelled; run it again to go on" in command.output
-        again = run("retries", "cancel", "--all", "--yes", env={"HEADGATE_URL": url})
+        again = run("retries", "cancel", "--all", "--yes", env={"TIDEGATE_URL": url})
         assert again.returncode == 0, again
     assert await states(connection) == {("shop.api", "cancelled"): 1500}
-    noted = await connection.fetch("select after from headgate.audit_log where action = 'events.cancel'")
+    noted = await connection.fetch("select after from tidegate.audit_log where action = 'events.cancel'")
     assert sum(row["after"]["count"] for row in noted) == 1500  # nothing twice
 
 
@@ -97,7 +97,7 @@ async def test_deliveries_and_steps_on_the_command_line(database_url: str, conne
     await hold_deliveries(connection, 3)
     first, second, third = await hold_steps(connection, 3)
     with api(database_url) as (_, url):
-        env = {"HEADGATE_URL": url}
+        env = {"TIDEGATE_URL": url}
 
         def say(*arguments: str, status: int = 0) -> str:
             done = run("retries", *arguments, env=env)
@@ -116,9 +116,9 @@ async def test_deliveries_and_steps_on_the_command_line(database_url: str, conne
         assert say("cancel", "--kind", "steps", "--reason", "failed", "--yes") == "cancelled 2 steps\n"
         assert say("force", "--kind", "deliveries", "--trigger", "fulfil/t0", "--yes") == "forced 3 deliveries\n"
         assert say("cancel", "--kind", "deliveries", "--workflow", "fulfil", "--yes") == "cancelled 3 deliveries\n"
-    rows = await connection.fetch("select distinct status from headgate.workflow_runs")
+    rows = await connection.fetch("select distinct status from tidegate.workflow_runs")
     assert [row[0] for row in rows] == ["cancelled"]
-    settled = await connection.fetch("select id from headgate.workflow_run_steps where retry_state = 'cancelled'")
+    settled = await connection.fetch("select id from tidegate.workflow_run_steps where retry_state = 'cancelled'")
     assert {row[0] for row in settled} == {first, second, third}
 
 

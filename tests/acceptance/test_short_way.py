@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headgate.api import connections
-from headgate.api.server import Api, Server
-from headgate.store.db import Connection
+from tidegate.api import connections
+from tidegate.api.server import Api, Server
+from tidegate.store.db import Connection
 
 EVENT = b'{"type": "order.created", "source": "shop.api", "payload": {"n": 1}}'
 
@@ -131,7 +131,7 @@ async def test_the_answer_is_the_same_however_a_request_arrives(
     first, *others = map(same_for_all, answers)
     assert first[0] == expected
     assert others == [first, first]
-    stored = await connection.fetchval("select count(*) from headgate.workflow_events")
+    stored = await connection.fetchval("select count(*) from tidegate.workflow_events")
     assert stored == 3 * (0 if expected != 202 else 2 if name == "a batch" else 1)
     if name in ("one event", "a batch", "not an event", "of another site"):
         assert ways[0] == "short"
@@ -145,7 +145,7 @@ async def test_one_connection_many_requests(running: Running, connection: Connec
             status, _, body = await caller.answer()
             assert (status, json.loads(body)["status"]) == (202, "accepted" if n < 40 else "duplicate")
     assert ways == ["short"] * 50
-    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 40
+    assert await connection.fetchval("select count(*) from tidegate.workflow_events") == 40
 
 
 async def test_requests_that_do_not_wait_are_answered_in_order(running: Running, connection: Connection) -> None:
@@ -154,7 +154,7 @@ async def test_requests_that_do_not_wait_are_answered_in_order(running: Running,
         health = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
         await caller.send(request() + request(b"{") + health + request() + request(EVENT, "content-encoding: x"))
         assert [(await caller.answer())[0] for _ in range(5)] == [202, 400, 200, 202, 415]
-    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 2
+    assert await connection.fetchval("select count(*) from tidegate.workflow_events") == 2
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ async def test_what_is_no_request_does_not_take_the_answer_of_the_one_before(
         status, headers, _ = await caller.answer()
         assert (status, headers["connection"]) == (400, "close")
         assert await caller.reader.read() == b""
-    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 1
+    assert await connection.fetchval("select count(*) from tidegate.workflow_events") == 1
 
 
 async def test_a_bad_chunk_behind_another_request_is_not_taken_for_its_answer(running: Running) -> None:
@@ -242,7 +242,7 @@ async def test_whoever_goes_away_meanwhile_is_not_missed(running: Running, conne
     async with running.caller() as caller:
         await caller.send(request())
         assert (await caller.answer())[0] == 202
-    assert await connection.fetchval("select count(*) from headgate.workflow_events") in (1, 2)
+    assert await connection.fetchval("select count(*) from tidegate.workflow_events") in (1, 2)
 
 
 async def test_what_is_under_way_is_answered_before_the_server_ends(
@@ -268,7 +268,7 @@ async def test_what_is_under_way_is_answered_before_the_server_ends(
             assert (status, headers["connection"]) == (202, "close")
             assert await caller.reader.read() == b""
         await stopping
-    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 2
+    assert await connection.fetchval("select count(*) from tidegate.workflow_events") == 2
 
 
 async def test_a_process_that_has_too_much_to_do_refuses_both_ways(running: Running) -> None:

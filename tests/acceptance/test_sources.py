@@ -22,23 +22,23 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headgate.client import Client
 from tests.acceptance.conftest import ROOT
 from tests.acceptance.test_readme import blocks, shell
 from tests.processes import PATIENCE_SECONDS, api, run, worker
+from tidegate.client import Client
 
 APP = """
-from headgate import Headgate
+from tidegate import Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
 
-@hg.workflow(on="tick")
+@app.workflow(on="tick")
 async def tick(ctx, n: int = 0):
     return {"n": n}
 
 
-@hg.workflow(on="bad", params={"x": "{{ event.payload.missing }}"})
+@app.workflow(on="bad", params={"x": "{{ event.payload.missing }}"})
 async def bad(ctx, x: int):
     return None
 """
@@ -65,7 +65,7 @@ def metrics_port() -> int:
 @pytest.fixture(scope="module")
 def server(shared_url: str, address: str, app: Path, metrics_port: int) -> Iterator[str]:
     """An API and a worker; the API's address."""
-    with worker(shared_url, app, HEADGATE_METRICS_PORT=str(metrics_port)):
+    with worker(shared_url, app, TIDEGATE_METRICS_PORT=str(metrics_port)):
         yield address
 
 
@@ -139,7 +139,7 @@ def sample(address: str, name: str, **labels: str) -> float:
 
 
 def test_a_limit_holds_what_is_over_it_and_says_until_when(server: str, source: str) -> None:
-    limited = ok(act(server, "PUT", at(source, "limit"), {"limit": 2, "interval_ms": HOUR_MS}, x_headgate_actor="ann"))
+    limited = ok(act(server, "PUT", at(source, "limit"), {"limit": 2, "interval_ms": HOUR_MS}, x_tidegate_actor="ann"))
     assert (limited["limit"], limited["interval_ms"], limited["pause_ms"]) == (2, HOUR_MS, 0)
     assert (limited["set_by"], limited["updated_by"]) == ("operator", "ann")
     ids = publish(server, source, 5)
@@ -195,7 +195,7 @@ def test_pages_of_retries(server: str, source: str) -> None:
 
 
 def test_a_pause_holds_until_resumed_and_health_says_so(server: str, source: str) -> None:
-    paused = ok(act(server, "POST", at(source, "pause"), {"reason": "maintenance"}, x_headgate_actor="ann"))
+    paused = ok(act(server, "POST", at(source, "pause"), {"reason": "maintenance"}, x_tidegate_actor="ann"))
     assert paused["paused"] and paused["paused_until"] is None
     assert (paused["pause_reason"], paused["paused_by"]) == ("maintenance", "ann")
     ids = publish(server, source, 3)
@@ -215,7 +215,7 @@ def test_a_pause_holds_until_resumed_and_health_says_so(server: str, source: str
     assert seen["retries"]["events"]["by_reason"]["paused"] >= 3
     assert seen["queues"]["ingress"]["delayed"] >= 3
 
-    ok(act(server, "POST", at(source, "resume"), x_headgate_actor="ann"))
+    ok(act(server, "POST", at(source, "resume"), x_tidegate_actor="ann"))
     eventually(lambda: launched(server, ids) == ids, "all launch after the resume")
     after = health(server)
     assert not [c for c in after["causes"] if c["subject"] == source]
@@ -242,15 +242,15 @@ def test_health_is_ok_again_once_nothing_is_wrong(shared_url: str, server: str, 
             ok(act(server, "POST", f"/admin/triggers/{cause['subject']}/resume"))
     cancel_what_nobody_can_run(server)
     eventually(lambda: health(server)["status"] == "ok", "everything moves")
-    told = run("health", env={"HEADGATE_URL": server})
+    told = run("health", env={"TIDEGATE_URL": server})
     assert told.returncode == 0 and told.stdout.startswith("ok at ")
     ok(act(server, "POST", at(source, "pause"), {"duration_ms": HOUR_MS, "reason": "a test"}))
-    told = run("health", env={"HEADGATE_URL": server})
+    told = run("health", env={"TIDEGATE_URL": server})
     assert told.returncode == 1 and told.stdout.startswith("degraded at ")
     assert "source_paused" in told.stdout and source in told.stdout and "a test" in told.stdout
-    assert json.loads(run("health", "--json", env={"HEADGATE_URL": server}).stdout)["status"] == "degraded"
+    assert json.loads(run("health", "--json", env={"TIDEGATE_URL": server}).stdout)["status"] == "degraded"
     ok(act(server, "POST", at(source, "resume")))
-    assert run("health", env={"HEADGATE_URL": server}).returncode == 0
+    assert run("health", env={"TIDEGATE_URL": server}).returncode == 0
 
 
 def test_a_pause_with_an_end(server: str, source: str) -> None:
@@ -295,7 +295,7 @@ def test_cancel_and_force_by_either_id(server: str, source: str) -> None:
     path = "/admin/retries/events/"
     quoted = quote(f"{source}/theirs", safe="")
     assert ok(act(server, "POST", f"{path}{quoted}/cancel")) == {"id": theirs.id, "status": "cancelled"}
-    assert ok(act(server, "POST", f"{path}{ours.id}/cancel", x_headgate_actor="bob"))["status"] == "cancelled"
+    assert ok(act(server, "POST", f"{path}{ours.id}/cancel", x_tidegate_actor="bob"))["status"] == "cancelled"
     again = act(server, "POST", f"{path}{ours.id}/cancel")
     assert again.status_code == 409 and "no longer waiting" in again.json()["detail"]
     assert act(server, "POST", f"{path}{ours.id}/force").status_code == 409
@@ -366,8 +366,8 @@ BAD: dict[str, tuple[str, str, Any, str]] = {
 async def state(url: str) -> list[Any]:
     connection = await asyncpg.connect(url)
     try:
-        rows = await connection.fetch("select * from headgate.event_scheduler_sources order by source")
-        audits: int = await connection.fetchval("select count(*) from headgate.audit_log")
+        rows = await connection.fetch("select * from tidegate.event_scheduler_sources order by source")
+        audits: int = await connection.fetchval("select count(*) from tidegate.audit_log")
     finally:
         await connection.close()
     return [audits, *({k: v for k, v in row.items() if k not in _MOVING} for row in rows)]
@@ -422,8 +422,8 @@ async def test_other_refusals(address: str, shared_url: str, method: str, path: 
 
 def test_the_actor_must_be_a_plain_name(server: str, source: str) -> None:
     odd = "ann; drop table"
-    assert ok(act(server, "PUT", at(source, "limit"), LIMIT, x_headgate_actor=odd))["updated_by"] == "api"
-    assert ok(act(server, "PUT", at(source, "limit"), LIMIT, x_headgate_actor="ann@ops"))["updated_by"] == "ann@ops"
+    assert ok(act(server, "PUT", at(source, "limit"), LIMIT, x_tidegate_actor=odd))["updated_by"] == "api"
+    assert ok(act(server, "PUT", at(source, "limit"), LIMIT, x_tidegate_actor="ann@ops"))["updated_by"] == "ann@ops"
 
 
 def test_another_content_type_is_refused(server: str) -> None:
@@ -435,7 +435,7 @@ def test_another_content_type_is_refused(server: str) -> None:
 
 
 def seeds(*entries: dict[str, Any]) -> dict[str, str]:
-    return {"HEADGATE_SOURCE_RATE_LIMITS": json.dumps(entries)}
+    return {"TIDEGATE_SOURCE_RATE_LIMITS": json.dumps(entries)}
 
 
 def test_what_an_operator_set_survives_restarts_and_seeding(database_url: str, app: Path) -> None:
@@ -465,16 +465,16 @@ def test_what_an_operator_set_survives_restarts_and_seeding(database_url: str, a
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "HEADGATE_SOURCE_RATE_LIMITS must be a JSON list of objects"),
+        ("{", "TIDEGATE_SOURCE_RATE_LIMITS must be a JSON list of objects"),
         ('[{"source": "a", "limit": 1, "interval_ms": 5}, {"source": "b", "limit": 0, "interval_ms": 5}]',
-         "HEADGATE_SOURCE_RATE_LIMITS[1] (b): limit must lie between 1 and"),
-        ('[{"source": "a b", "limit": 1, "interval_ms": 5}]', "HEADGATE_SOURCE_RATE_LIMITS[0].source must be the name"),
+         "TIDEGATE_SOURCE_RATE_LIMITS[1] (b): limit must lie between 1 and"),
+        ('[{"source": "a b", "limit": 1, "interval_ms": 5}]', "TIDEGATE_SOURCE_RATE_LIMITS[0].source must be the name"),
         ('[{"source": "a", "limit": 1}]', "LIMITS[0] (a): Object missing required field `interval_ms`"),
         ('[{"source": "a", "limit": 1, "interval_ms": 5, "x": 1}]', "[0] (a): Object contains unknown field `x`"),
     ],
 )  # fmt: skip
 def test_broken_seeds_refuse_to_start(database_url: str, app: Path, text: str, says: str) -> None:
-    env = {"HEADGATE_DATABASE_URL": database_url, "HEADGATE_SOURCE_RATE_LIMITS": text}
+    env = {"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_SOURCE_RATE_LIMITS": text}
     for command in (("serve", "--port", "0"), ("worker", str(app))):
         refused = run(*command, env=env)
         assert refused.returncode == 2
@@ -487,16 +487,16 @@ def test_a_busy_metrics_port_refuses_to_start(database_url: str, app: Path) -> N
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         port = str(busy.getsockname()[1])
-        refused = run("worker", str(app), env={"HEADGATE_DATABASE_URL": database_url, "HEADGATE_METRICS_PORT": port})
+        refused = run("worker", str(app), env={"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_METRICS_PORT": port})
     assert refused.returncode == 2
-    assert f"HEADGATE_METRICS_PORT {port} on 127.0.0.1 cannot be used" in refused.stderr
+    assert f"TIDEGATE_METRICS_PORT {port} on 127.0.0.1 cannot be used" in refused.stderr
 
 
 # The command line ---------------------------------------------------------------------------------------------------
 
 
 def test_the_verbs_of_the_command_line(server: str, source: str) -> None:
-    env = {"HEADGATE_URL": server, "LOGNAME": "carol"}
+    env = {"TIDEGATE_URL": server, "LOGNAME": "carol"}
 
     def told(*arguments: str) -> str:
         done = run(*arguments, env=env)
@@ -540,15 +540,15 @@ def test_the_verbs_of_the_command_line(server: str, source: str) -> None:
     ],
 )
 def test_refusals_of_the_command_line(address: str, arguments: tuple[str, ...], status: int, says: str) -> None:
-    refused = run(*arguments, env={"HEADGATE_URL": address})
+    refused = run(*arguments, env={"TIDEGATE_URL": address})
     assert refused.returncode == status
     assert says in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
 def test_health_without_a_server() -> None:
-    refused = run("health", env={"HEADGATE_URL": "http://127.0.0.1:9"})
-    assert refused.returncode == 1 and "no Headgate answers" in refused.stderr
+    refused = run("health", env={"TIDEGATE_URL": "http://127.0.0.1:9"})
+    assert refused.returncode == 1 and "no Tidegate answers" in refused.stderr
 
 
 # Metrics ------------------------------------------------------------------------------------------------------------
@@ -556,38 +556,38 @@ def test_health_without_a_server() -> None:
 
 def test_metrics_move_with_their_cause(server: str, metrics_port: int, source: str) -> None:
     own = f"http://127.0.0.1:{metrics_port}"
-    paused_before = sample(server, "headgate_paused_sources")
+    paused_before = sample(server, "tidegate_paused_sources")
     ok(act(server, "PUT", at(source, "limit"), {"limit": 2, "interval_ms": HOUR_MS}))
     publish(server, source, 5)
     eventually(lambda: len(held(server, source)) == 3, "three are held")
-    assert sample(server, "headgate_events_received_total", source=source) == 5
+    assert sample(server, "tidegate_events_received_total", source=source) == 5
     # The worker decided; the API did not. Both show the cluster's gauges.
-    decided = "headgate_source_decisions_total"
+    decided = "tidegate_source_decisions_total"
     eventually(lambda: sample(own, decided, source=source, decision="throttled") == 3, "counted")
     assert sample(own, decided, source=source, decision="allowed") == 2
-    assert sample(own, "headgate_event_ingress_lag_seconds_count", source=source) == 2
+    assert sample(own, "tidegate_event_ingress_lag_seconds_count", source=source) == 2
     assert sample(server, decided, source=source, decision="allowed") == 0
     for process in (server, own):
         eventually(
-            lambda p=process: sample(p, "headgate_deferred", kind="events", reason="rate_limit") >= 3, "the gauge moves"
+            lambda p=process: sample(p, "tidegate_deferred", kind="events", reason="rate_limit") >= 3, "the gauge moves"
         )
-        assert sample(process, "headgate_queue_depth", queue="ingress", state="delayed") >= 3
-        assert sample(process, "headgate_database_up") == 1
+        assert sample(process, "tidegate_queue_depth", queue="ingress", state="delayed") >= 3
+        assert sample(process, "tidegate_database_up") == 1
 
     ok(act(server, "POST", at(source, "pause"), {"duration_ms": HOUR_MS}))
     publish(server, source, 1)
     eventually(lambda: sample(own, decided, source=source, decision="paused") == 1, "the pause counts")
     for process in (server, own):
-        eventually(lambda p=process: sample(p, "headgate_paused_sources") == paused_before + 1, "the gauge goes up")
+        eventually(lambda p=process: sample(p, "tidegate_paused_sources") == paused_before + 1, "the gauge goes up")
     ok(act(server, "POST", at(source, "resume")))
     ok(act(server, "DELETE", at(source, "limit")))
     eventually(lambda: sample(own, decided, source=source, decision="allowed") == 6, "all pass in the end")
     for process in (server, own):
-        eventually(lambda p=process: sample(p, "headgate_paused_sources") == paused_before, "the gauge goes down")
+        eventually(lambda p=process: sample(p, "tidegate_paused_sources") == paused_before, "the gauge goes down")
     names = {name for name, _ in samples(server)}
     assert {
-        "headgate_oldest_due_age_seconds", "headgate_dead_letters", "headgate_paused_triggers",
-        "headgate_last_processed_event_timestamp_seconds", "headgate_event_retries_total",
+        "tidegate_oldest_due_age_seconds", "tidegate_dead_letters", "tidegate_paused_triggers",
+        "tidegate_last_processed_event_timestamp_seconds", "tidegate_event_retries_total",
     } <= names  # fmt: skip
 
 

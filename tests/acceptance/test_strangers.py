@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from headgate.api import connections
-from headgate.api.server import Server
 from tests.acceptance.conftest import DEMO
 from tests.processes import api, run, worker
+from tidegate.api import connections
+from tidegate.api.server import Server
 
 EVENT = {"type": "a.b", "source": "strangers"}
 FOREIGN = (
@@ -57,15 +57,15 @@ def test_what_is_public_has_any_name(http: httpx.Client, address: str) -> None:
     answer = http.post(
         f"{address}/v1/webhooks/nobody", headers={"host": "rebound.example", "x-forwarded-for": "1.2.3.4"}
     )
-    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, 'Signature realm="headgate"')
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, 'Signature realm="tidegate"')
 
 
 def test_a_configured_name_and_a_token(http: httpx.Client, database_url: str) -> None:
-    with api(database_url, HEADGATE_AUTH="off", HEADGATE_URL="https://gate.example") as (_, url):
+    with api(database_url, TIDEGATE_AUTH="off", TIDEGATE_URL="https://gate.example") as (_, url):
         proxied = {"host": "gate.example", "x-forwarded-for": "203.0.113.7"}
         assert http.get(f"{url}/v1/runs", headers=proxied).status_code == 200
         assert http.get(f"{url}/v1/runs", headers={"host": "rebound.example"}).status_code == 401
-        made = run("token", "create", "ann", "--scope", "read", env={"HEADGATE_DATABASE_URL": database_url})
+        made = run("token", "create", "ann", "--scope", "read", env={"TIDEGATE_DATABASE_URL": database_url})
         token = {"authorization": f"Bearer {made.stdout.strip()}"}
         assert http.get(f"{url}/v1/runs", headers={"host": "rebound.example"} | token).status_code == 200
 
@@ -74,7 +74,7 @@ def test_a_workers_metrics_are_not_for_web_pages(http: httpx.Client, database_ur
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with worker(database_url, DEMO, HEADGATE_METRICS_PORT=str(port)):
+    with worker(database_url, DEMO, TIDEGATE_METRICS_PORT=str(port)):
         at = f"http://127.0.0.1:{port}"
         assert http.get(f"{at}/metrics").status_code == 200
         assert http.get(f"{at}/metrics", headers={"host": "rebound.example"}).status_code == 401

@@ -1,4 +1,4 @@
-"""`headgate.testing`: what users' own tests rely on."""
+"""`tidegate.testing`: what users' own tests rely on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from headgate import Context, Headgate, NonRetryable, Retry, RetryAfter
-from headgate.errors import AppError
-from headgate.testing import Harness, with_harness
+from tidegate import Context, NonRetryable, Retry, RetryAfter, Tidegate
+from tidegate.errors import AppError
+from tidegate.testing import Harness, with_harness
 
 PATIENT = Retry(max_attempts=50, base="10s", factor=2, cap="10m", jitter=0)
 
@@ -23,8 +23,8 @@ class Shop:
     """An application, and when (in seconds since the start) it did what."""
 
     def __init__(self) -> None:
-        self.hg = Headgate()
-        self.harness = Harness(self.hg)
+        self.app = Tidegate()
+        self.harness = Harness(self.app)
         self.began_at = self.harness.now
         self.done: list[tuple[str, float]] = []
 
@@ -44,7 +44,7 @@ async def test_an_hour_of_backoff(shop: Shop) -> None:
             raise ConnectionError("the service is away")
         return "ok"
 
-    @shop.hg.workflow(on="go")
+    @shop.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         return await ctx.step("call", call, retry=PATIENT)
 
@@ -69,12 +69,12 @@ async def test_a_sleep_of_two_hours_beside_retries_in_the_order_of_time(shop: Sh
         if len(shop.done) < 3:
             raise OSError("again")
 
-    @shop.hg.workflow(on="sleep")
+    @shop.app.workflow(on="sleep")
     async def sleeper(ctx: Context) -> None:
         await ctx.sleep("2h")
         await ctx.step("wake", shop.do, "awake")
 
-    @shop.hg.workflow(on="retry")
+    @shop.app.workflow(on="retry")
     async def retrier(ctx: Context) -> None:
         await ctx.step("flaky", flaky, retry=Retry(max_attempts=9, base="1h", factor=1, cap="1h", jitter=0))
         await ctx.sleep("30m")
@@ -95,7 +95,7 @@ async def test_a_sleep_of_two_hours_beside_retries_in_the_order_of_time(shop: Sh
 
 
 async def test_a_throttle_launches_as_it_would_over_the_hour(shop: Shop) -> None:
-    @shop.hg.workflow(on="go", throttle="10/min")
+    @shop.app.workflow(on="go", throttle="10/min")
     async def work(ctx: Context, n: int) -> int:
         shop.do("work")
         return n
@@ -124,7 +124,7 @@ async def test_max_concurrency_and_held_sources(shop: Shop) -> None:
         await asyncio.sleep(0.01)
         busy -= 1
 
-    @shop.hg.workflow(on="go", max_concurrency=2)
+    @shop.app.workflow(on="go", max_concurrency=2)
     async def work(ctx: Context) -> None:
         await ctx.step("call", call)
         await ctx.sleep("1m")
@@ -149,11 +149,11 @@ async def test_a_failure_is_a_dead_letter(shop: Shop) -> None:
     async def broken() -> None:
         raise ValueError("never")
 
-    @shop.hg.workflow(on="refused")
+    @shop.app.workflow(on="refused")
     async def charge(ctx: Context) -> None:
         await ctx.step("charge", refused)
 
-    @shop.hg.workflow(on="broken")
+    @shop.app.workflow(on="broken")
     async def ship(ctx: Context) -> None:
         await ctx.step("ship", broken)
 
@@ -177,13 +177,13 @@ async def test_retry_after_and_what_a_workflow_publishes(shop: Shop) -> None:
         shop.do("call")
         if len(shop.done) == 1:
             raise RetryAfter(120, "429")
-        await shop.hg.publish("done", source="work")
+        await shop.app.publish("done", source="work")
 
-    @shop.hg.workflow(on="go")
+    @shop.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.step("call", limited)
 
-    @shop.hg.workflow(on="done")
+    @shop.app.workflow(on="done")
     async def after(ctx: Context) -> None:
         assert ctx.event is not None
         shop.do("after")
@@ -197,7 +197,7 @@ async def test_retry_after_and_what_a_workflow_publishes(shop: Shop) -> None:
 
 
 async def test_schedules_tick_by_the_harnesss_clock(shop: Shop) -> None:
-    @shop.hg.workflow(every="15m")
+    @shop.app.workflow(every="15m")
     async def work(ctx: Context) -> None:
         shop.do("tick")
 
@@ -209,7 +209,7 @@ async def test_schedules_tick_by_the_harnesss_clock(shop: Shop) -> None:
 
 
 async def test_cancel(shop: Shop) -> None:
-    @shop.hg.workflow(on="go")
+    @shop.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.sleep("1h")
         shop.do("never")
@@ -230,31 +230,31 @@ async def test_settings_are_the_applications_and_the_harnesss() -> None:
         tries.append(1)
         raise OSError("no")
 
-    hg = Headgate(database_url="postgresql://nobody@nowhere.invalid/x", step_retry=Retry(max_attempts=2, base="1s"))
+    app = Tidegate(database_url="postgresql://nobody@nowhere.invalid/x", step_retry=Retry(max_attempts=2, base="1s"))
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.step("call", call)
 
     for overrides, expected in (({}, 2), ({"step_retry": Retry(max_attempts=3, base="1s")}, 3)):
         tries.clear()
-        async with Harness(hg, **overrides) as harness:
-            await hg.publish("go", source="test")  # into the harness, whatever the application names
+        async with Harness(app, **overrides) as harness:
+            await app.publish("go", source="test")  # into the harness, whatever the application names
             await harness.advance("1m")
             assert (len(tries), (await harness.only_run()).status) == (expected, "failed")
-    assert hg.settings.database_url == "postgresql://nobody@nowhere.invalid/x"
+    assert app.settings.database_url == "postgresql://nobody@nowhere.invalid/x"
 
 
 async def test_several_harnesses_at_once() -> None:
-    def application(name: str) -> Headgate:
-        hg = Headgate()
+    def application(name: str) -> Tidegate:
+        app = Tidegate()
 
-        @hg.workflow(on="go")
+        @app.workflow(on="go")
         async def work(ctx: Context) -> str:
             await ctx.sleep("1h")
             return name
 
-        return hg
+        return app
 
     async with Harness(application("a")) as first, Harness(application("b")) as second:
         await first.publish("go", source="test")
@@ -268,7 +268,7 @@ async def test_from_a_thread_that_ends() -> None:
     """The server stays, whoever was the first to need it."""
 
     def in_thread() -> None:
-        @with_harness(Headgate())
+        @with_harness(Tidegate())
         async def test(harness: Harness) -> None:
             assert await harness.runs() == []
 
@@ -277,20 +277,20 @@ async def test_from_a_thread_that_ends() -> None:
     thread = threading.Thread(target=in_thread)
     thread.start()
     await asyncio.to_thread(thread.join)
-    async with Harness(Headgate()) as harness:
+    async with Harness(Tidegate()) as harness:
         assert await harness.runs() == []
 
 
 async def test_what_goes_wrong_is_told(shop: Shop) -> None:
-    @shop.hg.workflow(on="go")
+    @shop.app.workflow(on="go")
     async def stuck(ctx: Context) -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(AppError, match="inside `async with Harness"):
         await shop.harness.runs()
-    async with Harness(shop.hg, patience="300ms") as harness:
+    async with Harness(shop.app, patience="300ms") as harness:
         with pytest.raises(AppError, match="in another harness already"):
-            async with Harness(shop.hg):
+            async with Harness(shop.app):
                 pass
         with pytest.raises(AssertionError, match="0 runs of stuck, not 1"):
             await harness.only_run("stuck")
@@ -300,10 +300,10 @@ async def test_what_goes_wrong_is_told(shop: Shop) -> None:
         await harness.publish("other", source="test")
 
 
-hg = Headgate()
+app = Tidegate()
 
 
-@hg.workflow(on="order.created")
+@app.workflow(on="order.created")
 async def fulfil(ctx: Context, id: int) -> dict[str, Any]:
     await ctx.sleep("2h")
     return {"order": id}
@@ -311,7 +311,7 @@ async def fulfil(ctx: Context, id: int) -> dict[str, Any]:
 
 @pytest.fixture
 async def harness() -> AsyncIterator[Harness]:
-    async with Harness(hg) as made:
+    async with Harness(app) as made:
         yield made
 
 
@@ -322,7 +322,7 @@ async def test_by_a_fixture(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-@with_harness(hg)
+@with_harness(app)
 async def test_plain(harness: Harness, number: int) -> None:
     await harness.publish("order.created", source="shop", payload={"id": number})
     await harness.advance("2h")

@@ -1,4 +1,4 @@
-"""`headgate top` and `headgate health` as people see them: piped, in a terminal, and while the API is away."""
+"""`tidegate top` and `tidegate health` as people see them: piped, in a terminal, and while the API is away."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from pathlib import Path
 
 import pytest
 
-from headgate import Client, RequestRefused
-from headgate.store import decisions
-from headgate.store.db import Connection
-from headgate.store.decisions import Recorded
-from tests.processes import HEADGATE, PATIENCE_SECONDS, api, headgate, run, worker
+from tests.processes import PATIENCE_SECONDS, TIDEGATE, api, run, tidegate, worker
 from tests.store.builders import make_events
+from tidegate import Client, RequestRefused
+from tidegate.store import decisions
+from tidegate.store.db import Connection
+from tidegate.store.decisions import Recorded
 
 APP = """
-from headgate import Headgate
+from tidegate import Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
 
-@hg.workflow(on="seen")
+@app.workflow(on="seen")
 async def see(ctx):
     return "ok"
 """
 
 
 class Terminal:
-    """A `headgate` command in a terminal of a size; what it has drawn since the last look at it."""
+    """A `tidegate` command in a terminal of a size; what it has drawn since the last look at it."""
 
     def __init__(self, *arguments: str, columns: int = 80, rows: int = 24, **env: str) -> None:
         self._master, slave = pty.openpty()
         self.resize(columns, rows)
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("HEADGATE_")}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("TIDEGATE_")}
         self._popen = subprocess.Popen(
-            [HEADGATE, *arguments], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            [TIDEGATE, *arguments], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
             env=clean | {"TERM": "xterm-256color", "PYTHONUNBUFFERED": "1"} | env,
         )  # fmt: skip
         os.close(slave)
@@ -124,10 +124,10 @@ def test_one_frame_for_a_pipe(database_url: str, app: Path) -> None:
         [decision] = client.request("GET", "/admin/decisions")["decisions"]
         assert (decision["stage"], decision["decision"], decision["external_id"]) == ("gate", "held", "b-1")
         assert "payload" not in decision
-        done = run("top", "--once", "--interval", "100ms", env={"HEADGATE_URL": url})
+        done = run("top", "--once", "--interval", "100ms", env={"TIDEGATE_URL": url})
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
-    for part in ("degraded  headgate at", "events/s   received 0.0  decided 0.0", "runs/s     launched 0.0  ended 0.0",
+    for part in ("degraded  tidegate at", "events/s   received 0.0  decided 0.0", "runs/s     launched 0.0  ended 0.0",
                  "  events          1  paused 1", "moving house", "gate    held         shop.b b-1"):  # fmt: skip
         assert part in done.stdout, done.stdout
 
@@ -150,7 +150,7 @@ async def test_decisions_are_paged(database_url: str, connection: Connection) ->
 
 
 def test_a_live_view_fits_follows_and_ends(database_url: str) -> None:
-    with api(database_url) as (_, url), terminal("top", "--interval", "200ms", HEADGATE_URL=url) as shown:
+    with api(database_url) as (_, url), terminal("top", "--interval", "200ms", TIDEGATE_URL=url) as shown:
         first = shown.until(lambda lines: any("DECISIONS" in line for line in lines))
         assert len(first) <= 24 and all(len(line) <= 80 for line in first)
         with Client(url) as client:
@@ -168,12 +168,12 @@ def test_a_live_view_fits_follows_and_ends(database_url: str) -> None:
 def test_a_restarting_api_is_survived(database_url: str) -> None:
     with api(database_url) as (process, url):
         port = url.rsplit(":", 1)[1]
-        with terminal("top", "--interval", "200ms", HEADGATE_URL=url) as shown:
+        with terminal("top", "--interval", "200ms", TIDEGATE_URL=url) as shown:
             shown.until(lambda lines: any("DECISIONS" in line for line in lines))
             process.end()
             away = shown.until(lambda lines: any(line.startswith("not reachable since") for line in lines))
             assert any("QUEUE" in line for line in away)  # the last look stays
-            with headgate("serve", "--port", port, HEADGATE_DATABASE_URL=database_url) as again:
+            with tidegate("serve", "--port", port, TIDEGATE_DATABASE_URL=database_url) as again:
                 again.wait_for_line("API on")
                 with Client(url) as client:
                     client.request("POST", "/admin/sources/shop.d/pause", {})
@@ -184,9 +184,9 @@ def test_a_restarting_api_is_survived(database_url: str) -> None:
 
 
 def test_top_without_an_api_or_with_wrong_options() -> None:
-    nobody = {"HEADGATE_URL": "http://127.0.0.1:9"}
+    nobody = {"TIDEGATE_URL": "http://127.0.0.1:9"}
     done = run("top", "--once", env=nobody)
-    assert done.returncode == 1 and "no Headgate answers" in done.stderr
+    assert done.returncode == 1 and "no Tidegate answers" in done.stderr
     for interval in ("50ms", "soon", "0s"):
         done = run("top", "--interval", interval, env=nobody)
         assert done.returncode == 2, interval
@@ -197,17 +197,17 @@ def test_a_verdict_is_readable_at_80_columns(database_url: str) -> None:
         until = datetime.fromisoformat(client.request("GET", "/admin/event-health")["generated_at"]) + timedelta(days=1)
         reason = "the shop is moving house and nobody is there to take any orders until tomorrow morning"
         client.request("POST", "/admin/sources/shop.e/pause", {"reason": reason, "until": until.isoformat()})
-        with terminal("health", HEADGATE_URL=url) as shown:
+        with terminal("health", TIDEGATE_URL=url) as shown:
             status, drawn = shown.wait()
-        piped = run("health", env={"HEADGATE_URL": url})
+        piped = run("health", env={"TIDEGATE_URL": url})
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn).replace("\r", "").split("\n")
     assert status == piped.returncode == 1 and all(len(line) <= 80 for line in lines), lines
     paragraphs = re.split(r"\n\s*\n", "\n".join(lines))
     [cause] = [text for text in paragraphs if "source_paused" in text]
     assert cause.startswith("degraded: source_paused shop.e, since ") and reason in " ".join(cause.split())
-    assert "do:  headgate sources resume shop.e" in cause
+    assert "do:  tidegate sources resume shop.e" in cause
     assert "see: docs/operations/event-scheduler.md#source-paused" in cause
-    assert any("no_worker" in text and "headgate worker APP" in text for text in paragraphs)
+    assert any("no_worker" in text and "tidegate worker APP" in text for text in paragraphs)
     assert reason in piped.stdout  # a pipe gets whole lines
 
 
@@ -217,7 +217,7 @@ def test_lists_are_whole_at_80_columns(database_url: str) -> None:
         event_id = client.request("GET", "/v1/events")["events"][0]["id"]
         client.request("POST", "/admin/sources/shop.e/pause", {"reason": "the shop is moving house " * 3})
         for command in (("events", "list"), ("sources", "list"), ("audit", "list")):
-            with terminal(*command, HEADGATE_URL=url) as shown:
+            with terminal(*command, TIDEGATE_URL=url) as shown:
                 status, drawn = shown.wait()
             lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn).replace("\r", "").split("\n")
             assert status == 0 and all(len(line) <= 80 for line in lines), lines

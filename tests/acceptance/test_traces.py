@@ -65,11 +65,11 @@ def stopped(process: Process) -> None:
 
 APP = """
 from opentelemetry import trace
-from headgate import Headgate
+from tidegate import Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
-@hg.workflow(on="order.created")
+@app.workflow(on="order.created")
 async def fulfil(ctx, id: int, amount: float):
     await ctx.step("charge", charge)
 
@@ -102,7 +102,7 @@ def test_the_collector_gets_one_tree_of_api_worker_and_users_code_below_the_prod
     known = {span.span_id for _, span in spans}
     assert all(span.parent_span_id in known for _, span in spans if span is not request)
     assert {service for service, span in spans if span.name == "POST /v1/events"} == {"gate-api"}
-    assert {service for service, span in spans if span.name != "POST /v1/events"} == {"headgate"}
+    assert {service for service, span in spans if span.name != "POST /v1/events"} == {"tidegate"}
     names = sorted(span.name for _, span in spans)
     assert names == ["POST /v1/events", "card", "deliver", "gate", "match", "run fulfil", "step charge"]
     below = {span.name: {other.span_id: other.name for _, other in spans}.get(span.parent_span_id) for _, span in spans}
@@ -144,7 +144,7 @@ def test_without_the_extra_everything_works_and_says_why_there_are_no_traces(dat
     with api(database_url, **env) as (serving, address), worker(database_url, DEMO, **env) as working:
         publish(address, 5, traceparent=PRODUCER)
         for process in (serving, working):
-            assert "headgate[otel]" in process.wait_for_line("traces.off").string
+            assert "tidegate[otel]" in process.wait_for_line("traces.off").string
         stopped(working)
         stopped(serving)
 
@@ -152,20 +152,20 @@ def test_without_the_extra_everything_works_and_says_why_there_are_no_traces(dat
 def test_off_nothing_of_opentelemetry_is_loaded(database_url: str) -> None:
     probe = """
 import asyncio, sys
-import headgate.cli, headgate.cli.process
-from headgate import Headgate
-from headgate.clock import utc_now
+import tidegate.cli, tidegate.cli.process
+from tidegate import Tidegate
+from tidegate.clock import utc_now
 
-hg = Headgate()
+app = Tidegate()
 
-@hg.workflow(on="go")
+@app.workflow(on="go")
 async def fulfil(ctx):
     await ctx.step("one", lambda: 1)
 
 async def main():
-    async with hg:
-        worker = await hg.worker()
-        await hg.publish("go", source="shop")
+    async with app:
+        worker = await app.worker()
+        await app.publish("go", source="shop")
         while (await worker.turn(utc_now())).done:
             pass
         await worker.close()
@@ -175,7 +175,7 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
 """
     done = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, check=False,
-        env={"HEADGATE_DATABASE_URL": database_url},
+        env={"TIDEGATE_DATABASE_URL": database_url},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "run.succeeded" in done.stdout + done.stderr
@@ -189,23 +189,23 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from headgate import Headgate
-from headgate.clock import utc_now
+from tidegate import Tidegate
+from tidegate.clock import utc_now
 
 exporter = InMemorySpanExporter()
 provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
 trace.set_tracer_provider(provider)
-hg = Headgate()
+app = Tidegate()
 
-@hg.workflow(on="go")
+@app.workflow(on="go")
 async def fulfil(ctx): ...
 
 async def main():
-    async with hg:
-        worker = await hg.worker()
+    async with app:
+        worker = await app.worker()
         with trace.get_tracer("shop").start_as_current_span("caller"):
-            await hg.publish("go", source="shop")
+            await app.publish("go", source="shop")
         while (await worker.turn(utc_now())).done:
             pass
         await worker.close()
@@ -216,7 +216,7 @@ print(len({span.context.trace_id for span in spans}), *sorted(span.name for span
 """
     done = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, check=False,
-        env={"HEADGATE_DATABASE_URL": database_url},
+        env={"TIDEGATE_DATABASE_URL": database_url},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "1 caller deliver gate match run fulfil"

@@ -22,30 +22,30 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headgate.client import Client
-from headgate.model.trigger_change import TriggerPatch
 from tests.acceptance.conftest import ROOT
 from tests.acceptance.test_readme import blocks, shell
 from tests.acceptance.test_sources import at, eventually, launched, ok
 from tests.processes import api, run, worker
+from tidegate.client import Client
+from tidegate.model.trigger_change import TriggerPatch
 
 APP = """
-from headgate import Breaker, Headgate, Retry
+from tidegate import Breaker, Tidegate, Retry
 
-hg = Headgate()
+app = Tidegate()
 
 
-@hg.workflow()
+@app.workflow()
 async def fulfil(ctx, n: int = 0, order: dict = None):
     return {"n": n, "order": order}
 
 
-@hg.workflow()
+@app.workflow()
 async def bill(ctx):
     return None
 
 
-@hg.workflow(on="coded", throttle="5/s", idempotency_window="2d",
+@app.workflow(on="coded", throttle="5/s", idempotency_window="2d",
              breaker=Breaker(threshold=3, window="1m", pause="30s"))
 async def coded(ctx, n: int = 0):
     return None
@@ -93,7 +93,7 @@ def of(workflow: str = "fulfil", trigger_id: str = "", verb: str = "") -> str:
 
 def create(address: str, kind: str, **fields: Any) -> dict[str, Any]:
     body = {"name": kind, "event_type": kind} | fields
-    return dict(ok(act(address, "POST", of(), body, x_headgate_actor="ann"), 201))
+    return dict(ok(act(address, "POST", of(), body, x_tidegate_actor="ann"), 201))
 
 
 def publish(address: str, kind: str, count: int, source: str = "shop.api") -> list[str]:
@@ -121,7 +121,7 @@ async def audited(url: str, subject: str) -> list[Any]:
     connection = await asyncpg.connect(url)
     try:
         rows = await connection.fetch(
-            "select actor, action, before, after from headgate.audit_log where subject = $1 order by id", subject
+            "select actor, action, before, after from tidegate.audit_log where subject = $1 order by id", subject
         )
     finally:
         await connection.close()
@@ -161,7 +161,7 @@ def test_a_change_makes_a_version_and_counts_at_once(server: str, shared_url: st
     same = ok(act(server, "PATCH", path, {"where": "event.payload.n == 0", "name": kind}))
     assert same == made  # nothing new, no version
     changed = ok(
-        act(server, "PATCH", path, {"where": None, "max_concurrency": 5, "version": 1}, x_headgate_actor="bob")
+        act(server, "PATCH", path, {"where": None, "max_concurrency": 5, "version": 1}, x_tidegate_actor="bob")
     )
     assert (changed["where"], changed["max_concurrency"], changed["version"]) == (None, 5, 2)
     assert (changed["updated_by"], changed["created_by"]) == ("bob", "ann")
@@ -201,20 +201,20 @@ def test_disabling_or_deleting_cancels_what_waits(server: str, kind: str, verb: 
     made = create(server, kind, throttle_count=1, throttle_window_ms=HOUR_MS)
     ids = publish(server, kind, 3)
     eventually(lambda: len(waiting(server, made["id"])) == 2, "two wait")
-    before = metric(server, "headgate_delivery_retries_total", "cancelled")
+    before = metric(server, "tidegate_delivery_retries_total", "cancelled")
     path = of("fulfil", made["id"])
     if verb == "disable":
-        changed = ok(act(server, "PATCH", path, {"status": "disabled"}, x_headgate_actor="bob"))
+        changed = ok(act(server, "PATCH", path, {"status": "disabled"}, x_tidegate_actor="bob"))
         assert (changed["status"], changed["version"], changed["state"]["waiting"]) == ("disabled", 2, 0)
         assert {d["status"] for d in deliveries(server, made["id"])} == {"launched", "cancelled"}
     else:
-        deleted = ok(act(server, "DELETE", path, x_headgate_actor="bob"))
+        deleted = ok(act(server, "DELETE", path, x_tidegate_actor="bob"))
         assert deleted == {"id": made["id"], "workflow": "fulfil", "name": kind, "cancelled": 2}
         assert act(server, "DELETE", path).status_code == 404
         assert _http.get(f"{server}{path}").status_code == 404
         assert act(server, "PATCH", path, {"where": None}).status_code == 404
         assert act(server, "POST", f"/admin/triggers/{made['id']}/pause").status_code == 404
-    assert metric(server, "headgate_delivery_retries_total", "cancelled") == before + 2
+    assert metric(server, "tidegate_delivery_retries_total", "cancelled") == before + 2
     assert waiting(server, made["id"]) == []
     assert ("cancelled", f"trigger {verb}d by bob", "bob") in decisions(server, ids[2])
     more = publish(server, kind, 1)
@@ -265,7 +265,7 @@ async def counts(url: str) -> list[int]:
     connection = await asyncpg.connect(url)
     tables = ("workflow_events", "workflow_trigger_deliveries", "workflow_runs", "audit_log", "event_decisions")
     try:
-        return [await connection.fetchval(f"select count(*) from headgate.{table}") for table in tables]
+        return [await connection.fetchval(f"select count(*) from tidegate.{table}") for table in tables]
     finally:
         await connection.close()
 
@@ -321,7 +321,7 @@ def test_a_wrong_trial_names_its_fields(server: str, body: Any, fields: list[str
 def test_a_pause_holds_launches_until_resumed(server: str, shared_url: str, kind: str) -> None:
     made = create(server, kind)
     path = f"/admin/triggers/{made['id']}"
-    paused = ok(act(server, "POST", f"{path}/pause", {"reason": "maintenance"}, x_headgate_actor="bob"))["state"]
+    paused = ok(act(server, "POST", f"{path}/pause", {"reason": "maintenance"}, x_tidegate_actor="bob"))["state"]
     assert paused["paused"] and paused["paused_until"] is None
     assert (paused["pause_reason"], paused["paused_by"]) == ("maintenance", "bob")
     ids = publish(server, kind, 3)
@@ -333,7 +333,7 @@ def test_a_pause_holds_launches_until_resumed(server: str, shared_url: str, kind
     ended = ok(act(server, "POST", f"{path}/pause", {"duration_ms": HOUR_MS}))["state"]
     assert ended["paused_until"] and ended["pause_reason"] is None
     eventually(lambda: all(r["eta_seconds"] is not None for r in waiting(server, made["id"])), "they have an end")
-    resumed = ok(act(server, "POST", f"{path}/resume", x_headgate_actor="bob"))["state"]
+    resumed = ok(act(server, "POST", f"{path}/resume", x_tidegate_actor="bob"))["state"]
     assert not resumed["paused"] and resumed["paused_at"] is None
     eventually(lambda: launched(server, ids) == ids, "all launch after the resume")
     actions = [line[:2] for line in asyncio.run(audited(shared_url, made["id"]))]
@@ -348,7 +348,7 @@ def test_cancel_and_force_deliveries(server: str, shared_url: str, kind: str) ->
     ids = publish(server, kind, 3)
     first, second, third = eventually(lambda: len(r := waiting(server, made["id"])) == 3 and r, "all wait")
     path = "/admin/retries/deliveries"
-    done = ok(act(server, "POST", f"{path}/{first['id']}/cancel", x_headgate_actor="bob"))
+    done = ok(act(server, "POST", f"{path}/{first['id']}/cancel", x_tidegate_actor="bob"))
     assert done == {"id": first["id"], "status": "cancelled"}
     for verb in ("cancel", "force"):
         again = act(server, "POST", f"{path}/{first['id']}/{verb}")
@@ -410,20 +410,20 @@ async def test_a_change_or_pause_lets_no_older_launch_follow(server: str, shared
             ok(act(server, "PATCH", path, {"parameter_template": {"n": n}}))
         ok(act(server, "POST", f"/admin/triggers/{made['id']}/pause"))
         connection = await asyncpg.connect(shared_url)
-        paused_at = await connection.fetchval("select headgate.now()")
+        paused_at = await connection.fetchval("select tidegate.now()")
         eventually(lambda: waiting(server, made["id"]), "events go on to match, and wait")
         is_over.set()
         publishing.result()
     try:
         late = await connection.fetch(
-            "select d.id from headgate.workflow_trigger_deliveries d where d.trigger_id = $1 and d.status = 'launched' "
+            "select d.id from tidegate.workflow_trigger_deliveries d where d.trigger_id = $1 and d.status = 'launched' "
             "and (d.launched_at >= $2 or d.launched_at >= (select v.changed_at "
-            "from headgate.workflow_event_trigger_versions v where v.trigger_id = d.trigger_id "
+            "from tidegate.workflow_event_trigger_versions v where v.trigger_id = d.trigger_id "
             "and v.version = d.trigger_version + 1))",
             uuid.UUID(made["id"]), paused_at,
         )  # fmt: skip
         wrong = await connection.fetchval(
-            "select count(*) from headgate.workflow_trigger_deliveries d join headgate.workflow_runs r "
+            "select count(*) from tidegate.workflow_trigger_deliveries d join tidegate.workflow_runs r "
             "on r.delivery_id = d.id where d.trigger_id = $1 and (r.parameters->>'n')::int + 1 <> d.trigger_version",
             uuid.UUID(made["id"]),
         )
@@ -472,8 +472,8 @@ def test_filters_and_pages_of_what_waits(server: str, kind: str) -> None:
 
 def test_code_and_edits(database_url: str, tmp_path: Path) -> None:
     file = tmp_path / "app.py"
-    text = APP[APP.index("@hg.workflow(on") :]
-    head = APP[: APP.index("@hg.workflow()")]
+    text = APP[APP.index("@app.workflow(on") :]
+    head = APP[: APP.index("@app.workflow()")]
     file.write_text(head + text)
     with api(database_url) as (_, address):
 
@@ -563,7 +563,7 @@ def test_no_body_is_ever_a_500(server: str, body: Any, method: str) -> None:
     mine = [t for t in ok(_http.get(f"{server}{of('bill')}"))["triggers"] if t["created_by"] == "fuzz"]
     if not mine:
         new = {"name": "fuzz", "event_type": "fuzzed.never"}
-        mine = [ok(act(server, "POST", of("bill"), new, x_headgate_actor="fuzz"), 201)]
+        mine = [ok(act(server, "POST", of("bill"), new, x_tidegate_actor="fuzz"), 201)]
     path = of("bill") if method == "POST" else of("bill", mine[0]["id"])
     try:
         content = json.dumps(body).encode()
@@ -597,7 +597,7 @@ LAUGHS = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 
 
 
 def test_the_verbs_of_the_command_line(server: str, kind: str, tmp_path: Path) -> None:
-    env = {"HEADGATE_URL": server, "LOGNAME": "carol"}
+    env = {"TIDEGATE_URL": server, "LOGNAME": "carol"}
     (tmp_path / "trigger.yaml").write_text(FILE.format(kind=kind))
     (tmp_path / "event.yaml").write_text(f"type: {kind}\nsource: shop.api\npayload: {{n: 7}}\n")
 
@@ -692,7 +692,7 @@ def test_the_verbs_of_the_command_line(server: str, kind: str, tmp_path: Path) -
 def test_refusals_of_the_command_line(
     server: str, arguments: tuple[str, ...], text: str, status: int, says: str
 ) -> None:
-    refused = run(*arguments, env={"HEADGATE_URL": server}, input=text)
+    refused = run(*arguments, env={"TIDEGATE_URL": server}, input=text)
     assert refused.returncode == status, refused.stderr
     assert says in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -20,22 +20,22 @@ import asyncpg
 import httpx
 import pytest
 
-from headgate.embedded import EmbeddedPostgres
-from headgate.model.webhook import SIGNATURE_HEADERS, fingerprint
-from headgate.store import migrate
-from headgate.store.db import Database
 from tests.acceptance.conftest import ROOT
 from tests.acceptance.test_readme import blocks, shell
 from tests.acceptance.test_sources import eventually, ok
 from tests.processes import Process, api, run, worker
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.model.webhook import SIGNATURE_HEADERS, fingerprint
+from tidegate.store import migrate
+from tidegate.store.db import Database
 
 APP = """
-from headgate import Headgate
+from tidegate import Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
 
-@hg.workflow(on="*", source="launch.*", params={"type": "{{ event.type }}", "payload": "{{ event.payload }}"})
+@app.workflow(on="*", source="launch.*", params={"type": "{{ event.type }}", "payload": "{{ event.payload }}"})
 async def seen(ctx, type: str, payload: dict):
     return {"type": type, "payload": payload}
 """
@@ -52,7 +52,7 @@ def _close_http_client() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def token(shared_url: str) -> str:
-    done = run("token", "create", "ann", "--scope", "admin", env={"HEADGATE_DATABASE_URL": shared_url})
+    done = run("token", "create", "ann", "--scope", "admin", env={"TIDEGATE_DATABASE_URL": shared_url})
     assert done.returncode == 0, done.stderr
     secret: str = done.stdout.strip()
     return secret
@@ -160,8 +160,8 @@ def test_each_scheme_publishes_and_launches(
 
 
 _OUTPUTS = """
-select r.output from headgate.workflow_runs r
-  join headgate.workflow_trigger_deliveries d on d.workflow_run_id = r.id where d.event_id = $1
+select r.output from tidegate.workflow_runs r
+  join tidegate.workflow_trigger_deliveries d on d.workflow_run_id = r.id where d.event_id = $1
 """
 
 
@@ -239,7 +239,7 @@ def test_a_header_that_came_twice_is_believed_neither_time(url: str, admin: Admi
 
 
 def test_no_token_for_senders_but_for_operators(url: str, admin: Admin, source: str, shared_url: str) -> None:
-    made = run("token", "create", f"reader-{source}", "--scope", "read", env={"HEADGATE_DATABASE_URL": shared_url})
+    made = run("token", "create", f"reader-{source}", "--scope", "read", env={"TIDEGATE_DATABASE_URL": shared_url})
     reader = {"authorization": f"Bearer {made.stdout.strip()}"}
     at = f"{url}/admin/sources/{source}/webhook"
     for method, path in (("PUT", ""), ("GET", ""), ("DELETE", ""), ("POST", "/rotate"), ("DELETE", "/secrets/x")):
@@ -283,7 +283,7 @@ def test_rotation_and_what_other_processes_see(url: str, admin: Admin, source: s
     def status(address: str, secret: str) -> int:
         return send(address, source, signed("github", secret, b"{}", message_id=f"r-{next(ids)}"), b"{}").status_code
 
-    with api(shared_url, HEADGATE_AUTH="on") as (_, other):
+    with api(shared_url, TIDEGATE_AUTH="on") as (_, other):
         assert status(other, first) == 202
         rotated = ok(admin("POST", f"{at}/rotate", {"keep_ms": 3_600_000}))
         second = rotated["secret"]
@@ -315,7 +315,7 @@ def test_audit_rows_have_actor_before_and_after_without_secrets(admin: Admin, so
     second = ok(admin("POST", f"{at}/rotate"))["secret"]
     ok(admin("DELETE", f"{at}/secrets/{fingerprint(first)}"))
     ok(admin("DELETE", at))
-    found = rows(shared_url, "select * from headgate.audit_log where subject = $1 order by id", source)
+    found = rows(shared_url, "select * from tidegate.audit_log where subject = $1 order by id", source)
     assert [(r["actor"], r["action"]) for r in found] == [
         ("ann", "webhook.set"), ("ann", "webhook.rotate"), ("ann", "webhook.retire"), ("ann", "webhook.delete"),
     ]  # fmt: skip
@@ -409,12 +409,12 @@ def test_secrets_are_nowhere_but_in_their_table(
     tables = rows(
         shared_url,
         "select table_name as name from information_schema.tables "
-        "where table_schema = 'headgate' and table_type = 'BASE TABLE' and table_name <> 'webhooks'",
+        "where table_schema = 'tidegate' and table_type = 'BASE TABLE' and table_name <> 'webhooks'",
     )
     dumped = [
         row["line"]
         for table in tables
-        for row in rows(shared_url, f"select t::text as line from headgate.{table['name']} t")
+        for row in rows(shared_url, f"select t::text as line from tidegate.{table['name']} t")
     ]
     process.wait_for_line(rf"webhook.refused.*{re.escape(source)}|{re.escape(source)}.*webhook.refused")
     text = "\n".join([*(a.text + str(a.headers) for a in answers), *dumped, process.output])
@@ -422,7 +422,7 @@ def test_secrets_are_nowhere_but_in_their_table(
     for secret in secrets:
         assert secret not in text
     assert canary not in process.output and headers["x-hub-signature-256"][7:] not in text
-    assert f'headgate_webhooks_total{{outcome="unsigned",source="{source}"}}' in text
+    assert f'tidegate_webhooks_total{{outcome="unsigned",source="{source}"}}' in text
 
 
 def test_refusals_are_told_with_their_reason(guarded: tuple[Process, str], admin: Admin, source: str) -> None:
@@ -446,7 +446,7 @@ def test_refusals_are_told_with_their_reason(guarded: tuple[Process, str], admin
 
 def outcomes(admin: Admin, source: str) -> dict[str, float]:
     text = ok_text(admin("GET", "/metrics"))
-    found = re.findall(rf'headgate_webhooks_total{{outcome="(\w+)",source="{re.escape(source)}"}} (\S+)', text)
+    found = re.findall(rf'tidegate_webhooks_total{{outcome="(\w+)",source="{re.escape(source)}"}} (\S+)', text)
     return {outcome: float(count) for outcome, count in found}
 
 
@@ -516,7 +516,7 @@ def eventually_503(url: str, source: str, secret: str) -> httpx.Response:
 
 def test_commands(url: str, token: str, source: str, tmp_path: Path) -> None:
     def command(*arguments: str, **kwargs: Any) -> Any:
-        return run("webhooks", *arguments, env={"HEADGATE_URL": url, "HEADGATE_TOKEN": token}, **kwargs)
+        return run("webhooks", *arguments, env={"TIDEGATE_URL": url, "TIDEGATE_TOKEN": token}, **kwargs)
 
     made = command("set", source, "--scheme", "github", "--event-type", "hub")
     assert made.returncode == 0, made.stderr
@@ -559,5 +559,5 @@ def test_the_commands_in_the_documentation_run(database_url: str) -> None:
         told = shell(first, url)
         assert '"status":"accepted"' in told and "invoice.paid" in told
         assert "acme.billing" in shell(second, url)
-    [event] = rows(database_url, "select type, external_id, occurred_at from headgate.workflow_events")
+    [event] = rows(database_url, "select type, external_id, occurred_at from tidegate.workflow_events")
     assert (event["type"], event["external_id"]) == ("invoice.paid", "msg_1")

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 import asyncpg
 import pytest
 
-from headgate.embedded import EmbeddedPostgres
-from headgate.store.db import Database
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.store.db import Database
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,12 @@ from typing import Any
 import bullmq
 import pytest
 
-from headgate.queue import bullmq as ours
-from headgate.queue.bullmq import HINT_IDS, INGRESS, QUEUES, TRIGGERS, BullmqQueue
-from headgate.queue.port import Topic, Wakeup
-from headgate.queue.wakeups import MAX_PER_SECOND
-from headgate.store.db import Database
 from tests.redis_server import RedisServer, client_fixture, server_fixture  # noqa: F401
+from tidegate.queue import bullmq as ours
+from tidegate.queue.bullmq import HINT_IDS, INGRESS, QUEUES, TRIGGERS, BullmqQueue
+from tidegate.queue.port import Topic, Wakeup
+from tidegate.queue.wakeups import MAX_PER_SECOND
+from tidegate.store.db import Database
 
 PATIENCE_SECONDS = 60
 OTHERS = {"removeOnComplete": True, "removeOnFail": True}
@@ -200,7 +200,7 @@ async def test_trap_add_waits_while_redis_is_down(server: RedisServer) -> None:
 async def test_ours_gives_up_counts_and_recovers(
     client: Any, server: RedisServer, queue: BullmqQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headgate.queue.sender.OPEN_SECONDS", 0.1)
+    monkeypatch.setattr("tidegate.queue.sender.OPEN_SECONDS", 0.1)
     server.stop()
     while not queue._sender.is_resting:
         queue.schedule([wakeup(60)])
@@ -308,8 +308,8 @@ async def test_two_installations_on_one_redis_do_not_mix(
 ) -> None:
     other_database = Database(empty_database_url, "test", size=1)
     async with other_database.connection() as connection:
-        await connection.execute("create schema headgate")
-        await connection.execute("create table headgate.installation as select gen_random_uuid() as id")
+        await connection.execute("create schema tidegate")
+        await connection.execute("create table tidegate.installation as select gen_random_uuid() as id")
     other = BullmqQueue(server.url, other_database)
     assert await other._open() != await queue._open()
     other.hint("inbox")

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import pytest
 
-from headgate.embedded import EmbeddedPostgres
-from headgate.queue.bullmq import BullmqQueue
-from headgate.queue.port import TOPICS, Queue, Topic, Wakeup
-from headgate.queue.postgres import PostgresQueue
-from headgate.store.db import Database
 from tests.redis_server import redis_server
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.queue.bullmq import BullmqQueue
+from tidegate.queue.port import TOPICS, Queue, Topic, Wakeup
+from tidegate.queue.postgres import PostgresQueue
+from tidegate.store.db import Database
 
 PATIENCE_SECONDS = 60
 JOBS: dict[Topic, str] = {"retries": "event-retry", "deliveries": "event-trigger-retry"}

@@ -8,26 +8,26 @@ from typing import Any
 
 import asyncpg
 
-from headgate import Context, Headgate
+from tidegate import Context, Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
 
 async def _record(ctx: Context, what: str) -> None:
-    connection = await asyncpg.connect(os.environ["HEADGATE_DATABASE_URL"])
+    connection = await asyncpg.connect(os.environ["TIDEGATE_DATABASE_URL"])
     try:
         await connection.execute("insert into effects (run_id, what) values ($1, $2)", ctx.run_id, what)
     finally:
         await connection.close()
 
 
-@hg.workflow(on="work.quick")
+@app.workflow(on="work.quick")
 async def quick(ctx: Context, n: int = 0) -> dict[str, Any]:
     await _record(ctx, "quick")
     return {"n": n}
 
 
-@hg.workflow(on="work.slow")
+@app.workflow(on="work.slow")
 async def slow(ctx: Context, seconds: float) -> str:
     await _record(ctx, "begun")
     await asyncio.sleep(seconds)
@@ -35,17 +35,17 @@ async def slow(ctx: Context, seconds: float) -> str:
     return "slept"
 
 
-@hg.workflow(on="work.broken")
+@app.workflow(on="work.broken")
 def broken(ctx: Context) -> None:
     raise RuntimeError("this one always fails")
 
 
-@hg.workflow(on="work.paced", throttle="2/200ms")
+@app.workflow(on="work.paced", throttle="2/200ms")
 async def paced(ctx: Context, n: int = 0) -> None:
     await _record(ctx, "paced")
 
 
-@hg.workflow(on="work.narrow", max_concurrency=2)
+@app.workflow(on="work.narrow", max_concurrency=2)
 async def narrow(ctx: Context, n: int = 0) -> None:
     await _record(ctx, "narrow")
     await asyncio.sleep(0.05)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.step_world import World
+from tidegate.store.db import Connection, Database
 
 APP = Path(__file__).parent / "app.py"
 PATIENCE_SECONDS = 60

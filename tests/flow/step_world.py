@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from headgate import Headgate
-from headgate.flow.dispatch import Dispatch
-from headgate.flow.run import Runner
-from headgate.model.retry import RetryPolicy
-from headgate.store.db import Connection, Database
+from tidegate import Tidegate
+from tidegate.flow.dispatch import Dispatch
+from tidegate.flow.run import Runner
+from tidegate.model.retry import RetryPolicy
+from tidegate.store.db import Connection, Database
 
 POLICY = RetryPolicy(base_ms=1000, factor=2, max_ms=8000, jitter_ratio=0, max_attempts=3)
 
@@ -18,16 +18,16 @@ class World:
     """An application, its worker turned by hand, and what its workflows did."""
 
     def __init__(self, database: Database) -> None:
-        self.hg = Headgate()
+        self.app = Tidegate()
         self.database = database
         self.done: list[str] = []
         self.dispatch = Dispatch(database, batch_size=500, after_launch=lambda: None)
         self.runners: list[Runner] = []
 
     async def runner(self, lease_ms: int = 60_000, concurrency: int = 10) -> Runner:
-        definitions = await self.database.run(self.hg.register)
+        definitions = await self.database.run(self.app.register)
         made = Runner(
-            self.database, self.hg.workflows, worker="test", concurrency=concurrency, lease_ms=lease_ms, policy=POLICY
+            self.database, self.app.workflows, worker="test", concurrency=concurrency, lease_ms=lease_ms, policy=POLICY
         )
         made.serve(definitions)
         self.runners.append(made)
@@ -41,9 +41,9 @@ class World:
 
 
 async def the_run(connection: Connection) -> Any:
-    return await connection.fetchrow("select * from headgate.workflow_runs order by id limit 1")
+    return await connection.fetchrow("select * from tidegate.workflow_runs order by id limit 1")
 
 
 async def the_steps(connection: Connection) -> dict[str, Any]:
-    rows = await connection.fetch("select * from headgate.workflow_run_steps order by created_at, id")
+    rows = await connection.fetch("select * from tidegate.workflow_run_steps order by created_at, id")
     return {row["name"]: row for row in rows}

@@ -10,13 +10,13 @@ import uuid
 
 import asyncpg
 
-from headgate import Context, Headgate, SyncContext
+from tidegate import Context, SyncContext, Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
 
 async def record(run_id: uuid.UUID, what: str) -> str:
-    connection = await asyncpg.connect(os.environ["HEADGATE_DATABASE_URL"])
+    connection = await asyncpg.connect(os.environ["TIDEGATE_DATABASE_URL"])
     try:
         await connection.execute("insert into effects (run_id, what) values ($1, $2)", run_id, what)
     finally:
@@ -25,7 +25,7 @@ async def record(run_id: uuid.UUID, what: str) -> str:
 
 
 async def count(run_id: uuid.UUID, what: str) -> int:
-    connection = await asyncpg.connect(os.environ["HEADGATE_DATABASE_URL"])
+    connection = await asyncpg.connect(os.environ["TIDEGATE_DATABASE_URL"])
     try:
         return int(
             await connection.fetchval("select count(*) from effects where run_id = $1 and what = $2", run_id, what)
@@ -34,7 +34,7 @@ async def count(run_id: uuid.UUID, what: str) -> int:
         await connection.close()
 
 
-@hg.workflow(on="steps.three")
+@app.workflow(on="steps.three")
 async def three(ctx: Context, seconds: float = 0.0) -> list[str]:
     """Three effects, the second slow."""
 
@@ -50,7 +50,7 @@ async def three(ctx: Context, seconds: float = 0.0) -> list[str]:
     ]
 
 
-@hg.workflow(on="steps.flaky")
+@app.workflow(on="steps.flaky")
 async def flaky(ctx: Context) -> str:
     async def call() -> str:
         await record(ctx.run_id, "try")
@@ -61,14 +61,14 @@ async def flaky(ctx: Context) -> str:
     return await ctx.step("call", call)
 
 
-@hg.workflow(on="steps.nap")
+@app.workflow(on="steps.nap")
 async def nap(ctx: Context, duration: str = "1s") -> str:
     await ctx.step("before", record, ctx.run_id, "before")
     await ctx.sleep(duration)
     return await ctx.step("after", record, ctx.run_id, "after")
 
 
-@hg.workflow(on="steps.busy")
+@app.workflow(on="steps.busy")
 async def busy(ctx: Context, seconds: float) -> str:
     """Keeps the event loop of its worker busy, which it should not; it must not lose its run for it."""
     await record(ctx.run_id, "busy")
@@ -78,23 +78,23 @@ async def busy(ctx: Context, seconds: float) -> str:
     return "done"
 
 
-@hg.workflow(on="steps.plain")
+@app.workflow(on="steps.plain")
 def plain(ctx: SyncContext, n: int) -> int:
     doubled = ctx.step("double", lambda: n * 2)
     ctx.sleep("100ms")
     return ctx.step("again", lambda: doubled * 2)
 
 
-@hg.workflow(on="steps.exit")
+@app.workflow(on="steps.exit")
 async def leave(ctx: Context) -> None:
     sys.exit(3)
 
 
-@hg.workflow(on="steps.thread")
+@app.workflow(on="steps.thread")
 async def thread(ctx: Context) -> None:
     await ctx.step("long", time.sleep, 3600)
 
 
-@hg.workflow(on="steps.plain_thread")
+@app.workflow(on="steps.plain_thread")
 def plain_thread(ctx: SyncContext) -> None:
     ctx.step("long", time.sleep, 3600)

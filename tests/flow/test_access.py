@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from headgate.errors import (
+from tests.conftest import Clock
+from tidegate.errors import (
     Conflict,
     Forbidden,
-    HeadgateError,
     InvalidInput,
     NotFound,
     Overloaded,
+    TidegateError,
     Unauthorized,
     Unavailable,
 )
-from headgate.flow import access as module
-from headgate.flow import control, strangers
-from headgate.flow.access import Access
-from headgate.model.token import Scope, secret_of
-from headgate.settings import Settings
-from headgate.store.db import Connection, Database
-from tests.conftest import Clock
+from tidegate.flow import access as module
+from tidegate.flow import control, strangers
+from tidegate.flow.access import Access
+from tidegate.model.token import Scope, secret_of
+from tidegate.settings import Settings
+from tidegate.store.db import Connection, Database
 
 ON = Settings(auth="on")
 HERE = [(b"host", b"127.0.0.1:8700")]
@@ -35,7 +35,7 @@ async def create(database: Database, name: str = "ci", scopes: tuple[Scope, ...]
     return made.secret
 
 
-async def refusal(access: Access, authorization: str | None, needed: Scope = "read") -> HeadgateError:
+async def refusal(access: Access, authorization: str | None, needed: Scope = "read") -> TidegateError:
     with pytest.raises((Unauthorized, Forbidden)) as caught:
         await access.check(authorization, needed)
     return caught.value
@@ -177,7 +177,7 @@ async def test_verbs_and_their_record(database: Database, connection: Connection
     revoked = await control.revoke_token(database, "ci", actor="bob")
     assert await control.revoke_token(database, str(revoked.id), actor="eve") == revoked
     await create(database)  # the name is free again
-    rows = await connection.fetch("select * from headgate.audit_log order by id")
+    rows = await connection.fetch("select * from tidegate.audit_log order by id")
     assert [(r["actor"], r["action"]) for r in rows] == [
         ("ann", "token.create"), ("bob", "token.revoke"), ("ann", "token.create"),
     ]  # fmt: skip
@@ -197,13 +197,13 @@ async def test_last_use_is_noted_about_once_a_minute(database: Database, connect
     for ms in (0, 30_000, 31_000):
         await clock.advance(ms)
         await Access(ON, database).check(f"Bearer {secret}", "read")
-        seen.append(await connection.fetchval("select last_used_at from headgate.api_tokens"))
+        seen.append(await connection.fetchval("select last_used_at from tidegate.api_tokens"))
     assert seen[0] == seen[1] and seen[2] == clock.now
 
 
 @pytest.mark.parametrize(
     "lock",
-    ["lock table headgate.api_tokens in share row exclusive mode", "select 1 from headgate.api_tokens for update"],
+    ["lock table tidegate.api_tokens in share row exclusive mode", "select 1 from tidegate.api_tokens for update"],
 )
 async def test_a_use_that_cannot_be_noted_refuses_nobody(database_url: str, lock: str) -> None:
     """Tokens are being changed, or another process notes the same."""

@@ -7,17 +7,6 @@ from typing import Any
 
 import pytest
 
-from headgate import Client, Context, Unavailable, failpoints
-from headgate.flow import control
-from headgate.flow.control import BulkDone, bulk_retries
-from headgate.flow.delivery_retry import DeliveryRetry
-from headgate.flow.retry import Retry
-from headgate.model.source import TRIGGER_BREAKER, RateLimit
-from headgate.model.trigger import Trigger
-from headgate.store.bulk_retries import RetryKind, Span
-from headgate.store.db import Connection, Database
-from headgate.store.retry_rows import RetryFilters
-from headgate.telemetry import metrics
 from tests.conftest import Clock
 from tests.flow.conftest import eventually
 from tests.flow.step_world import World
@@ -25,27 +14,38 @@ from tests.flow.test_control import hold
 from tests.flow.test_dispatch import publish
 from tests.processes import api
 from tests.store.builders import make_definition, make_events
+from tidegate import Client, Context, Unavailable, failpoints
+from tidegate.flow import control
+from tidegate.flow.control import BulkDone, bulk_retries
+from tidegate.flow.delivery_retry import DeliveryRetry
+from tidegate.flow.retry import Retry
+from tidegate.model.source import TRIGGER_BREAKER, RateLimit
+from tidegate.model.trigger import Trigger
+from tidegate.store.bulk_retries import RetryKind, Span
+from tidegate.store.db import Connection, Database
+from tidegate.store.retry_rows import RetryFilters
+from tidegate.telemetry import metrics
 
 
 async def hold_events(connection: Connection, count: int, source: str = "shop.api", reason: str = "paused") -> None:
     """Events of a source that wait for an hour."""
     ids = await make_events(connection, count, source=source)
-    await connection.execute("delete from headgate.event_inbox")
+    await connection.execute("delete from tidegate.event_inbox")
     await connection.execute(
-        "insert into headgate.event_scheduler_sources (source, updated_by) values ($1, 'test') on conflict do nothing",
+        "insert into tidegate.event_scheduler_sources (source, updated_by) values ($1, 'test') on conflict do nothing",
         source,
     )
     await connection.execute(
-        "insert into headgate.event_ingress_retries (event_id, source, ingress_sequence, retry_state, attempts, "
+        "insert into tidegate.event_ingress_retries (event_id, source, ingress_sequence, retry_state, attempts, "
         "next_attempt_at, reason) select id, source, ingress_sequence, 'scheduled', 1, "
-        "headgate.now() + interval '1 hour', $2 from headgate.workflow_events where id = any ($1)",
+        "tidegate.now() + interval '1 hour', $2 from tidegate.workflow_events where id = any ($1)",
         ids, reason,
     )  # fmt: skip
 
 
 async def states(connection: Connection) -> dict[tuple[str, str], int]:
     rows = await connection.fetch(
-        "select source, retry_state, count(*) from headgate.event_ingress_retries group by 1, 2"
+        "select source, retry_state, count(*) from tidegate.event_ingress_retries group by 1, 2"
     )
     return {(row[0], row[1]): row[2] for row in rows}
 
@@ -91,12 +91,12 @@ async def test_events_are_cancelled_in_bounded_calls(database: Database, connect
         ("shop.api", "cancelled"): 250, ("shop.api", "scheduled"): 35, ("other", "scheduled"): 20,
     }  # fmt: skip
     assert metrics.EVENT_RETRIES.labels("cancelled")._value.get() == before + 250
-    noted = await connection.fetch("select * from headgate.audit_log where action = 'events.cancel' order by id")
+    noted = await connection.fetch("select * from tidegate.audit_log where action = 'events.cancel' order by id")
     assert [row["after"]["count"] for row in noted] == [100, 20, 100, 20, 10]
     assert {row["actor"] for row in noted} == {"ann"}
     assert noted[0]["before"] == {"filter": {"source": "shop.api", "reason": "paused"}}
     told = (
-        "select count(distinct event_id) from headgate.event_decisions where decision = 'cancelled' and actor = 'ann'"
+        "select count(distinct event_id) from tidegate.event_decisions where decision = 'cancelled' and actor = 'ann'"
     )
     assert await connection.fetchval(told) == 250
     assert len({row_id for row in noted for row_id in row["after"]["ids"]}) == 250
@@ -108,7 +108,7 @@ async def test_who_is_forced_passes_the_gate_and_is_met_once(
 ) -> None:
     await hold_events(connection, 40, reason="rate_limit")
     await control.set_limit(database, "shop.api", RateLimit(limit=3, interval_ms=3_600_000), "ann")
-    await connection.execute("update headgate.event_scheduler_sources set is_replanning = false")
+    await connection.execute("update tidegate.event_scheduler_sources set is_replanning = false")
     retry = Retry(database, batch_size=100, after_launch=lambda: None)
     done = 0
     span: Span | None = None
@@ -119,8 +119,8 @@ async def test_who_is_forced_passes_the_gate_and_is_met_once(
         done, span = done + one.done, one.rest
         await retry.run_once()
         await connection.execute(
-            "update headgate.event_ingress_retries set next_attempt_at = headgate.now() + interval '1 hour' "
-            "where retry_state = 'scheduled' and next_attempt_at <= headgate.now()"
+            "update tidegate.event_ingress_retries set next_attempt_at = tidegate.now() + interval '1 hour' "
+            "where retry_state = 'scheduled' and next_attempt_at <= tidegate.now()"
         )
         if span is None:
             break
@@ -133,8 +133,8 @@ async def test_what_has_gone_on_meanwhile_is_told(database: Database, connection
     await hold_events(connection, 3)
     async with database.transaction() as other:
         await other.execute(
-            "update headgate.event_ingress_retries set retry_state = 'completed' where event_id = "
-            "(select event_id from headgate.event_ingress_retries order by event_id limit 1)"
+            "update tidegate.event_ingress_retries set retry_state = 'completed' where event_id = "
+            "(select event_id from tidegate.event_ingress_retries order by event_id limit 1)"
         )
         verdict = asyncio.create_task(act(database, "events", "cancel", source="shop.api"))
         await eventually(database, "select exists (select 1 from pg_locks where not granted)")
@@ -162,8 +162,8 @@ async def test_deliveries_by_filter(database: Database, connection: Connection, 
     assert await count(database, "deliveries", workflow="x") == await count(database, "deliveries", source="x") == 0
     forced = await act(database, "deliveries", "force", trigger_id=other.id)
     assert forced.done == 3
-    due = "select count(*) from headgate.workflow_trigger_deliveries where retry_state = 'scheduled' and " \
-          "next_attempt_at <= headgate.now() and trigger_id = $1"  # fmt: skip
+    due = "select count(*) from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' and " \
+          "next_attempt_at <= tidegate.now() and trigger_id = $1"  # fmt: skip
     assert await connection.fetchval(due, other.id) == 3 and await connection.fetchval(due, trigger.id) == 0
     one = await control.change_retries(
         database, "deliveries", "cancel", RetryFilters(reason="concurrency"), "bob", TRIGGER_BREAKER, limit=2
@@ -171,7 +171,7 @@ async def test_deliveries_by_filter(database: Database, connection: Connection, 
     assert (one.done, one.remaining) == (2, 1)
     assert await connection.fetchval(due, trigger.id) == 1  # the next in line is told that a slot may be free
     assert (await act(database, "deliveries", "cancel", workflow="fulfil")).done == 4
-    lines = "select count(*) from headgate.event_decisions where stage = 'deliver' and decision = 'cancelled'"
+    lines = "select count(*) from tidegate.event_decisions where stage = 'deliver' and decision = 'cancelled'"
     assert await connection.fetchval(lines) == 6
 
 
@@ -181,11 +181,11 @@ async def test_steps_by_filter_end_their_runs(
     async def call() -> None:
         raise ConnectionError("away")
 
-    @world.hg.workflow(on="go", max_concurrency=4)
+    @world.app.workflow(on="go", max_concurrency=4)
     async def work(ctx: Context) -> None:
         await ctx.step("call", call)
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def two(ctx: Context) -> None:
         await asyncio.gather(ctx.step("a", call), ctx.step("b", call), ctx.sleep("1h", name="c"))
 
@@ -196,7 +196,7 @@ async def test_steps_by_filter_end_their_runs(
     assert await count(database, "steps", workflow="work") == 4
     assert await count(database, "steps", workflow="two", reason="failed") == 12  # not the timers
     assert (await act(database, "steps", "force", workflow="work")).done == 4
-    due = "select count(*) from headgate.workflow_runs where status = 'pending' and next_attempt_at <= headgate.now()"
+    due = "select count(*) from tidegate.workflow_runs where status = 'pending' and next_attempt_at <= tidegate.now()"
     assert await connection.fetchval(due) == 4
     cancelled = await act(database, "steps", "cancel", workflow="work")
     assert cancelled.done == 4
@@ -209,8 +209,8 @@ async def test_steps_by_filter_end_their_runs(
     both = await act(database, "steps", "cancel", workflow="two", limit=4)
     assert both.done + both.no_longer_waiting <= 12 and both.done >= 6
     rows = await connection.fetch(
-        "select s.retry_state, r.status, count(*) from headgate.workflow_run_steps s join headgate.workflow_runs r "
-        "on r.id = s.workflow_run_id join headgate.workflow_definitions w on w.id = r.workflow_definition_id "
+        "select s.retry_state, r.status, count(*) from tidegate.workflow_run_steps s join tidegate.workflow_runs r "
+        "on r.id = s.workflow_run_id join tidegate.workflow_definitions w on w.id = r.workflow_definition_id "
         "where w.slug = 'two' group by 1, 2"
     )
     assert [tuple(row) for row in rows] == [("cancelled", "cancelled", 18)]
@@ -224,7 +224,7 @@ async def test_cancelling_beside_busy_workers_loses_and_doubles_nothing(
         world.done.append("try")
         raise ConnectionError("away")
 
-    @world.hg.workflow(on="go", max_concurrency=5)
+    @world.app.workflow(on="go", max_concurrency=5)
     async def work(ctx: Context) -> None:
         await ctx.step("call", call)
 
@@ -250,12 +250,12 @@ async def test_cancelling_beside_busy_workers_loses_and_doubles_nothing(
     await world.turn(runner)
     await act(database, "steps", "cancel", workflow="work")
     await act(database, "deliveries", "cancel", workflow="work")
-    left = "select count(*) from headgate.workflow_runs where status in ('pending', 'running')"
+    left = "select count(*) from tidegate.workflow_runs where status in ('pending', 'running')"
     assert await connection.fetchval(left) == 0
     assert await count(database, "steps") == await count(database, "deliveries") == 0
-    orphans = "select count(*) from headgate.workflow_run_steps where retry_state = 'scheduled'"
+    orphans = "select count(*) from tidegate.workflow_run_steps where retry_state = 'scheduled'"
     assert await connection.fetchval(orphans) == 0
-    deliveries = await connection.fetch("select status, count(*) from headgate.workflow_trigger_deliveries group by 1")
+    deliveries = await connection.fetch("select status, count(*) from tidegate.workflow_trigger_deliveries group by 1")
     assert sum(row[1] for row in deliveries) == 40 and {row[0] for row in deliveries} <= {"launched", "cancelled"}
 
 
@@ -266,13 +266,13 @@ async def test_a_killed_call_leaves_whole_batches_and_goes_on(
     database_url: str, connection: Connection, point: str, done: int
 ) -> None:
     await hold_events(connection, 350)
-    with api(database_url, HEADGATE_FAILPOINTS=point) as (process, url), Client(url) as client:
+    with api(database_url, TIDEGATE_FAILPOINTS=point) as (process, url), Client(url) as client:
         with pytest.raises(Unavailable):
             client.request("POST", "/admin/retries/events/cancel", {"source": "shop.api"})
         assert process.wait() == 137
     assert await states(connection) == {("shop.api", "cancelled"): done, ("shop.api", "scheduled"): 350 - done}
-    told = "select count(*) from headgate.event_decisions where decision = 'cancelled'"
-    noted = "select coalesce(sum((after ->> 'count')::int), 0) from headgate.audit_log where action = 'events.cancel'"
+    told = "select count(*) from tidegate.event_decisions where decision = 'cancelled'"
+    noted = "select coalesce(sum((after ->> 'count')::int), 0) from tidegate.audit_log where action = 'events.cancel'"
     assert await connection.fetchval(told) == done == await connection.fetchval(noted)
     with api(database_url) as (_, url), Client(url) as client:
         rest = client.request("POST", "/admin/retries/events/cancel", {"source": "shop.api"})
@@ -285,9 +285,9 @@ async def test_a_batch_that_fails_changes_nothing(database: Database, connection
     failpoints.arm("bulk_retries.before_commit=raise@2")
     with pytest.raises(failpoints.FailpointHit):
         await act(database, "events", "force")
-    due = "select count(*) from headgate.event_ingress_retries where next_attempt_at <= headgate.now()"
+    due = "select count(*) from tidegate.event_ingress_retries where next_attempt_at <= tidegate.now()"
     assert await connection.fetchval(due) == 100
-    assert await connection.fetchval("select count(*) from headgate.audit_log where action = 'events.force'") == 1
+    assert await connection.fetchval("select count(*) from tidegate.audit_log where action = 'events.force'") == 1
 
 
 async def test_a_call_ends_when_its_time_is_over(

@@ -1,4 +1,4 @@
-"""HEADGATE_QUEUE=bullmq with real processes: what is held becomes delayed jobs, and losing Redis loses nothing."""
+"""TIDEGATE_QUEUE=bullmq with real processes: what is held becomes delayed jobs, and losing Redis loses nothing."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from typing import Any
 
 import pytest
 
-from headgate.client import Client
-from headgate.flow import control
-from headgate.flow.reconcile import Requeue
-from headgate.queue.bullmq import INGRESS, TRIGGERS, BullmqQueue
-from headgate.queue.wakeups import delivery_wakeups
-from headgate.store import deliveries
-from headgate.store.db import Connection, Database
-from headgate.telemetry import metrics
 from tests.flow.conftest import APP, PATIENCE_SECONDS, eventually
 from tests.processes import Process, api, worker
 from tests.redis_server import RedisServer, client_fixture, server_fixture  # noqa: F401
 from tests.store.builders import make_events, make_triggers
+from tidegate.client import Client
+from tidegate.flow import control
+from tidegate.flow.reconcile import Requeue
+from tidegate.queue.bullmq import INGRESS, TRIGGERS, BullmqQueue
+from tidegate.queue.wakeups import delivery_wakeups
+from tidegate.store import deliveries
+from tidegate.store.db import Connection, Database
+from tidegate.telemetry import metrics
 
 Effects = Callable[[], Awaitable[list[tuple[Any, str]]]]
 Start = Callable[..., AbstractContextManager[Process]]
 
-SUCCEEDED = "select count(*) = $1 from headgate.workflow_runs where status = 'succeeded'"
-WAITING = "select count(*) = $1 from headgate.event_ingress_retries where retry_state = 'scheduled'"
-ALL_MET = "select count(*) = 0 from headgate.event_inbox"
+SUCCEEDED = "select count(*) = $1 from tidegate.workflow_runs where status = 'succeeded'"
+WAITING = "select count(*) = $1 from tidegate.event_ingress_retries where retry_state = 'scheduled'"
+ALL_MET = "select count(*) = 0 from tidegate.event_inbox"
 QUEUE_OF = {"events": INGRESS, "deliveries": TRIGGERS}
 
 
 @pytest.fixture
 def settings(server: RedisServer) -> dict[str, str]:
-    return {"HEADGATE_QUEUE": "bullmq", "HEADGATE_REDIS_URL": server.url}
+    return {"TIDEGATE_QUEUE": "bullmq", "TIDEGATE_REDIS_URL": server.url}
 
 
 @pytest.fixture
 def start(database_url: str, settings: dict[str, str]) -> Start:
     def with_limit(limit: int | None = None, interval_ms: int = 1000, **env: str) -> AbstractContextManager[Process]:
         limits = [{"source": "noisy", "limit": limit, "interval_ms": interval_ms}] if limit else []
-        env = {"HEADGATE_SOURCE_RATE_LIMITS": json.dumps(limits), "HEADGATE_POLL_MS": "1000", **settings, **env}
+        env = {"TIDEGATE_SOURCE_RATE_LIMITS": json.dumps(limits), "TIDEGATE_POLL_MS": "1000", **settings, **env}
         return worker(database_url, APP, **env)
 
     return with_limit
@@ -52,7 +52,7 @@ def start(database_url: str, settings: dict[str, str]) -> Start:
 
 async def publish(connection: Connection, count: int, source: str = "noisy") -> None:
     for n in range(count):
-        await connection.execute("select headgate.publish('work.quick', $1, $2)", source, {"n": n})
+        await connection.execute("select tidegate.publish('work.quick', $1, $2)", source, {"n": n})
 
 
 async def jobs(client: Any, queue: str = INGRESS) -> dict[str, dict[str, str]]:
@@ -65,19 +65,19 @@ async def hold(connection: Connection, kind: str, offsets: Sequence[timedelta]) 
     """Rows that wait for so long from now, written just now; the ids that their jobs should have, in order."""
     [trigger] = await make_triggers(connection)
     events = await make_events(connection, len(offsets), source="noisy")
-    await connection.execute("delete from headgate.event_inbox")
-    now = await connection.fetchval("select headgate.now()")
+    await connection.execute("delete from tidegate.event_inbox")
+    now = await connection.fetchval("select tidegate.now()")
     due = [now + offset for offset in offsets]
     if kind == "events":
         await connection.executemany(
-            "insert into headgate.event_ingress_retries (event_id, source, attempts, next_attempt_at) "
+            "insert into tidegate.event_ingress_retries (event_id, source, attempts, next_attempt_at) "
             "values ($1, 'noisy', 1, $2)",
             list(zip(events, due, strict=True)),
         )
         return [f"event-retry:{event}:1" for event in events]
     held = [uuid.uuid4() for _ in events]
     await connection.executemany(
-        "insert into headgate.workflow_trigger_deliveries "
+        "insert into tidegate.workflow_trigger_deliveries "
         "(id, trigger_id, event_id, status, attempts, retry_state, next_attempt_at, retry_attempts) "
         "values ($1, $2, $3, 'throttled', 1, 'scheduled', $4, 2)",
         [(delivery, trigger, event, at) for delivery, event, at in zip(held, events, due, strict=True)],
@@ -88,11 +88,11 @@ async def hold(connection: Connection, kind: str, offsets: Sequence[timedelta]) 
 async def settle(connection: Connection) -> None:
     """Make what waits older, so that its jobs cannot be on their way."""
     for table in ("event_ingress_retries", "workflow_trigger_deliveries"):
-        await connection.execute(f"update headgate.{table} set updated_at = headgate.now() - interval '9 s'")
+        await connection.execute(f"update tidegate.{table} set updated_at = tidegate.now() - interval '9 s'")
 
 
 async def rows_of_deliveries(connection: Connection) -> list[Any]:
-    return list(await connection.fetch("select * from headgate.workflow_trigger_deliveries order by id"))
+    return list(await connection.fetch("select * from tidegate.workflow_trigger_deliveries order by id"))
 
 
 async def one_pass(requeue: Requeue) -> int:
@@ -113,7 +113,7 @@ async def until(holds: Callable[[], Awaitable[Any]]) -> None:
 async def held(connection: Connection) -> list[Any]:
     return list(
         await connection.fetch(
-            "select * from headgate.event_ingress_retries where retry_state = 'scheduled' order by next_attempt_at"
+            "select * from tidegate.event_ingress_retries where retry_state = 'scheduled' order by next_attempt_at"
         )
     )
 
@@ -138,7 +138,7 @@ async def test_a_throttled_event_is_a_row_and_a_delayed_job(
         assert set(data) == {"installation", "ids"} and data["ids"] == [str(row["event_id"])]
         fires_at = (int(job["timestamp"]) + int(job["delay"])) / 1000
         assert fires_at == pytest.approx(row["next_attempt_at"].timestamp(), abs=1)
-    assert await client.zcard((await client.keys("*:headgate-event-ingress:delayed"))[0]) == 3
+    assert await client.zcard((await client.keys("*:tidegate-event-ingress:delayed"))[0]) == 3
 
 
 async def test_held_events_launch_after_the_pause_and_leave_no_keys(
@@ -148,7 +148,7 @@ async def test_held_events_launch_after_the_pause_and_leave_no_keys(
         await publish(connection, 1, "warm")  # so that what both workers keep in Redis is there
         await eventually(database, SUCCEEDED, 1)
         await control.pause(database, "noisy", duration_ms=1500, reason="test", actor="test")
-        before = await connection.fetchval("select headgate.now()")
+        before = await connection.fetchval("select tidegate.now()")
         await publish(connection, 20)
         await eventually(database, WAITING, 20)
         await until(lambda: jobs(client))
@@ -162,8 +162,8 @@ async def test_held_events_launch_after_the_pause_and_leave_no_keys(
         assert "reconcile.requeued" not in one.output + two.output  # nothing was lost, so nothing is sent again
     assert len(await effects()) == 21
     first = await connection.fetchval(
-        "select min(d.launched_at) from headgate.workflow_trigger_deliveries d "
-        "join headgate.workflow_events e on e.id = d.event_id where e.source = 'noisy'"
+        "select min(d.launched_at) from tidegate.workflow_trigger_deliveries d "
+        "join tidegate.workflow_events e on e.id = d.event_id where e.source = 'noisy'"
     )
     assert first - before >= timedelta(milliseconds=1400)
 
@@ -180,7 +180,7 @@ async def test_a_cancelled_event_never_launches(
         await until(lambda: _gone(client, str(last["event_id"])))  # its job fired and found nothing to do
     assert len(await effects()) == 2
     assert await connection.fetchval(
-        "select retry_state = 'cancelled' from headgate.event_ingress_retries where event_id = $1", last["event_id"]
+        "select retry_state = 'cancelled' from tidegate.event_ingress_retries where event_id = $1", last["event_id"]
     )
 
 
@@ -195,7 +195,7 @@ async def test_flushed_redis_is_refilled_and_nothing_is_lost(
         await publish(connection, 60)  # twelve seconds: several passes of the comparison
         await eventually(database, ALL_MET)
         await until(lambda: jobs(client))
-        await eventually(database, "select count(*) > 6 from headgate.workflow_runs")
+        await eventually(database, "select count(*) > 6 from tidegate.workflow_runs")
         await client.flushall()
         found = process.wait_for_line(r"reconcile\.requeued")
         assert '"kind":"events"' in found.string
@@ -298,7 +298,7 @@ async def test_a_start_refills_redis(database: Database, connection: Connection,
 async def test_pages_beyond_the_first_are_refilled(
     database: Database, connection: Connection, client: Any, start: Start
 ) -> None:
-    with start(1, 10_000, HEADGATE_BATCH_SIZE="10"):
+    with start(1, 10_000, TIDEGATE_BATCH_SIZE="10"):
         await publish(connection, 60)
         await eventually(database, WAITING, 59)
         rows = await held(connection)
@@ -394,7 +394,7 @@ async def test_early_and_repeated_jobs_leave_waiting_deliveries_alone(
 async def test_a_wrong_or_dead_redis_does_not_keep_a_worker_from_starting(
     database: Database, connection: Connection, start: Start, effects: Effects
 ) -> None:
-    with start(HEADGATE_REDIS_URL="redis://user:hunter2@127.0.0.1:1/0") as process:
+    with start(TIDEGATE_REDIS_URL="redis://user:hunter2@127.0.0.1:1/0") as process:
         await publish(connection, 3)
         await eventually(database, SUCCEEDED, 3)
         assert "hunter2" not in process.output

@@ -1,4 +1,4 @@
-"""HEADGATE_QUEUE=bullmq and steps that wait: each is a row and a delayed job, and losing Redis loses nothing."""
+"""TIDEGATE_QUEUE=bullmq and steps that wait: each is a row and a delayed job, and losing Redis loses nothing."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
-from headgate.queue.bullmq import RUNS
-from headgate.store.db import Connection, Database
 from tests.flow.conftest import eventually
 from tests.flow.test_bullmq import fire_early, until
 from tests.processes import worker
 from tests.redis_server import RedisServer, client_fixture, server_fixture  # noqa: F401
+from tidegate.queue.bullmq import RUNS
+from tidegate.store.db import Connection, Database
 
 APP = Path(__file__).parent / "steps_app.py"
 Effects = Callable[[], Awaitable[list[tuple[Any, str]]]]
-SUCCEEDED = "select count(*) = $1 from headgate.workflow_runs where status = 'succeeded'"
-WAITING = "select count(*) = $1 from headgate.workflow_run_steps where retry_state = 'scheduled'"
+SUCCEEDED = "select count(*) = $1 from tidegate.workflow_runs where status = 'succeeded'"
+WAITING = "select count(*) = $1 from tidegate.workflow_run_steps where retry_state = 'scheduled'"
 
 
 @pytest.fixture
 def settings(server: RedisServer) -> dict[str, str]:
     return {
-        "HEADGATE_QUEUE": "bullmq", "HEADGATE_REDIS_URL": server.url, "HEADGATE_POLL_MS": "1000",
-        "HEADGATE_STEP_RETRY_JITTER_RATIO": "0",
+        "TIDEGATE_QUEUE": "bullmq", "TIDEGATE_REDIS_URL": server.url, "TIDEGATE_POLL_MS": "1000",
+        "TIDEGATE_STEP_RETRY_JITTER_RATIO": "0",
     }  # fmt: skip
 
 
@@ -38,7 +38,7 @@ async def jobs(client: Any) -> dict[str, dict[str, str]]:
 
 async def scheduled(connection: Connection) -> list[Any]:
     return list(
-        await connection.fetch("select * from headgate.workflow_run_steps where retry_state = 'scheduled' order by id")
+        await connection.fetch("select * from tidegate.workflow_run_steps where retry_state = 'scheduled' order by id")
     )
 
 
@@ -46,9 +46,9 @@ async def test_a_step_that_waits_is_a_row_and_a_delayed_job(
     database_url: str, database: Database, connection: Connection, client: Any, settings: dict[str, str],
     effects: Effects,
 ) -> None:  # fmt: skip
-    with worker(database_url, APP, HEADGATE_STEP_RETRY_BASE_MS="60000", **settings):
-        await connection.execute("select headgate.publish('steps.flaky', 'test')")
-        await connection.execute("select headgate.publish('steps.nap', 'test', '{\"duration\": \"30m\"}')")
+    with worker(database_url, APP, TIDEGATE_STEP_RETRY_BASE_MS="60000", **settings):
+        await connection.execute("select tidegate.publish('steps.flaky', 'test')")
+        await connection.execute("select tidegate.publish('steps.nap', 'test', '{\"duration\": \"30m\"}')")
         await eventually(database, WAITING, 2)
         rows = await scheduled(connection)
         expected = {f"run-step-retry:{row['id']}:{row['retry_attempts']}": row for row in rows}
@@ -70,10 +70,10 @@ async def test_flushed_redis_is_refilled_and_no_step_is_lost_or_doubled(
     effects: Effects,
 ) -> None:  # fmt: skip
     with worker(
-        database_url, APP, HEADGATE_STEP_RETRY_BASE_MS="5000", HEADGATE_STEP_RETRY_FACTOR="1", **settings
+        database_url, APP, TIDEGATE_STEP_RETRY_BASE_MS="5000", TIDEGATE_STEP_RETRY_FACTOR="1", **settings
     ) as process:
         for _ in range(10):
-            await connection.execute("select headgate.publish('steps.flaky', 'test')")
+            await connection.execute("select tidegate.publish('steps.flaky', 'test')")
         await eventually(database, WAITING, 10)
         await until(lambda: jobs(client))
         await client.flushall()
@@ -87,8 +87,8 @@ async def test_early_and_repeated_jobs_begin_no_step_early(
     database_url: str, database: Database, connection: Connection, client: Any, settings: dict[str, str],
     effects: Effects,
 ) -> None:  # fmt: skip
-    with worker(database_url, APP, HEADGATE_STEP_RETRY_BASE_MS="300000", **settings):
-        await connection.execute("select headgate.publish('steps.flaky', 'test')")
+    with worker(database_url, APP, TIDEGATE_STEP_RETRY_BASE_MS="300000", **settings):
+        await connection.execute("select tidegate.publish('steps.flaky', 'test')")
         await eventually(database, WAITING, 1)
         before = await scheduled(connection)
         await until(lambda: jobs(client))
@@ -98,7 +98,7 @@ async def test_early_and_repeated_jobs_begin_no_step_early(
             return not await jobs(client)
 
         await until(all_fired)
-        await connection.execute("select headgate.publish('steps.three', 'test')")  # a turn later …
+        await connection.execute("select tidegate.publish('steps.three', 'test')")  # a turn later …
         await eventually(database, SUCCEEDED, 1)
         assert await scheduled(connection) == before  # … it still waits
     assert Counter(what for _, what in await effects())["try"] == 1

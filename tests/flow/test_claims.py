@@ -9,33 +9,33 @@ from typing import Any
 
 import pytest
 
-from headgate import Context, Headgate, RetryAfter
-from headgate.flow import ahead
-from headgate.flow.batch import Batch
-from headgate.flow.dispatch import Dispatch
-from headgate.flow.reconcile import Reconcile
-from headgate.flow.run import Runner
-from headgate.model.source import SOURCE_BREAKER
-from headgate.store.db import Connection, Database
 from tests.flow.conftest import eventually
 from tests.flow.test_dispatch import publish
+from tidegate import Context, RetryAfter, Tidegate
+from tidegate.flow import ahead
+from tidegate.flow.batch import Batch
+from tidegate.flow.dispatch import Dispatch
+from tidegate.flow.reconcile import Reconcile
+from tidegate.flow.run import Runner
+from tidegate.model.source import SOURCE_BREAKER
+from tidegate.store.db import Connection, Database
 
 LEASE_MS = 60_000
-PENDING = "(select count(*) from headgate.workflow_runs where status = 'pending')"
+PENDING = "(select count(*) from tidegate.workflow_runs where status = 'pending')"
 
 
 class Crew:
     """One worker: its dispatch claims for its runner."""
 
-    def __init__(self, database: Database, hg: Headgate, name: str = "one", concurrency: int = 3) -> None:
-        self.database, self.hg, self.name = database, hg, name
+    def __init__(self, database: Database, app: Tidegate, name: str = "one", concurrency: int = 3) -> None:
+        self.database, self.app, self.name = database, app, name
         self.hints = 0
-        self.runner = Runner(database, hg.workflows, worker=name, concurrency=concurrency, lease_ms=LEASE_MS)
+        self.runner = Runner(database, app.workflows, worker=name, concurrency=concurrency, lease_ms=LEASE_MS)
         batch = Batch(SOURCE_BREAKER, claim=self.runner.claim, after_claim=self.runner.start)
         self.dispatch = Dispatch(database, batch_size=500, after_launch=self._hint, batch=batch)
 
     async def serve(self) -> None:
-        self.runner.serve(await self.database.run(self.hg.register))
+        self.runner.serve(await self.database.run(self.app.register))
 
     def _hint(self) -> None:
         self.hints += 1
@@ -43,28 +43,28 @@ class Crew:
 
 
 @pytest.fixture
-def hg() -> Headgate:
-    return Headgate()
+def app() -> Tidegate:
+    return Tidegate()
 
 
 @pytest.fixture
-async def crew(database: Database, hg: Headgate) -> AsyncIterator[Crew]:
-    made = Crew(database, hg)
+async def crew(database: Database, app: Tidegate) -> AsyncIterator[Crew]:
+    made = Crew(database, app)
     yield made
     await made.runner.stop(0)
 
 
 async def statuses(connection: Connection) -> dict[str, int]:
-    rows = await connection.fetch("select status, count(*) from headgate.workflow_runs group by 1")
+    rows = await connection.fetch("select status, count(*) from tidegate.workflow_runs group by 1")
     return {row[0]: row[1] for row in rows}
 
 
 async def test_a_run_of_own_code_begins_with_the_transaction_that_creates_it(
-    connection: Connection, hg: Headgate, crew: Crew
+    connection: Connection, app: Tidegate, crew: Crew
 ) -> None:
     seen: list[Any] = []
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context, n: int) -> int:
         seen.append((ctx.event.payload["n"] if ctx.event else None, n, ctx.attempt))
         return n
@@ -73,7 +73,7 @@ async def test_a_run_of_own_code_begins_with_the_transaction_that_creates_it(
     await publish(connection, "go", n=5)
     assert (await crew.dispatch.run_once()).launched == 1
     await asyncio.wait_for(crew.runner.idle(), 30)
-    row = await connection.fetchrow("select * from headgate.workflow_runs")
+    row = await connection.fetchrow("select * from tidegate.workflow_runs")
     assert (row["status"], row["output"], row["attempts"], row["claim_generation"]) == ("succeeded", 5, 1, 1)
     assert row["started_at"] == row["created_at"]
     assert seen == [(5, 5, 1)]
@@ -81,11 +81,11 @@ async def test_a_run_of_own_code_begins_with_the_transaction_that_creates_it(
 
 
 async def test_no_more_is_claimed_than_there_is_room_for_and_the_rest_is_announced(
-    connection: Connection, hg: Headgate, crew: Crew
+    connection: Connection, app: Tidegate, crew: Crew
 ) -> None:
     go_on = asyncio.Event()
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await go_on.wait()
 
@@ -102,10 +102,10 @@ async def test_no_more_is_claimed_than_there_is_room_for_and_the_rest_is_announc
     assert await statuses(connection) == {"succeeded": 5}
 
 
-async def test_newcomers_stand_behind_runs_that_wait(connection: Connection, hg: Headgate, crew: Crew) -> None:
+async def test_newcomers_stand_behind_runs_that_wait(connection: Connection, app: Tidegate, crew: Crew) -> None:
     order: list[int] = []
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context, n: int) -> None:
         order.append(n)
 
@@ -120,13 +120,15 @@ async def test_newcomers_stand_behind_runs_that_wait(connection: Connection, hg:
     assert order == [1, 2]
 
 
-async def test_runs_of_code_that_is_elsewhere_are_left_for_it(connection: Connection, hg: Headgate, crew: Crew) -> None:
-    other = Headgate()
+async def test_runs_of_code_that_is_elsewhere_are_left_for_it(
+    connection: Connection, app: Tidegate, crew: Crew
+) -> None:
+    other = Tidegate()
 
     @other.workflow(on="go")
     async def elsewhere(ctx: Context) -> None: ...
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def here(ctx: Context) -> None: ...
 
     await crew.database.run(other.register)
@@ -138,11 +140,11 @@ async def test_runs_of_code_that_is_elsewhere_are_left_for_it(connection: Connec
 
 
 async def test_a_commit_whose_answer_was_lost_is_taken_over_when_the_lease_ends(
-    connection: Connection, hg: Headgate, crew: Crew
+    connection: Connection, app: Tidegate, crew: Crew
 ) -> None:
     ran: list[int] = []
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context) -> None:
         ran.append(ctx.attempt)
 
@@ -151,7 +153,7 @@ async def test_a_commit_whose_answer_was_lost_is_taken_over_when_the_lease_ends(
     crew.dispatch._batch._after_claim = lambda _: None  # the worker never learns that it has the run
     await crew.dispatch.run_once()
     assert await statuses(connection) == {"running": 1}
-    await connection.execute("update headgate.workflow_runs set claim_expires_at = headgate.now()")
+    await connection.execute("update tidegate.workflow_runs set claim_expires_at = tidegate.now()")
     await Reconcile(crew.database, batch_size=10).run_once()
     await crew.runner.run_once()
     await asyncio.wait_for(crew.runner.idle(), 30)
@@ -159,11 +161,11 @@ async def test_a_commit_whose_answer_was_lost_is_taken_over_when_the_lease_ends(
 
 
 async def test_short_runs_are_claimed_ahead_and_never_more_than_the_slots_execute(
-    connection: Connection, hg: Headgate, crew: Crew
+    connection: Connection, app: Tidegate, crew: Crew
 ) -> None:
     at_once, most = 0, 0
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context) -> None:
         nonlocal at_once, most
         at_once += 1
@@ -181,14 +183,14 @@ async def test_short_runs_are_claimed_ahead_and_never_more_than_the_slots_execut
     assert (await statuses(connection), most, crew.hints) == ({"succeeded": 100}, 3, 0)
 
 
-async def test_no_run_sees_what_another_one_has_set(connection: Connection, hg: Headgate, crew: Crew) -> None:
+async def test_no_run_sees_what_another_one_has_set(connection: Connection, app: Tidegate, crew: Crew) -> None:
     whose: contextvars.ContextVar[int | None] = contextvars.ContextVar("whose", default=None)
     seen: list[int | None] = []
 
     async def note() -> None:
         seen.append(whose.get())
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context, n: int) -> None:
         await note()
         whose.set(n)
@@ -206,12 +208,12 @@ async def test_no_run_sees_what_another_one_has_set(connection: Connection, hg: 
 
 
 async def test_what_is_claimed_and_does_not_begin_goes_to_a_worker_that_is_free(
-    connection: Connection, hg: Headgate, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    connection: Connection, app: Tidegate, crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead, "BACK_SECONDS", 0.05)
     go_on, ran = asyncio.Event(), []
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context) -> None:
         ran.append(ctx.attempt)
         await go_on.wait()
@@ -225,12 +227,12 @@ async def test_what_is_claimed_and_does_not_begin_goes_to_a_worker_that_is_free(
 
     await eventually(crew.database, f"select {PENDING} = 3")
     back = await connection.fetch(
-        "select attempts, started_at, claimed_by, claim_expires_at, next_attempt_at <= headgate.now() as is_due"
-        "  from headgate.workflow_runs where status = 'pending'"
+        "select attempts, started_at, claimed_by, claim_expires_at, next_attempt_at <= tidegate.now() as is_due"
+        "  from tidegate.workflow_runs where status = 'pending'"
     )
     assert {tuple(row.values()) for row in back} == {(0, None, None, None, True)}
     assert crew.runner.room == 0  # it has learned
-    other = Crew(crew.database, hg, "two")
+    other = Crew(crew.database, app, "two")
     await other.serve()
     try:
         assert await other.runner.run_once() == 3
@@ -243,7 +245,7 @@ async def test_what_is_claimed_and_does_not_begin_goes_to_a_worker_that_is_free(
 
 
 async def test_what_is_claimed_ahead_does_not_hammer_a_service_that_has_said_no(
-    connection: Connection, hg: Headgate, crew: Crew
+    connection: Connection, app: Tidegate, crew: Crew
 ) -> None:
     calls: list[int] = []
 
@@ -251,7 +253,7 @@ async def test_what_is_claimed_ahead_does_not_hammer_a_service_that_has_said_no(
         calls.append(n)
         raise RetryAfter(600, "429", everyone="trigger")
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context, n: int) -> None:
         await ctx.step("call", call, n)
 
@@ -264,14 +266,14 @@ async def test_what_is_claimed_ahead_does_not_hammer_a_service_that_has_said_no(
     await eventually(crew.database, f"select {PENDING} = 30")
     await asyncio.wait_for(crew.runner.idle(), 30)
     assert calls == [0, 1, 2]  # those that were under way
-    early = "select count(*) from headgate.workflow_runs where next_attempt_at < headgate.now() + interval '500 s'"
+    early = "select count(*) from tidegate.workflow_runs where next_attempt_at < tidegate.now() + interval '500 s'"
     assert await connection.fetchval(early) == 0
 
 
 async def test_a_stopping_worker_gives_back_at_once_what_it_has_not_begun(
-    connection: Connection, hg: Headgate, crew: Crew
+    connection: Connection, app: Tidegate, crew: Crew
 ) -> None:
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await asyncio.Event().wait()
 
@@ -291,7 +293,7 @@ async def test_a_stopping_worker_gives_back_at_once_what_it_has_not_begun(
 
 @pytest.mark.parametrize("after", ["the end", "a wait", "another step", "a step that fails"])
 async def test_what_cannot_be_written_fails_its_own_run_and_no_other(
-    connection: Connection, hg: Headgate, crew: Crew, after: str
+    connection: Connection, app: Tidegate, crew: Crew, after: str
 ) -> None:
     effects: list[int] = []
 
@@ -301,7 +303,7 @@ async def test_what_cannot_be_written_fails_its_own_run_and_no_other(
             raise ValueError("not now")
         return "done"
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def work(ctx: Context, n: int) -> str:
         found = await ctx.step("nothing", nothing, n)
         if after == "a wait":
@@ -313,16 +315,16 @@ async def test_what_cannot_be_written_fails_its_own_run_and_no_other(
     await crew.serve()
     await connection.execute(
         "create function refuse() returns trigger language plpgsql as"
-        " $$ begin if new.workflow_run_id = (select id from headgate.workflow_runs where parameters->>'n' = '1')"
+        " $$ begin if new.workflow_run_id = (select id from tidegate.workflow_runs where parameters->>'n' = '1')"
         "    then raise data_exception using message = 'not this one'; end if; return new; end $$;"
-        "create trigger refuse before insert on headgate.workflow_run_steps for each row execute function refuse()"
+        "create trigger refuse before insert on tidegate.workflow_run_steps for each row execute function refuse()"
     )
     for n in range(3):
         await publish(connection, "go", n=n)
     await crew.dispatch.run_once()
     await asyncio.wait_for(crew.runner.idle(), 30)
-    rows = await connection.fetch("select parameters->>'n' n, status, error from headgate.workflow_runs order by 1")
+    rows = await connection.fetch("select parameters->>'n' n, status, error from tidegate.workflow_runs order by 1")
     assert [(row["n"], row["status"]) for row in rows] == [("0", "succeeded"), ("1", "failed"), ("2", "succeeded")]
     assert "its outcome cannot be stored" in rows[1]["error"] and "not this one" in rows[1]["error"]
-    assert await connection.fetchval("select count(*) from headgate.dead_letters") == 1
+    assert await connection.fetchval("select count(*) from tidegate.dead_letters") == 1
     assert effects.count(1) == 1 and 11 not in effects

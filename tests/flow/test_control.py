@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from headgate import Headgate
-from headgate.clock import utc_now, uuid7
-from headgate.errors import Conflict, InvalidInput, NotFound
-from headgate.flow import control
-from headgate.model.source import TRIGGER_BREAKER
-from headgate.model.trigger import Trigger
-from headgate.store import decisions, held_deliveries, sources, trigger_gates, triggers
-from headgate.store.db import Connection, Database
-from headgate.store.trigger_gates import TriggerState
 from tests.store.builders import make_definition, make_events, make_runs
+from tidegate import Tidegate
+from tidegate.clock import utc_now, uuid7
+from tidegate.errors import Conflict, InvalidInput, NotFound
+from tidegate.flow import control
+from tidegate.model.source import TRIGGER_BREAKER
+from tidegate.model.trigger import Trigger
+from tidegate.store import decisions, held_deliveries, sources, trigger_gates, triggers
+from tidegate.store.db import Connection, Database
+from tidegate.store.trigger_gates import TriggerState
 
-FAR = "headgate.now() + interval '1 hour'"
+FAR = "tidegate.now() + interval '1 hour'"
 
 
 @pytest.fixture
@@ -36,10 +36,10 @@ async def hold(database: Database, trigger_id: uuid.UUID, at: str = FAR, reason:
     async with database.connection() as connection:
         [event_id] = await make_events(connection)
         sequence = await connection.fetchval(
-            "select ingress_sequence from headgate.workflow_events where id = $1", event_id
+            "select ingress_sequence from tidegate.workflow_events where id = $1", event_id
         )
         await connection.execute(
-            "insert into headgate.workflow_trigger_deliveries (id, trigger_id, event_id, status, retry_state, "
+            "insert into tidegate.workflow_trigger_deliveries (id, trigger_id, event_id, status, retry_state, "
             "next_attempt_at, reason, source, concurrency_key, ingress_sequence) "
             f"values ($1, $2, $3, 'throttled', 'scheduled', {at}, $4, 'shop.api', '', $5)",
             delivery_id, trigger_id, event_id, reason, sequence,
@@ -51,8 +51,8 @@ async def row(database: Database, delivery_id: uuid.UUID) -> dict[str, Any]:
     async with database.connection() as connection:
         return dict(
             await connection.fetchrow(
-                "select *, next_attempt_at <= headgate.now() as is_due "
-                "from headgate.workflow_trigger_deliveries where id = $1",
+                "select *, next_attempt_at <= tidegate.now() as is_due "
+                "from tidegate.workflow_trigger_deliveries where id = $1",
                 delivery_id,
             )
             or {}
@@ -69,7 +69,7 @@ async def state(database: Database, trigger_id: uuid.UUID) -> TriggerState:
 async def plan(database: Database, trigger_id: uuid.UUID) -> tuple[int, bool]:
     async with database.connection() as connection:
         found = await connection.fetchrow(
-            "select plan_version, is_replanning from headgate.event_scheduler_triggers where trigger_id = $1",
+            "select plan_version, is_replanning from tidegate.event_scheduler_triggers where trigger_id = $1",
             trigger_id,
         )
     return (found["plan_version"], found["is_replanning"]) if found else (0, False)
@@ -91,14 +91,14 @@ async def test_an_edit_of_the_concurrency_moves_the_slots_of_runs(database: Data
     async with database.connection() as connection:
         [event_id] = await make_events(connection, payload='{"n": 5}')
         await connection.execute(
-            "insert into headgate.workflow_runs (id, workflow_definition_id, event_id, trigger_id, concurrency_key, "
-            "next_attempt_at) values ($1, $2, $3, $4, '', headgate.now())",
+            "insert into tidegate.workflow_runs (id, workflow_definition_id, event_id, trigger_id, concurrency_key, "
+            "next_attempt_at) values ($1, $2, $3, $4, '', tidegate.now())",
             uuid7(), trigger.workflow_definition_id, event_id, trigger.id,
         )  # fmt: skip
 
     async def key() -> Any:
         async with database.connection() as connection:
-            return await connection.fetchval("select concurrency_key from headgate.workflow_runs")
+            return await connection.fetchval("select concurrency_key from tidegate.workflow_runs")
 
     await control.update_trigger(database, trigger.id, {"concurrency_key": "{{ event.payload.n }}"}, "bob")
     assert await key() == "5"
@@ -109,7 +109,7 @@ async def test_an_edit_of_the_concurrency_moves_the_slots_of_runs(database: Data
 
 
 async def test_cancelling_one_that_was_to_have_a_slot_wakes_the_next(database: Database, trigger: Trigger) -> None:
-    woken = await hold(database, trigger.id, at="headgate.now()", reason="concurrency")
+    woken = await hold(database, trigger.id, at="tidegate.now()", reason="concurrency")
     following = await hold(database, trigger.id, reason="concurrency")
     last = await hold(database, trigger.id, reason="concurrency")
     await control.cancel_delivery(database, woken, "bob")
@@ -119,13 +119,13 @@ async def test_cancelling_one_that_was_to_have_a_slot_wakes_the_next(database: D
 async def test_a_delivery_that_someone_has_taken_is_not_cancelled(database: Database, trigger: Trigger) -> None:
     delivery_id = await hold(database, trigger.id)
     async with database.transaction() as worker:
-        await worker.execute("select 1 from headgate.workflow_trigger_deliveries where id = $1 for update", delivery_id)
+        await worker.execute("select 1 from tidegate.workflow_trigger_deliveries where id = $1 for update", delivery_id)
         cancelling = asyncio.create_task(control.cancel_delivery(database, delivery_id, "bob"))
         forcing = asyncio.create_task(control.force_delivery(database, delivery_id, "bob"))
         await asyncio.wait([cancelling, forcing], timeout=0.2)
         assert not cancelling.done() and not forcing.done()
         await worker.execute(
-            "update headgate.workflow_trigger_deliveries set status = 'skipped', retry_state = 'completed', "
+            "update tidegate.workflow_trigger_deliveries set status = 'skipped', retry_state = 'completed', "
             "next_attempt_at = null where id = $1",
             delivery_id,
         )
@@ -143,7 +143,7 @@ async def test_a_verb_waits_for_batches_and_keeps_new_ones_out(database: Databas
         "update": lambda: control.update_trigger(database, trigger.id, {"where": "event.payload.n > 1"}, "bob"),
         "pause": lambda: control.pause_trigger(database, trigger.id, actor="bob"),
         "resume": lambda: control.resume_trigger(database, trigger.id, "bob"),
-        "register": lambda: database.run(Headgate().register),
+        "register": lambda: database.run(Tidegate().register),
         "delete": lambda: control.delete_trigger(database, trigger.id, "bob"),
     }
     for name, verb in verbs.items():
@@ -171,7 +171,7 @@ async def test_deleting_leaves_no_dead_letters(database: Database, trigger: Trig
     ids = [await hold(database, trigger.id) for _ in range(3)]
     assert (await control.delete_trigger(database, trigger.id, "bob"))[1] == 3
     async with database.connection() as connection:
-        assert await connection.fetchval("select count(*) from headgate.dead_letters") == 0
+        assert await connection.fetchval("select count(*) from tidegate.dead_letters") == 0
         for delivery_id in ids:
             found = await held_deliveries.get(connection, delivery_id)
             assert found and (found.status, found.last_error) == ("cancelled", "trigger deleted by bob")
@@ -185,13 +185,13 @@ async def test_deleting_leaves_no_dead_letters(database: Database, trigger: Trig
 
 
 async def test_registering_changed_code_judges_what_waits_anew(database: Database) -> None:
-    def app(throttle: str) -> Headgate:
-        hg = Headgate()
+    def app(throttle: str) -> Tidegate:
+        app = Tidegate()
 
-        @hg.workflow(on="a", throttle=throttle)
+        @app.workflow(on="a", throttle=throttle)
         async def coded(ctx: Any) -> None: ...
 
-        return hg
+        return app
 
     async def code(connection: Connection) -> Trigger:
         [found] = await triggers.list_of_workflow(connection, "coded")
@@ -214,7 +214,7 @@ async def test_what_was_and_what_is_are_on_record(database: Database, trigger: T
     [run_id] = await make_runs(connection, [utc_now()])
     await control.cancel_run(database, run_id, "night-shift", TRIGGER_BREAKER)
     found = await connection.fetch(
-        "select action, subject, before, after from headgate.audit_log where actor = 'night-shift' order by id"
+        "select action, subject, before, after from tidegate.audit_log where actor = 'night-shift' order by id"
     )
     assert [(r["action"], r["subject"]) for r in found] == [
         ("delivery.force", str(forced)), ("delivery.cancel", str(cancelled)), ("run.cancel", str(run_id)),

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from headgate import failpoints
-from headgate.client import Client
-from headgate.errors import Unavailable
-from headgate.flow import control
-from headgate.store.db import Connection, Database
 from tests.flow.checker import milliseconds, most_in_any_interval
 from tests.flow.conftest import APP, eventually
 from tests.flow.trigger_worker import launches
 from tests.processes import api, worker
+from tidegate import failpoints
+from tidegate.client import Client
+from tidegate.errors import Unavailable
+from tidegate.flow import control
+from tidegate.store.db import Connection, Database
 
 Effects = Callable[[], Awaitable[list[tuple[Any, str]]]]
 
@@ -30,22 +30,22 @@ DISPATCH_POINTS = [p for p in sorted(failpoints.POINTS) if p.startswith("dispatc
 RUN_POINTS = {"run.after_claim": 1, "run.before_finish": 2, "run.after_finish": 1}
 
 SETTLED = """
-select count(*) = $1 from headgate.workflow_runs where status = 'succeeded'
+select count(*) = $1 from tidegate.workflow_runs where status = 'succeeded'
 """
 
 
 @pytest.mark.parametrize(("point", "rows_left"), INGEST_POINTS.items())
 async def test_api_dies_while_publishing(database_url: str, connection: Connection, point: str, rows_left: int) -> None:
-    with api(database_url, HEADGATE_FAILPOINTS=f"{point}=kill") as (process, url):
+    with api(database_url, TIDEGATE_FAILPOINTS=f"{point}=kill") as (process, url):
         with Client(url) as client, pytest.raises(Unavailable):
             client.publish("work.quick", source="test", id="e-1", payload={"n": 1})
         assert process.wait() == 137
-    assert await connection.fetchval("select count(*) from headgate.workflow_events") == rows_left
+    assert await connection.fetchval("select count(*) from tidegate.workflow_events") == rows_left
     with api(database_url) as (_, url), Client(url) as client:
         receipt = client.publish("work.quick", source="test", id="e-1", payload={"n": 1})
     assert receipt.status == ("duplicate" if rows_left else "accepted")
-    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 1
-    assert await connection.fetchval("select count(*) from headgate.event_inbox") == 1
+    assert await connection.fetchval("select count(*) from tidegate.workflow_events") == 1
+    assert await connection.fetchval("select count(*) from tidegate.event_inbox") == 1
 
 
 @pytest.mark.parametrize("point", DISPATCH_POINTS)
@@ -53,15 +53,15 @@ async def test_worker_dies_while_deciding(
     database_url: str, database: Database, connection: Connection, effects: Effects, point: str
 ) -> None:
     for n in range(5):
-        await connection.execute("select headgate.publish('work.quick', 'test', $1)", {"n": n})
-    with worker(database_url, APP, HEADGATE_FAILPOINTS=f"{point}=kill", **LEASE) as process:
+        await connection.execute("select tidegate.publish('work.quick', 'test', $1)", {"n": n})
+    with worker(database_url, APP, TIDEGATE_FAILPOINTS=f"{point}=kill", **LEASE) as process:
         assert process.wait() == 137
     decided = point == "dispatch.after_commit"
-    assert await connection.fetchval("select count(*) from headgate.event_inbox") == (0 if decided else 5)
-    assert await connection.fetchval("select count(*) from headgate.workflow_trigger_deliveries") == 5 * decided
+    assert await connection.fetchval("select count(*) from tidegate.event_inbox") == (0 if decided else 5)
+    assert await connection.fetchval("select count(*) from tidegate.workflow_trigger_deliveries") == 5 * decided
     with worker(database_url, APP, **LEASE):
         await eventually(database, SETTLED, 5)
-    assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 5
+    assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == 5
     assert len({run for run, _ in await effects()}) == len(await effects()) == 5
 
 
@@ -74,30 +74,30 @@ async def test_worker_dies_while_running(
     point: str,
     effects_expected: int,
 ) -> None:
-    await connection.execute("select headgate.publish('work.quick', 'test', '{\"n\": 1}')")
-    with worker(database_url, APP, HEADGATE_FAILPOINTS=f"{point}=kill", HEADGATE_LEASE_MS="1000") as process:
+    await connection.execute("select tidegate.publish('work.quick', 'test', '{\"n\": 1}')")
+    with worker(database_url, APP, TIDEGATE_FAILPOINTS=f"{point}=kill", TIDEGATE_LEASE_MS="1000") as process:
         assert process.wait() == 137
-    with worker(database_url, APP, HEADGATE_LEASE_MS="1000"):
+    with worker(database_url, APP, TIDEGATE_LEASE_MS="1000"):
         await eventually(database, SETTLED, 1)
     # The effect may repeat only when the crash came before its commit.
     assert len(await effects()) == effects_expected
-    row = await connection.fetchrow("select status, output, claim_generation from headgate.workflow_runs")
+    row = await connection.fetchrow("select status, output, claim_generation from tidegate.workflow_runs")
     assert row is not None and row["status"] == "succeeded" and row["output"] == {"n": 1}
 
 
 async def test_reconcile_dies_in_the_middle(
     database_url: str, database: Database, connection: Connection, effects: Effects
 ) -> None:
-    await connection.execute("select headgate.publish('work.quick', 'test', '{\"n\": 1}')")
+    await connection.execute("select tidegate.publish('work.quick', 'test', '{\"n\": 1}')")
     # It has claimed the run and not begun it.
     with worker(
-        database_url, APP, HEADGATE_FAILPOINTS="dispatch.after_commit=kill", HEADGATE_LEASE_MS="1000"
+        database_url, APP, TIDEGATE_FAILPOINTS="dispatch.after_commit=kill", TIDEGATE_LEASE_MS="1000"
     ) as process:
         assert process.wait() == 137
-    assert await connection.fetchval("select status from headgate.workflow_runs") == "running"
-    with worker(database_url, APP, HEADGATE_FAILPOINTS="reconcile.mid_batch=kill", HEADGATE_LEASE_MS="1000") as process:
+    assert await connection.fetchval("select status from tidegate.workflow_runs") == "running"
+    with worker(database_url, APP, TIDEGATE_FAILPOINTS="reconcile.mid_batch=kill", TIDEGATE_LEASE_MS="1000") as process:
         assert process.wait() == 137
-    with worker(database_url, APP, HEADGATE_LEASE_MS="1000"):
+    with worker(database_url, APP, TIDEGATE_LEASE_MS="1000"):
         await eventually(database, SETTLED, 1)
     assert len(await effects()) == 1
 
@@ -126,33 +126,33 @@ async def test_worker_dies_while_letting_held_events_through(
 ) -> None:
     """Neither the events nor their place in line nor the admission is lost, and none is counted twice."""
     for n in range(5):
-        await connection.execute("select headgate.publish('work.quick', 'noisy', $1)", {"n": n})
-    with worker(database_url, APP, HEADGATE_SOURCE_RATE_LIMITS=SLOW, HEADGATE_FAILPOINTS=f"{point}=kill@2") as one:
-        await eventually(database, "select count(*) > 0 from headgate.event_ingress_retries")
+        await connection.execute("select tidegate.publish('work.quick', 'noisy', $1)", {"n": n})
+    with worker(database_url, APP, TIDEGATE_SOURCE_RATE_LIMITS=SLOW, TIDEGATE_FAILPOINTS=f"{point}=kill@2") as one:
+        await eventually(database, "select count(*) > 0 from tidegate.event_ingress_retries")
         if point.startswith("replan"):
             await control.pause(database, "noisy", duration_ms=100, actor="test")
             await eventually(
-                database, "select not is_replanning from headgate.event_scheduler_sources where source = 'noisy'"
+                database, "select not is_replanning from tidegate.event_scheduler_sources where source = 'noisy'"
             )
             await control.resume(database, "noisy", "test")
         assert one.wait() == 137
     with worker(database_url, APP):
         await eventually(database, SETTLED, 5)
     assert len({run for run, _ in await effects()}) == len(await effects()) == 5
-    rows = await connection.fetch("select launched_at from headgate.workflow_trigger_deliveries order by 1")
+    rows = await connection.fetch("select launched_at from tidegate.workflow_trigger_deliveries order by 1")
     times = [row[0] for row in rows]
     assert all(later - earlier >= timedelta(milliseconds=300) for earlier, later in itertools.pairwise(times))
 
 
 DELIVERY_POINTS = ["delivery_retry.before_commit", "delivery_retry.after_commit", "delivery_replan.before_commit"]
-WAITING = "select count(*) from headgate.workflow_trigger_deliveries where retry_state = 'scheduled'"
-LEASE = {"HEADGATE_LEASE_MS": "600"}
+WAITING = "select count(*) from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled'"
+LEASE = {"TIDEGATE_LEASE_MS": "600"}
 
 
 async def check_limited(database: Database, connection: Connection, effects: Effects, count: int) -> None:
     """All have run, each launched once, by the limits; only what a dead worker had begun was begun again."""
     await eventually(database, SETTLED, count)
-    rows = await connection.fetch("select * from headgate.workflow_runs")
+    rows = await connection.fetch("select * from tidegate.workflow_runs")
     assert len(rows) == len({row["delivery_id"] for row in rows}) == len({row["event_id"] for row in rows}) == count
     assert await connection.fetchval(WAITING) == 0
     begun = Counter(run for run, _ in await effects())
@@ -169,15 +169,15 @@ async def test_worker_dies_while_deciding_waiting_deliveries(
     database_url: str, database: Database, connection: Connection, effects: Effects, point: str, workflow: str
 ) -> None:
     count, is_replan = 10, point.startswith("delivery_replan")
-    with worker(database_url, APP, HEADGATE_FAILPOINTS=f"{point}=kill@{1 if is_replan else 2}", **LEASE) as one:
+    with worker(database_url, APP, TIDEGATE_FAILPOINTS=f"{point}=kill@{1 if is_replan else 2}", **LEASE) as one:
         await connection.execute(
-            "select headgate.publish($1, 'test') from generate_series(1, $2)", f"work.{workflow}", count
+            "select tidegate.publish($1, 'test') from generate_series(1, $2)", f"work.{workflow}", count
         )
         if is_replan:
             await eventually(database, f"select ({WAITING}) > 0")
             trigger_id = await connection.fetchval(
-                "select t.id from headgate.workflow_event_triggers t "
-                "  join headgate.workflow_definitions w on w.id = t.workflow_definition_id where w.slug = $1",
+                "select t.id from tidegate.workflow_event_triggers t "
+                "  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id where w.slug = $1",
                 workflow,
             )
             await control.pause_trigger(database, trigger_id, duration_ms=300, actor="test")
@@ -193,9 +193,9 @@ async def test_worker_dies_with_concurrency_slots_in_its_hands(
 ) -> None:
     """The slots are neither lost nor given away: the next worker ends the same runs and launches the next in line."""
     count = 6
-    await connection.execute("select headgate.publish('work.narrow', 'test') from generate_series(1, $1)", count)
+    await connection.execute("select tidegate.publish('work.narrow', 'test') from generate_series(1, $1)", count)
     for where in ("dispatch.after_commit", point):  # the first leaves two runs to claim
-        with worker(database_url, APP, HEADGATE_FAILPOINTS=f"{where}=kill", **LEASE) as one:
+        with worker(database_url, APP, TIDEGATE_FAILPOINTS=f"{where}=kill", **LEASE) as one:
             assert one.wait() == 137
     assert await connection.fetchval(WAITING) > 0
     with worker(database_url, APP, **LEASE):

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from headgate import Context, failpoints
-from headgate.app import Headgate
-from headgate.flow.dispatch import Dispatch, Outcome
-from headgate.flow.explain import explain
-from headgate.model.source import RateLimit
-from headgate.store import sources, trigger_gates
-from headgate.store.db import Connection, Database
+from tidegate import Context, failpoints
+from tidegate.app import Tidegate
+from tidegate.flow.dispatch import Dispatch, Outcome
+from tidegate.flow.explain import explain
+from tidegate.model.source import RateLimit
+from tidegate.store import sources, trigger_gates
+from tidegate.store.db import Connection, Database
 
 
 def dispatcher(database: Database, batch_size: int = 500) -> Dispatch:
@@ -25,26 +25,26 @@ def dispatcher(database: Database, batch_size: int = 500) -> Dispatch:
 async def publish(
     connection: Connection, event_type: str = "order.created", source: str = "shop.api", **payload: Any
 ) -> str:
-    event_id: str = await connection.fetchval("select headgate.publish($1, $2, $3)", event_type, source, payload)
+    event_id: str = await connection.fetchval("select tidegate.publish($1, $2, $3)", event_type, source, payload)
     return event_id
 
 
 @pytest.fixture
-async def app(database: Database) -> Headgate:
-    hg = Headgate()
+async def app(database: Database) -> Tidegate:
+    app = Tidegate()
 
-    @hg.workflow(on="order.created", source="shop.*", where="event.payload.amount > 100")
+    @app.workflow(on="order.created", source="shop.*", where="event.payload.amount > 100")
     async def fulfil(ctx: Any, id: int) -> None: ...
 
-    @hg.workflow(on="order.*", params={"order": "{{ event.payload.id }}", "note": "order {{ event.payload.id }}"})
+    @app.workflow(on="order.*", params={"order": "{{ event.payload.id }}", "note": "order {{ event.payload.id }}"})
     async def audit(ctx: Any, order: int, note: str) -> None: ...
 
-    await database.run(hg.register)
-    return hg
+    await database.run(app.register)
+    return app
 
 
 async def test_matching_events_launch_runs_with_their_parameters(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
     await publish(connection, id=7, amount=120)
     await publish(connection, id=8, amount=50)
@@ -52,8 +52,8 @@ async def test_matching_events_launch_runs_with_their_parameters(
     await publish(connection, "invoice.created", id=10, amount=500)
     assert await dispatcher(database).run_once() == Outcome(events=4, launched=4)
     rows = await connection.fetch(
-        "select w.slug, r.parameters, r.status from headgate.workflow_runs r "
-        "join headgate.workflow_definitions w on w.id = r.workflow_definition_id order by r.id"
+        "select w.slug, r.parameters, r.status from tidegate.workflow_runs r "
+        "join tidegate.workflow_definitions w on w.id = r.workflow_definition_id order by r.id"
     )
     assert sorted((row["slug"], row["parameters"].get("id") or row["parameters"]["order"]) for row in rows) == [
         ("audit", 7),
@@ -62,12 +62,12 @@ async def test_matching_events_launch_runs_with_their_parameters(
         ("fulfil", 7),
     ]
     assert {row["parameters"]["note"] for row in rows if row["slug"] == "audit"} >= {"order 7"}
-    assert await connection.fetchval("select count(*) from headgate.event_inbox") == 0
+    assert await connection.fetchval("select count(*) from tidegate.event_inbox") == 0
     assert await dispatcher(database).run_once() == Outcome()
 
 
 async def test_workers_side_by_side_decide_each_event_once(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
     for n in range(200):
         await publish(connection, id=n, amount=200)
@@ -82,29 +82,29 @@ async def test_workers_side_by_side_decide_each_event_once(
         return total
 
     assert sum(await asyncio.gather(*map(drain, dispatchers))) == 200
-    assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 400
-    assert await connection.fetchval("select count(distinct delivery_id) from headgate.workflow_runs") == 400
+    assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == 400
+    assert await connection.fetchval("select count(distinct delivery_id) from tidegate.workflow_runs") == 400
 
 
 async def test_a_changed_trigger_counts_from_the_next_batch(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
     one = dispatcher(database)
     await publish(connection, id=1, amount=200)
     assert (await one.run_once()).launched == 2
     await connection.execute(
-        "update headgate.workflow_event_triggers set status = 'disabled' where \"where\" is not null"
+        "update tidegate.workflow_event_triggers set status = 'disabled' where \"where\" is not null"
     )
     await publish(connection, id=2, amount=200)
     assert (await one.run_once()).launched == 1
 
 
 async def test_a_trigger_that_fails_on_an_event_fails_alone(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
     event_id = await publish(connection, amount=200)  # no id: audit's template cannot be rendered
     assert await dispatcher(database).run_once() == Outcome(events=1, launched=1, failed=1)
-    row = await connection.fetchrow("select * from headgate.workflow_trigger_deliveries where status = 'failed'")
+    row = await connection.fetchrow("select * from tidegate.workflow_trigger_deliveries where status = 'failed'")
     assert row is not None and "event.payload.id is undefined" in row["last_error"]
     story = await explain(connection, event_id)
     assert [(d.stage, d.decision, d.workflow) for d in story.decisions[2:]] == [
@@ -115,33 +115,33 @@ async def test_a_trigger_that_fails_on_an_event_fails_alone(
 
 
 async def test_an_event_that_cannot_be_read_is_quarantined_and_the_others_go_on(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
     good = [await publish(connection, id=n, amount=200) for n in range(3)]
     bad = await publish(connection, id=99, amount=200)
-    await connection.execute("alter table headgate.workflow_events drop constraint workflow_events_occurred_at_check")
-    await connection.execute("update headgate.workflow_events set occurred_at = '20000-01-01' where id::text = $1", bad)
+    await connection.execute("alter table tidegate.workflow_events drop constraint workflow_events_occurred_at_check")
+    await connection.execute("update tidegate.workflow_events set occurred_at = '20000-01-01' where id::text = $1", bad)
     outcome = await dispatcher(database).run_once()
     assert outcome == Outcome(events=4, launched=6, quarantined=1)
-    letter = await connection.fetchrow("select kind, subject_id::text, reason from headgate.dead_letters")
+    letter = await connection.fetchrow("select kind, subject_id::text, reason from tidegate.dead_letters")
     assert letter is not None and (letter["kind"], letter["subject_id"]) == ("event", bad)
     assert letter["reason"]
-    assert await connection.fetchval("select cardinality(failures) from headgate.event_scheduler_sources") == 1
-    launched = await connection.fetch("select distinct event_id::text from headgate.workflow_runs")
+    assert await connection.fetchval("select cardinality(failures) from tidegate.event_scheduler_sources") == 1
+    launched = await connection.fetch("select distinct event_id::text from tidegate.workflow_runs")
     assert {row[0] for row in launched} == set(good)
 
 
 async def test_a_failure_before_the_commit_changes_nothing(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
     await publish(connection, id=1, amount=200)
     failpoints.arm("dispatch.before_commit=raise")
     outcome = await dispatcher(database).run_once()  # the batch fails once, then each event on its own succeeds
     assert outcome == Outcome(events=1, launched=2)
-    assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 2
+    assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == 2
 
 
-async def test_explain_says_why_not(database: Database, connection: Connection, app: Headgate) -> None:
+async def test_explain_says_why_not(database: Database, connection: Connection, app: Tidegate) -> None:
     waiting = await publish(connection, id=1, amount=50)
     story = await explain(connection, waiting)
     assert [(d.stage, d.decision) for d in story.decisions] == [("ingest", "accepted"), ("gate", "waiting")]
@@ -155,18 +155,18 @@ async def test_explain_says_why_not(database: Database, connection: Connection, 
 
 
 async def test_registering_again_changes_nothing_and_a_change_raises_the_version(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
     async def versions() -> list[tuple[str, int]]:
         rows = await connection.fetch(
-            "select w.slug, t.version from headgate.workflow_event_triggers t "
-            "join headgate.workflow_definitions w on w.id = t.workflow_definition_id order by 1"
+            "select w.slug, t.version from tidegate.workflow_event_triggers t "
+            "join tidegate.workflow_definitions w on w.id = t.workflow_definition_id order by 1"
         )
         return [(row[0], row[1]) for row in rows]
 
     await database.run(app.register)
     assert await versions() == [("audit", 1), ("fulfil", 1)]
-    changed = Headgate()
+    changed = Tidegate()
 
     @changed.workflow(on="order.created", where="event.payload.amount > 1000")
     async def fulfil(ctx: Any, id: int) -> None: ...
@@ -176,12 +176,12 @@ async def test_registering_again_changes_nothing_and_a_change_raises_the_version
 
 
 async def test_many_processes_register_the_same_workflows_at_once(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
-    await connection.execute("truncate headgate.workflow_definitions cascade")
+    await connection.execute("truncate tidegate.workflow_definitions cascade")
     ids = await asyncio.gather(*(database.run(app.register) for _ in range(10)))
     assert len({tuple(found) for found in ids}) == 1
-    assert await connection.fetchval("select count(*) from headgate.workflow_event_triggers") == 2
+    assert await connection.fetchval("select count(*) from tidegate.workflow_event_triggers") == 2
 
 
 class _Counted:
@@ -220,7 +220,7 @@ async def _statements(database: Database, one: Dispatch) -> list[str]:
 
 
 async def test_a_batch_that_nothing_holds_up_takes_two_statements(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
     one = dispatcher(database)
     await publish(connection, id=1, amount=200)
@@ -229,32 +229,32 @@ async def test_a_batch_that_nothing_holds_up_takes_two_statements(
     claim, launch = await _statements(database, one)
     assert "event_inbox" in claim
     assert "workflow_runs" in launch
-    assert await connection.fetchval("select sum(launched) from headgate.event_scheduler_trigger_metrics") == 4
-    assert await connection.fetchval("select total from headgate.event_scheduler_source_metrics") == 2
+    assert await connection.fetchval("select sum(launched) from tidegate.event_scheduler_trigger_metrics") == 4
+    assert await connection.fetchval("select total from tidegate.event_scheduler_source_metrics") == 2
 
 
 async def test_an_event_that_is_in_the_inbox_again_launches_nothing_twice(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
     one = dispatcher(database)
     again = await publish(connection, id=1, amount=200)
     await one.run_once()
-    await connection.execute("delete from headgate.workflow_trigger_deliveries where id = "
-                             "(select max(id::text)::uuid from headgate.workflow_trigger_deliveries)")  # fmt: skip
-    await connection.execute("delete from headgate.workflow_runs where delivery_id not in "
-                             "(select id from headgate.workflow_trigger_deliveries)")  # fmt: skip
-    await connection.execute("insert into headgate.event_inbox (ingress_sequence, event_id) "
-                             "select ingress_sequence, id from headgate.workflow_events")  # fmt: skip
+    await connection.execute("delete from tidegate.workflow_trigger_deliveries where id = "
+                             "(select max(id::text)::uuid from tidegate.workflow_trigger_deliveries)")  # fmt: skip
+    await connection.execute("delete from tidegate.workflow_runs where delivery_id not in "
+                             "(select id from tidegate.workflow_trigger_deliveries)")  # fmt: skip
+    await connection.execute("insert into tidegate.event_inbox (ingress_sequence, event_id) "
+                             "select ingress_sequence, id from tidegate.workflow_events")  # fmt: skip
     fresh = await publish(connection, id=2, amount=200)
     await one.run_once()
-    rows = await connection.fetch("select event_id, count(*) as n from headgate.workflow_runs group by event_id")
+    rows = await connection.fetch("select event_id, count(*) as n from tidegate.workflow_runs group by event_id")
     assert {str(row["event_id"]): row["n"] for row in rows} == {str(again): 2, str(fresh): 2}
-    assert await connection.fetchval("select count(*) from headgate.event_inbox") == 0
-    assert await connection.fetchval("select count(*) from headgate.dead_letters") == 0
+    assert await connection.fetchval("select count(*) from tidegate.event_inbox") == 0
+    assert await connection.fetchval("select count(*) from tidegate.dead_letters") == 0
 
 
 async def test_a_second_batch_is_called_for_only_where_it_helps(
-    database: Database, connection: Connection, app: Headgate
+    database: Database, connection: Connection, app: Tidegate
 ) -> None:
     called = 0
 
@@ -281,7 +281,7 @@ async def test_a_second_batch_is_called_for_only_where_it_helps(
 
 async def test_a_trigger_with_a_limit_has_no_second_batch(database: Database, connection: Connection) -> None:
     """The first of the line are launched first, even when nothing stands in line yet."""
-    app, called = Headgate(), []
+    app, called = Tidegate(), []
 
     @app.workflow(on="order.created", throttle="1/min")
     async def limited(ctx: Context) -> None: ...
@@ -295,30 +295,30 @@ async def test_a_trigger_with_a_limit_has_no_second_batch(database: Database, co
         assert (called, one.has_more, one.is_behind) == ([], True, False)
 
 
-async def _pause_source(connection: Connection, _: Headgate) -> None:
+async def _pause_source(connection: Connection, _: Tidegate) -> None:
     await sources.exclude(connection, "shop.api")
     await sources.pause(connection, "shop.api", until=None, duration_ms=None, reason=None, actor="bob")
 
 
-async def _limit_all(connection: Connection, _: Headgate) -> None:
+async def _limit_all(connection: Connection, _: Tidegate) -> None:
     await sources.exclude(connection, "*")
     await sources.set_limit(connection, "*", RateLimit(limit=1, interval_ms=3_600_000), "bob")
 
 
-async def _pause_triggers(connection: Connection, _: Headgate) -> None:
+async def _pause_triggers(connection: Connection, _: Tidegate) -> None:
     await trigger_gates.exclude(connection)
-    for row in await connection.fetch("select id from headgate.workflow_event_triggers"):
+    for row in await connection.fetch("select id from tidegate.workflow_event_triggers"):
         await trigger_gates.pause(connection, row["id"], until=None, duration_ms=None, reason=None, actor="bob")
 
 
-async def _disable_triggers(connection: Connection, _: Headgate) -> None:
+async def _disable_triggers(connection: Connection, _: Tidegate) -> None:
     await trigger_gates.exclude(connection)
-    await connection.execute("update headgate.workflow_event_triggers set status = 'disabled'")
+    await connection.execute("update tidegate.workflow_event_triggers set status = 'disabled'")
 
 
 @pytest.mark.parametrize("change", [_pause_source, _limit_all, _pause_triggers, _disable_triggers])
 async def test_a_batch_that_waited_for_a_change_goes_by_it(
-    database: Database, connection: Connection, app: Headgate, change: Callable[[Connection, Headgate], Awaitable[None]]
+    database: Database, connection: Connection, app: Tidegate, change: Callable[[Connection, Tidegate], Awaitable[None]]
 ) -> None:
     """The statement that waits for the locks sees the tables as they were before; nothing may be decided by that."""
     one = dispatcher(database)
@@ -332,4 +332,4 @@ async def test_a_batch_that_waited_for_a_change_goes_by_it(
         await asyncio.wait([deciding], timeout=0.2)
         assert not deciding.done()
     assert (await deciding).launched == (2 if change is _limit_all else 0)
-    assert await connection.fetchval("select count(*) from headgate.event_inbox") == 0
+    assert await connection.fetchval("select count(*) from tidegate.event_inbox") == 0

@@ -1,4 +1,4 @@
-"""`headgate doctor`: each invariant is broken by hand and found by its name alone; a healthy database is well."""
+"""`tidegate doctor`: each invariant is broken by hand and found by its name alone; a healthy database is well."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 import msgspec
 import pytest
 
-from headgate import Context
-from headgate.flow import doctor
-from headgate.store import doctor as store
-from headgate.store.db import Connection, Database
-from headgate.store.doctor import GUARDS, ORPHANS, Server
-from headgate.store.health import Alive, QueueDepth
-from headgate.store.workers import Unserved
 from tests.flow.conftest import World
 from tests.flow.test_dispatch import publish
 from tests.processes import run
 from tests.redis_server import RedisServer, client_fixture, server_fixture  # noqa: F401
 from tests.store.builders import make_definition, make_events, make_triggers
+from tidegate import Context
+from tidegate.flow import doctor
+from tidegate.store import doctor as store
+from tidegate.store.db import Connection, Database
+from tidegate.store.doctor import GUARDS, ORPHANS, Server
+from tidegate.store.health import Alive, QueueDepth
+from tidegate.store.workers import Unserved
 
 HOUR_MS = 3_600_000
-PAST, FUTURE = "headgate.now() - interval '1 hour'", "headgate.now() + interval '1 hour'"
+PAST, FUTURE = "tidegate.now() - interval '1 hour'", "tidegate.now() + interval '1 hour'"
 CLAIM = f"claimed_by = 'gone', claim_expires_at = {PAST}"
 
 
 async def an_event(connection: Connection) -> uuid.UUID:
     """A decided event."""
     [event_id] = await make_events(connection)
-    await connection.execute("delete from headgate.event_inbox where event_id = $1", event_id)
+    await connection.execute("delete from tidegate.event_inbox where event_id = $1", event_id)
     return event_id
 
 
@@ -41,11 +41,11 @@ async def a_delivery(connection: Connection, changes: str) -> tuple[uuid.UUID, u
     [trigger_id] = await make_triggers(connection)
     delivery_id = uuid.uuid4()
     await connection.execute(
-        "insert into headgate.workflow_trigger_deliveries (id, trigger_id, event_id, status) "
+        "insert into tidegate.workflow_trigger_deliveries (id, trigger_id, event_id, status) "
         "values ($1, $2, $3, 'cancelled')",
         delivery_id, trigger_id, await an_event(connection),
     )  # fmt: skip
-    await connection.execute(f"update headgate.workflow_trigger_deliveries set {changes} where id = '{delivery_id}'")
+    await connection.execute(f"update tidegate.workflow_trigger_deliveries set {changes} where id = '{delivery_id}'")
     return delivery_id, trigger_id
 
 
@@ -55,27 +55,27 @@ async def a_run(connection: Connection, changes: str, **values: Any) -> uuid.UUI
     columns = {"id": run_id, "workflow_definition_id": await make_definition(connection)} | values
     places = ", ".join(f"${n}" for n in range(1, len(columns) + 1))
     await connection.execute(
-        f"insert into headgate.workflow_runs ({', '.join(columns)}, next_attempt_at) values ({places}, {FUTURE})",
+        f"insert into tidegate.workflow_runs ({', '.join(columns)}, next_attempt_at) values ({places}, {FUTURE})",
         *columns.values(),
     )
-    await connection.execute(f"update headgate.workflow_runs set {changes} where id = '{run_id}'")
+    await connection.execute(f"update tidegate.workflow_runs set {changes} where id = '{run_id}'")
     return run_id
 
 
 async def a_retry(connection: Connection, event_id: uuid.UUID, changes: str) -> None:
     await connection.execute(
-        "insert into headgate.event_ingress_retries (event_id, source, next_attempt_at) "
+        "insert into tidegate.event_ingress_retries (event_id, source, next_attempt_at) "
         f"values ($1, 'shop', {FUTURE})", event_id,
     )  # fmt: skip
-    await connection.execute(f"update headgate.event_ingress_retries set {changes} where event_id = '{event_id}'")
+    await connection.execute(f"update tidegate.event_ingress_retries set {changes} where event_id = '{event_id}'")
 
 
 async def a_step(connection: Connection, run_id: uuid.UUID, changes: str) -> None:
     await connection.execute(
-        "insert into headgate.workflow_run_steps (id, workflow_run_id, name) values (gen_random_uuid(), $1, 'one')",
+        "insert into tidegate.workflow_run_steps (id, workflow_run_id, name) values (gen_random_uuid(), $1, 'one')",
         run_id,
     )
-    await connection.execute(f"update headgate.workflow_run_steps set {changes} where workflow_run_id = '{run_id}'")
+    await connection.execute(f"update tidegate.workflow_run_steps set {changes} where workflow_run_id = '{run_id}'")
 
 
 async def held_and_undecided(connection: Connection) -> None:
@@ -85,7 +85,7 @@ async def held_and_undecided(connection: Connection) -> None:
 
 async def without_a_slot(connection: Connection) -> None:
     await connection.execute(
-        "insert into headgate.event_scheduler_sources (source, plan_version, updated_by) values ('shop', 5, 'test')"
+        "insert into tidegate.event_scheduler_sources (source, plan_version, updated_by) values ('shop', 5, 'test')"
     )
     await a_retry(connection, await an_event(connection), "plan_version = 4")
 
@@ -102,7 +102,7 @@ async def delivery_without_slot(connection: Connection) -> None:
     waits = f"status = 'throttled', retry_state = 'scheduled', next_attempt_at = {FUTURE}, reason = 'throttle'"
     _, trigger_id = await a_delivery(connection, waits)
     await connection.execute(
-        "insert into headgate.event_scheduler_triggers (trigger_id, plan_version) values ($1, 5)", trigger_id
+        "insert into tidegate.event_scheduler_triggers (trigger_id, plan_version) values ($1, 5)", trigger_id
     )
 
 
@@ -114,7 +114,7 @@ async def delivery_of_deleted(connection: Connection) -> None:
     waits = f"status = 'throttled', retry_state = 'scheduled', next_attempt_at = {FUTURE}, reason = 'throttle'"
     _, trigger_id = await a_delivery(connection, waits)
     await connection.execute(
-        f"update headgate.workflow_event_triggers set deleted_at = {PAST} where id = '{trigger_id}'"
+        f"update tidegate.workflow_event_triggers set deleted_at = {PAST} where id = '{trigger_id}'"
     )
 
 
@@ -128,18 +128,18 @@ async def free_slot(connection: Connection) -> None:
 
 async def launch_without_run(connection: Connection) -> None:
     await a_delivery(
-        connection, "status = 'launched', workflow_run_id = gen_random_uuid(), launched_at = headgate.now()"
+        connection, "status = 'launched', workflow_run_id = gen_random_uuid(), launched_at = tidegate.now()"
     )
 
 
 async def run_without_launch(connection: Connection) -> None:
     delivery_id, _ = await a_delivery(connection, "status = 'cancelled'")
-    await a_run(connection, "status = 'succeeded', finished_at = headgate.now()", delivery_id=delivery_id)
+    await a_run(connection, "status = 'succeeded', finished_at = tidegate.now()", delivery_id=delivery_id)
 
 
 async def inbox_row_alone(connection: Connection) -> None:
     await connection.execute(
-        "insert into headgate.event_inbox (ingress_sequence, event_id) values (7, $1)", uuid.uuid4()
+        "insert into tidegate.event_inbox (ingress_sequence, event_id) values (7, $1)", uuid.uuid4()
     )
 
 
@@ -172,7 +172,7 @@ async def run_past_deadline(connection: Connection) -> None:
 
 
 async def step_of_finished(connection: Connection) -> None:
-    run_id = await a_run(connection, "status = 'failed', finished_at = headgate.now()")
+    run_id = await a_run(connection, "status = 'failed', finished_at = tidegate.now()")
     await a_step(connection, run_id, f"retry_state = 'scheduled', next_attempt_at = {FUTURE}")
 
 
@@ -184,14 +184,14 @@ async def step_claimed(connection: Connection) -> None:
 async def probe_gone(connection: Connection) -> None:
     [trigger_id] = await make_triggers(connection)
     await connection.execute(
-        "insert into headgate.event_scheduler_triggers (trigger_id, breaker_state, probe_run_id) "
+        "insert into tidegate.event_scheduler_triggers (trigger_id, breaker_state, probe_run_id) "
         "values ($1, 'half_open', gen_random_uuid())", trigger_id,
     )  # fmt: skip
 
 
 async def source_plan(connection: Connection) -> None:
     await connection.execute(
-        "insert into headgate.event_scheduler_sources (source, is_replanning, updated_by, updated_at) "
+        "insert into tidegate.event_scheduler_sources (source, is_replanning, updated_by, updated_at) "
         f"values ('shop', true, 'test', {PAST})"
     )
 
@@ -199,21 +199,21 @@ async def source_plan(connection: Connection) -> None:
 async def trigger_plan(connection: Connection) -> None:
     [trigger_id] = await make_triggers(connection)
     await connection.execute(
-        "insert into headgate.event_scheduler_triggers (trigger_id, is_replanning, updated_at) "
+        "insert into tidegate.event_scheduler_triggers (trigger_id, is_replanning, updated_at) "
         f"values ($1, true, {PAST})", trigger_id,
     )  # fmt: skip
 
 
 async def letter_late(connection: Connection) -> None:
     await connection.execute(
-        "insert into headgate.dead_letters (id, kind, subject_id, reason, replay_at, replay_by) "
+        "insert into tidegate.dead_letters (id, kind, subject_id, reason, replay_at, replay_by) "
         f"values (gen_random_uuid(), 'event', gen_random_uuid(), 'test', {PAST}, 'test')"
     )
 
 
 async def tick_late(connection: Connection) -> None:
     await connection.execute(
-        f"insert into headgate.schedules (workflow_definition_id, every_ms, next_at) values ($1, 1000, {PAST})",
+        f"insert into tidegate.schedules (workflow_definition_id, every_ms, next_at) values ($1, 1000, {PAST})",
         await make_definition(connection),
     )
 
@@ -266,7 +266,7 @@ async def test_each_invariant_is_found_when_broken(database: Database, connectio
 async def test_a_world_in_all_states_is_well(database: Database, connection: Connection, world: World) -> None:
     """Finished, failed, asleep, held for a slot, waiting to be tried again: none of these is an orphan."""
 
-    @world.hg.workflow(on="go", max_concurrency=1)
+    @world.app.workflow(on="go", max_concurrency=1)
     async def work(ctx: Context, how: str = "done") -> None:
         await ctx.step("one", lambda: 1)
         if how == "sleep":
@@ -280,14 +280,14 @@ async def test_a_world_in_all_states_is_well(database: Database, connection: Con
     for how in ("done", "fail", "sleep", "done", "retry"):
         await publish(connection, "go", how=how)
         await world.turn(runner)
-    waiting = await connection.fetch("select reason from headgate.workflow_trigger_deliveries where reason is not null")
+    waiting = await connection.fetch("select reason from tidegate.workflow_trigger_deliveries where reason is not null")
     assert [row["reason"] for row in waiting] == ["concurrency", "concurrency"]
     assert await orphans(database, 0) == {}
 
 
 async def test_a_missing_or_broken_guard_is_named(connection: Connection) -> None:
     assert await store.missing_guards(connection) == []
-    await connection.execute("alter table headgate.workflow_runs drop constraint workflow_runs_pkey")
+    await connection.execute("alter table tidegate.workflow_runs drop constraint workflow_runs_pkey")
     assert await store.missing_guards(connection) == ["workflow_runs_pkey"]
     assert len(GUARDS) == len(set(GUARDS))
 
@@ -343,7 +343,7 @@ def test_no_worker_matters_when_something_is_due() -> None:
 
 
 def test_the_command(database_url: str) -> None:
-    done = run("doctor", env={"HEADGATE_DATABASE_URL": database_url})
+    done = run("doctor", env={"TIDEGATE_DATABASE_URL": database_url})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT OK" not in done.stdout
     for name in (*ORPHANS, "schema", "durability", "clock", "unique indexes", "due lag of ingress"):
@@ -352,7 +352,7 @@ def test_the_command(database_url: str) -> None:
 
 async def test_the_command_fails_when_something_is_wrong(database_url: str, connection: Connection) -> None:
     await run_claimed(connection)
-    env = {"HEADGATE_DATABASE_URL": database_url}
+    env = {"TIDEGATE_DATABASE_URL": database_url}
     done = run("doctor", env=env)
     assert done.returncode == 1
     assert [line.split()[2] for line in done.stdout.splitlines() if "NOT OK" in line] == ["runs_claimed_by_nobody"]
@@ -364,13 +364,13 @@ async def test_the_command_fails_when_something_is_wrong(database_url: str, conn
 
 
 def test_a_schema_that_is_not_there(empty_database_url: str) -> None:
-    done = run("doctor", env={"HEADGATE_DATABASE_URL": empty_database_url})
+    done = run("doctor", env={"TIDEGATE_DATABASE_URL": empty_database_url})
     assert done.returncode == 1
-    assert "NOT OK" in done.stdout and "headgate migrate" in done.stdout
+    assert "NOT OK" in done.stdout and "tidegate migrate" in done.stdout
 
 
 async def test_redis_that_may_evict_or_is_away(database_url: str, server: RedisServer, client: Any) -> None:
-    env = {"HEADGATE_DATABASE_URL": database_url, "HEADGATE_QUEUE": "bullmq", "HEADGATE_REDIS_URL": server.url}
+    env = {"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_QUEUE": "bullmq", "TIDEGATE_REDIS_URL": server.url}
     assert run("doctor", env=env).returncode == 0
     await client.config_set("maxmemory-policy", "allkeys-lru")
     done = run("doctor", env=env)

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from headgate.app import Headgate
-from headgate.errors import Conflict, InvalidInput, NotFound
-from headgate.flow import control
-from headgate.flow.dispatch import Dispatch, Outcome
-from headgate.flow.explain import explain
-from headgate.flow.replan import Replan
-from headgate.flow.retry import Retry
-from headgate.model.retry import RetryPolicy
-from headgate.model.source import Breaker, BreakerPolicy, RateLimit
-from headgate.store import sources
-from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.test_dispatch import publish
+from tidegate.app import Tidegate
+from tidegate.errors import Conflict, InvalidInput, NotFound
+from tidegate.flow import control
+from tidegate.flow.dispatch import Dispatch, Outcome
+from tidegate.flow.explain import explain
+from tidegate.flow.replan import Replan
+from tidegate.flow.retry import Retry
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.source import Breaker, BreakerPolicy, RateLimit
+from tidegate.store import sources
+from tidegate.store.db import Connection, Database
 
 POLICY = RetryPolicy(base_ms=100, factor=2, max_ms=1000, jitter_ratio=0, max_attempts=3, max_age_ms=3_600_000)
 BREAKER = BreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000)
@@ -45,16 +45,16 @@ class Worker:
 
 @pytest.fixture
 async def worker(database: Database, clock: Clock) -> Worker:
-    hg = Headgate()
+    app = Tidegate()
 
-    @hg.workflow(on="tick")
+    @app.workflow(on="tick")
     async def tick(ctx: Any) -> None: ...
 
     # Its own breaker stays out of the way: these tests are about the source's.
-    @hg.workflow(on="bad", params={"x": "{{ event.payload.missing }}"}, breaker=Breaker(threshold=10_000))
+    @app.workflow(on="bad", params={"x": "{{ event.payload.missing }}"}, breaker=Breaker(threshold=10_000))
     async def bad(ctx: Any, x: int) -> None: ...
 
-    await database.run(hg.register)
+    await database.run(app.register)
     return Worker(database)
 
 
@@ -65,15 +65,15 @@ async def ticks(connection: Connection, count: int, source: str = "noisy") -> li
 async def launched(connection: Connection) -> list[tuple[str, datetime]]:
     """Event ids and launch times, in order of launch, then arrival."""
     rows = await connection.fetch(
-        "select d.event_id::text, d.launched_at from headgate.workflow_trigger_deliveries d "
-        "join headgate.workflow_events e on e.id = d.event_id where d.status = 'launched' "
+        "select d.event_id::text, d.launched_at from tidegate.workflow_trigger_deliveries d "
+        "join tidegate.workflow_events e on e.id = d.event_id where d.status = 'launched' "
         "order by d.launched_at, e.ingress_sequence"
     )
     return [(row[0], row[1]) for row in rows]
 
 
 async def states(connection: Connection) -> dict[str, int]:
-    rows = await connection.fetch("select retry_state, count(*) from headgate.event_ingress_retries group by 1")
+    rows = await connection.fetch("select retry_state, count(*) from tidegate.event_ingress_retries group by 1")
     return {row[0]: row[1] for row in rows}
 
 
@@ -92,7 +92,7 @@ async def test_over_the_limit_is_held_with_its_slot_and_reason(
     await worker.turn()
     ids = await ticks(connection, 15)
     assert await worker.turn() == Outcome(events=15, launched=10, held=5)
-    rows = await connection.fetch("select * from headgate.event_ingress_retries order by next_attempt_at")
+    rows = await connection.fetch("select * from tidegate.event_ingress_retries order by next_attempt_at")
     assert [str(row["event_id"]) for row in rows] == ids[10:]
     assert {(row["retry_state"], row["attempts"], row["reason"], row["source"]) for row in rows} == {
         ("scheduled", 1, "rate_limit", "noisy")
@@ -125,7 +125,7 @@ async def test_a_backlog_drains_in_order_at_the_allowed_rate(
     times = [at for _, at in done]
     for at in times:
         assert sum(at - timedelta(seconds=1) < t <= at for t in times) <= 100
-    attempts = await connection.fetchval("select avg(attempts) from headgate.event_ingress_retries")
+    attempts = await connection.fetchval("select avg(attempts) from tidegate.event_ingress_retries")
     assert attempts <= 1.2
 
 
@@ -186,7 +186,7 @@ async def test_the_default_limit_counts_for_each_source_without_its_own(
         await ticks(connection, 6, source=source)
     await worker.turn()
     rows = await connection.fetch(
-        "select e.source, count(*) from headgate.workflow_runs r join headgate.workflow_events e on e.id = r.event_id "
+        "select e.source, count(*) from tidegate.workflow_runs r join tidegate.workflow_events e on e.id = r.event_id "
         "group by 1 order by 1"
     )
     assert [tuple(row) for row in rows] == [("one", 2), ("own", 5), ("two", 2)]
@@ -199,7 +199,7 @@ async def test_a_pause_holds_and_an_early_resume_plans_anew(
     assert paused.paused_until == clock.now + timedelta(hours=1)
     ids = await ticks(connection, 5)
     assert (await worker.turn()).held == 5
-    row = await connection.fetchrow("select * from headgate.event_ingress_retries limit 1")
+    row = await connection.fetchrow("select * from tidegate.event_ingress_retries limit 1")
     assert row is not None and row["reason"] == "paused" and row["last_error"] == "paused by ann: maintenance"
     assert row["next_attempt_at"] == clock.now + timedelta(hours=1)
     await clock.advance(60_000)
@@ -209,7 +209,7 @@ async def test_a_pause_holds_and_an_early_resume_plans_anew(
     await worker.turn()
     await worker.turn()
     assert [event_id for event_id, _ in await launched(connection)] == ids
-    assert await connection.fetchval("select max(attempts) from headgate.event_ingress_retries") == 1
+    assert await connection.fetchval("select max(attempts) from tidegate.event_ingress_retries") == 1
 
 
 async def test_a_pause_without_an_end_lasts_until_resumed(
@@ -302,7 +302,7 @@ async def test_the_breaker_opens_holds_probes_and_closes(
     for _ in range(3):
         await publish(connection, "bad", "noisy")
     await worker.turn()
-    row = await connection.fetchrow("select * from headgate.event_scheduler_sources where source = 'noisy'")
+    row = await connection.fetchrow("select * from tidegate.event_scheduler_sources where source = 'noisy'")
     assert row is not None and row["breaker_state"] == "open" and row["breaker_reason"] == "3 failures within 1m"
     good = await ticks(connection, 4)
     assert (await worker.turn()).held == 4
@@ -315,7 +315,7 @@ async def test_the_breaker_opens_holds_probes_and_closes(
     for _ in range(3):
         await worker.turn()
     assert [event_id for event_id, _ in await launched(connection)] == good
-    assert await connection.fetchval("select breaker_state from headgate.event_scheduler_sources") == "closed"
+    assert await connection.fetchval("select breaker_state from tidegate.event_scheduler_sources") == "closed"
 
 
 async def test_a_failed_probe_opens_the_breaker_again(
@@ -331,7 +331,7 @@ async def test_a_failed_probe_opens_the_breaker_again(
     for _ in range(3):
         await worker.turn()
     assert await launched(connection) == []
-    assert await connection.fetchval("select breaker_state from headgate.event_scheduler_sources") == "open"
+    assert await connection.fetchval("select breaker_state from tidegate.event_scheduler_sources") == "open"
     await clock.advance(10_001)
     for _ in range(4):
         await worker.turn()
@@ -380,11 +380,11 @@ async def test_too_many_refused_attempts_are_given_up_as_a_dead_letter(
     _, event_id = await ticks(connection, 2)
     await worker.turn()
     for _ in range(3):  # attempts 1, 2, 3 are refused
-        await connection.execute("update headgate.event_ingress_retries set next_attempt_at = headgate.now()")
+        await connection.execute("update tidegate.event_ingress_retries set next_attempt_at = tidegate.now()")
         await worker.retry.run_once()
         await worker.replan.run_once()
     assert await states(connection) == {"exhausted": 1}
-    letter = await connection.fetchrow("select kind, subject_id::text, reason from headgate.dead_letters")
+    letter = await connection.fetchrow("select kind, subject_id::text, reason from tidegate.dead_letters")
     assert letter is not None and tuple(letter)[:2] == ("event", event_id)
     assert letter["reason"] == "given up after 3 attempts: waits for its turn"
 
@@ -395,10 +395,10 @@ async def test_refused_retries_count_their_attempts(
     await limit(database, 1, interval_ms=60_000)
     ids = await ticks(connection, 2)
     await worker.turn()
-    await connection.execute("update headgate.event_ingress_retries set next_attempt_at = headgate.now()")
+    await connection.execute("update tidegate.event_ingress_retries set next_attempt_at = tidegate.now()")
     await worker.retry.run_once()
     await worker.replan.run_once()
-    row = await connection.fetchrow("select attempts, retry_state, next_attempt_at from headgate.event_ingress_retries")
+    row = await connection.fetchrow("select attempts, retry_state, next_attempt_at from tidegate.event_ingress_retries")
     assert row is not None and (row["attempts"], row["retry_state"]) == (2, "scheduled")
     assert row["next_attempt_at"] >= clock.now + timedelta(seconds=60)
     assert [event_id for event_id, _ in await launched(connection)] == ids[:1]
@@ -408,7 +408,7 @@ async def test_ttl_over_is_expired_and_recorded(
     database: Database, connection: Connection, clock: Clock, worker: Worker
 ) -> None:
     await limit(database, 1)
-    sql = "select headgate.publish('tick', 'noisy', ttl_ms => 500)"
+    sql = "select tidegate.publish('tick', 'noisy', ttl_ms => 500)"
     kept, held = await connection.fetchval(sql), await connection.fetchval(sql)
     await worker.turn()
     late = await connection.fetchval(sql)
@@ -418,7 +418,7 @@ async def test_ttl_over_is_expired_and_recorded(
         await clock.advance(50)
         await worker.turn()
     assert [event_id for event_id, _ in await launched(connection)] == [kept]
-    rows = await connection.fetch("select event_id::text, retry_state, reason from headgate.event_ingress_retries")
+    rows = await connection.fetch("select event_id::text, retry_state, reason from tidegate.event_ingress_retries")
     assert {tuple(row) for row in rows} == {(held, "exhausted", "expired"), (late, "exhausted", "expired")}
 
 
@@ -429,7 +429,7 @@ async def test_seeded_limits_give_way_to_an_operators(database: Database, connec
     await limit(database, 7)
     assert await control.seed_limits(database, {"noisy": RateLimit(limit=9, interval_ms=1000)}) == []
     assert await connection.fetchval(
-        "select rate_limit from headgate.event_scheduler_sources where source = 'noisy'"
+        "select rate_limit from tidegate.event_scheduler_sources where source = 'noisy'"
     ) == 7  # fmt: skip
 
 
@@ -461,8 +461,8 @@ async def test_wrong_pauses_change_nothing(
     with pytest.raises(InvalidInput) as refused:
         await call(database, clock.now)
     assert refused.value.errors[0].field == field
-    assert await connection.fetchval("select count(*) from headgate.event_scheduler_sources") == 0
-    assert await connection.fetchval("select count(*) from headgate.audit_log") == 0
+    assert await connection.fetchval("select count(*) from tidegate.event_scheduler_sources") == 0
+    assert await connection.fetchval("select count(*) from tidegate.audit_log") == 0
 
 
 async def test_resuming_an_unknown_source_is_not_found(database: Database, clock: Clock) -> None:
@@ -474,7 +474,7 @@ async def test_every_change_is_audited(database: Database, connection: Connectio
     await limit(database, 5)
     await control.pause(database, "noisy", reason="x", actor="ann")
     await control.resume(database, "noisy", "bob")
-    rows = await connection.fetch("select actor, action, subject, before, after from headgate.audit_log order by id")
+    rows = await connection.fetch("select actor, action, subject, before, after from tidegate.audit_log order by id")
     assert [tuple(row)[:3] for row in rows] == [
         ("test", "source.limit", "noisy"),
         ("ann", "source.pause", "noisy"),
@@ -491,7 +491,7 @@ async def test_metrics_add_up(database: Database, connection: Connection, clock:
     for _ in range(80):
         await clock.advance(50)
         await worker.turn()
-    row = await connection.fetchrow("select * from headgate.event_scheduler_source_metrics where source = 'noisy'")
+    row = await connection.fetchrow("select * from tidegate.event_scheduler_source_metrics where source = 'noisy'")
     assert row is not None
     assert (row["total"], row["passed"], row["throttled"], row["dropped"]) == (4, 4, 2, 0)
     assert row["max_lag_ms"] >= 1000

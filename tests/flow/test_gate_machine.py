@@ -27,24 +27,24 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from headgate import failpoints
-from headgate.app import Headgate
-from headgate.embedded import EmbeddedPostgres
-from headgate.flow import control, replan
-from headgate.flow.dispatch import Dispatch
-from headgate.flow.replan import Replan
-from headgate.flow.retry import Retry
-from headgate.model.retry import RetryPolicy
-from headgate.model.source import Breaker, BreakerPolicy, RateLimit
-from headgate.store.db import Database
 from tests.conftest import Clock
 from tests.flow.checker import Epoch, carry_breaches, limit_breaches
+from tidegate import failpoints
+from tidegate.app import Tidegate
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.flow import control, replan
+from tidegate.flow.dispatch import Dispatch
+from tidegate.flow.replan import Replan
+from tidegate.flow.retry import Retry
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.source import Breaker, BreakerPolicy, RateLimit
+from tidegate.store.db import Database
 
-EXAMPLES = int(os.environ.get("HEADGATE_TEST_EXAMPLES", "40"))
-STEPS = int(os.environ.get("HEADGATE_TEST_STEPS", "40"))
+EXAMPLES = int(os.environ.get("TIDEGATE_TEST_EXAMPLES", "40"))
+STEPS = int(os.environ.get("TIDEGATE_TEST_STEPS", "40"))
 
 # Making a failing example smaller takes minutes: asked for when it is wanted.
-PHASES = set(Phase) - (set() if os.environ.get("HEADGATE_TEST_SHRINK") else {Phase.shrink})
+PHASES = set(Phase) - (set() if os.environ.get("TIDEGATE_TEST_SHRINK") else {Phase.shrink})
 
 POLICY = RetryPolicy(base_ms=100, factor=2, max_ms=1000, jitter_ratio=0, max_attempts=6, max_age_ms=5 * 86_400_000)
 BREAKER = BreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000)
@@ -66,17 +66,17 @@ TABLES = (
 # Where each event is: in the inbox, waiting, delivered, cancelled or given up.
 PLACES = """
 select e.id, e.source, e.ingress_sequence,
-       exists (select 1 from headgate.event_inbox i where i.event_id = e.id) as inbox,
+       exists (select 1 from tidegate.event_inbox i where i.event_id = e.id) as inbox,
        r.retry_state, r.attempts, r.next_attempt_at, r.plan_version,
-       (select count(*) from headgate.workflow_trigger_deliveries d where d.event_id = e.id) as deliveries,
-       (select count(*) from headgate.workflow_runs w where w.event_id = e.id) as runs,
-       exists (select 1 from headgate.dead_letters l where l.subject_id = e.id) as is_dead
-  from headgate.workflow_events e left join headgate.event_ingress_retries r on r.event_id = e.id
+       (select count(*) from tidegate.workflow_trigger_deliveries d where d.event_id = e.id) as deliveries,
+       (select count(*) from tidegate.workflow_runs w where w.event_id = e.id) as runs,
+       exists (select 1 from tidegate.dead_letters l where l.subject_id = e.id) as is_dead
+  from tidegate.workflow_events e left join tidegate.event_ingress_retries r on r.event_id = e.id
  order by e.ingress_sequence
 """
 ROWS = """
 select source, breaker_state, breaker_until, throttled_until, plan_version, is_replanning
-  from headgate.event_scheduler_sources
+  from tidegate.event_scheduler_sources
 """
 
 
@@ -151,7 +151,7 @@ class GateMachine(RuleBasedStateMachine):
         failpoints.disarm()
         async with self.database.transaction() as connection:
             for table in TABLES:
-                await connection.execute(f"delete from headgate.{table}")
+                await connection.execute(f"delete from tidegate.{table}")
 
     async def _read(self) -> tuple[dict[uuid.UUID, Place], dict[str, Any]]:
         async with self.database.connection() as connection:
@@ -186,7 +186,7 @@ class GateMachine(RuleBasedStateMachine):
         async def send() -> None:
             async with self.database.connection() as connection:
                 await connection.execute(
-                    "select headgate.publish($1, $2, ttl_ms => $3) from generate_series(1, $4)",
+                    "select tidegate.publish($1, $2, ttl_ms => $3) from generate_series(1, $4)",
                     kind, source, ttl_ms, count,
                 )  # fmt: skip
 
@@ -436,16 +436,16 @@ def world(postgres: EmbeddedPostgres, template: str, monkeypatch: pytest.MonkeyP
     async def prepare() -> tuple[Database, Clock]:
         await admin(f"create database {name} template {template}")
         database = Database(postgres.url(name), "test", size=4)
-        hg = Headgate()
+        app = Tidegate()
 
-        @hg.workflow(on="tick")
+        @app.workflow(on="tick")
         async def tick(ctx: Any) -> None: ...
 
         # Its own breaker stays out of the way: these tests are about the source's.
-        @hg.workflow(on="bad", params={"x": "{{ event.payload.missing }}"}, breaker=Breaker(threshold=10_000))
+        @app.workflow(on="bad", params={"x": "{{ event.payload.missing }}"}, breaker=Breaker(threshold=10_000))
         async def bad(ctx: Any, x: int) -> None: ...
 
-        await database.run(hg.register)
+        await database.run(app.register)
         clock = Clock(database)
         await clock.install()
         return database, clock

@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from headgate.app import Headgate
-from headgate.errors import Conflict, NotFound
-from headgate.flow import control, replan
-from headgate.flow.dispatch import Dispatch
-from headgate.flow.replan import Replan
-from headgate.flow.retry import Retry
-from headgate.model.retry import EVENT_RETRY
-from headgate.model.source import Breaker, BreakerPolicy, RateLimit
-from headgate.store import ingress_retries, sources
-from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.checker import inversions, milliseconds, most_in_any_interval
 from tests.flow.conftest import eventually
+from tidegate.app import Tidegate
+from tidegate.errors import Conflict, NotFound
+from tidegate.flow import control, replan
+from tidegate.flow.dispatch import Dispatch
+from tidegate.flow.replan import Replan
+from tidegate.flow.retry import Retry
+from tidegate.model.retry import EVENT_RETRY
+from tidegate.model.source import Breaker, BreakerPolicy, RateLimit
+from tidegate.store import ingress_retries, sources
+from tidegate.store.db import Connection, Database
 
 BREAKER = BreakerPolicy(threshold=3, window_ms=60_000, pause_ms=200)
 WORKERS = 4
@@ -46,16 +46,16 @@ class Worker:
 
 @pytest.fixture
 async def workers(database_url: str, database: Database) -> AsyncIterator[list[Worker]]:
-    hg = Headgate()
+    app = Tidegate()
 
-    @hg.workflow(on="tick")
+    @app.workflow(on="tick")
     async def tick(ctx: Any) -> None: ...
 
     # Its own breaker stays out of the way: these tests are about the source's.
-    @hg.workflow(on="bad", params={"x": "{{ event.payload.missing }}"}, breaker=Breaker(threshold=10_000))
+    @app.workflow(on="bad", params={"x": "{{ event.payload.missing }}"}, breaker=Breaker(threshold=10_000))
     async def bad(ctx: Any, x: int) -> None: ...
 
-    await database.run(hg.register)
+    await database.run(app.register)
     made = [Worker(database_url) for _ in range(WORKERS)]
     yield made
     for worker in made:
@@ -82,7 +82,7 @@ async def working(workers: list[Worker]) -> AsyncIterator[None]:
 
 
 async def publish(connection: Connection, count: int, source: str = "noisy", event_type: str = "tick") -> None:
-    await connection.execute("select headgate.publish($1, $2) from generate_series(1, $3)", event_type, source, count)
+    await connection.execute("select tidegate.publish($1, $2) from generate_series(1, $3)", event_type, source, count)
 
 
 async def limit(database: Database, limit: int | None, interval_ms: int = 1000, source: str = "noisy") -> None:
@@ -98,13 +98,13 @@ async def deadlocks(connection: Connection) -> int:
 
 LAUNCHED = """
 select e.ingress_sequence, e.source, d.launched_at, r.event_id is not null as was_held
-  from headgate.workflow_trigger_deliveries d join headgate.workflow_events e on e.id = d.event_id
-  left join headgate.event_ingress_retries r on r.event_id = d.event_id
+  from tidegate.workflow_trigger_deliveries d join tidegate.workflow_events e on e.id = d.event_id
+  left join tidegate.event_ingress_retries r on r.event_id = d.event_id
  where d.status = 'launched' and e.source = $1 order by d.launched_at, e.ingress_sequence
 """
 QUIET = """
-select not exists (select 1 from headgate.event_inbox)
-   and not exists (select 1 from headgate.event_ingress_retries where retry_state = 'scheduled')
+select not exists (select 1 from tidegate.event_inbox)
+   and not exists (select 1 from tidegate.event_ingress_retries where retry_state = 'scheduled')
 """
 
 
@@ -114,20 +114,20 @@ async def test_a_pause_that_has_returned_is_followed_by_no_launch(
     """Judged twice: by the count of what is committed when the call returns, and by the stamps of the launches."""
     await limit(database, 60, interval_ms=100)
     pauses: list[tuple[datetime, datetime]] = []
-    count = "select count(*) from headgate.workflow_runs"
+    count = "select count(*) from tidegate.workflow_runs"
     async with working(workers):
         for _ in range(15):
             await publish(connection, 30)
             before = await connection.fetchval(count)
             await eventually(database, f"select ({count}) > $1", before)  # launches are going on
             await control.pause(database, "noisy", actor="test")
-            returned_at = await connection.fetchval("select headgate.now()")
+            returned_at = await connection.fetchval("select tidegate.now()")
             committed = await connection.fetchval(count)
             for _ in range(5):
                 await publish(connection, 1)
-                await eventually(database, "select not exists (select 1 from headgate.event_inbox)")
+                await eventually(database, "select not exists (select 1 from tidegate.event_inbox)")
                 assert await connection.fetchval(count) == committed, "launched while paused"
-            pauses.append((returned_at, await connection.fetchval("select headgate.now()")))
+            pauses.append((returned_at, await connection.fetchval("select tidegate.now()")))
             await control.resume(database, "noisy", "test")
         await eventually(database, QUIET)
     rows = await connection.fetch(LAUNCHED, "noisy")
@@ -145,10 +145,10 @@ async def test_cancel_or_launch_one_wins_and_the_answer_says_which(
     await publish(connection, rounds)
     while (await workers[0].dispatch.run_once()).events:
         pass
-    ids = [r[0] for r in await connection.fetch("select event_id from headgate.event_ingress_retries order by 1")]
+    ids = [r[0] for r in await connection.fetch("select event_id from tidegate.event_ingress_retries order by 1")]
     await control.resume(database, "noisy", "test")
     await workers[0].replan.run_once()
-    await connection.execute("update headgate.event_ingress_retries set next_attempt_at = 'tomorrow'")
+    await connection.execute("update tidegate.event_ingress_retries set next_attempt_at = 'tomorrow'")
 
     async def cancel(event_id: uuid.UUID) -> str:
         await asyncio.sleep(random.uniform(0, 0.008))
@@ -163,9 +163,9 @@ async def test_cancel_or_launch_one_wins_and_the_answer_says_which(
         await control.force_event(database, event_id, "test")
         answer, *_ = await asyncio.gather(cancel(event_id), workers[0].retry.run_once(), workers[1].retry.run_once())
         state = await connection.fetchval(
-            "select retry_state from headgate.event_ingress_retries where event_id = $1", event_id
+            "select retry_state from tidegate.event_ingress_retries where event_id = $1", event_id
         )
-        runs = await connection.fetchval("select count(*) from headgate.workflow_runs where event_id = $1", event_id)
+        runs = await connection.fetchval("select count(*) from tidegate.workflow_runs where event_id = $1", event_id)
         assert (answer, runs) == (state, int(state == "completed"))
         answers[answer] += 1
     assert min(answers.values()) > 0, f"no race took place: {answers}"
@@ -196,11 +196,11 @@ async def test_batches_taken_at_once_keep_the_order_of_arrival(
         await publish(connection, 8 * 20)
         await asyncio.gather(*(worker.dispatch.run_once() for worker in [*workers, *workers]))
         rows = await connection.fetch(
-            "select ingress_sequence from headgate.event_ingress_retries where retry_state = 'scheduled' "
+            "select ingress_sequence from tidegate.event_ingress_retries where retry_state = 'scheduled' "
             "order by next_attempt_at, ingress_sequence"
         )
         assert inversions([row[0] for row in rows]) == []
-    slots = "select count(*), count(distinct next_attempt_at) from headgate.event_ingress_retries"
+    slots = "select count(*), count(distinct next_attempt_at) from tidegate.event_ingress_retries"
     assert len(set(await connection.fetchrow(slots) or [])) == 1, "two events share a slot"
 
 
@@ -224,7 +224,7 @@ async def test_a_worker_that_waited_for_the_gate_sees_who_waits_already(
         )
     await asyncio.gather(*waiting)
     rows = await connection.fetch(
-        "select ingress_sequence, next_attempt_at from headgate.event_ingress_retries order by next_attempt_at"
+        "select ingress_sequence, next_attempt_at from tidegate.event_ingress_retries order by next_attempt_at"
     )
     assert len({row[1] for row in rows}) == 40, "two events share a slot"
     assert inversions([row[0] for row in rows]) == []
@@ -308,9 +308,9 @@ async def test_a_storm_of_everything_has_no_deadlock(
             await control.resume(database, name, "test")
         await eventually(database, QUIET)
     lost = await connection.fetchval(
-        "select count(*) from headgate.workflow_events e "
-        " where not exists (select 1 from headgate.workflow_trigger_deliveries d where d.event_id = e.id)"
-        "   and not exists (select 1 from headgate.event_ingress_retries r where r.event_id = e.id "
+        "select count(*) from tidegate.workflow_events e "
+        " where not exists (select 1 from tidegate.workflow_trigger_deliveries d where d.event_id = e.id)"
+        "   and not exists (select 1 from tidegate.event_ingress_retries r where r.event_id = e.id "
         "                    and r.retry_state in ('cancelled', 'exhausted'))"
     )
     assert lost == 0
@@ -326,7 +326,7 @@ async def test_limits_seeded_by_many_at_once(database_url: str, database: Databa
     for pool in pools:
         await pool.close()
     assert sorted(itertools.chain(*changed)) == ["*", "a", "b", "z"]
-    rows = await connection.fetch("select version, limit_set_by from headgate.event_scheduler_sources")
+    rows = await connection.fetch("select version, limit_set_by from tidegate.event_scheduler_sources")
     assert [tuple(row) for row in rows] == [(1, "settings")] * 4
     assert await deadlocks(connection) == before
 
@@ -345,8 +345,8 @@ async def test_a_half_open_breaker_admits_one_probe(
         await publish(connection, 10, event_type="bad")
         stages = [stage.run_once() for worker in workers for stage in (worker.retry, worker.dispatch)]
         await asyncio.gather(*stages)
-        assert await connection.fetchval("select count(*) from headgate.workflow_trigger_deliveries") == 3 + n
-        assert await connection.fetchval("select breaker_state from headgate.event_scheduler_sources") == "open"
+        assert await connection.fetchval("select count(*) from tidegate.workflow_trigger_deliveries") == 3 + n
+        assert await connection.fetchval("select breaker_state from tidegate.event_scheduler_sources") == "open"
 
 
 async def test_sources_made_by_failures_at_once_have_no_deadlock(
@@ -362,7 +362,7 @@ async def test_sources_made_by_failures_at_once_have_no_deadlock(
     assert await deadlocks(connection) == before
     while (await workers[0].dispatch.run_once()).events:
         pass
-    assert await connection.fetchval("select count(*) from headgate.event_scheduler_sources") == 31
+    assert await connection.fetchval("select count(*) from tidegate.event_scheduler_sources") == 31
 
 
 async def test_a_new_plan_in_the_middle_of_a_plan_begins_at_the_front(
@@ -387,7 +387,7 @@ async def test_a_new_plan_in_the_middle_of_a_plan_begins_at_the_front(
     monkeypatch.setattr(worker.database, "run", interrupted)
     await worker.replan.run_once()
     rows = await connection.fetch(
-        "select ingress_sequence from headgate.event_ingress_retries order by next_attempt_at, ingress_sequence"
+        "select ingress_sequence from tidegate.event_ingress_retries order by next_attempt_at, ingress_sequence"
     )
     assert inversions([row[0] for row in rows]) == []
     await worker.database.close()
@@ -417,10 +417,10 @@ async def test_a_held_event_that_cannot_be_processed_is_alone(
         await control.pause(database, source, actor="test")
         await publish(connection, 3, source)
     await workers[0].dispatch.run_once()
-    await connection.execute("alter table headgate.workflow_events drop constraint workflow_events_occurred_at_check")
+    await connection.execute("alter table tidegate.workflow_events drop constraint workflow_events_occurred_at_check")
     bad = await connection.fetchval(
-        "update headgate.workflow_events set occurred_at = '20000-01-01' where id = "
-        "(select id from headgate.workflow_events where source = 'one' order by ingress_sequence offset 1 limit 1) "
+        "update tidegate.workflow_events set occurred_at = '20000-01-01' where id = "
+        "(select id from tidegate.workflow_events where source = 'one' order by ingress_sequence offset 1 limit 1) "
         "returning id"
     )
     for source in ("one", "two"):
@@ -429,8 +429,8 @@ async def test_a_held_event_that_cannot_be_processed_is_alone(
     for _ in range(4):
         await workers[0].retry.run_once()
     assert await connection.fetchval(QUIET)
-    assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 5
-    letter = await connection.fetchrow("select subject_id, reason from headgate.dead_letters")
+    assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == 5
+    letter = await connection.fetchrow("select subject_id, reason from tidegate.dead_letters")
     assert letter is not None and letter["subject_id"] == bad and letter["reason"]
 
 
@@ -441,7 +441,7 @@ async def test_forcing_an_event_does_not_end_the_limits_pause(
     await control.set_limit(database, "noisy", rate, "test")
     await publish(connection, 5)
     await workers[0].dispatch.run_once()
-    held = await connection.fetchval("select event_id from headgate.event_ingress_retries limit 1")
+    held = await connection.fetchval("select event_id from tidegate.event_ingress_retries limit 1")
     await clock.advance(1000)
     await control.force_event(database, held, "test")
     for _ in range(3):
@@ -479,7 +479,7 @@ async def test_a_line_longer_than_the_calendar(
     await publish(connection, 30)
     for _ in range(2):
         assert (await workers[0].dispatch.run_once()).quarantined == 0
-    await connection.execute("update headgate.event_scheduler_sources set drain_at = '8990-01-01'")
+    await connection.execute("update tidegate.event_scheduler_sources set drain_at = '8990-01-01'")
     await publish(connection, 20)
     outcome = await workers[0].dispatch.run_once()
     assert (outcome.held, outcome.quarantined) == (20, 0)
@@ -491,16 +491,16 @@ async def test_a_launch_that_waited_for_a_trigger_counts_from_when_it_was_launch
 ) -> None:
     """A batch has passed the source's gate and waits for the row of a limited trigger. The limit holds over the times
     at which events are launched, not over those at which they passed."""
-    hg = Headgate()
+    app = Tidegate()
 
-    @hg.workflow(on="tick", throttle="1000/s")
+    @app.workflow(on="tick", throttle="1000/s")
     async def tick(ctx: Any) -> None: ...
 
-    await database.run(hg.register)
+    await database.run(app.register)
     worker = Worker(database_url, batch_size=500)
-    trigger_id = await connection.fetchval("select id from headgate.workflow_event_triggers")
+    trigger_id = await connection.fetchval("select id from tidegate.workflow_event_triggers")
     await limit(database, 10)
-    await connection.execute("insert into headgate.event_scheduler_triggers (trigger_id) values ($1)", trigger_id)
+    await connection.execute("insert into tidegate.event_scheduler_triggers (trigger_id) values ($1)", trigger_id)
     await publish(connection, 10)
     turn = worker.dispatch.run_once
     if are_held:
@@ -511,7 +511,7 @@ async def test_a_launch_that_waited_for_a_trigger_counts_from_when_it_was_launch
         await clock.advance(2000)
         turn = worker.retry.run_once
     async with database.transaction() as other:
-        await other.execute("select 1 from headgate.event_scheduler_triggers for update")
+        await other.execute("select 1 from tidegate.event_scheduler_triggers for update")
         first = asyncio.create_task(turn())
         await eventually(database, "select exists (select from pg_locks where not granted)")
         await clock.advance(600)

@@ -11,33 +11,33 @@ from typing import Any
 
 import pytest
 
-from headgate.flow import control
-from headgate.model.source import RateLimit
-from headgate.store.db import Connection, Database
 from tests.flow.checker import inversions, milliseconds, most_in_any_interval, share_used
 from tests.flow.conftest import eventually
-from tests.processes import Process, headgate
+from tests.processes import Process, tidegate
+from tidegate.flow import control
+from tidegate.model.source import RateLimit
+from tidegate.store.db import Connection, Database
 
 APP = """
-from headgate import Context, Headgate
+from tidegate import Context, Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
-@hg.workflow(on="tick")
+@app.workflow(on="tick")
 async def tick(ctx: Context) -> None: ...
 """
 LIMIT, INTERVAL_MS = 60, 500
 
 LAUNCHED = """
-select e.ingress_sequence, d.launched_at, e.received_at from headgate.workflow_trigger_deliveries d
-  join headgate.workflow_events e on e.id = d.event_id
+select e.ingress_sequence, d.launched_at, e.received_at from tidegate.workflow_trigger_deliveries d
+  join tidegate.workflow_events e on e.id = d.event_id
  where e.source = $1 order by d.launched_at, e.ingress_sequence
 """
-HELD = "select count(*) = $2 from headgate.event_ingress_retries where source = $1 and retry_state = 'scheduled'"
-COMPLETED = "select count(*) >= $2 from headgate.event_ingress_retries where source = $1 and retry_state = 'completed'"
+HELD = "select count(*) = $2 from tidegate.event_ingress_retries where source = $1 and retry_state = 'scheduled'"
+COMPLETED = "select count(*) >= $2 from tidegate.event_ingress_retries where source = $1 and retry_state = 'completed'"
 STATE = """
-select to_jsonb(s), to_jsonb(m) from headgate.event_scheduler_sources s
-  join headgate.event_scheduler_source_metrics m using (source) where source = any ($1::text[]) order by source
+select to_jsonb(s), to_jsonb(m) from tidegate.event_scheduler_sources s
+  join tidegate.event_scheduler_source_metrics m using (source) where source = any ($1::text[]) order by source
 """
 
 
@@ -51,18 +51,18 @@ def app(tmp_path: Path) -> Path:
 @contextlib.contextmanager
 def fleet(database_url: str, app: Path, size: int) -> Iterator[list[Process]]:
     """Worker processes that are ready. The first registers the application, the others start together."""
-    settings = {"HEADGATE_DATABASE_URL": database_url, "HEADGATE_POLL_MS": "100", "HEADGATE_BATCH_SIZE": "50"}
+    settings = {"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_POLL_MS": "100", "TIDEGATE_BATCH_SIZE": "50"}
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(headgate("worker", str(app), **settings))
+        first = stack.enter_context(tidegate("worker", str(app), **settings))
         first.wait_for_line("worker.started")
-        others = [stack.enter_context(headgate("worker", str(app), **settings)) for _ in range(size - 1)]
+        others = [stack.enter_context(tidegate("worker", str(app), **settings)) for _ in range(size - 1)]
         for process in others:
             process.wait_for_line("worker.started")
         yield [first, *others]
 
 
 async def publish(connection: Connection, source: str, count: int) -> None:
-    await connection.execute("select headgate.publish('tick', $1) from generate_series(1, $2)", source, count)
+    await connection.execute("select tidegate.publish('tick', $1) from generate_series(1, $2)", source, count)
 
 
 async def backlog(database: Database, connection: Connection, count: int) -> None:
@@ -86,14 +86,14 @@ async def test_workers_share_one_limit_and_one_line(
             await eventually(database, COMPLETED, "noisy", done)
             await publish(connection, "other", 2)
         await eventually(database, COMPLETED, "noisy", count)
-        await eventually(database, "select not exists (select 1 from headgate.event_inbox)")
+        await eventually(database, "select not exists (select 1 from tidegate.event_inbox)")
     rows = await connection.fetch(LAUNCHED, "noisy")
     assert len(rows) == len({row[0] for row in rows}) == count
     assert inversions([row[0] for row in rows]) == []
     times = milliseconds([row["launched_at"] for row in rows])
     assert most_in_any_interval(times, INTERVAL_MS) <= LIMIT
     assert share_used(times, LIMIT, INTERVAL_MS, since=INTERVAL_MS, until=max(times)) >= 0.95
-    attempts = await connection.fetchval("select sum(attempts)::float8 / count(*) from headgate.event_ingress_retries")
+    attempts = await connection.fetchval("select sum(attempts)::float8 / count(*) from tidegate.event_ingress_retries")
     assert attempts <= 1.2
     others = await connection.fetch(LAUNCHED, "other")
     lags = [row["launched_at"] - row["received_at"] for row in others]
@@ -140,9 +140,9 @@ async def test_restarted_workers_go_on_where_the_others_stopped(
     assert len(rows) == len({row[0] for row in rows}) == count
     assert inversions([row[0] for row in rows]) == []
     assert most_in_any_interval(milliseconds([row["launched_at"] for row in rows]), INTERVAL_MS) <= LIMIT
-    runs = await connection.fetchrow("select count(*), count(distinct event_id) from headgate.workflow_runs")
+    runs = await connection.fetchrow("select count(*), count(distinct event_id) from tidegate.workflow_runs")
     assert runs is not None and tuple(runs) == (count + 3, count + 3)
     totals = await connection.fetchrow(
-        "select total, passed, throttled from headgate.event_scheduler_source_metrics where source = 'noisy'"
+        "select total, passed, throttled from tidegate.event_scheduler_source_metrics where source = 'noisy'"
     )
     assert totals is not None and tuple(totals) == (count, count, count)

@@ -6,23 +6,23 @@ from datetime import timedelta
 
 import pytest
 
-from headgate.flow import control, health
-from headgate.flow.health import Exposition
-from headgate.model.health import HEALTH
-from headgate.model.source import RateLimit
-from headgate.store import triggers, workers
-from headgate.store.db import Connection, Database
-from headgate.telemetry import metrics
 from tests.conftest import Clock
 from tests.flow.test_gate import Worker, limit, ticks
 from tests.flow.test_gate import worker as worker  # noqa: PLC0414 - a fixture
+from tidegate.flow import control, health
+from tidegate.flow.health import Exposition
+from tidegate.model.health import HEALTH
+from tidegate.model.source import RateLimit
+from tidegate.store import triggers, workers
+from tidegate.store.db import Connection, Database
+from tidegate.telemetry import metrics
 
 
 @pytest.fixture(autouse=True)
 async def _alive(connection: Connection) -> None:
     """A worker that is alive for long, so that its absence does not hide what these tests are about."""
     await connection.execute(
-        "insert into headgate.workers (name, definitions, seen_at) values ('w0', '{}', '2999-01-01')"
+        "insert into tidegate.workers (name, definitions, seen_at) values ('w0', '{}', '2999-01-01')"
     )
 
 
@@ -81,8 +81,8 @@ async def test_pauses_and_breakers(database: Database, connection: Connection, c
     await control.pause(database, "one", duration_ms=60_000, reason="upgrade", actor="ann")
     await control.pause(database, "two", actor="bob")
     await connection.execute(
-        "update headgate.event_scheduler_sources set breaker_state = 'open', breaker_reason = '5 failures', "
-        "breaker_until = headgate.now() + interval '30 s' where source = 'two'"
+        "update tidegate.event_scheduler_sources set breaker_state = 'open', breaker_reason = '5 failures', "
+        "breaker_until = tidegate.now() + interval '30 s' where source = 'two'"
     )
     causes = (await health.snapshot(connection)).causes
     assert [(c.code, c.subject) for c in causes] == [
@@ -104,8 +104,8 @@ async def test_pauses_and_breakers(database: Database, connection: Connection, c
 async def test_dead_letters_of_today_and_before(connection: Connection, clock: Clock) -> None:
     for kind in ("event", "run"):
         await connection.execute(
-            "insert into headgate.dead_letters (id, kind, subject_id, reason) "
-            "values (headgate.uuid7(), $1, headgate.uuid7(), 'x')", kind
+            "insert into tidegate.dead_letters (id, kind, subject_id, reason) "
+            "values (tidegate.uuid7(), $1, tidegate.uuid7(), 'x')", kind
         )  # fmt: skip
         await clock.advance(86_400_000)
     found = (await health.snapshot(connection)).dead_letters
@@ -118,10 +118,10 @@ async def test_the_exposition_survives_a_database_that_is_away(database: Databas
     await control.set_limit(database, "x", RateLimit(limit=1, interval_ms=1000), "ann")
     await control.pause(database, "x", actor="ann")
     exposition = Exposition(database)
-    assert b"headgate_paused_sources 1.0" in await exposition.text()
+    assert b"tidegate_paused_sources 1.0" in await exposition.text()
     nowhere = Exposition(Database("postgresql://nobody@127.0.0.1:9/none", "test", size=1))
-    assert b"headgate_database_up 0.0" in await nowhere.text()
-    assert metrics.REGISTRY.get_sample_value("headgate_deferred", {"kind": "events", "reason": "paused"}) is None
+    assert b"tidegate_database_up 0.0" in await nowhere.text()
+    assert metrics.REGISTRY.get_sample_value("tidegate_deferred", {"kind": "events", "reason": "paused"}) is None
 
 
 async def test_runs_that_nobody_has_the_code_of(database: Database, connection: Connection) -> None:
@@ -129,8 +129,8 @@ async def test_runs_that_nobody_has_the_code_of(database: Database, connection: 
         connection, slug="lost", kind="python", parameters=[], config={}, actor="test"
     )]  # fmt: skip
     await connection.execute(
-        "insert into headgate.workflow_runs (id, workflow_definition_id, next_attempt_at) "
-        "values (gen_random_uuid(), $1, headgate.now() - interval '1 minute')",
+        "insert into tidegate.workflow_runs (id, workflow_definition_id, next_attempt_at) "
+        "values (gen_random_uuid(), $1, tidegate.now() - interval '1 minute')",
         definition,
     )
     causes = (await health.snapshot(connection)).causes

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from headgate.app import Headgate
-from headgate.flow import control, health
-from headgate.flow.health import Exposition, Snapshots
-from headgate.flow.reconcile import Reconcile
-from headgate.flow.verdict import RUNBOOK, Cause
-from headgate.model.health import HEALTH, HealthPolicy, severity
-from headgate.model.source import TRIGGER_BREAKER
-from headgate.store import health as store_health
-from headgate.store import workers
-from headgate.store.db import Connection, Database
-from headgate.telemetry import metrics
-from headgate.worker.loop import Loop
 from tests.conftest import Clock
 from tests.flow.test_gate import Worker, limit, ticks
 from tests.flow.test_gate import worker as worker  # noqa: PLC0414 - a fixture
+from tidegate.app import Tidegate
+from tidegate.flow import control, health
+from tidegate.flow.health import Exposition, Snapshots
+from tidegate.flow.reconcile import Reconcile
+from tidegate.flow.verdict import RUNBOOK, Cause
+from tidegate.model.health import HEALTH, HealthPolicy, severity
+from tidegate.model.source import TRIGGER_BREAKER
+from tidegate.store import health as store_health
+from tidegate.store import workers
+from tidegate.store.db import Connection, Database
+from tidegate.telemetry import metrics
+from tidegate.worker.loop import Loop
 
 ROOT = Path(__file__).parent.parent.parent
 ANCHORS = {
@@ -38,7 +38,7 @@ ANCHORS = {
 @pytest.fixture(autouse=True)
 async def _alive(connection: Connection) -> None:
     await connection.execute(
-        "insert into headgate.workers (name, definitions, seen_at) values ('w0', '{}', '2999-01-01')"
+        "insert into tidegate.workers (name, definitions, seen_at) values ('w0', '{}', '2999-01-01')"
     )
 
 
@@ -69,7 +69,7 @@ async def test_overdue_retries(database: Database, connection: Connection, clock
     await clock.advance(1)
     found = await cause(connection, "retries_overdue")
     assert found and (found.severity, found.subject, found.since) == ("degraded", "events", due)
-    assert await gauge(database, "headgate_overdue_retries", kind="events") == 1
+    assert await gauge(database, "tidegate_overdue_retries", kind="events") == 1
     await clock.advance(60_000)
     assert await cause(connection, "retries_overdue", HealthPolicy(overdue_degraded=4)) is None
     critical = await cause(connection, "retries_overdue", HealthPolicy(overdue_critical=3))
@@ -78,7 +78,7 @@ async def test_overdue_retries(database: Database, connection: Connection, clock
         await worker.turn()
         await clock.advance(2000)
     assert await cause(connection, "retries_overdue") is None
-    assert await gauge(database, "headgate_overdue_retries", kind="events") == 0
+    assert await gauge(database, "tidegate_overdue_retries", kind="events") == 0
 
 
 async def test_what_is_held_on_purpose_is_not_late(
@@ -92,11 +92,11 @@ async def test_what_is_held_on_purpose_is_not_late(
     found = await health.snapshot(connection)
     assert (found.queues["ingress"].ready, found.queues["ingress"].oldest_due_age_seconds) == (0, 0)
     assert (found.retries["events"].overdue, found.retries["events"].by_reason) == (0, {"paused": 2})
-    assert await gauge(database, "headgate_deferred", kind="events", reason="paused") == 2
-    assert await gauge(database, "headgate_oldest_due_age_seconds", queue="ingress") == 0
+    assert await gauge(database, "tidegate_deferred", kind="events", reason="paused") == 2
+    assert await gauge(database, "tidegate_oldest_due_age_seconds", queue="ingress") == 0
     await control.resume(database, "noisy", "ann")
     assert (await health.snapshot(connection)).queues["ingress"].oldest_due_age_seconds > 3500
-    assert (await gauge(database, "headgate_oldest_due_age_seconds", queue="ingress") or 0) > 3500
+    assert (await gauge(database, "tidegate_oldest_due_age_seconds", queue="ingress") or 0) > 3500
 
 
 async def test_a_queue_that_stands_still(
@@ -121,8 +121,8 @@ async def test_a_queue_that_stands_still(
 
 async def bury(connection: Connection, count: int, kind: str = "run") -> None:
     await connection.execute(
-        "insert into headgate.dead_letters (id, kind, subject_id, reason) "
-        "select headgate.uuid7(), $1, gen_random_uuid(), 'x' from generate_series(1, $2)", kind, count
+        "insert into tidegate.dead_letters (id, kind, subject_id, reason) "
+        "select tidegate.uuid7(), $1, gen_random_uuid(), 'x' from generate_series(1, $2)", kind, count
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ async def test_dead_letters_that_grow(database: Database, connection: Connection
     await bury(connection, 1)
     found = await cause(connection, "dead_letters_growing")
     assert found and (found.severity, found.subject, found.since) == ("degraded", "run", first)
-    assert await gauge(database, "headgate_dead_letters", kind="run") == 10
+    assert await gauge(database, "tidegate_dead_letters", kind="run") == 10
     await bury(connection, HEALTH.dead_letters_critical)
     found = await cause(connection, "dead_letters_growing")
     assert found and found.severity == "critical"
@@ -156,62 +156,62 @@ async def test_paused_sources(database: Database, connection: Connection, clock:
     await clock.advance(60_000)
     found = await cause(connection, "source_paused", late)
     assert found and found.severity == "critical"
-    assert await gauge(database, "headgate_paused_sources") == 1
+    assert await gauge(database, "tidegate_paused_sources") == 1
     await control.resume(database, "one", "ann")
     assert await cause(connection, "source_paused") is None
-    assert await gauge(database, "headgate_paused_sources") == 0
+    assert await gauge(database, "tidegate_paused_sources") == 0
 
 
 async def test_paused_and_broken_triggers(database: Database, connection: Connection, clock: Clock) -> None:
-    hg = Headgate()
+    app = Tidegate()
 
-    @hg.workflow(on="tick")
+    @app.workflow(on="tick")
     async def tick(ctx: Any) -> None: ...
 
-    await database.run(hg.register)
-    trigger_id = await connection.fetchval("select id from headgate.workflow_event_triggers")
-    for state in ("paused_at = headgate.now()", "breaker_state = 'open', failures = array[headgate.now()]"):
+    await database.run(app.register)
+    trigger_id = await connection.fetchval("select id from tidegate.workflow_event_triggers")
+    for state in ("paused_at = tidegate.now()", "breaker_state = 'open', failures = array[tidegate.now()]"):
         code = "trigger_paused" if "paused" in state else "trigger_breaker_open"
         await connection.execute(
-            "insert into headgate.event_scheduler_triggers (trigger_id) values ($1) on conflict do nothing", trigger_id
+            "insert into tidegate.event_scheduler_triggers (trigger_id) values ($1) on conflict do nothing", trigger_id
         )
         assert await cause(connection, code) is None
-        await connection.execute(f"update headgate.event_scheduler_triggers set {state}")
+        await connection.execute(f"update tidegate.event_scheduler_triggers set {state}")
         found = await cause(connection, code)
         assert found and (found.severity, found.subject, found.since) == ("degraded", str(trigger_id), clock.now)
         assert found.message.startswith("tick/code: ")
-        await connection.execute("update headgate.event_scheduler_triggers set paused_at = null")
+        await connection.execute("update tidegate.event_scheduler_triggers set paused_at = null")
         assert await cause(connection, "trigger_paused") is None
-    assert await gauge(database, "headgate_open_breakers", kind="trigger") == 1
-    assert await gauge(database, "headgate_open_breakers", kind="source") == 0
+    assert await gauge(database, "tidegate_open_breakers", kind="trigger") == 1
+    assert await gauge(database, "tidegate_open_breakers", kind="source") == 0
 
 
 async def test_an_open_source_breaker(database: Database, connection: Connection, clock: Clock) -> None:
     await control.pause(database, "bad", actor="ann")
     await control.resume(database, "bad", "ann")
     await connection.execute(
-        "update headgate.event_scheduler_sources set breaker_state = 'open', failures = array[headgate.now()], "
-        "breaker_until = headgate.now() + interval '1 h'"
+        "update tidegate.event_scheduler_sources set breaker_state = 'open', failures = array[tidegate.now()], "
+        "breaker_until = tidegate.now() + interval '1 h'"
     )
     found = await cause(connection, "source_breaker_open")
     assert found and (found.subject, found.since) == ("bad", clock.now)
-    assert await gauge(database, "headgate_open_breakers", kind="source") == 1
+    assert await gauge(database, "tidegate_open_breakers", kind="source") == 1
     await control.resume(database, "bad", "ann")
     assert await cause(connection, "source_breaker_open") is None
 
 
 async def test_no_worker(database: Database, connection: Connection, clock: Clock) -> None:
-    await connection.execute("delete from headgate.workers")
+    await connection.execute("delete from tidegate.workers")
     found = await cause(connection, "no_worker")
     assert found and (found.severity, found.since) == ("degraded", None)  # nobody has ever been there
     await workers.beat(connection, "w", [])
     seen = clock.now
     assert await cause(connection, "no_worker") is None
-    assert await gauge(database, "headgate_workers_alive") == 1
+    assert await gauge(database, "tidegate_workers_alive") == 1
     await clock.advance(HEALTH.worker_degraded_ms)
     found = await cause(connection, "no_worker")
     assert found and (found.severity, found.since) == ("degraded", seen)
-    assert await gauge(database, "headgate_workers_alive") == 0
+    assert await gauge(database, "tidegate_workers_alive") == 0
     await ticks(connection, 1)
     await clock.advance(HEALTH.worker_critical_ms)
     found = await cause(connection, "no_worker")
@@ -224,11 +224,11 @@ async def test_reconcile_that_fails(database: Database, connection: Connection, 
     await ticks(connection, 1)
     await worker.turn()
     await connection.execute(
-        "update headgate.workflow_runs set status = 'running', next_attempt_at = null, claimed_by = 'gone', "
-        "claim_expires_at = headgate.now()"
+        "update tidegate.workflow_runs set status = 'running', next_attempt_at = null, claimed_by = 'gone', "
+        "claim_expires_at = tidegate.now()"
     )
     since = clock.now
-    assert await gauge(database, "headgate_expired_claims", kind="runs") == 1
+    assert await gauge(database, "tidegate_expired_claims", kind="runs") == 1
     await clock.advance(HEALTH.reconcile_degraded_ms - 1)
     assert await cause(connection, "reconcile_failing") is None
     await clock.advance(1)
@@ -239,14 +239,14 @@ async def test_reconcile_that_fails(database: Database, connection: Connection, 
     assert found and found.severity == "critical"
     await Reconcile(database, batch_size=10).run_once()
     assert await cause(connection, "reconcile_failing") is None
-    assert await gauge(database, "headgate_expired_claims", kind="runs") == 0
+    assert await gauge(database, "tidegate_expired_claims", kind="runs") == 0
 
 
 async def test_reconcile_that_fails_in_every_worker(database: Database, connection: Connection, clock: Clock) -> None:
     await workers.beat(connection, "w", [])
     began = clock.now
     reconcile = Reconcile(database, batch_size=10, worker="w")
-    await connection.execute("alter table headgate.trigger_idempotency_keys rename to moved")  # as a lost right would
+    await connection.execute("alter table tidegate.trigger_idempotency_keys rename to moved")  # as a lost right would
     await clock.advance(HEALTH.reconcile_degraded_ms - 1)
     assert await cause(connection, "reconcile_failing") is None
     await clock.advance(1)
@@ -261,15 +261,15 @@ async def test_reconcile_that_fails_in_every_worker(database: Database, connecti
     assert found and found.severity == "critical"
     off = HealthPolicy(reconcile_degraded_ms=0, reconcile_critical_ms=0)
     assert await cause(connection, "reconcile_failing", off) is None
-    await connection.execute("alter table headgate.moved rename to trigger_idempotency_keys")
+    await connection.execute("alter table tidegate.moved rename to trigger_idempotency_keys")
     await reconcile.run_once()
     assert await cause(connection, "reconcile_failing") is None
 
 
 async def test_the_runbook_is_where_the_operator_published_it(database: Database, connection: Connection) -> None:
     await control.pause(database, "one", actor="ann")
-    [found] = (await Snapshots(database, HEALTH, "https://wiki.example/headgate").read()).causes
-    assert found.runbook == "https://wiki.example/headgate#source-paused"
+    [found] = (await Snapshots(database, HEALTH, "https://wiki.example/tidegate").read()).causes
+    assert found.runbook == "https://wiki.example/tidegate#source-paused"
 
 
 async def test_a_crowd_costs_two_reads_and_nobody_gets_an_old_state(
@@ -308,7 +308,7 @@ async def test_scrapers_at_once_share_one_read(database: Database, monkeypatch: 
     monkeypatch.setattr(health, "GAUGES_SECONDS", 3600)
     exposition = Exposition(database)
     texts = await asyncio.gather(*(exposition.text() for _ in range(20)))
-    assert reads == 1 and all(b"headgate_database_up 1.0" in text for text in texts)
+    assert reads == 1 and all(b"tidegate_database_up 1.0" in text for text in texts)
 
 
 async def test_a_very_long_inbox_is_counted_at_its_head_and_estimated_behind(
@@ -322,8 +322,8 @@ async def test_a_very_long_inbox_is_counted_at_its_head_and_estimated_behind(
         assert (await health.snapshot(connection)).queues["ingress"].ready == 30
     # Numbers that no event has are taken for events behind the head, and only there.
     await connection.execute(
-        "delete from headgate.event_inbox where ingress_sequence in "
-        "(select ingress_sequence from headgate.event_inbox order by 1 offset 20 limit 5)"
+        "delete from tidegate.event_inbox where ingress_sequence in "
+        "(select ingress_sequence from tidegate.event_inbox order by 1 offset 20 limit 5)"
     )
     for counted, expected in ((30, 25), (20, 30), (22, 25)):
         monkeypatch.setattr(store_health, "INBOX_COUNTED", counted)
@@ -337,14 +337,14 @@ async def test_unserved(database: Database, connection: Connection, clock: Clock
     await clock.advance(10_000)
     found = await cause(connection, "workflow_unserved")
     assert found and (found.subject, found.since) == ("tick", since)
-    assert await gauge(database, "headgate_unserved_workflows") == 1
+    assert await gauge(database, "tidegate_unserved_workflows") == 1
     await workers.beat(connection, "w", [await definition(connection)])
     assert await cause(connection, "workflow_unserved") is None
-    assert await gauge(database, "headgate_unserved_workflows") == 0
+    assert await gauge(database, "tidegate_unserved_workflows") == 0
 
 
 async def definition(connection: Connection) -> uuid.UUID:
-    found: uuid.UUID = await connection.fetchval("select id from headgate.workflow_definitions where slug = 'tick'")
+    found: uuid.UUID = await connection.fetchval("select id from tidegate.workflow_definitions where slug = 'tick'")
     return found
 
 
@@ -374,22 +374,22 @@ async def test_runs_that_end_without_a_worker_are_counted(
     database: Database, connection: Connection, clock: Clock, worker: Worker
 ) -> None:
     def count(status: str) -> float:
-        return metrics.REGISTRY.get_sample_value("headgate_runs_total", {"workflow": "tick", "status": status}) or 0
+        return metrics.REGISTRY.get_sample_value("tidegate_runs_total", {"workflow": "tick", "status": status}) or 0
 
     cancelled, failed = count("cancelled"), count("failed")
     await ticks(connection, 2)
     await worker.turn()
-    first, second = [row["id"] for row in await connection.fetch("select id from headgate.workflow_runs order by id")]
+    first, second = [row["id"] for row in await connection.fetch("select id from tidegate.workflow_runs order by id")]
     await control.cancel_run(database, first, "ann", TRIGGER_BREAKER)
     assert (count("cancelled"), count("failed")) == (cancelled + 1, failed)
-    await connection.execute("update headgate.workflow_runs set crashes = 5 where id = $1", second)
+    await connection.execute("update tidegate.workflow_runs set crashes = 5 where id = $1", second)
     await Reconcile(database, batch_size=10).run_once()
     assert (count("cancelled"), count("failed")) == (cancelled + 1, failed + 1)
 
 
 async def test_a_failing_loop_is_counted() -> None:
     def count() -> float:
-        return metrics.REGISTRY.get_sample_value("headgate_loop_failures_total", {"loop": "reconcile"}) or 0
+        return metrics.REGISTRY.get_sample_value("tidegate_loop_failures_total", {"loop": "reconcile"}) or 0
 
     before, turns = count(), 0
 

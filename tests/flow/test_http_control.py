@@ -15,29 +15,29 @@ from typing import Any
 
 import pytest
 
-from headgate import Headgate
-from headgate.errors import Conflict, InvalidInput, NotFound
-from headgate.flow import control
-from headgate.flow.dispatch import Dispatch
-from headgate.model.http_workflow import DEFAULT_KEEP_MS, MAX_KEEP_MS, MAX_OLD_SECRETS
-from headgate.model.source import TRIGGER_BREAKER
-from headgate.store import runs, trigger_gates, triggers
-from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.conftest import eventually
 from tests.flow.http_receiver import Receiver
 from tests.flow.test_dispatch import publish
 from tests.flow.test_http_workflow import SECRET, World, the_run
+from tidegate import Tidegate
+from tidegate.errors import Conflict, InvalidInput, NotFound
+from tidegate.flow import control
+from tidegate.flow.dispatch import Dispatch
+from tidegate.model.http_workflow import DEFAULT_KEEP_MS, MAX_KEEP_MS, MAX_OLD_SECRETS
+from tidegate.model.source import TRIGGER_BREAKER
+from tidegate.store import runs, trigger_gates, triggers
+from tidegate.store.db import Connection, Database
 
 URL = "https://example.com/hook"
 WAITS = "select count(*) = $1 from pg_locks where locktype = 'advisory' and not granted"
 # Triggers that would launch, and runs that wait, of a workflow that nobody serves.
 LOST = """
-select (select count(*) from headgate.workflow_event_triggers t
-          join headgate.workflow_definitions w on w.id = t.workflow_definition_id
+select (select count(*) from tidegate.workflow_event_triggers t
+          join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
          where w.deleted_at is not null and t.deleted_at is null)
-     + (select count(*) from headgate.workflow_runs r
-          join headgate.workflow_definitions w on w.id = r.workflow_definition_id
+     + (select count(*) from tidegate.workflow_runs r
+          join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
          where w.deleted_at is not null and r.status in ('pending', 'running'))
 """
 
@@ -90,7 +90,7 @@ async def test_deleted_when_nothing_more_may_come_and_all_has_ended(
     assert gone.slug == "hook"
     done = await runs.get(connection, run["id"])
     assert done is not None and (done.workflow, done.status, done.output) == ("hook", "succeeded", 7)
-    kept = await connection.fetchval("select w::text from headgate.workflow_definitions w")
+    kept = await connection.fetchval("select w::text from tidegate.workflow_definitions w")
     assert "canary" not in kept and SECRET[6:] not in kept  # no secret outlives it
     for verb in (
         control.delete_workflow(database, "hook", actor="ann"),
@@ -100,7 +100,7 @@ async def test_deleted_when_nothing_more_may_come_and_all_has_ended(
     ):
         with pytest.raises(NotFound, match="no workflow 'hook'"):
             await verb
-    audited = await connection.fetch("select action, subject, after from headgate.audit_log order by id desc limit 1")
+    audited = await connection.fetch("select action, subject, after from tidegate.audit_log order by id desc limit 1")
     assert [tuple(row) for row in audited] == [("workflow.delete", "hook", None)]
 
 
@@ -109,7 +109,7 @@ async def test_many_are_counted(connection: Connection, database: Database) -> N
     for n in range(7):
         await control.create_trigger(database, "hook", {"name": f"t{n}", "event_type": "go"}, "ann")
         await connection.execute(
-            "insert into headgate.workflow_runs (id, workflow_definition_id, next_attempt_at) values ($1, $2, now())",
+            "insert into tidegate.workflow_runs (id, workflow_definition_id, next_attempt_at) values ($1, $2, now())",
             uuid.uuid4(), made.definition.id,
         )  # fmt: skip
     told = await refused(database)
@@ -139,12 +139,12 @@ async def test_the_name_is_free_again(
     await control.delete_trigger(database, trigger.id, "ann")
     gone = await control.delete_workflow(database, "hook", actor="ann")
     assert gone.version == 1
-    hg = Headgate()
+    app = Tidegate()
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def hook(ctx: Any) -> None: ...
 
-    [definition_id] = await database.run(hg.register)
+    [definition_id] = await database.run(app.register)
     assert definition_id != gone.id
     with pytest.raises(Conflict, match="declared in code"):
         await control.delete_workflow(database, "hook", actor="ann")
@@ -158,9 +158,9 @@ async def test_a_trigger_that_comes_while_its_workflow_is_deleted(connection: Co
         await triggers.delete_definition(deleting, made.definition.id, {}, "bob")
         late = asyncio.create_task(control.create_trigger(database, "hook", {"name": "t", "event_type": "go"}, "ann"))
         await eventually(database, WAITS, 1)
-    with pytest.raises(NotFound, match="no workflow 'hook'; headgate workflows list"):
+    with pytest.raises(NotFound, match="no workflow 'hook'; tidegate workflows list"):
         await late
-    assert await connection.fetchval("select count(*) from headgate.workflow_event_triggers") == 0
+    assert await connection.fetchval("select count(*) from tidegate.workflow_event_triggers") == 0
 
 
 async def test_a_trigger_is_made_for_the_workflow_that_has_the_name_now(
@@ -183,7 +183,7 @@ async def test_a_deletion_that_comes_while_a_trigger_is_made(connection: Connect
     async with database.transaction() as creating:
         await trigger_gates.exclude(creating)
         await creating.execute(
-            "insert into headgate.workflow_event_triggers (id, workflow_definition_id, name, event_type, created_by, "
+            "insert into tidegate.workflow_event_triggers (id, workflow_definition_id, name, event_type, created_by, "
             "updated_by) values ($1, $2, 't', 'go', 'ann', 'ann')",
             uuid.uuid4(), made.definition.id,
         )  # fmt: skip
@@ -229,7 +229,7 @@ async def test_nothing_is_lost_in_a_race_of_everyone(connection: Connection, dat
         assert await connection.fetchval(LOST) == 0, outcomes
         for trigger in await triggers.list_of_workflow(connection, "hook"):
             await control.delete_trigger(database, trigger.id, "ann")
-        for row in await connection.fetch("select id from headgate.workflow_runs where status = 'pending'"):
+        for row in await connection.fetch("select id from tidegate.workflow_runs where status = 'pending'"):
             await control.cancel_run(database, row["id"], "ann", TRIGGER_BREAKER)
 
 
@@ -279,7 +279,7 @@ async def test_old_secrets_sign_until_their_time_is_over(
     done = await control.update_workflow(database, "hook", {"secret": None}, allow_private=True, actor="bob")
     secrets.append(done.secret or "")
     assert await signing() == list(range(len(secrets)))[-MAX_OLD_SECRETS - 1 :]
-    audited = await connection.fetch("select action, l::text as text from headgate.audit_log l where actor = 'bob'")
+    audited = await connection.fetch("select action, l::text as text from tidegate.audit_log l where actor = 'bob'")
     assert Counter(row["action"] for row in audited) == {
         "workflow.rotate": 4 + MAX_OLD_SECRETS + 2,
         "workflow.update": 1,

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from headgate.flow import control
-from headgate.store.db import Connection, Database
 from tests.flow.conftest import eventually
 from tests.flow.http_receiver import Receiver
 from tests.processes import worker
+from tidegate.flow import control
+from tidegate.store.db import Connection, Database
 
-QUICK = {"HEADGATE_LEASE_MS": "1000", "HEADGATE_STEP_RETRY_BASE_MS": "100", "HEADGATE_STEP_RETRY_MAX_MS": "200",
-         "HEADGATE_HTTP_ALLOW_PRIVATE": "true"}  # fmt: skip
+QUICK = {"TIDEGATE_LEASE_MS": "1000", "TIDEGATE_STEP_RETRY_BASE_MS": "100", "TIDEGATE_STEP_RETRY_MAX_MS": "200",
+         "TIDEGATE_HTTP_ALLOW_PRIVATE": "true"}  # fmt: skip
 KEY = b"k" * 32
-SUCCEEDED = "select count(*) = 1 from headgate.workflow_runs where status = 'succeeded'"
+SUCCEEDED = "select count(*) = 1 from tidegate.workflow_runs where status = 'succeeded'"
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def receiver() -> Iterator[Receiver]:
 def app(tmp_path: Path) -> Path:
     """An application without workflows."""
     file = tmp_path / "app.py"
-    file.write_text("from headgate import Headgate\n\nhg = Headgate()\n")
+    file.write_text("from tidegate import Tidegate\n\napp = Tidegate()\n")
     return file
 
 
@@ -48,7 +48,7 @@ async def launch(database: Database, receiver: Receiver) -> None:
     await control.create_workflow(database, body, allow_private=True, actor="ann")
     await control.create_trigger(database, "hook", {"name": "t", "event_type": "go"}, "ann")
     async with database.connection() as connection:
-        await connection.execute("select headgate.publish('go', 'test', '{\"n\": 1}')")
+        await connection.execute("select tidegate.publish('go', 'test', '{\"n\": 1}')")
 
 
 def check_requests(receiver: Receiver, run: Any, attempts: list[int]) -> None:
@@ -77,7 +77,7 @@ async def test_killed_while_the_receiver_holds_the_request(
     with worker(database_url, app, **QUICK):
         await eventually(database, SUCCEEDED)
         held.set()  # the first request is answered when nobody waits for it any more
-    run = await connection.fetchrow("select id, output, attempts, crashes from headgate.workflow_runs")
+    run = await connection.fetchrow("select id, output, attempts, crashes from tidegate.workflow_runs")
     assert run is not None and tuple(run)[1:] == ({"receipt": 7}, 2, 1)
     assert len(receiver.seen) == 2
     check_requests(receiver, run, [1, 2])
@@ -87,12 +87,12 @@ async def test_killed_between_the_answer_and_its_commit(
     database_url: str, database: Database, connection: Connection, receiver: Receiver, app: Path
 ) -> None:
     await launch(database, receiver)
-    with worker(database_url, app, HEADGATE_FAILPOINTS="step.before_commit=kill@1", **QUICK) as first:
+    with worker(database_url, app, TIDEGATE_FAILPOINTS="step.before_commit=kill@1", **QUICK) as first:
         assert first.wait() == 137
     assert len(receiver.seen) == 1
     with worker(database_url, app, **QUICK):
         await eventually(database, SUCCEEDED)
-    run = await connection.fetchrow("select id, output from headgate.workflow_runs")
+    run = await connection.fetchrow("select id, output from tidegate.workflow_runs")
     assert run is not None and run["output"] == {"receipt": 7}
     check_requests(receiver, run, [1, 2])
 
@@ -103,7 +103,7 @@ async def test_stopped_while_the_receiver_holds_the_request(
     """SIGTERM: the run is handed back, uses up no life, and the next worker sends it again."""
     await launch(database, receiver)
     receiver.held = threading.Event()
-    with worker(database_url, app, HEADGATE_SHUTDOWN_MS="100", **QUICK) as first:
+    with worker(database_url, app, TIDEGATE_SHUTDOWN_MS="100", **QUICK) as first:
         await receiver.arrived(1)
         first.signal(signal.SIGTERM)
         assert first.wait() == 0
@@ -111,7 +111,7 @@ async def test_stopped_while_the_receiver_holds_the_request(
     held.set()
     with worker(database_url, app, **QUICK):
         await eventually(database, SUCCEEDED)
-    run = await connection.fetchrow("select id, crashes from headgate.workflow_runs")
+    run = await connection.fetchrow("select id, crashes from tidegate.workflow_runs")
     assert run is not None and run["crashes"] == 0
     assert len(receiver.seen) == 2
     check_requests(receiver, run, [1, 2])

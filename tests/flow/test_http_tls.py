@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headgate.flow import http_guard
-from headgate.flow.http_guard import GuardedTransport
 from tests.flow.http_receiver import Receiver
+from tidegate.flow import http_guard
+from tidegate.flow.http_guard import GuardedTransport
 
 NAME = "hooks.example"
 

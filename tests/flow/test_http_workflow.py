@@ -17,19 +17,19 @@ from typing import Any
 import httpx
 import pytest
 
-from headgate import Headgate, __version__
-from headgate.errors import Conflict, InvalidInput, NonRetryable, RetryAfter
-from headgate.flow import control, http_guard
-from headgate.flow.dispatch import Dispatch
-from headgate.flow.http_guard import MAX_ANSWER_BYTES, GuardedTransport, post
-from headgate.flow.http_workflow import HttpWorkflows
-from headgate.flow.run import Runner
-from headgate.model.http_workflow import HttpConfig
-from headgate.model.retry import RetryPolicy
-from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.http_receiver import Receiver, dripping
 from tests.flow.test_dispatch import publish
+from tidegate import Tidegate, __version__
+from tidegate.errors import Conflict, InvalidInput, NonRetryable, RetryAfter
+from tidegate.flow import control, http_guard
+from tidegate.flow.dispatch import Dispatch
+from tidegate.flow.http_guard import MAX_ANSWER_BYTES, GuardedTransport, post
+from tidegate.flow.http_workflow import HttpWorkflows
+from tidegate.flow.run import Runner
+from tidegate.model.http_workflow import HttpConfig
+from tidegate.model.retry import RetryPolicy
+from tidegate.store.db import Connection, Database
 
 POLICY = RetryPolicy(base_ms=1000, factor=2, max_ms=8000, jitter_ratio=0, max_attempts=3)
 SECRET = "whsec_" + base64.b64encode(b"k" * 32).decode()
@@ -75,11 +75,11 @@ async def world(database: Database, clock: Clock) -> AsyncIterator[World]:
 
 
 async def the_run(connection: Connection) -> Any:
-    return await connection.fetchrow("select * from headgate.workflow_runs order by id limit 1")
+    return await connection.fetchrow("select * from tidegate.workflow_runs order by id limit 1")
 
 
 async def the_step(connection: Connection) -> Any:
-    return await connection.fetchrow("select * from headgate.workflow_run_steps")
+    return await connection.fetchrow("select * from tidegate.workflow_run_steps")
 
 
 def config(receiver: Receiver, **fields: Any) -> HttpConfig:
@@ -107,7 +107,7 @@ async def test_a_run_is_posted_signed_and_its_answer_is_the_output(
     assert receiver.paths == ["/hook?x=1"]
     assert headers["host"] == f"127.0.0.1:{receiver.port}"
     assert headers["content-type"] == "application/json"
-    assert headers["user-agent"] == f"headgate/{__version__}"
+    assert headers["user-agent"] == f"tidegate/{__version__}"
     assert headers["authorization"] == CANARY
     assert headers["webhook-id"] == headers["idempotency-key"] == str(run["id"])
     assert abs(int(headers["webhook-timestamp"]) - datetime.now(UTC).timestamp()) < 60
@@ -157,7 +157,7 @@ async def test_given_up_it_is_a_dead_letter(
         await clock.advance(10_000)
     assert len(receiver.seen) == POLICY.max_attempts
     assert (await the_run(connection))["status"] == "failed"
-    assert await connection.fetchval("select kind from headgate.dead_letters") == "step"
+    assert await connection.fetchval("select kind from tidegate.dead_letters") == "step"
 
 
 async def test_a_refusal_is_final_and_tells_no_secrets(
@@ -179,7 +179,7 @@ async def test_a_refusal_is_final_and_tells_no_secrets(
         "audit_log",
         "workflow_event_trigger_versions",
     ):
-        text = str([tuple(row) for row in await connection.fetch(f"select t::text from headgate.{table} t")])
+        text = str([tuple(row) for row in await connection.fetch(f"select t::text from tidegate.{table} t")])
         assert "canary" not in text and SECRET[6:] not in text, table
 
 
@@ -217,7 +217,7 @@ async def test_a_change_counts_for_the_next_request(
     key = base64.b64decode(changed.secret[6:])
     assert base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode() in headers["webhook-signature"]
     rows = await connection.fetch(
-        "select actor, action, after::text from headgate.audit_log where action like 'workf%'"
+        "select actor, action, after::text from tidegate.audit_log where action like 'workf%'"
     )
     assert [tuple(row)[:2] for row in rows] == [("ann", "workflow.create"), ("bob", "workflow.update")]
     assert changed.secret not in str(rows) and '"secret": "changed"' in rows[1]["after"]
@@ -459,19 +459,19 @@ async def test_the_next_address_is_tried_when_one_does_not_answer(receiver: Rece
 async def test_code_does_not_take_over_a_slug_nor_the_other_way_round(
     database: Database, world: World, receiver: Receiver
 ) -> None:
-    hg = Headgate()
+    app = Tidegate()
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def hook(ctx: Any) -> None: ...
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def coded(ctx: Any) -> None: ...
 
     await world.define(receiver.url)
     with pytest.raises(Conflict, match="there is a workflow hook of kind http"):
-        await database.run(hg.register)
-    del hg.workflows["hook"]
-    await database.run(hg.register)
+        await database.run(app.register)
+    del app.workflows["hook"]
+    await database.run(app.register)
     body = {"slug": "coded", "kind": "http", "url": "https://example.com/"}
     with pytest.raises(Conflict, match="coded exists already"):
         await control.create_workflow(database, body, allow_private=False, actor="ann")

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from headgate.app import checked
-from headgate.client import AsyncClient, Client
-from headgate.embedded import EmbeddedPostgres
-from headgate.errors import Conflict, Overloaded, RequestRefused, Unavailable
-from headgate.flow.ingest import Ingest
-from headgate.model.event import NewEvent
-from headgate.settings import Settings
-from headgate.store import migrate
-from headgate.store.db import Connection, Database
 from tests.processes import api
+from tidegate.app import checked
+from tidegate.client import AsyncClient, Client
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.errors import Conflict, Overloaded, RequestRefused, Unavailable
+from tidegate.flow.ingest import Ingest
+from tidegate.model.event import NewEvent
+from tidegate.settings import Settings
+from tidegate.store import migrate
+from tidegate.store.db import Connection, Database
 
 
 def event(external_id: str | None = None, source: str = "test", **fields: Any) -> NewEvent:
@@ -47,7 +47,7 @@ async def ingesting(database: Database, max_waiting: int = 20_000) -> AsyncItera
 
 async def counts(connection: Connection) -> tuple[int, int]:
     row = await connection.fetchrow(
-        "select (select count(*) from headgate.workflow_events), (select count(*) from headgate.event_inbox)"
+        "select (select count(*) from tidegate.workflow_events), (select count(*) from tidegate.event_inbox)"
     )
     assert row is not None
     return row[0], row[1]
@@ -58,7 +58,7 @@ async def test_accepted_is_stored_with_an_inbox_row(database: Database, connecti
         one = event("o-1", correlation_id="c-1", ttl_ms=5, metadata={"m": 1})
         [answer] = await ingest.accept([one])
     assert (answer.id, answer.external_id, answer.status) == (one.id, "o-1", "accepted")
-    row = await connection.fetchrow("select * from headgate.workflow_events")
+    row = await connection.fetchrow("select * from tidegate.workflow_events")
     assert row is not None
     assert (row["payload"], row["correlation_id"], row["ttl_ms"], row["metadata"]) == ({"n": 1}, "c-1", 5, {"m": 1})
     assert await counts(connection) == (1, 1)
@@ -67,7 +67,7 @@ async def test_accepted_is_stored_with_an_inbox_row(database: Database, connecti
 async def test_correlation_id_is_made_from_the_event_id(database: Database, connection: Connection) -> None:
     async with ingesting(database) as (ingest, _):
         [answer] = await ingest.accept([event()])
-    assert await connection.fetchval("select correlation_id from headgate.workflow_events") == str(answer.id)
+    assert await connection.fetchval("select correlation_id from tidegate.workflow_events") == str(answer.id)
 
 
 async def test_concurrent_requests_share_commits(database: Database, connection: Connection) -> None:
@@ -81,7 +81,7 @@ async def test_arrival_order_is_kept_within_a_group(database: Database, connecti
     names = [f"{n * 7919 % 100:03}" for n in range(100)]
     async with ingesting(database) as (ingest, _):
         await asyncio.gather(*(ingest.accept([event(name)]) for name in names))
-    rows = await connection.fetch("select external_id from headgate.workflow_events order by ingress_sequence")
+    rows = await connection.fetch("select external_id from tidegate.workflow_events order by ingress_sequence")
     assert [row[0] for row in rows] == names
 
 
@@ -114,7 +114,7 @@ async def test_columns_that_only_some_events_fill_stay_with_their_event(
         await ingest.accept(given)
     rows = await connection.fetch(
         "select external_id, type, source, ttl_ms, correlation_id = id::text as is_own, metadata, "
-        "       occurred_at = received_at as is_now from headgate.workflow_events order by ingress_sequence"
+        "       occurred_at = received_at as is_now from tidegate.workflow_events order by ingress_sequence"
     )
     assert [tuple(row) for row in rows] == [
         ("a", "work.quick", "test", 5, True, {}, True),
@@ -244,7 +244,7 @@ async def test_an_open_transaction_with_the_same_id_delays_only_that_id(
     database: Database, connection: Connection
 ) -> None:
     async with database.transaction() as other:
-        await other.execute("select headgate.publish('work.quick', 'test', '{\"n\": 1}', id => 'held')")
+        await other.execute("select tidegate.publish('work.quick', 'test', '{\"n\": 1}', id => 'held')")
         async with ingesting(database) as (ingest, _):
             answers = await asyncio.gather(
                 *(ingest.accept([event(name)]) for name in ("free-1", "held", "free-2")), return_exceptions=True

@@ -9,15 +9,15 @@ import weakref
 
 import pytest
 
-from headgate import Context
-from headgate.flow import leaving
-from headgate.flow.execution import Execution
-from headgate.flow.run import Runner
-from headgate.model.retry import Retry
-from headgate.store.db import Connection
 from tests.conftest import Clock
 from tests.flow.step_world import World, the_run
 from tests.flow.test_dispatch import publish
+from tidegate import Context
+from tidegate.flow import leaving
+from tidegate.flow.execution import Execution
+from tidegate.flow.run import Runner
+from tidegate.model.retry import Retry
+from tidegate.store.db import Connection
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_function_that_cancels_its_own_task_has_failed(
     connection: Connection, clock: Clock, world: World, raises: bool
 ) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> int:
         task = asyncio.current_task()
         assert task is not None
@@ -49,7 +49,7 @@ async def test_a_function_that_cancels_its_own_task_has_failed(
 async def test_a_function_that_swallowed_a_cancellation_has_succeeded(
     connection: Connection, clock: Clock, world: World
 ) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> int:
         task = asyncio.current_task()
         assert task is not None
@@ -89,12 +89,12 @@ async def test_a_function_that_stays_past_its_time_is_left_alone(
 ) -> None:
     may_end = asyncio.Event()
 
-    @world.hg.workflow(on="go", timeout="1s")
+    @world.app.workflow(on="go", timeout="1s")
     async def work(ctx: Context) -> str:
         await _stays(world, may_end)
         return "too late"
 
-    @world.hg.workflow(on="after")
+    @world.app.workflow(on="after")
     async def after(ctx: Context) -> None:
         world.done.append("after")
 
@@ -117,7 +117,7 @@ async def test_a_function_that_stays_past_its_time_is_left_alone(
 async def test_a_worker_stops_although_a_function_stays(connection: Connection, clock: Clock, world: World) -> None:
     may_end = asyncio.Event()
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await _stays(world, may_end)
 
@@ -137,7 +137,7 @@ async def test_runs_that_end_differently_are_written_together(
 ) -> None:
     """One transaction: some simply succeeded, some hold a slot, one fails, one rests, one tries a step again."""
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def plain(ctx: Context, how: str) -> str:
         await ctx.step("one", lambda: how)
         if how == "fail":
@@ -148,7 +148,7 @@ async def test_runs_that_end_differently_are_written_together(
             await ctx.step("two", lambda: 1 / 0, retry=Retry(max_attempts=3))
         return how
 
-    @world.hg.workflow(on="go", max_concurrency=9)
+    @world.app.workflow(on="go", max_concurrency=9)
     async def limited(ctx: Context, how: str) -> str:
         return await ctx.step("one", lambda: how)
 
@@ -160,8 +160,8 @@ async def test_runs_that_end_differently_are_written_together(
         """
         select w.slug || ' ' || (r.parameters ->> 'how') as run, r.status,
                count(s.id) filter (where s.status = 'succeeded')
-          from headgate.workflow_runs r join headgate.workflow_definitions w on w.id = r.workflow_definition_id
-          left join headgate.workflow_run_steps s on s.workflow_run_id = r.id group by r.id, w.slug order by 1
+          from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
+          left join tidegate.workflow_run_steps s on s.workflow_run_id = r.id group by r.id, w.slug order by 1
         """
     )
     limited_ones = [(f"limited {how}", "succeeded", 1) for how in ("fail", "fine", "fine", "retry", "sleep")]
@@ -188,7 +188,7 @@ async def test_nothing_is_left_of_a_run_that_has_ended(
 
     monkeypatch.setattr(Execution, "go", go)
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> int:
         return await ctx.step("one", lambda: 1)
 

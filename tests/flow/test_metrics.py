@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
-from headgate import NonRetryable, Retry
-from headgate.flow import control
-from headgate.flow.health import Exposition
-from headgate.flow.reconcile import Reconcile
-from headgate.model.retry import RetryPolicy
-from headgate.model.source import TRIGGER_BREAKER
-from headgate.store import workers
-from headgate.store.db import Connection, Database
-from headgate.telemetry import metrics
 from tests.conftest import Clock
 from tests.flow import test_gate
 from tests.flow.step_world import World
 from tests.flow.test_dispatch import publish
 from tests.flow.test_gate import limit
 from tests.flow.trigger_worker import TriggerWorker, make_trigger
+from tidegate import NonRetryable, Retry
+from tidegate.flow import control
+from tidegate.flow.health import Exposition
+from tidegate.flow.reconcile import Reconcile
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.source import TRIGGER_BREAKER
+from tidegate.store import workers
+from tidegate.store.db import Connection, Database
+from tidegate.telemetry import metrics
 
 THREE = RetryPolicy(base_ms=1000, factor=2, max_ms=8000, jitter_ratio=0, max_attempts=3, max_age_ms=3_600_000)
-CLAIMED = "claimed_by = 'gone', claim_expires_at = headgate.now() - interval '1 s', next_attempt_at = null"
+CLAIMED = "claimed_by = 'gone', claim_expires_at = tidegate.now() - interval '1 s', next_attempt_at = null"
 
 
 class Scene:
@@ -43,7 +43,7 @@ class Scene:
     async def due(self, table: str) -> None:
         """Whatever waits there is due now, and everyone looks."""
         await self.connection.execute(
-            f"update headgate.{table} set next_attempt_at = headgate.now() where retry_state = 'scheduled'"
+            f"update tidegate.{table} set next_attempt_at = tidegate.now() where retry_state = 'scheduled'"
         )
         await self.worker.turn()
 
@@ -56,7 +56,7 @@ class Scene:
 
     async def claimed(self, table: str, state: str) -> None:
         """Claimed by a worker that is gone; reconcile looks."""
-        await self.connection.execute(f"update headgate.{table} set {state}, {CLAIMED}")
+        await self.connection.execute(f"update tidegate.{table} set {state}, {CLAIMED}")
         await Reconcile(self.database, batch_size=10).run_once()
 
 
@@ -77,13 +77,13 @@ def moves(*samples: str) -> Callable[[Callable[[Scene], Awaitable[None]]], Calla
 
 
 @moves(
-    'headgate_source_decisions_total{source="noisy",decision="allowed"}',
-    'headgate_source_decisions_total{source="noisy",decision="throttled"}',
-    'headgate_event_ingress_lag_seconds_count{source="noisy"}',
-    'headgate_event_retries_total{outcome="scheduled"}',
-    'headgate_deferred{kind="events",reason="rate_limit"}',
-    'headgate_queue_depth{queue="ingress",state="delayed"}',
-    "headgate_last_processed_event_timestamp_seconds",
+    'tidegate_source_decisions_total{source="noisy",decision="allowed"}',
+    'tidegate_source_decisions_total{source="noisy",decision="throttled"}',
+    'tidegate_event_ingress_lag_seconds_count{source="noisy"}',
+    'tidegate_event_retries_total{outcome="scheduled"}',
+    'tidegate_deferred{kind="events",reason="rate_limit"}',
+    'tidegate_queue_depth{queue="ingress",state="delayed"}',
+    "tidegate_last_processed_event_timestamp_seconds",
 )
 async def a_limit(scene: Scene) -> None:
     await make_trigger(scene.database)
@@ -92,14 +92,14 @@ async def a_limit(scene: Scene) -> None:
     await scene.worker.turn()
 
 
-@moves('headgate_event_retries_total{outcome="due"}', 'headgate_event_retries_total{outcome="completed"}')
+@moves('tidegate_event_retries_total{outcome="due"}', 'tidegate_event_retries_total{outcome="completed"}')
 async def the_limit_lets_it_through(scene: Scene) -> None:
     await a_limit(scene)
     await scene.clock.advance(3_600_000)
     await scene.worker.turn()
 
 
-@moves('headgate_event_retries_total{outcome="rescheduled"}')
+@moves('tidegate_event_retries_total{outcome="rescheduled"}')
 async def it_finds_no_room(scene: Scene) -> None:
     await make_trigger(scene.database)
     await limit(scene.database, 1, interval_ms=60_000)
@@ -109,7 +109,7 @@ async def it_finds_no_room(scene: Scene) -> None:
     await scene.worker.turn()
 
 
-@moves('headgate_event_retries_total{outcome="exhausted"}', 'headgate_dead_letters{kind="event"}')
+@moves('tidegate_event_retries_total{outcome="exhausted"}', 'tidegate_dead_letters{kind="event"}')
 async def it_is_given_up(scene: Scene) -> None:
     await it_finds_no_room(scene)
     for _ in range(3):
@@ -117,17 +117,17 @@ async def it_is_given_up(scene: Scene) -> None:
         await scene.worker.turn()
 
 
-@moves('headgate_event_retries_total{outcome="cancelled"}')
+@moves('tidegate_event_retries_total{outcome="cancelled"}')
 async def it_is_cancelled(scene: Scene) -> None:
     await a_limit(scene)
-    event_id = await scene.connection.fetchval("select event_id from headgate.event_ingress_retries limit 1")
+    event_id = await scene.connection.fetchval("select event_id from tidegate.event_ingress_retries limit 1")
     await control.cancel_event(scene.database, event_id, "ann")
 
 
 @moves(
-    "headgate_paused_sources",
-    'headgate_source_decisions_total{source="noisy",decision="paused"}',
-    'headgate_deferred{kind="events",reason="paused"}',
+    "tidegate_paused_sources",
+    'tidegate_source_decisions_total{source="noisy",decision="paused"}',
+    'tidegate_deferred{kind="events",reason="paused"}',
 )
 async def a_pause(scene: Scene) -> None:
     await control.pause(scene.database, "noisy", actor="ann")
@@ -136,7 +136,7 @@ async def a_pause(scene: Scene) -> None:
 
 
 @moves(
-    'headgate_open_breakers{kind="source"}', 'headgate_trigger_evaluations_total{trigger="bad/code",status="failed"}'
+    'tidegate_open_breakers{kind="source"}', 'tidegate_trigger_evaluations_total{trigger="bad/code",status="failed"}'
 )
 async def failures(scene: Scene) -> None:
     worker = await test_gate.worker.__wrapped__(scene.database, scene.clock)  # type: ignore[attr-defined]
@@ -149,12 +149,12 @@ async def failures(scene: Scene) -> None:
 
 
 @moves(
-    'headgate_trigger_evaluations_total{trigger="tick/main",status="launched"}',
-    'headgate_trigger_evaluations_total{trigger="tick/main",status="throttled"}',
-    'headgate_delivery_retries_total{outcome="scheduled"}',
-    'headgate_deferred{kind="deliveries",reason="throttle"}',
-    'headgate_queue_depth{queue="triggers",state="delayed"}',
-    'headgate_queue_depth{queue="runs",state="ready"}',
+    'tidegate_trigger_evaluations_total{trigger="tick/main",status="launched"}',
+    'tidegate_trigger_evaluations_total{trigger="tick/main",status="throttled"}',
+    'tidegate_delivery_retries_total{outcome="scheduled"}',
+    'tidegate_deferred{kind="deliveries",reason="throttle"}',
+    'tidegate_queue_depth{queue="triggers",state="delayed"}',
+    'tidegate_queue_depth{queue="runs",state="ready"}',
 )
 async def a_throttle(scene: Scene) -> None:
     await make_trigger(scene.database, throttle_count=1, throttle_window_ms=60_000)
@@ -162,43 +162,43 @@ async def a_throttle(scene: Scene) -> None:
     await scene.worker.turn()
 
 
-@moves('headgate_delivery_retries_total{outcome="due"}', 'headgate_delivery_retries_total{outcome="completed"}')
+@moves('tidegate_delivery_retries_total{outcome="due"}', 'tidegate_delivery_retries_total{outcome="completed"}')
 async def the_throttle_lets_it_through(scene: Scene) -> None:
     await a_throttle(scene)
     await scene.clock.advance(120_000)
     await scene.worker.turn()
 
 
-@moves('headgate_delivery_retries_total{outcome="rescheduled"}')
+@moves('tidegate_delivery_retries_total{outcome="rescheduled"}')
 async def the_throttle_has_no_room(scene: Scene) -> None:
     await a_throttle(scene)
     await scene.due("workflow_trigger_deliveries")
 
 
-@moves('headgate_delivery_retries_total{outcome="exhausted"}', 'headgate_dead_letters{kind="delivery"}')
+@moves('tidegate_delivery_retries_total{outcome="exhausted"}', 'tidegate_dead_letters{kind="delivery"}')
 async def the_delivery_is_given_up(scene: Scene) -> None:
     await a_throttle(scene)
     for _ in range(4):
         await scene.due("workflow_trigger_deliveries")
 
 
-@moves('headgate_delivery_retries_total{outcome="cancelled"}')
+@moves('tidegate_delivery_retries_total{outcome="cancelled"}')
 async def the_delivery_is_cancelled(scene: Scene) -> None:
     await a_throttle(scene)
     delivery_id = await scene.connection.fetchval(
-        "select id from headgate.workflow_trigger_deliveries where retry_state = 'scheduled'"
+        "select id from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled'"
     )
     await control.cancel_delivery(scene.database, delivery_id, "ann")
 
 
-@moves('headgate_trigger_evaluations_total{trigger="tick/main",status="skipped"}')
+@moves('tidegate_trigger_evaluations_total{trigger="tick/main",status="skipped"}')
 async def a_key_is_taken(scene: Scene) -> None:
     await make_trigger(scene.database, idempotency_key="{{ event.payload.k }}", idempotency_window_ms=60_000)
     await scene.ticks(2, k="same")
     await scene.worker.turn()
 
 
-@moves('headgate_trigger_evaluations_total{trigger="tick/main",status="filtered"}')
+@moves('tidegate_trigger_evaluations_total{trigger="tick/main",status="filtered"}')
 async def a_filter(scene: Scene) -> None:
     await make_trigger(scene.database, where="event.payload.n > 5")
     await scene.ticks(1)
@@ -206,9 +206,9 @@ async def a_filter(scene: Scene) -> None:
 
 
 @moves(
-    "headgate_paused_triggers",
-    'headgate_trigger_evaluations_total{trigger="tick/main",status="paused"}',
-    'headgate_deferred{kind="deliveries",reason="paused"}',
+    "tidegate_paused_triggers",
+    'tidegate_trigger_evaluations_total{trigger="tick/main",status="paused"}',
+    'tidegate_deferred{kind="deliveries",reason="paused"}',
 )
 async def a_paused_trigger(scene: Scene) -> None:
     trigger_id = await make_trigger(scene.database)
@@ -217,7 +217,7 @@ async def a_paused_trigger(scene: Scene) -> None:
     await scene.worker.turn()
 
 
-@moves('headgate_open_breakers{kind="trigger"}', 'headgate_deferred{kind="deliveries",reason="breaker_open"}')
+@moves('tidegate_open_breakers{kind="trigger"}', 'tidegate_deferred{kind="deliveries",reason="breaker_open"}')
 async def failed_runs(scene: Scene) -> None:
     await make_trigger(scene.database)
     await scene.ticks(3)
@@ -228,8 +228,8 @@ async def failed_runs(scene: Scene) -> None:
 
 
 @moves(
-    'headgate_deferred{kind="deliveries",reason="concurrency"}',
-    'headgate_trigger_evaluations_total{trigger="tick/main",status="matched"}',
+    'tidegate_deferred{kind="deliveries",reason="concurrency"}',
+    'tidegate_trigger_evaluations_total{trigger="tick/main",status="matched"}',
 )
 async def no_slot(scene: Scene) -> None:
     await make_trigger(scene.database, max_concurrency=1)
@@ -241,16 +241,16 @@ async def no_slot(scene: Scene) -> None:
 
 
 @moves(
-    'headgate_runs_total{workflow="fine",status="succeeded"}',
-    'headgate_run_duration_seconds_count{workflow="fine"}',
-    'headgate_step_retries_total{outcome="scheduled"}',
-    'headgate_step_retries_total{outcome="due"}',
-    'headgate_step_retries_total{outcome="completed"}',
+    'tidegate_runs_total{workflow="fine",status="succeeded"}',
+    'tidegate_run_duration_seconds_count{workflow="fine"}',
+    'tidegate_step_retries_total{outcome="scheduled"}',
+    'tidegate_step_retries_total{outcome="due"}',
+    'tidegate_step_retries_total{outcome="completed"}',
 )
 async def a_step_that_fails_once(scene: Scene) -> None:
     tries: list[int] = []
 
-    @scene.world.hg.workflow(on="tick")
+    @scene.world.app.workflow(on="tick")
     async def fine(ctx: Any) -> None:
         async def flaky() -> None:
             tries.append(1)
@@ -264,13 +264,13 @@ async def a_step_that_fails_once(scene: Scene) -> None:
 
 
 @moves(
-    'headgate_step_retries_total{outcome="rescheduled"}',
-    'headgate_step_retries_total{outcome="exhausted"}',
-    'headgate_runs_total{workflow="never",status="failed"}',
-    'headgate_dead_letters{kind="step"}',
+    'tidegate_step_retries_total{outcome="rescheduled"}',
+    'tidegate_step_retries_total{outcome="exhausted"}',
+    'tidegate_runs_total{workflow="never",status="failed"}',
+    'tidegate_dead_letters{kind="step"}',
 )
 async def a_step_that_always_fails(scene: Scene) -> None:
-    @scene.world.hg.workflow(on="tick")
+    @scene.world.app.workflow(on="tick")
     async def never(ctx: Any) -> None:
         async def broken() -> None:
             raise OSError("no")
@@ -281,9 +281,9 @@ async def a_step_that_always_fails(scene: Scene) -> None:
     await scene.run_all()
 
 
-@moves('headgate_dead_letters{kind="run"}')
+@moves('tidegate_dead_letters{kind="run"}')
 async def a_function_that_fails(scene: Scene) -> None:
-    @scene.world.hg.workflow(on="tick")
+    @scene.world.app.workflow(on="tick")
     async def refuses(ctx: Any) -> None:
         raise NonRetryable("never")
 
@@ -292,7 +292,7 @@ async def a_function_that_fails(scene: Scene) -> None:
 
 
 async def waiting_step(scene: Scene) -> None:
-    @scene.world.hg.workflow(on="tick")
+    @scene.world.app.workflow(on="tick")
     async def waits(ctx: Any) -> None:
         async def broken() -> None:
             raise OSError("no")
@@ -304,15 +304,15 @@ async def waiting_step(scene: Scene) -> None:
 
 
 @moves(
-    'headgate_runs_total{workflow="waits",status="cancelled"}', 'headgate_step_retries_total{outcome="cancelled"}',
+    'tidegate_runs_total{workflow="waits",status="cancelled"}', 'tidegate_step_retries_total{outcome="cancelled"}',
 )  # fmt: skip
 async def a_cancelled_run(scene: Scene) -> None:
     await waiting_step(scene)
-    run_id = await scene.connection.fetchval("select id from headgate.workflow_runs")
+    run_id = await scene.connection.fetchval("select id from tidegate.workflow_runs")
     await control.cancel_run(scene.database, run_id, "ann", TRIGGER_BREAKER)
 
 
-@moves('headgate_queue_depth{queue="runs",state="delayed"}')
+@moves('tidegate_queue_depth{queue="runs",state="delayed"}')
 async def a_waiting_step(scene: Scene) -> None:
     await waiting_step(scene)
 
@@ -321,14 +321,14 @@ async def a_waiting_step(scene: Scene) -> None:
 
 
 @moves(
-    'headgate_queue_depth{queue="ingress",state="ready"}', 'headgate_oldest_due_age_seconds{queue="ingress"}',
+    'tidegate_queue_depth{queue="ingress",state="ready"}', 'tidegate_oldest_due_age_seconds{queue="ingress"}',
 )  # fmt: skip
 async def nobody_decides(scene: Scene) -> None:
     await scene.ticks(1)
     await scene.clock.advance(5000)
 
 
-@moves('headgate_oldest_due_age_seconds{queue="runs"}', "headgate_unserved_workflows")
+@moves('tidegate_oldest_due_age_seconds{queue="runs"}', "tidegate_unserved_workflows")
 async def nobody_runs(scene: Scene) -> None:
     await make_trigger(scene.database)
     await scene.ticks(1)
@@ -337,41 +337,41 @@ async def nobody_runs(scene: Scene) -> None:
 
 
 @moves(
-    'headgate_overdue_retries{kind="deliveries"}',
-    'headgate_oldest_due_age_seconds{queue="triggers"}',
-    'headgate_queue_depth{queue="triggers",state="ready"}',
+    'tidegate_overdue_retries{kind="deliveries"}',
+    'tidegate_oldest_due_age_seconds{queue="triggers"}',
+    'tidegate_queue_depth{queue="triggers",state="ready"}',
 )
 async def nobody_looks_at_deliveries(scene: Scene) -> None:
     await a_throttle(scene)
     await scene.clock.advance(120_000)
 
 
-@moves('headgate_overdue_retries{kind="events"}')
+@moves('tidegate_overdue_retries{kind="events"}')
 async def nobody_looks_at_events(scene: Scene) -> None:
     await a_limit(scene)
     await scene.clock.advance(120_000)
 
 
-@moves('headgate_overdue_retries{kind="steps"}')
+@moves('tidegate_overdue_retries{kind="steps"}')
 async def nobody_looks_at_steps(scene: Scene) -> None:
     await waiting_step(scene)
     await scene.clock.advance(timedelta(hours=2) / timedelta(milliseconds=1))
 
 
-@moves("headgate_workers_alive")
+@moves("tidegate_workers_alive")
 async def a_worker(scene: Scene) -> None:
     await workers.beat(scene.connection, "w", [])
 
 
-@moves('headgate_queue_depth{queue="runs",state="active"}', 'headgate_expired_claims{kind="runs"}')
+@moves('tidegate_queue_depth{queue="runs",state="active"}', 'tidegate_expired_claims{kind="runs"}')
 async def a_dead_worker(scene: Scene) -> None:
     await make_trigger(scene.database)
     await scene.ticks(1)
     await scene.worker.turn()
-    await scene.connection.execute(f"update headgate.workflow_runs set status = 'running', {CLAIMED}")
+    await scene.connection.execute(f"update tidegate.workflow_runs set status = 'running', {CLAIMED}")
 
 
-@moves('headgate_reconcile_requeued_total{kind="runs"}')
+@moves('tidegate_reconcile_requeued_total{kind="runs"}')
 async def its_run(scene: Scene) -> None:
     await make_trigger(scene.database)
     await scene.ticks(1)
@@ -379,21 +379,21 @@ async def its_run(scene: Scene) -> None:
     await scene.claimed("workflow_runs", "status = 'running'")
 
 
-@moves('headgate_reconcile_requeued_total{kind="events"}')
+@moves('tidegate_reconcile_requeued_total{kind="events"}')
 async def its_event(scene: Scene) -> None:
     await a_limit(scene)
     await scene.claimed("event_ingress_retries", "retry_state = 'running'")
 
 
-@moves('headgate_reconcile_requeued_total{kind="deliveries"}')
+@moves('tidegate_reconcile_requeued_total{kind="deliveries"}')
 async def its_delivery(scene: Scene) -> None:
     await a_throttle(scene)
-    await scene.connection.execute("delete from headgate.workflow_runs")
-    await scene.connection.execute("delete from headgate.workflow_trigger_deliveries where status = 'launched'")
+    await scene.connection.execute("delete from tidegate.workflow_runs")
+    await scene.connection.execute("delete from tidegate.workflow_trigger_deliveries where status = 'launched'")
     await scene.claimed("workflow_trigger_deliveries", "retry_state = 'running'")
 
 
-@moves('headgate_reconcile_requeued_total{kind="steps"}')
+@moves('tidegate_reconcile_requeued_total{kind="steps"}')
 async def its_step(scene: Scene) -> None:
     await waiting_step(scene)
     await scene.claimed("workflow_run_steps", "retry_state = 'running'")
@@ -426,8 +426,8 @@ async def test_it_moves(
 
 def test_every_metric_has_a_scene() -> None:
     """Requests, received events, failing loops and the database's absence are seen on real processes and elsewhere."""
-    elsewhere = {"headgate_http_requests", "headgate_events_received", "headgate_loop_failures", "headgate_database_up"}
-    elsewhere |= {"headgate_webhooks"}
+    elsewhere = {"tidegate_http_requests", "tidegate_events_received", "tidegate_loop_failures", "tidegate_database_up"}
+    elsewhere |= {"tidegate_webhooks"}
     seen = {
         parts(sample)[0].removesuffix("_total").removesuffix("_count")
         for samples in SCENES.values()
@@ -440,16 +440,16 @@ def test_every_metric_has_a_scene() -> None:
 @pytest.mark.parametrize(
     ("name", "label", "values"),
     [
-        (f"headgate_{kind}_retries_total", "outcome", "scheduled due completed rescheduled cancelled exhausted")
+        (f"tidegate_{kind}_retries_total", "outcome", "scheduled due completed rescheduled cancelled exhausted")
         for kind in ("event", "delivery", "step")
     ]
     + [
-        ("headgate_source_decisions_total", "decision", "allowed throttled paused"),
-        ("headgate_trigger_evaluations_total", "status", "filtered matched launched throttled skipped failed paused"),
-        ("headgate_dead_letters", "kind", "event delivery step run"),
-        ("headgate_queue_depth", "state", "ready delayed active"),
-        ("headgate_reconcile_requeued_total", "kind", "events deliveries steps runs"),
-        ("headgate_runs_total", "status", "succeeded failed cancelled"),
+        ("tidegate_source_decisions_total", "decision", "allowed throttled paused"),
+        ("tidegate_trigger_evaluations_total", "status", "filtered matched launched throttled skipped failed paused"),
+        ("tidegate_dead_letters", "kind", "event delivery step run"),
+        ("tidegate_queue_depth", "state", "ready delayed active"),
+        ("tidegate_reconcile_requeued_total", "kind", "events deliveries steps runs"),
+        ("tidegate_runs_total", "status", "succeeded failed cancelled"),
     ],
 )
 def test_every_value_has_a_scene(name: str, label: str, values: str) -> None:

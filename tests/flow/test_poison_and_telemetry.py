@@ -9,30 +9,30 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from headgate import Context
-from headgate.flow import control
-from headgate.flow.retry import Retry
-from headgate.model.source import RateLimit
-from headgate.store.db import Connection, Database
-from headgate.telemetry import traces
 from tests.conftest import Clock
 from tests.flow.conftest import World
 from tests.flow.step_world import the_run, the_steps
 from tests.flow.test_dispatch import dispatcher, publish
 from tests.flow.test_replay import bury
 from tests.flow.trigger_worker import TriggerWorker, make_trigger
+from tidegate import Context
+from tidegate.flow import control
+from tidegate.flow.retry import Retry
+from tidegate.model.source import RateLimit
+from tidegate.store.db import Connection, Database
+from tidegate.telemetry import traces
 
 
 async def spoil(connection: Connection, event_id: uuid.UUID | str) -> None:
     """Make an event that the driver cannot read."""
-    await connection.execute("alter table headgate.workflow_events drop constraint workflow_events_occurred_at_check")
+    await connection.execute("alter table tidegate.workflow_events drop constraint workflow_events_occurred_at_check")
     await connection.execute(
-        "update headgate.workflow_events set occurred_at = '20000-01-01' where id::text = $1", str(event_id)
+        "update tidegate.workflow_events set occurred_at = '20000-01-01' where id::text = $1", str(event_id)
     )
 
 
 async def states(connection: Connection) -> dict[uuid.UUID, str]:
-    rows = await connection.fetch("select event_id, retry_state from headgate.event_ingress_retries")
+    rows = await connection.fetch("select event_id, retry_state from tidegate.event_ingress_retries")
     return {row["event_id"]: row["retry_state"] for row in rows}
 
 
@@ -44,7 +44,7 @@ async def replayed(database: Database, connection: Connection, count: int) -> li
     """Events of a source without any state that wait for a replay, the first of them unreadable."""
     ids = await bury(connection, count)
     await spoil(connection, ids[0])
-    for row in await connection.fetch("select id from headgate.dead_letters order by id"):
+    for row in await connection.fetch("select id from tidegate.dead_letters order by id"):
         await control.replay_letter(database, row["id"], "ann")
     return ids
 
@@ -57,7 +57,7 @@ async def test_an_event_that_cannot_be_read_is_given_up_when_its_time_comes(
     for _ in range(3):
         await one.run_once()
     assert await states(connection) == {bad: "exhausted", good: "completed"}
-    rows = await connection.fetch("select subject_id from headgate.dead_letters where replayed_at is null")
+    rows = await connection.fetch("select subject_id from tidegate.dead_letters where replayed_at is null")
     assert [row["subject_id"] for row in rows] == [bad]
 
 
@@ -80,7 +80,7 @@ async def test_a_worker_that_comes_late_gives_up_no_other_event(
     for _ in range(3):
         await slower.run_once()
     assert await states(connection) == {bad: "exhausted", **dict.fromkeys(good, "completed")}
-    assert await connection.fetchval("select count(*) from headgate.dead_letters where replayed_at is null") == 1
+    assert await connection.fetchval("select count(*) from tidegate.dead_letters where replayed_at is null") == 1
 
 
 async def test_a_delivery_of_an_event_that_cannot_be_read_is_given_up(
@@ -92,7 +92,7 @@ async def test_a_delivery_of_an_event_that_cannot_be_read_is_given_up(
         await publish(connection, "tick")
     await worker.turn()
     waiting = await connection.fetch(
-        "select id, event_id from headgate.workflow_trigger_deliveries where retry_state = 'scheduled' "
+        "select id, event_id from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' "
         "order by ingress_sequence"
     )
     assert len(waiting) == 2
@@ -100,7 +100,7 @@ async def test_a_delivery_of_an_event_that_cannot_be_read_is_given_up(
     for _ in range(5):
         await clock.advance(2000)
         await worker.turn()
-    rows = await connection.fetch("select id, status from headgate.workflow_trigger_deliveries")
+    rows = await connection.fetch("select id, status from tidegate.workflow_trigger_deliveries")
     found = {row["id"]: row["status"] for row in rows}
     assert (found[waiting[0]["id"]], found[waiting[1]["id"]]) == ("failed", "launched")
 
@@ -153,7 +153,7 @@ async def test_a_broken_tracer_changes_nothing_but_the_traces(
         world.done.append("step")
         return "done"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         return str(await ctx.step("once", once))
 
@@ -163,5 +163,5 @@ async def test_a_broken_tracer_changes_nothing_but_the_traces(
     run = await the_run(connection)
     assert (run["status"], run["attempts"], world.done) == ("succeeded", 1, ["step"])
     assert (await the_steps(connection))["once"]["status"] == "succeeded"
-    assert await connection.fetchval("select count(*) from headgate.dead_letters") == 0
+    assert await connection.fetchval("select count(*) from tidegate.dead_letters") == 0
     assert broken.calls > 0

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from headgate import Context, failpoints
-from headgate.errors import Conflict, InvalidInput, NotFound
-from headgate.flow import control
-from headgate.flow.explain import explain
-from headgate.flow.replay import Replay
-from headgate.flow.retry import Retry
-from headgate.model.retry import RetryPolicy
-from headgate.store import dead_letters
-from headgate.store.db import Connection, Database
-from headgate.store.dead_letters import DeadLetter, Filters
 from tests.conftest import Clock
 from tests.flow.conftest import World
 from tests.flow.step_world import the_run, the_steps
 from tests.flow.test_dispatch import publish
 from tests.flow.trigger_worker import TriggerWorker, make_trigger
 from tests.store.builders import make_events
+from tidegate import Context, failpoints
+from tidegate.errors import Conflict, InvalidInput, NotFound
+from tidegate.flow import control
+from tidegate.flow.explain import explain
+from tidegate.flow.replay import Replay
+from tidegate.flow.retry import Retry
+from tidegate.model.retry import RetryPolicy
+from tidegate.store import dead_letters
+from tidegate.store.db import Connection, Database
+from tidegate.store.dead_letters import DeadLetter, Filters
 
 
 async def letters(connection: Connection, state: Any = "open", **filters: Any) -> list[DeadLetter]:
@@ -34,11 +34,11 @@ async def letters(connection: Connection, state: Any = "open", **filters: Any) -
 async def bury(connection: Connection, count: int = 1, reason: str = "broken", **changes: Any) -> list[uuid.UUID]:
     """Events that were quarantined."""
     ids = await make_events(connection, count, **changes)
-    await connection.execute("delete from headgate.event_inbox")
+    await connection.execute("delete from tidegate.event_inbox")
     for event_id in ids:
         await connection.execute(
-            "insert into headgate.dead_letters (id, kind, subject_id, event_id, reason) "
-            "values (headgate.uuid7(), 'event', $1, $1, $2)",
+            "insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason) "
+            "values (tidegate.uuid7(), 'event', $1, $1, $2)",
             event_id,
             reason,
         )
@@ -58,7 +58,7 @@ async def broken_run(connection: Connection, clock: Clock, world: World) -> Any:
             raise ValueError("never")
         return "two"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> list[str]:
         return [await ctx.step("first", first), await ctx.step("second", second)]
 
@@ -93,7 +93,7 @@ async def test_a_failed_run_goes_on_as_the_same_run_after_its_finished_steps(
     assert world.done == ["first", "second", "second", "second", "mended", "second"]
     [told] = await letters(connection, "replayed")
     assert (told.replayed_by, told.replayed_into, told.replayed_at is not None) == ("ann", run["id"], True)
-    audited = await connection.fetchrow("select actor, action, subject from headgate.audit_log")
+    audited = await connection.fetchrow("select actor, action, subject from tidegate.audit_log")
     assert audited is not None and tuple(audited) == ("ann", "dead_letter.replay", str(letter.id))
     with pytest.raises(Conflict, match="was replayed by ann"):
         await control.replay_letter(database, letter.id, "bob")
@@ -121,7 +121,7 @@ async def test_a_run_of_a_deleted_workflow_is_refused(
 ) -> None:
     await broken_run(connection, clock, world)
     [letter] = await letters(connection)
-    await connection.execute("update headgate.workflow_definitions set deleted_at = headgate.now()")
+    await connection.execute("update tidegate.workflow_definitions set deleted_at = tidegate.now()")
     with pytest.raises(Conflict, match=r"workflow work of run .* was deleted"):
         await control.replay_letter(database, letter.id, "ann")
     await control.replay_letters(database, Filters(), "ann", rate=1)
@@ -137,7 +137,7 @@ async def test_a_run_waits_for_a_slot_of_its_trigger(
     async def broken() -> None:
         raise ValueError("never")
 
-    @world.hg.workflow(on="go", max_concurrency=1)
+    @world.app.workflow(on="go", max_concurrency=1)
     async def work(ctx: Context, wait: bool = False) -> None:
         if wait:
             await ctx.sleep("1h")
@@ -151,7 +151,7 @@ async def test_a_run_waits_for_a_slot_of_its_trigger(
     await publish(connection, "go", wait=True)
     await world.turn(runner)
     assert (await control.replay_letter(database, letter.id, "ann")).into is None
-    audited = await connection.fetch("select actor, action, subject from headgate.audit_log")
+    audited = await connection.fetch("select actor, action, subject from tidegate.audit_log")
     assert [tuple(row) for row in audited] == [("ann", "dead_letter.schedule", str(letter.id))]
     replay = Replay(database, batch_size=10)
     await clock.advance(2000)
@@ -167,7 +167,7 @@ async def test_a_run_waits_for_a_slot_of_its_trigger(
 async def test_an_event_is_decided_anew_however_old_it_is(
     database: Database, connection: Connection, clock: Clock, world: World
 ) -> None:
-    @world.hg.workflow(on="order.created")
+    @world.app.workflow(on="order.created")
     async def work(ctx: Context) -> None: ...
 
     await world.runner()
@@ -175,7 +175,7 @@ async def test_an_event_is_decided_anew_however_old_it_is(
     await clock.advance(86_400_000)
     [letter] = await letters(connection, kind="event", source="shop.api")
     assert (await control.replay_letter(database, letter.id, "ann")).into == event_id
-    row = await connection.fetchrow("select * from headgate.event_ingress_retries")
+    row = await connection.fetchrow("select * from tidegate.event_ingress_retries")
     assert row is not None and (row["retry_state"], row["reason"], row["replayed_from"]) == (
         "scheduled", "replay", letter.id,
     )  # fmt: skip
@@ -206,7 +206,7 @@ async def test_a_delivery_is_judged_by_the_current_trigger(
     assert (await control.replay_letter(database, letter.id, "ann")).into == letter.subject_id
     await worker.turn()
     row = await connection.fetchrow(
-        "select * from headgate.workflow_trigger_deliveries where id = $1", letter.subject_id
+        "select * from tidegate.workflow_trigger_deliveries where id = $1", letter.subject_id
     )
     assert row is not None and (row["status"], row["replayed_from"]) == ("launched", letter.id)
     assert row["trigger_version"] == 2
@@ -230,7 +230,7 @@ async def test_a_delivery_whose_template_failed_is_launched_once_the_template_is
     await control.update_trigger(database, trigger_id, {"parameter_template": {"n": "{{ event.payload.n }}"}}, "ann")
     assert (await control.replay_letter(database, again.id, "ann")).into == again.subject_id
     await worker.turn()
-    runs = await connection.fetch("select parameters from headgate.workflow_runs")
+    runs = await connection.fetch("select parameters from tidegate.workflow_runs")
     assert [row["parameters"] for row in runs] == [{"n": 7}]
     assert await letters(connection) == []
 
@@ -274,9 +274,9 @@ async def test_workers_at_once_and_crashes_lose_and_double_nothing(
     assert len(await letters(connection, "replayed")) == 7
     done = await asyncio.gather(*(Replay(database, batch_size=100).run_once() for _ in range(4)))
     assert sum(done) == 33
-    assert await connection.fetchval("select count(*) from headgate.event_ingress_retries") == 40
-    assert await connection.fetchval("select max(claim_generation) from headgate.event_ingress_retries") == 0
-    audited = "select count(distinct subject) from headgate.audit_log where action = 'dead_letter.replay'"
+    assert await connection.fetchval("select count(*) from tidegate.event_ingress_retries") == 40
+    assert await connection.fetchval("select max(claim_generation) from tidegate.event_ingress_retries") == 0
+    audited = "select count(distinct subject) from tidegate.audit_log where action = 'dead_letter.replay'"
     assert await connection.fetchval(audited) == 40
 
 
@@ -291,7 +291,7 @@ async def test_a_failure_before_the_commit_is_that_letters_alone(
     assert len(await letters(connection, "replayed")) == 2
     [refused] = await letters(connection)
     assert refused.replay_error == "FailpointHit: replay.before_commit"
-    assert await connection.fetchval("select count(*) from headgate.event_ingress_retries") == 2
+    assert await connection.fetchval("select count(*) from tidegate.event_ingress_retries") == 2
 
 
 async def test_a_replayed_event_of_a_source_without_a_state_can_be_forced(
@@ -303,7 +303,7 @@ async def test_a_replayed_event_of_a_source_without_a_state_can_be_forced(
     await control.replay_letter(database, letter.id, "ann")
     at = await clock.advance(5000)
     await control.force_event(database, event_id, "bob")
-    due = await connection.fetchval("select next_attempt_at from headgate.event_ingress_retries")
+    due = await connection.fetchval("select next_attempt_at from tidegate.event_ingress_retries")
     assert due == at
 
 
@@ -315,8 +315,8 @@ async def test_a_replayed_event_that_fails_again_counts_against_its_source(
     [letter] = await letters(connection)
     await control.replay_letter(database, letter.id, "ann")
     await TriggerWorker(database).retry.run_once()
-    assert await connection.fetchval("select status from headgate.workflow_trigger_deliveries") == "failed"
-    failures = await connection.fetchval("select cardinality(failures) from headgate.event_scheduler_sources")
+    assert await connection.fetchval("select status from tidegate.workflow_trigger_deliveries") == "failed"
+    failures = await connection.fetchval("select cardinality(failures) from tidegate.event_scheduler_sources")
     assert failures == 1
 
 

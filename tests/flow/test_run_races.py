@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 
-from headgate import Context, NonRetryable, RetryAfter, StepFailed, SyncContext
-from headgate.errors import Conflict, Unavailable
-from headgate.flow import control, leaving
-from headgate.flow.delivery_retry import DeliveryRetry
-from headgate.flow.reconcile import Reconcile
-from headgate.flow.schedule import Schedule
-from headgate.model.retry import Retry
-from headgate.model.source import TRIGGER_BREAKER
-from headgate.store import runs as store_runs
-from headgate.store import workers
-from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.conftest import eventually
 from tests.flow.step_world import World, the_run, the_steps
 from tests.flow.test_dispatch import publish
+from tidegate import Context, NonRetryable, RetryAfter, StepFailed, SyncContext
+from tidegate.errors import Conflict, Unavailable
+from tidegate.flow import control, leaving
+from tidegate.flow.delivery_retry import DeliveryRetry
+from tidegate.flow.reconcile import Reconcile
+from tidegate.flow.schedule import Schedule
+from tidegate.model.retry import Retry
+from tidegate.model.source import TRIGGER_BREAKER
+from tidegate.store import runs as store_runs
+from tidegate.store import workers
+from tidegate.store.db import Connection, Database
 
 
 async def statuses(connection: Connection) -> dict[str, tuple[str, str | None, int]]:
     rows = await connection.fetch(
-        "select w.slug, r.status, r.error, r.crashes from headgate.workflow_runs r "
-        "join headgate.workflow_definitions w on w.id = r.workflow_definition_id"
+        "select w.slug, r.status, r.error, r.crashes from tidegate.workflow_runs r "
+        "join tidegate.workflow_definitions w on w.id = r.workflow_definition_id"
     )
     return {row[0]: (row[1], row[2], row[3]) for row in rows}
 
@@ -60,7 +60,7 @@ async def test_a_poisonous_run_fails_itself_and_at_once(
     world: World,
     poison: str,
 ) -> None:
-    @world.hg.workflow(on="bad")
+    @world.app.workflow(on="bad")
     async def bad(ctx: Context) -> None:
         found = POISONS[poison](ctx)
         if found is not None:
@@ -84,20 +84,20 @@ async def test_a_poisonous_run_does_not_fail_its_neighbours(
         await ready.wait()
         return "paid"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def good(ctx: Context) -> str:
         paid = await ctx.step("pay", good_step)
         await ctx.step("after", lambda: 1)
         return paid
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def bad(ctx: Context) -> str:
         await ready.wait()
         raise NonRetryable("bad \x00 byte")
 
     first = asyncio.Event()
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def other(ctx: Context) -> None:
         await first.wait()
 
@@ -140,7 +140,7 @@ async def test_a_run_taken_over_by_the_same_worker_stays_held_when_its_ghost_end
         await gates[n].wait()
         return f"call {n}"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         return await ctx.step("call", call)
 
@@ -184,7 +184,7 @@ async def test_a_zombies_retry_after_closes_nothing(
             raise RetryAfter(3600, "429 of long ago", everyone="trigger")
         return "heir"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         return await ctx.step("call", call)
 
@@ -199,7 +199,7 @@ async def test_a_zombies_retry_after_closes_nothing(
     assert (await the_run(connection))["output"] == "heir"
     frozen.set()
     await asyncio.wait_for(first.idle(), 30)
-    closed = await connection.fetchval("select closed_until from headgate.event_scheduler_triggers")
+    closed = await connection.fetchval("select closed_until from tidegate.event_scheduler_triggers")
     assert closed is None
 
 
@@ -224,7 +224,7 @@ async def test_leases_are_kept_although_the_first_beat_failed(
     monkeypatch.setattr(workers, "beat", beat)
     end = asyncio.Event()
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await end.wait()
 
@@ -235,7 +235,7 @@ async def test_leases_are_kept_although_the_first_beat_failed(
     await runner.run_once()
     try:
         await clock.advance(1200)
-        await eventually(world.database, "select claim_expires_at > headgate.now() from headgate.workflow_runs")
+        await eventually(world.database, "select claim_expires_at > tidegate.now() from tidegate.workflow_runs")
         assert beats >= 1  # and the first of them failed
     finally:
         end.set()
@@ -257,7 +257,7 @@ async def test_a_branch_whose_commit_is_slow_is_not_held_up_by_one_that_waits(
     async def second() -> None:
         world.done.append("second")
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         async def branch() -> None:
             await asyncio.sleep(0)
@@ -294,7 +294,7 @@ async def test_a_branchs_timer_is_its_own(connection: Connection, clock: Clock, 
     async def note(what: str) -> None:
         world.done.append(what)
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         async def long_branch() -> None:
             await ctx.step("slow", slow)
@@ -330,7 +330,7 @@ async def test_a_bare_except_does_not_end_a_run_that_waits(
             raise OSError("again")
         return "charged"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     def work(ctx: SyncContext) -> str:
         try:
             return ctx.step("charge", flaky)
@@ -360,7 +360,7 @@ async def test_a_retry_loop_around_a_step_lets_the_run_rest(
     async def broken() -> None:
         raise OSError("again")
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         while True:
             try:
@@ -418,7 +418,7 @@ async def test_whatever_a_function_raises_ends_its_run(
 ) -> None:
     function = {"cancelled": _cancel_itself, "strange": _strange, "future": _cancelled_future}[kind]
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         if place == "step":
             await ctx.step("call", function, retry=Retry(max_attempts=1))
@@ -453,7 +453,7 @@ async def test_a_cancelled_run_is_cancelled(
         begun.set()
         await may_end.wait()
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> Any:
         async def branch() -> None:
             await ctx.step("first", first)
@@ -480,7 +480,7 @@ async def test_a_cancelled_run_is_cancelled(
     may_end.set()
     await asyncio.wait_for(runner.idle(), 30)
     assert (await the_run(connection))["status"] == "cancelled"
-    assert await connection.fetchval("select count(*) from headgate.dead_letters") == 0
+    assert await connection.fetchval("select count(*) from tidegate.dead_letters") == 0
 
 
 # --- cancel meets the moment in which the run is put to rest -----------------------------------------------------
@@ -499,7 +499,7 @@ async def test_cancel_while_the_run_is_put_to_rest(
         begun.set()
         await may_end.wait()
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.step("first", first)
         await ctx.sleep("1h")
@@ -541,7 +541,7 @@ async def test_a_commit_whose_answer_was_lost(
     which: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         await ctx.step("first", world.done.append, "first")
         await ctx.step("second", world.done.append, "second")
@@ -589,7 +589,7 @@ async def test_a_run_that_timed_out_leaves_no_waiting_step(
     async def slow() -> None:
         await asyncio.sleep(60)
 
-    @world.hg.workflow(on="go", timeout="300ms")
+    @world.app.workflow(on="go", timeout="300ms")
     async def work(ctx: Context) -> None:
         await asyncio.gather(ctx.step("broken", broken), ctx.step("slow", slow))
 
@@ -604,7 +604,7 @@ async def test_a_run_that_timed_out_leaves_no_waiting_step(
 
 
 async def test_sleeps_do_not_use_up_attempts(connection: Connection, clock: Clock, world: World) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         for _ in range(3):
             await ctx.sleep("1h")
@@ -627,7 +627,7 @@ async def test_the_runs_time_is_over_while_it_waits_after_retry_after(
     clock: Clock,
     world: World,
 ) -> None:
-    @world.hg.workflow(on="go", timeout="1h")
+    @world.app.workflow(on="go", timeout="1h")
     async def work(ctx: Context) -> str:
         raise RetryAfter(7200)
 
@@ -656,7 +656,7 @@ async def test_retry_after_with_a_strange_number(
             raise RetryAfter(seconds)
         return "ok"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         return await (ctx.step("call", call) if place == "step" else call())
 
@@ -678,7 +678,7 @@ async def test_retry_after_beside_a_running_step(connection: Connection, clock: 
 
     asked: list[int] = []
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         async def other() -> None:
             asked.append(1)
@@ -718,7 +718,7 @@ async def test_a_refusal_without_a_reason(
     async def refused() -> None:
         raise exc
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         if place == "workflow":
             await refused()
@@ -748,7 +748,7 @@ async def test_waiting_inside_a_step_does_not_hold_the_worker_for_ever(
     async def broken() -> None:
         raise OSError("again")
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         async def outer() -> None:
             await (ctx.sleep("1h") if inner == "sleep" else ctx.step("inner", broken))
@@ -783,7 +783,7 @@ async def test_news_of_an_earlier_claim_does_not_stop_the_present_one(
         await gate.wait()
         return "ok"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         return await ctx.step("call", call)
 
@@ -824,7 +824,7 @@ async def test_a_timer_is_kept_beside_a_long_step(connection: Connection, clock:
         world.done.append("note")
         noted.set()
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         async def branch() -> None:
             await ctx.sleep("200ms", name="moment")
@@ -854,7 +854,7 @@ async def test_a_remembered_result_is_in_the_same_order(
     async def charge(customer: str) -> None:
         world.done.append(customer)
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         for i, customer in enumerate(await ctx.step("orders", orders)):
             await ctx.step(f"charge-{i}", charge, customer)
@@ -876,7 +876,7 @@ async def test_a_remembered_number_is_the_same(
 ) -> None:
     seen: list[str] = []
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         seen.append(repr(await ctx.step("x", lambda: [1e20, 1e308, 0.1, -0.0, 2.0])))
         await ctx.sleep("1h")
@@ -896,7 +896,7 @@ async def test_what_json_cannot_say_fails_the_step(
     world: World,
     value: Any,
 ) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.step("x", lambda: value)
 
@@ -926,7 +926,7 @@ async def test_a_sibling_that_comes_to_rest_later_is_held_too(
         await closed.wait()
         raise OSError("again")  # by its own policy: in a second
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context, who: str) -> str:
         return await ctx.step("call", call, who)
 
@@ -935,7 +935,7 @@ async def test_a_sibling_that_comes_to_rest_later_is_held_too(
         await publish(connection, "go", who=who)
     await world.dispatch.run_once()
     await runner.run_once()
-    await eventually(world.database, "select count(closed_until) = 1 from headgate.event_scheduler_triggers")
+    await eventually(world.database, "select count(closed_until) = 1 from tidegate.event_scheduler_triggers")
     closed.set()
     await asyncio.wait_for(runner.idle(), 30)
     await clock.advance(5000)
@@ -952,7 +952,7 @@ async def test_the_time_of_a_run_is_over_while_it_is_held(
         if who == "a":
             raise RetryAfter(86_400, "429", everyone="trigger")
 
-    @world.hg.workflow(on="go", timeout="1h")
+    @world.app.workflow(on="go", timeout="1h")
     async def work(ctx: Context, who: str) -> None:
         if who == "b":
             await ctx.sleep("50m")
@@ -965,7 +965,7 @@ async def test_the_time_of_a_run_is_over_while_it_is_held(
     await world.turn(runner)
     await clock.advance(3_700_000)
     await world.turn(runner)
-    rows = await connection.fetch("select status from headgate.workflow_runs order by id")
+    rows = await connection.fetch("select status from tidegate.workflow_runs order by id")
     assert [row[0] for row in rows] == ["failed", "failed"], "both timed out, though neither had its turn"
 
 
@@ -984,7 +984,7 @@ async def test_a_step_cut_off_by_wait_for_is_not_begun_again(
 
     paths: list[str] = []
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         try:
             await asyncio.wait_for(ctx.step("slow", slow), 0.05)
@@ -1014,7 +1014,7 @@ async def test_what_fills_a_slot_while_the_worker_stops_is_handed_back(
 ) -> None:
     async def nap() -> None: ...
 
-    @world.hg.workflow(on="go", max_concurrency=1)
+    @world.app.workflow(on="go", max_concurrency=1)
     async def work(ctx: Context) -> None:
         world.done.append("begun")
         if len(world.done) > 1:
@@ -1041,7 +1041,7 @@ async def test_what_fills_a_slot_while_the_worker_stops_is_handed_back(
     while not stopping:  # noqa: ASYNC110 - until the commit is under way
         await asyncio.sleep(0.01)
     await asyncio.wait_for(stopping[0], 30)
-    rows = await connection.fetch("select status, crashes from headgate.workflow_runs order by id")
+    rows = await connection.fetch("select status, crashes from tidegate.workflow_runs order by id")
     assert [row[0] for row in rows] == ["succeeded", "pending"], "the second is handed back, not left to its lease"
 
 
@@ -1056,17 +1056,17 @@ async def test_a_schedule_goes_on_after_the_clock_was_wrong_for_a_moment(
     world: World,
     is_restarted: bool,
 ) -> None:
-    @world.hg.workflow(every="1h")
+    @world.app.workflow(every="1h")
     async def hourly(ctx: Context, scheduled_at: str) -> None: ...
 
-    definitions = await database.run(world.hg.register)
+    definitions = await database.run(world.app.register)
     schedule = Schedule(database, definitions, batch_size=10)
     year = 365 * 86_400_000
     await clock.advance(year)
     assert (await schedule.run_once()).published == 1
     await clock.advance(-year)  # the clock is set right
     if is_restarted:
-        await database.run(world.hg.register)
+        await database.run(world.app.register)
     published = 0
     for _ in range(5):
         await clock.advance(3_600_000)
@@ -1086,7 +1086,7 @@ async def test_threads_in_a_plain_function(connection: Connection, clock: Clock,
             raise OSError("again")
         return n
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     def work(ctx: SyncContext) -> list[int]:
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             return list(pool.map(lambda n: ctx.step(f"call-{n}", call, n), range(3)))
@@ -1109,7 +1109,7 @@ async def test_a_loop_that_catches_everything_does_not_freeze_the_worker(
     async def broken() -> None:
         raise NonRetryable("never")
 
-    @world.hg.workflow(on="go", timeout="300ms")
+    @world.app.workflow(on="go", timeout="300ms")
     async def work(ctx: Context) -> None:
         while True:
             try:
@@ -1130,7 +1130,7 @@ async def test_a_sleep_beside_others_needs_a_name(
     clock: Clock,
     world: World,
 ) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await asyncio.gather(ctx.sleep("1h"), ctx.sleep("2h"))
 

@@ -14,16 +14,16 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from headgate import Context, Headgate, failpoints
-from headgate.client import Client
-from headgate.flow.schedule import Schedule, Turn
-from headgate.model.schedule import Schedule as Shown
-from headgate.store import schedules
-from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.conftest import eventually
 from tests.flow.trigger_worker import TriggerWorker
 from tests.processes import api, run, worker
+from tidegate import Context, Tidegate, failpoints
+from tidegate.client import Client
+from tidegate.flow.schedule import Schedule, Turn
+from tidegate.model.schedule import Schedule as Shown
+from tidegate.store import schedules
+from tidegate.store.db import Connection, Database
 
 Effects = Callable[[], Awaitable[list[tuple[Any, str]]]]
 HOUR = 3_600_000
@@ -32,13 +32,13 @@ HOUR = 3_600_000
 APP = """
 import os
 import asyncpg
-from headgate import Headgate
+from tidegate import Tidegate
 
-hg = Headgate()
+app = Tidegate()
 
-@hg.workflow(every="1h")
+@app.workflow(every="1h")
 async def hourly(ctx, scheduled_at: str):
-    connection = await asyncpg.connect(os.environ["HEADGATE_DATABASE_URL"])
+    connection = await asyncpg.connect(os.environ["TIDEGATE_DATABASE_URL"])
     try:
         await connection.execute("insert into effects (run_id, what) values ($1, $2)", ctx.run_id, scheduled_at)
     finally:
@@ -53,23 +53,23 @@ def app(tmp_path: Path) -> Path:
     return file
 
 
-def application(**declarations: dict[str, Any]) -> Headgate:
+def application(**declarations: dict[str, Any]) -> Tidegate:
     """An application with workflows of these names; an empty declaration has no schedule."""
-    hg = Headgate()
+    app = Tidegate()
     for name, arguments in declarations.items():
 
-        @hg.workflow(name=name, **arguments)
+        @app.workflow(name=name, **arguments)
         async def workflow(ctx: Context, scheduled_at: datetime) -> None: ...
 
-    return hg
+    return app
 
 
-async def stage(database: Database, hg: Headgate, batch_size: int = 500) -> Schedule:
-    return Schedule(database, await database.run(hg.register), batch_size=batch_size)
+async def stage(database: Database, app: Tidegate, batch_size: int = 500) -> Schedule:
+    return Schedule(database, await database.run(app.register), batch_size=batch_size)
 
 
 async def published(connection: Connection) -> list[str]:
-    rows = await connection.fetch("select external_id from headgate.workflow_events order by ingress_sequence")
+    rows = await connection.fetch("select external_id from tidegate.workflow_events order by ingress_sequence")
     return [row[0] for row in rows]
 
 
@@ -95,11 +95,11 @@ async def test_a_tick_is_an_ordinary_event_that_launches_its_workflow(
     await clock.advance(HOUR)
     assert (await schedule.run_once()).published == 1
     assert looked == [True]
-    row = await connection.fetchrow("select * from headgate.workflow_events")
+    row = await connection.fetchrow("select * from tidegate.workflow_events")
     assert row is not None
     assert (row["type"], row["source"], row["external_id"], row["occurred_at"]) == (
         "schedule.hourly",
-        "headgate.schedule",
+        "tidegate.schedule",
         "hourly:2026-06-01T13:00:00Z",
         at(13),
     )
@@ -107,8 +107,8 @@ async def test_a_tick_is_an_ordinary_event_that_launches_its_workflow(
     outcome = await TriggerWorker(database).turn()
     assert (outcome.events, outcome.launched) == (1, 1)
     launched = await connection.fetchrow(
-        "select r.parameters, t.name from headgate.workflow_runs r "
-        "join headgate.workflow_event_triggers t on t.id = r.trigger_id"
+        "select r.parameters, t.name from tidegate.workflow_runs r "
+        "join tidegate.workflow_event_triggers t on t.id = r.trigger_id"
     )
     assert launched is not None
     assert (launched["parameters"], launched["name"]) == ({"scheduled_at": "2026-06-01T13:00:00Z"}, "schedule")
@@ -118,8 +118,8 @@ async def test_a_tick_is_an_ordinary_event_that_launches_its_workflow(
 
 
 async def test_each_tick_once_with_racing_workers(database: Database, connection: Connection, clock: Clock) -> None:
-    hg = application(a={"every": "1h"}, b={"cron": "*/30 * * * *"}, c={"cron": "0 14 * * *", "timezone": "UTC"})
-    stages = [await stage(database, hg, batch_size=1 + n) for n in range(6)]
+    app = application(a={"every": "1h"}, b={"cron": "*/30 * * * *"}, c={"cron": "0 14 * * *", "timezone": "UTC"})
+    stages = [await stage(database, app, batch_size=1 + n) for n in range(6)]
     for _ in range(8):
         await clock.advance(HOUR / 4)
         while sum(turn.published for turn in await asyncio.gather(*(s.run_once() for s in stages))):
@@ -128,7 +128,7 @@ async def test_each_tick_once_with_racing_workers(database: Database, connection
     hours = [f"a:2026-06-01T{h}:00:00Z" for h in (13, 14)]
     halves = [f"b:2026-06-01T{time}:00Z" for time in ("12:30", "13:00", "13:30", "14:00")]
     assert sorted(found) == [*hours, *halves, "c:2026-06-01T14:00:00Z"]
-    assert await connection.fetchval("select count(*) from headgate.event_inbox") == len(found)
+    assert await connection.fetchval("select count(*) from tidegate.event_inbox") == len(found)
 
 
 async def test_a_locked_tick_is_left_to_whoever_holds_it(
@@ -137,7 +137,7 @@ async def test_a_locked_tick_is_left_to_whoever_holds_it(
     schedule = await stage(database, application(hourly={"every": "1h"}))
     await clock.advance(HOUR)
     async with database.transaction() as other:
-        await other.execute("select from headgate.schedules for update")
+        await other.execute("select from tidegate.schedules for update")
         assert (await schedule.run_once()).published == 0
     assert (await schedule.run_once()).published == 1
 
@@ -145,8 +145,8 @@ async def test_a_locked_tick_is_left_to_whoever_holds_it(
 async def test_missed_ticks_are_caught_up_by_the_latest_alone(
     database: Database, connection: Connection, clock: Clock
 ) -> None:
-    hg = application(often={"every": "1m"}, daily={"cron": "0 3 * * *", "timezone": "Europe/Berlin"})
-    schedule = await stage(database, hg)
+    app = application(often={"every": "1m"}, daily={"cron": "0 3 * * *", "timezone": "Europe/Berlin"})
+    schedule = await stage(database, app)
     await clock.advance(10 * 24 * HOUR + 30_000)
     with capture_logs() as logs:
         assert (await schedule.run_once()).published == 2
@@ -176,14 +176,14 @@ async def test_a_tick_published_before_is_not_published_again(
     database: Database, connection: Connection, clock: Clock
 ) -> None:
     """The clock is set back and the schedule taken away and given again: the id knows."""
-    hg, without = application(hourly={"every": "1h"}), application(hourly={})
-    schedule = await stage(database, hg)
+    app, without = application(hourly={"every": "1h"}), application(hourly={})
+    schedule = await stage(database, app)
     await clock.advance(HOUR)
     await schedule.run_once()
     await clock.advance(-HOUR / 2)
     assert (await schedule.run_once()).published == 0
     await database.run(without.register)
-    await database.run(hg.register)
+    await database.run(app.register)
     assert (await only(connection)).next_at == at(13)
     await clock.advance(HOUR / 2)
     with capture_logs() as logs:
@@ -207,7 +207,7 @@ async def test_a_schedule_that_this_process_cannot_read_is_left_to_others(
     database: Database, connection: Connection, clock: Clock
 ) -> None:
     schedule = await stage(database, application(strange={"cron": "0 * * * *"}, hourly={"every": "1h"}))
-    await connection.execute("update headgate.schedules set timezone = 'Mars/Olympus' where cron is not null")
+    await connection.execute("update tidegate.schedules set timezone = 'Mars/Olympus' where cron is not null")
     await clock.advance(HOUR)
     with capture_logs() as logs:
         assert (await schedule.run_once()).published == 1
@@ -267,7 +267,7 @@ async def test_the_database_refuses_half_a_schedule(
     [definition_id] = await database.run(application(job={}).register)
     with pytest.raises(asyncpg.CheckViolationError):
         await connection.execute(
-            "insert into headgate.schedules (workflow_definition_id, every_ms, cron, timezone, next_at) "
+            "insert into tidegate.schedules (workflow_definition_id, every_ms, cron, timezone, next_at) "
             "values ($1, $2, $3, $4, now())",
             *(definition_id, every_ms, cron, timezone),
         )
@@ -290,13 +290,13 @@ async def test_what_is_not_committed_did_not_happen(database: Database, connecti
 async def test_a_worker_dies_between_the_event_and_the_commit(
     database_url: str, database: Database, connection: Connection, clock: Clock, effects: Effects, app: Path
 ) -> None:
-    with worker(database_url, app, HEADGATE_FAILPOINTS="schedule.before_commit=kill") as process:
+    with worker(database_url, app, TIDEGATE_FAILPOINTS="schedule.before_commit=kill") as process:
         await clock.advance(HOUR)
         assert process.wait() == 137
     assert await published(connection) == []
     assert (await only(connection)).next_at == at(13)
     with worker(database_url, app):
-        await eventually(database, "select count(*) = 1 from headgate.workflow_runs where status = 'succeeded'")
+        await eventually(database, "select count(*) = 1 from tidegate.workflow_runs where status = 'succeeded'")
     assert await published(connection) == ["hourly:2026-06-01T13:00:00Z"]
     assert [what for _, what in await effects()] == ["2026-06-01T13:00:00Z"]
 
@@ -304,14 +304,14 @@ async def test_a_worker_dies_between_the_event_and_the_commit(
 async def test_worker_processes_share_the_ticks(
     database_url: str, database: Database, connection: Connection, clock: Clock, effects: Effects, app: Path
 ) -> None:
-    settings = {"HEADGATE_POLL_MS": "20"}
+    settings = {"TIDEGATE_POLL_MS": "20"}
     with ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(worker(database_url, app, **settings))
         for tick in range(1, 7):
             await clock.advance(HOUR)
             await eventually(
-                database, "select count(*) = $1 from headgate.workflow_runs where status = 'succeeded'", tick
+                database, "select count(*) = $1 from tidegate.workflow_runs where status = 'succeeded'", tick
             )
     expected = [f"2026-06-01T{12 + tick}:00:00Z" for tick in range(1, 7)]
     assert await published(connection) == [f"hourly:{time}" for time in expected]
@@ -319,15 +319,15 @@ async def test_worker_processes_share_the_ticks(
 
 
 async def test_schedules_are_listed(database_url: str, database: Database, clock: Clock) -> None:
-    hg = application(nightly={"cron": "0 3 * * *", "timezone": "Europe/Berlin"}, often={"every": "15m"}, never={})
-    schedule = await stage(database, hg)
+    app = application(nightly={"cron": "0 3 * * *", "timezone": "Europe/Berlin"}, often={"every": "15m"}, never={})
+    schedule = await stage(database, app)
     await clock.advance(15 * 60_000)
     await schedule.run_once()
     with api(database_url) as (_, url):
         with Client(url) as client:
             found = msgspec.convert(client.request("GET", "/v1/schedules")["schedules"], list[Shown])
-        listed = run("schedules", "list", env={"HEADGATE_URL": url})
-        as_json = run("schedules", "list", "--json", env={"HEADGATE_URL": url})
+        listed = run("schedules", "list", env={"TIDEGATE_URL": url})
+        as_json = run("schedules", "list", "--json", env={"TIDEGATE_URL": url})
     berlin = {"every_ms": None, "cron": "0 3 * * *", "timezone": "Europe/Berlin"}
     assert found == [
         Shown(workflow="nightly", **berlin, next_at=at(1) + timedelta(days=1), last_at=None),  # type: ignore[arg-type]

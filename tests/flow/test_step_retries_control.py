@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from headgate import Client, Context, RetryAfter
-from headgate.clock import uuid7
-from headgate.errors import Conflict, NotFound
-from headgate.flow import control
-from headgate.flow.delivery_retry import DeliveryRetry
-from headgate.flow.explain import explain
-from headgate.model.source import TRIGGER_BREAKER
-from headgate.store import held_steps
-from headgate.store.db import Connection, Database
-from headgate.store.retry_rows import RetryFilters
-from headgate.telemetry import metrics
 from tests.conftest import Clock
 from tests.flow.conftest import eventually
 from tests.flow.step_world import World, the_run, the_steps
 from tests.flow.test_dispatch import publish
 from tests.processes import api, worker
 from tests.redis_server import RedisServer, server_fixture  # noqa: F401
+from tidegate import Client, Context, RetryAfter
+from tidegate.clock import uuid7
+from tidegate.errors import Conflict, NotFound
+from tidegate.flow import control
+from tidegate.flow.delivery_retry import DeliveryRetry
+from tidegate.flow.explain import explain
+from tidegate.model.source import TRIGGER_BREAKER
+from tidegate.store import held_steps
+from tidegate.store.db import Connection, Database
+from tidegate.store.retry_rows import RetryFilters
+from tidegate.telemetry import metrics
 
 APP = Path(__file__).parent / "steps_app.py"
 
@@ -41,7 +41,7 @@ def failing(world: World, *, times: int = 100, **trigger: Any) -> None:
             raise ConnectionError("the service is away")
         return "ok"
 
-    @world.hg.workflow(on="go", **trigger)
+    @world.app.workflow(on="go", **trigger)
     async def work(ctx: Context) -> str:
         return await ctx.step("call", call)
 
@@ -68,7 +68,7 @@ async def test_cancelling_a_retry_ends_the_run_and_frees_its_slot(
 ) -> None:
     failing(world, max_concurrency=1)
     runner = await begin(connection, world, 2)
-    assert await connection.fetchval("select count(*) from headgate.workflow_runs") == 1
+    assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == 1
     before = metrics.STEP_RETRIES.labels("cancelled")._value.get()
     step = (await the_steps(connection))["call"]
     assert await cancel(database, step["id"]) == "cancelled"
@@ -76,8 +76,8 @@ async def test_cancelling_a_retry_ends_the_run_and_frees_its_slot(
     run, step = await the_run(connection), (await the_steps(connection))["call"]
     assert (run["status"], run["cancelled_by"], run["error"]) == ("cancelled", "ann", "cancelled by ann")
     assert (step["status"], step["retry_state"], step["next_attempt_at"]) == ("cancelled", "cancelled", None)
-    assert await connection.fetchval("select count(*) from headgate.dead_letters") == 0
-    noted = await connection.fetchrow("select * from headgate.audit_log where action = 'step.cancel'")
+    assert await connection.fetchval("select count(*) from tidegate.dead_letters") == 0
+    noted = await connection.fetchrow("select * from tidegate.audit_log where action = 'step.cancel'")
     assert noted is not None and (noted["actor"], noted["subject"]) == ("ann", str(step["id"]))
     assert (noted["before"]["retry_state"], noted["after"]["run_status"]) == ("scheduled", "cancelled")
     story = await explain(connection, str(run["event_id"]))
@@ -92,7 +92,7 @@ async def test_cancelling_a_retry_ends_the_run_and_frees_its_slot(
     # The delivery that waited for the slot is due, and launched.
     retry = DeliveryRetry(database, batch_size=10, after_launch=lambda: None)
     await retry.run_once()
-    assert await connection.fetchval("select count(*) from headgate.workflow_runs where status = 'pending'") == 1
+    assert await connection.fetchval("select count(*) from tidegate.workflow_runs where status = 'pending'") == 1
     await clock.advance(60_000)
     await world.turn(runner)
     assert (await the_run(connection))["status"] == "cancelled"
@@ -113,7 +113,7 @@ async def test_a_forced_retry_is_tried_at_once(
     assert (await the_run(connection))["status"] == "succeeded" and world.done == ["try", "try"]
     with pytest.raises(Conflict, match="no longer waiting: it is succeeded"):
         await force(database, step["id"])
-    noted = await connection.fetch("select * from headgate.audit_log where action = 'step.force' order by id")
+    noted = await connection.fetch("select * from tidegate.audit_log where action = 'step.force' order by id")
     assert len(noted) == 2 and noted[0]["before"]["next_attempt_at"] > noted[0]["after"]["next_attempt_at"]
 
 
@@ -124,7 +124,7 @@ async def test_a_forced_retry_waits_until_its_trigger_is_open(
         world.done.append("try")
         raise RetryAfter(600, "too many", everyone="trigger")
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.step("call", call)
 
@@ -142,7 +142,7 @@ async def test_a_forced_retry_waits_until_its_trigger_is_open(
 async def test_timers_are_listed_but_no_retries(
     database: Database, connection: Connection, clock: Clock, world: World
 ) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.sleep("1h")
 
@@ -171,7 +171,7 @@ async def test_a_step_that_waits_while_others_are_done(
     async def call() -> None:
         raise ConnectionError("away")
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await asyncio.gather(ctx.step("long", long), ctx.step("call", call))
         world.done.append("after")
@@ -181,7 +181,7 @@ async def test_a_step_that_waits_while_others_are_done(
     await world.dispatch.run_once()
     await runner.run_once()
     await begun.wait()
-    await eventually(database, "select exists (select 1 from headgate.workflow_run_steps where name = 'call')")
+    await eventually(database, "select exists (select 1 from tidegate.workflow_run_steps where name = 'call')")
     step = (await the_steps(connection))["call"]
     with pytest.raises(Conflict, match="a worker is doing other steps of its run"):
         await force(database, step["id"])
@@ -207,7 +207,7 @@ async def test_a_step_that_is_being_tried_is_not_cancelled(
         await may_end.wait()
         return "ok"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         return await ctx.step("call", call)
 
@@ -229,7 +229,7 @@ async def test_exactly_one_of_cancelling_and_resuming_wins(
 ) -> None:
     failing(world)
     runner = await begin(connection, world, 20)
-    waiting = await connection.fetch("select id, workflow_run_id from headgate.workflow_run_steps order by id")
+    waiting = await connection.fetch("select id, workflow_run_id from tidegate.workflow_run_steps order by id")
     tried = len(world.done)
     await clock.advance(2000)
     results = await asyncio.gather(
@@ -241,8 +241,8 @@ async def test_exactly_one_of_cancelling_and_resuming_wins(
     assert all(result in words or isinstance(result, Conflict) for result in cancelled), cancelled
     won = {row["workflow_run_id"] for row, result in zip(waiting, cancelled, strict=True) if result in words}
     rows = await connection.fetch(
-        "select r.id, r.status, r.attempts, s.retry_state from headgate.workflow_runs r "
-        "join headgate.workflow_run_steps s on s.workflow_run_id = r.id"
+        "select r.id, r.status, r.attempts, s.retry_state from tidegate.workflow_runs r "
+        "join tidegate.workflow_run_steps s on s.workflow_run_id = r.id"
     )
     for row in rows:
         if row["id"] in won:  # perhaps after one more try
@@ -260,16 +260,16 @@ async def test_a_cancel_that_waited_for_the_run_sees_what_has_become_of_the_step
     await begin(connection, world)
     run, step = await the_run(connection), (await the_steps(connection))["call"]
     async with database.transaction() as other:
-        await other.execute("update headgate.workflow_runs set warning = null where id = $1", run["id"])
+        await other.execute("update tidegate.workflow_runs set warning = null where id = $1", run["id"])
         await other.execute(
-            "update headgate.workflow_run_steps set status = 'succeeded', retry_state = 'none', next_attempt_at = null"
+            "update tidegate.workflow_run_steps set status = 'succeeded', retry_state = 'none', next_attempt_at = null"
         )
         verdict = asyncio.create_task(cancel(database, step["id"]))
         await eventually(database, "select exists (select 1 from pg_locks where not granted)")
     with pytest.raises(Conflict, match="it is succeeded"):
         await verdict
     assert (await the_run(connection))["status"] == "pending"
-    assert await connection.fetchval("select count(*) from headgate.audit_log where action like 'step.%'") == 0
+    assert await connection.fetchval("select count(*) from tidegate.audit_log where action like 'step.%'") == 0
 
 
 async def test_a_cancel_that_waited_while_a_replay_forgot_the_step(
@@ -279,8 +279,8 @@ async def test_a_cancel_that_waited_while_a_replay_forgot_the_step(
     await begin(connection, world)
     run, step = await the_run(connection), (await the_steps(connection))["call"]
     async with database.transaction() as other:
-        await other.execute("update headgate.workflow_runs set warning = null where id = $1", run["id"])
-        await other.execute("delete from headgate.workflow_run_steps where id = $1", step["id"])
+        await other.execute("update tidegate.workflow_runs set warning = null where id = $1", run["id"])
+        await other.execute("delete from tidegate.workflow_run_steps where id = $1", step["id"])
         verdict = asyncio.create_task(cancel(database, step["id"]))
         await eventually(database, "select exists (select 1 from pg_locks where not granted)")
     with pytest.raises(Conflict, match="begins it anew"):
@@ -314,15 +314,15 @@ async def test_a_forced_retry_wakes_the_workers(
     effects: Callable[[], Awaitable[list[tuple[Any, str]]]],
 ) -> None:  # fmt: skip
     settings = {
-        "HEADGATE_QUEUE": queue, "HEADGATE_REDIS_URL": server.url, "HEADGATE_POLL_MS": "60000",
-        "HEADGATE_STEP_RETRY_BASE_MS": "3000000", "HEADGATE_STEP_RETRY_MAX_MS": "3000000",
+        "TIDEGATE_QUEUE": queue, "TIDEGATE_REDIS_URL": server.url, "TIDEGATE_POLL_MS": "60000",
+        "TIDEGATE_STEP_RETRY_BASE_MS": "3000000", "TIDEGATE_STEP_RETRY_MAX_MS": "3000000",
     }  # fmt: skip
     with api(database_url, **settings) as (_, url), worker(database_url, APP, **settings), Client(url) as client:
         client.publish("steps.flaky", source="test")
         for tries in (1, 2):
             await eventually(
                 database,
-                "select exists (select 1 from headgate.workflow_run_steps s join headgate.workflow_runs r "
+                "select exists (select 1 from tidegate.workflow_run_steps s join tidegate.workflow_runs r "
                 "on r.id = s.workflow_run_id where r.status = 'pending' and s.retry_attempts = $1)",
                 tries,
             )
@@ -330,5 +330,5 @@ async def test_a_forced_retry_wakes_the_workers(
             assert (waiting["attempts"], waiting["step"], waiting["reason"]) == (tries, "call", "failed")
             forced = client.request("POST", f"/admin/retries/steps/{waiting['id']}/force")
             assert forced == {"id": waiting["id"], "status": "forced"}
-        await eventually(database, "select exists (select 1 from headgate.workflow_runs where status = 'succeeded')")
+        await eventually(database, "select exists (select 1 from tidegate.workflow_runs where status = 'succeeded')")
         assert [what for _, what in await effects()] == ["try"] * 3

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from headgate import Context, NonRetryable, RetryAfter, StepFailed, SyncContext
-from headgate.flow import control
-from headgate.flow.delivery_retry import DeliveryRetry
-from headgate.flow.reconcile import MAX_CRASHES, Reconcile
-from headgate.model.retry import Retry
-from headgate.model.source import TRIGGER_BREAKER
-from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.step_world import World, the_run, the_steps
 from tests.flow.test_dispatch import publish
+from tidegate import Context, NonRetryable, RetryAfter, StepFailed, SyncContext
+from tidegate.flow import control
+from tidegate.flow.delivery_retry import DeliveryRetry
+from tidegate.flow.reconcile import MAX_CRASHES, Reconcile
+from tidegate.model.retry import Retry
+from tidegate.model.source import TRIGGER_BREAKER
+from tidegate.store.db import Connection, Database
 
 
 async def test_a_step_runs_once_and_its_result_is_remembered(
@@ -32,7 +32,7 @@ async def test_a_step_runs_once_and_its_result_is_remembered(
         world.done.append("ship")
         return [receipt, ("a", 1)]
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def fulfil(ctx: Context, amount: int) -> Any:
         receipt = await ctx.step("charge", charge, amount)
         await ctx.sleep("2h")
@@ -66,7 +66,7 @@ async def test_a_failed_step_is_tried_again_from_its_row_and_the_worker_is_free(
             raise ConnectionError("the service is away")
         return "ok"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         return await ctx.step("call", flaky)
 
@@ -98,7 +98,7 @@ async def test_a_step_that_is_given_up_fails_the_run_with_a_dead_letter(
         world.done.append("try")
         raise ValueError("never")
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.step("call", broken)
 
@@ -111,7 +111,7 @@ async def test_a_step_that_is_given_up_fails_the_run_with_a_dead_letter(
     assert len(world.done) == 3
     assert (run["status"], step["status"], step["retry_state"]) == ("failed", "failed", "exhausted")
     assert run["error"].startswith("step 'call' failed: ValueError: never")
-    letter = await connection.fetchrow("select kind, subject_id from headgate.dead_letters")
+    letter = await connection.fetchrow("select kind, subject_id from tidegate.dead_letters")
     assert letter is not None and tuple(letter) == ("step", step["id"])
 
 
@@ -124,7 +124,7 @@ async def test_nonretryable_and_caught_failures(connection: Connection, clock: C
         world.done.append("refund")
         return "refunded"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         try:
             await ctx.step("charge", refused)
@@ -150,7 +150,7 @@ async def test_retry_after_says_when(connection: Connection, clock: Clock, world
             raise RetryAfter(120, "429")
         return "ok"
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         return await ctx.step("call", limited)
 
@@ -183,7 +183,7 @@ async def test_steps_side_by_side(connection: Connection, clock: Clock, world: W
         world.done.append("three")
         return 3
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> list[int]:
         async def branch() -> int:
             return await ctx.step("one", one) + await ctx.step("three", three)
@@ -208,7 +208,7 @@ async def test_a_plain_function_with_steps(connection: Connection, clock: Clock,
             raise OSError("again")
         return n * 2
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     def work(ctx: SyncContext, n: int) -> int:
         doubled = ctx.step("double", flaky, n)
         ctx.sleep("10s")
@@ -227,11 +227,11 @@ async def test_timeouts_of_step_and_run(connection: Connection, clock: Clock, wo
     async def slow() -> None:
         await asyncio.sleep(60)
 
-    @world.hg.workflow(on="step")
+    @world.app.workflow(on="step")
     async def stepped(ctx: Context) -> None:
         await ctx.step("slow", slow, timeout="50ms", retry=Retry(max_attempts=1))
 
-    @world.hg.workflow(on="run", timeout="50ms")
+    @world.app.workflow(on="run", timeout="50ms")
     async def whole(ctx: Context) -> None:
         await ctx.step("slow", slow)
 
@@ -239,7 +239,7 @@ async def test_timeouts_of_step_and_run(connection: Connection, clock: Clock, wo
     await publish(connection, "step")
     await publish(connection, "run")
     await world.turn(runner)
-    rows = await connection.fetch("select status, error from headgate.workflow_runs order by id")
+    rows = await connection.fetch("select status, error from tidegate.workflow_runs order by id")
     assert [row["status"] for row in rows] == ["failed", "failed"]
     assert "took longer than 50ms" in rows[0]["error"] and "timed out after 50 ms" in rows[1]["error"]
 
@@ -254,7 +254,7 @@ async def test_the_key_of_a_step_is_the_same_in_every_attempt(
         if len(world.done) == 1:
             raise OSError("again")
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         contexts.append(ctx)
         assert ctx.idempotency_key == str(ctx.run_id)
@@ -283,7 +283,7 @@ async def test_the_key_of_a_step_is_the_same_in_every_attempt(
 async def test_what_cannot_be_done_fails_with_a_clear_error(
     connection: Connection, clock: Clock, world: World, wrong: Callable[[Context], Awaitable[Any]], reason: str
 ) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await wrong(ctx)
 
@@ -295,7 +295,7 @@ async def test_what_cannot_be_done_fails_with_a_clear_error(
 
 
 async def test_a_name_used_twice_is_refused(connection: Connection, clock: Clock, world: World) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.step("x", lambda: 1)
         await ctx.step("x", lambda: 2)
@@ -309,7 +309,7 @@ async def test_a_name_used_twice_is_refused(connection: Connection, clock: Clock
 async def test_cancel_a_waiting_run_at_once(
     database: Database, connection: Connection, clock: Clock, world: World
 ) -> None:
-    @world.hg.workflow(on="go", max_concurrency=1)
+    @world.app.workflow(on="go", max_concurrency=1)
     async def work(ctx: Context) -> None:
         await ctx.sleep("1h")
 
@@ -322,7 +322,7 @@ async def test_cancel_a_waiting_run_at_once(
     run, step = await the_run(connection), (await the_steps(connection))["sleep-1"]
     assert (run["status"], run["cancelled_by"], step["retry_state"]) == ("cancelled", "ann", "cancelled")
     due = await connection.fetchval(
-        "select next_attempt_at <= headgate.now() from headgate.workflow_trigger_deliveries where status = 'throttled'"
+        "select next_attempt_at <= tidegate.now() from tidegate.workflow_trigger_deliveries where status = 'throttled'"
     )
     assert due, "its slot is free for the next"
 
@@ -341,7 +341,7 @@ async def test_cancel_a_running_run_at_its_next_step(
     async def second() -> None:
         world.done.append("second")
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.step("first", first)
         await ctx.step("second", second)
@@ -376,7 +376,7 @@ async def test_a_zombies_step_changes_nothing(
     async def after() -> None:
         world.done.append("after")
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         found = await ctx.step("call", call)
         await ctx.step("after", after)
@@ -401,7 +401,7 @@ async def test_a_zombies_step_changes_nothing(
 async def test_a_run_that_kills_its_workers_is_given_up(
     database: Database, connection: Connection, clock: Clock, world: World
 ) -> None:
-    @world.hg.workflow(on="go", max_concurrency=1)
+    @world.app.workflow(on="go", max_concurrency=1)
     async def work(ctx: Context) -> None: ...
 
     await world.runner()
@@ -409,13 +409,13 @@ async def test_a_run_that_kills_its_workers_is_given_up(
     await world.dispatch.run_once()
     for _ in range(MAX_CRASHES):
         await connection.execute(
-            "update headgate.workflow_runs set status = 'running', claim_expires_at = headgate.now(), "
+            "update tidegate.workflow_runs set status = 'running', claim_expires_at = tidegate.now(), "
             "claim_generation = claim_generation + 1"
         )
         await Reconcile(database, batch_size=10).run_once()
     run = await the_run(connection)
     assert (run["status"], run["error"]) == ("failed", f"given up: its worker died {MAX_CRASHES} times")
-    letter = await connection.fetchrow("select kind, subject_id from headgate.dead_letters")
+    letter = await connection.fetchrow("select kind, subject_id from tidegate.dead_letters")
     assert letter is not None and tuple(letter) == ("run", run["id"])
 
 
@@ -436,7 +436,7 @@ async def test_retry_after_for_everyone(
             raise RetryAfter(60, "429 Too Many Requests", everyone=everyone)
         return "ok"
 
-    @world.hg.workflow(on="go", max_concurrency=5, concurrency_key="{{ event.payload.customer }}")
+    @world.app.workflow(on="go", max_concurrency=5, concurrency_key="{{ event.payload.customer }}")
     async def work(ctx: Context, customer: str) -> str:
         return await ctx.step("call", call, customer)
 
@@ -447,7 +447,7 @@ async def test_retry_after_for_everyone(
         await publish(connection, "go", customer=customer)
     await world.turn(runner)
     rows = await connection.fetch(
-        "select status, reason, last_error from headgate.workflow_trigger_deliveries where status <> 'launched'"
+        "select status, reason, last_error from tidegate.workflow_trigger_deliveries where status <> 'launched'"
     )
     held = 2 if everyone == "trigger" else 1
     assert [tuple(row) for row in rows] == [("throttled", "retry_after", "429 Too Many Requests")] * held
@@ -456,11 +456,11 @@ async def test_retry_after_for_everyone(
     await clock.advance(61_000)
     await retry.run_once()
     await world.turn(runner)
-    assert await connection.fetchval("select count(*) from headgate.workflow_runs where status = 'succeeded'") == 3
+    assert await connection.fetchval("select count(*) from tidegate.workflow_runs where status = 'succeeded'") == 3
 
 
 async def test_a_finally_has_its_turn_only_at_the_end(connection: Connection, clock: Clock, world: World) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         try:
             await ctx.sleep("2h")
@@ -468,7 +468,7 @@ async def test_a_finally_has_its_turn_only_at_the_end(connection: Connection, cl
         finally:
             await ctx.step("release", world.done.append, "release")
 
-    @world.hg.workflow(on="plain")
+    @world.app.workflow(on="plain")
     def plain(ctx: SyncContext) -> None:
         try:
             ctx.sleep("2h")
@@ -483,11 +483,11 @@ async def test_a_finally_has_its_turn_only_at_the_end(connection: Connection, cl
     await clock.advance(7_200_000)
     await world.turn(runner)
     assert sorted(world.done) == ["release", "released", "use"]
-    assert {row[0] for row in await connection.fetch("select status from headgate.workflow_runs")} == {"succeeded"}
+    assert {row[0] for row in await connection.fetch("select status from tidegate.workflow_runs")} == {"succeeded"}
 
 
 async def test_a_runs_time_is_over_while_it_sleeps(connection: Connection, clock: Clock, world: World) -> None:
-    @world.hg.workflow(on="go", timeout="1h")
+    @world.app.workflow(on="go", timeout="1h")
     async def work(ctx: Context) -> None:
         await ctx.sleep("2h")
 
@@ -511,7 +511,7 @@ async def test_what_would_end_a_process_is_a_failure_of_the_step(
     async def coroutine() -> None:
         raise wrong
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.step("call", coroutine if is_async else plain, retry=Retry(max_attempts=1))
 
@@ -522,7 +522,7 @@ async def test_what_would_end_a_process_is_a_failure_of_the_step(
 
 
 async def test_retry_after_outside_a_step(connection: Connection, clock: Clock, world: World) -> None:
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> str:
         world.done.append("try")
         if len(world.done) == 1:
@@ -544,7 +544,7 @@ async def test_a_lambda_has_the_key_of_its_step(connection: Connection, clock: C
     async def call(ctx: Context) -> None:
         world.done.append(ctx.idempotency_key)
 
-    @world.hg.workflow(on="go")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await ctx.step("a", lambda: call(ctx))
         await ctx.step("b", lambda: call(ctx))

@@ -14,19 +14,19 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from headgate import AsyncClient, Client, Context, Headgate, SyncContext, failpoints
-from headgate.api.server import bind, serving
-from headgate.app import checked
-from headgate.flow import control
-from headgate.flow.dispatch import Dispatch
-from headgate.flow.ingest import Ingest
-from headgate.model.source import RateLimit
-from headgate.settings import Settings
-from headgate.store.db import Connection, Database
-from headgate.telemetry import traces
-from headgate.worker.supervisor import Worker
 from tests.conftest import Clock
 from tests.flow.http_receiver import Receiver
+from tidegate import AsyncClient, Client, Context, SyncContext, Tidegate, failpoints
+from tidegate.api.server import bind, serving
+from tidegate.app import checked
+from tidegate.flow import control
+from tidegate.flow.dispatch import Dispatch
+from tidegate.flow.ingest import Ingest
+from tidegate.model.source import RateLimit
+from tidegate.settings import Settings
+from tidegate.store.db import Connection, Database
+from tidegate.telemetry import traces
+from tidegate.worker.supervisor import Worker
 
 PRODUCER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 OTHER = "00-1bf7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
@@ -81,7 +81,7 @@ class Recorded:
 
 def told(span: ReadableSpan, *names: str) -> tuple[Any, ...]:
     assert span.attributes is not None
-    return tuple(span.attributes.get(f"headgate.{name}") for name in names)
+    return tuple(span.attributes.get(f"tidegate.{name}") for name in names)
 
 
 @pytest.fixture
@@ -94,14 +94,14 @@ def spans() -> Iterator[Recorded]:
 
 
 @pytest.fixture
-async def hg(database_url: str, clock: Clock) -> AsyncIterator[Headgate]:
-    app = Headgate(database_url=database_url, source_rate_limits={"slow": RateLimit(limit=1, interval_ms=60_000)})
+async def app(database_url: str, clock: Clock) -> AsyncIterator[Tidegate]:
+    app = Tidegate(database_url=database_url, source_rate_limits={"slow": RateLimit(limit=1, interval_ms=60_000)})
     yield app
     await app.close()
 
 
 @pytest.fixture
-async def workers(hg: Headgate) -> AsyncIterator[list[Worker]]:
+async def workers(app: Tidegate) -> AsyncIterator[list[Worker]]:
     made: list[Worker] = []
     yield made
     for worker in made:
@@ -128,7 +128,7 @@ async def post(address: str, body: Any, **headers: str) -> Any:
 
 
 async def stored(connection: Connection) -> list[str | None]:
-    rows = await connection.fetch("select traceparent from headgate.workflow_events order by ingress_sequence")
+    rows = await connection.fetch("select traceparent from tidegate.workflow_events order by ingress_sequence")
     return [row[0] for row in rows]
 
 
@@ -137,11 +137,11 @@ def event(event_type: str = "go", source: str = "shop", **payload: Any) -> dict[
 
 
 async def test_one_trace_from_the_request_through_hold_retry_run_and_step_retry(
-    hg: Headgate, workers: list[Worker], address: str, clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], address: str, clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
     tried: list[str] = []
 
-    @hg.workflow(on="go", source="slow")
+    @app.workflow(on="go", source="slow")
     async def fulfil(ctx: Context) -> str:
         return await ctx.step("charge", charge)
 
@@ -151,7 +151,7 @@ async def test_one_trace_from_the_request_through_hold_retry_run_and_step_retry(
             raise ConnectionError("not today")
         return "paid"
 
-    workers += [await hg.worker(), await hg.worker()]
+    workers += [await app.worker(), await app.worker()]
     traces.switch_off()
     await post(address, event("other", "slow"))  # takes the only place of this minute
     await turn(workers[0], clock)
@@ -160,12 +160,12 @@ async def test_one_trace_from_the_request_through_hold_retry_run_and_step_retry(
     await turn(workers[0], clock)
     held = spans.one("gate")
     assert told(held, "decision", "reason", "source") == ("held", "rate_limit", "slow")
-    until = await connection.fetchval("select next_attempt_at from headgate.event_ingress_retries")
+    until = await connection.fetchval("select next_attempt_at from tidegate.event_ingress_retries")
     assert told(held, "next_attempt_at") == (until.isoformat(),)
     assert not spans.called("match")
     await clock.advance(61_000)
     await turn(workers[1], clock)  # lets it through, and the step fails
-    again_at = await connection.fetchval("select next_attempt_at from headgate.workflow_run_steps")
+    again_at = await connection.fetchval("select next_attempt_at from tidegate.workflow_run_steps")
     await clock.advance(60_000)
     await turn(workers[0], clock)
     assert tried == ["charge", "charge"]
@@ -195,17 +195,17 @@ async def test_one_trace_from_the_request_through_hold_retry_run_and_step_retry(
 
 
 async def test_a_throttled_delivery_and_its_retry_are_in_the_trace(
-    hg: Headgate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
-    @hg.workflow(on="go", throttle="1/min")
+    @app.workflow(on="go", throttle="1/min")
     async def rare(ctx: Context) -> None: ...
 
-    workers.append(await hg.worker())
+    workers.append(await app.worker())
     with spans.provider.get_tracer("mine").start_as_current_span("first"):
-        await hg.publish("go", source="shop")
+        await app.publish("go", source="shop")
     await turn(workers[0], clock)
     with spans.provider.get_tracer("mine").start_as_current_span("second") as mine:
-        await hg.publish("go", source="shop")
+        await app.publish("go", source="shop")
     await turn(workers[0], clock)
     await clock.advance(61_000)
     await turn(workers[0], clock)
@@ -219,12 +219,12 @@ async def test_a_throttled_delivery_and_its_retry_are_in_the_trace(
 
 
 async def test_the_producers_trace_is_continued_and_the_request_is_its_child(
-    hg: Headgate, workers: list[Worker], address: str, clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], address: str, clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def fulfil(ctx: Context) -> None: ...
 
-    workers.append(await hg.worker())
+    workers.append(await app.worker())
     await post(address, event(), traceparent=PRODUCER)
     await turn(workers[0], clock)
     assert {span.context.trace_id for span in spans.all} == {trace_of(PRODUCER)}
@@ -241,15 +241,15 @@ async def test_the_producers_trace_is_continued_and_the_request_is_its_child(
 
 
 async def test_an_unsampled_producer_leaves_no_span_anywhere(
-    hg: Headgate, workers: list[Worker], address: str, clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], address: str, clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
     done: list[str] = []
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def fulfil(ctx: Context) -> None:
         await ctx.step("one", done.append, "one")
 
-    workers.append(await hg.worker())
+    workers.append(await app.worker())
     await post(address, event(), traceparent=UNSAMPLED)
     await turn(workers[0], clock)
     assert done == ["one"]
@@ -259,17 +259,17 @@ async def test_an_unsampled_producer_leaves_no_span_anywhere(
 
 
 async def test_an_event_of_sql_gets_its_root_where_it_is_dispatched_and_keeps_it(
-    hg: Headgate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
-    @hg.workflow(on="go", source="slow")
+    @app.workflow(on="go", source="slow")
     async def fulfil(ctx: Context) -> None:
         await ctx.sleep("10s")
 
-    workers += [await hg.worker(), await hg.worker()]
-    await connection.execute("select headgate.publish('other', 'slow', '{}')")
+    workers += [await app.worker(), await app.worker()]
+    await connection.execute("select tidegate.publish('other', 'slow', '{}')")
     await turn(workers[0], clock)
     before = len(spans.all)
-    await connection.execute("select headgate.publish('go', 'slow', '{}')")
+    await connection.execute("select tidegate.publish('go', 'slow', '{}')")
     await turn(workers[0], clock)
     for worker in (workers[1], workers[0], workers[1]):
         await clock.advance(60_000)
@@ -283,13 +283,13 @@ async def test_an_event_of_sql_gets_its_root_where_it_is_dispatched_and_keeps_it
 
 
 async def test_what_was_rolled_back_leaves_no_span(
-    hg: Headgate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def fulfil(ctx: Context) -> None: ...
 
-    workers.append(await hg.worker())
-    await connection.execute("select headgate.publish('go', 'shop', '{}')")
+    workers.append(await app.worker())
+    await connection.execute("select tidegate.publish('go', 'shop', '{}')")
     failpoints.arm("dispatch.before_commit=raise")  # the batch is taken apart, and each decided alone
     await turn(workers[0], clock)
     assert spans.tree() == {"dispatch": {"1 gate": {}, "2 match": {}, "3 deliver": {}, "4 run fulfil": {}}}
@@ -299,7 +299,7 @@ async def test_what_was_rolled_back_leaves_no_span(
 async def test_the_batch_that_is_lost_with_its_worker_is_told_by_the_next(
     database: Database, clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
-    await connection.execute("select headgate.publish('go', 'shop', '{}')")
+    await connection.execute("select tidegate.publish('go', 'shop', '{}')")
     dispatch = Dispatch(database, batch_size=10, after_launch=lambda: None)
     failpoints.arm("dispatch.after_commit=raise")
     with pytest.raises(failpoints.FailpointHit):
@@ -310,7 +310,7 @@ async def test_the_batch_that_is_lost_with_its_worker_is_told_by_the_next(
 
 
 async def test_spans_of_the_users_own_code_are_inside_of_the_step(
-    hg: Headgate, workers: list[Worker], clock: Clock, spans: Recorded
+    app: Tidegate, workers: list[Worker], clock: Clock, spans: Recorded
 ) -> None:
     tracer = spans.provider.get_tracer("shop")
 
@@ -321,21 +321,21 @@ async def test_spans_of_the_users_own_code_are_inside_of_the_step(
     def pack() -> None:
         tracer.start_span("box").end()
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def fulfil(ctx: Context) -> None:
         tracer.start_span("looked").end()
         await asyncio.gather(ctx.step("charge", charge), ctx.step("pack", pack))
         with tracer.start_as_current_span("last"):
             await ctx.step("wrap", pack)
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     def plain(ctx: SyncContext) -> None:
         tracer.start_span("seen").end()
         ctx.step("carry", pack)
 
-    workers.append(await hg.worker())
+    workers.append(await app.worker())
     with tracer.start_as_current_span("caller"):
-        await hg.publish("go", source="shop")
+        await app.publish("go", source="shop")
     await turn(workers[0], clock)
     [tree] = spans.tree().values()
     runs = {name[2:]: below for name, below in tree.items() if "run " in name}
@@ -349,16 +349,16 @@ async def test_spans_of_the_users_own_code_are_inside_of_the_step(
 
 
 async def test_what_a_step_publishes_stays_in_the_trace(
-    hg: Headgate, workers: list[Worker], address: str, clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], address: str, clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def first(ctx: Context) -> None:
         await ctx.step("tell", tell)
         await ctx.step("tell-by-http", tell_by_http)
         await ctx.step("tell-from-a-thread", tell_from_a_thread)
 
     async def tell() -> None:
-        await hg.publish("then", source="shop")
+        await app.publish("then", source="shop")
 
     async def tell_by_http() -> None:
         async with AsyncClient(address) as client:
@@ -368,10 +368,10 @@ async def test_what_a_step_publishes_stays_in_the_trace(
         with Client(address) as client:
             client.publish_many([event("then")])
 
-    @hg.workflow(on="then")
+    @app.workflow(on="then")
     async def second(ctx: Context) -> None: ...
 
-    workers.append(await hg.worker())
+    workers.append(await app.worker())
     await post(address, event())
     await turn(workers[0], clock)
     assert len(spans.called("run second")) == 3
@@ -386,9 +386,9 @@ async def test_what_a_step_publishes_stays_in_the_trace(
 
 
 async def test_a_batch_whose_events_have_traces_of_their_own(
-    hg: Headgate, workers: list[Worker], address: str, clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], address: str, clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
-    workers.append(await hg.worker())
+    workers.append(await app.worker())
     given = [PRODUCER, OTHER, UNSAMPLED, None, "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"]
     batch = [
         {"specversion": "1.0", "id": str(i), "type": "go", "source": "shop"} | ({"traceparent": one} if one else {})
@@ -446,18 +446,18 @@ async def test_requests_that_are_refused_and_other_routes_have_spans_but_probes_
 
 
 async def test_an_http_workflows_request_carries_the_steps_span(
-    hg: Headgate, workers: list[Worker], database: Database, clock: Clock, spans: Recorded
+    app: Tidegate, workers: list[Worker], database: Database, clock: Clock, spans: Recorded
 ) -> None:
     receiver = Receiver()
     try:
         body = {"slug": "hook", "kind": "http", "url": receiver.url, "allow_private": True}
         await control.create_workflow(database, body, allow_private=True, actor="ann")
         await control.create_trigger(database, "hook", {"name": "t", "event_type": "go"}, "ann")
-        hg.configure(Settings(http_allow_private=True))
-        workers.append(await hg.worker())
+        app.configure(Settings(http_allow_private=True))
+        workers.append(await app.worker())
         await workers[0]._definitions_once()  # what the worker's own loop does
         with spans.provider.get_tracer("mine").start_as_current_span("caller"):
-            await hg.publish("go", source="shop")
+            await app.publish("go", source="shop")
         await turn(workers[0], clock)
         [(headers, _)] = receiver.seen
         assert headers["traceparent"] == named(spans.one("step request"))
@@ -467,22 +467,22 @@ async def test_an_http_workflows_request_carries_the_steps_span(
 
 
 async def test_exceptions_tell_their_type_and_place_and_nothing_of_what_they_say(
-    hg: Headgate, workers: list[Worker], clock: Clock, spans: Recorded
+    app: Tidegate, workers: list[Worker], clock: Clock, spans: Recorded
 ) -> None:
     async def charge(card: str) -> None:
         raise ValueError(f"card {card} refused")
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def fulfil(ctx: Context, card: str) -> None:
         await ctx.step("charge", charge, card)
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def broken(ctx: Context, card: str) -> None:
         raise RuntimeError(f"card {card}")
 
-    hg.configure(Settings(database_url=hg.settings.database_url))
-    workers.append(await hg.worker())
-    await hg.publish("go", source="shop", payload={"card": "4111-secret"})
+    app.configure(Settings(database_url=app.settings.database_url))
+    workers.append(await app.worker())
+    await app.publish("go", source="shop", payload={"card": "4111-secret"})
     await turn(workers[0], clock)
     whole = "".join(span.to_json() for span in spans.all)
     assert "4111-secret" not in whole and "refused" not in whole
@@ -494,21 +494,21 @@ async def test_exceptions_tell_their_type_and_place_and_nothing_of_what_they_say
 
 
 async def test_an_attempt_that_lost_its_claim_is_told_as_discarded(
-    hg: Headgate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
     tracer = spans.provider.get_tracer("shop")
 
     async def charge() -> None:
         tracer.start_span("card").end()
-        await connection.execute("update headgate.workflow_runs set claim_generation = claim_generation + 1")
+        await connection.execute("update tidegate.workflow_runs set claim_generation = claim_generation + 1")
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def fulfil(ctx: Context) -> None:
         await ctx.step("charge", charge)
         await ctx.step("never", charge)
 
-    workers.append(await hg.worker())
-    await hg.publish("go", source="shop")
+    workers.append(await app.worker())
+    await app.publish("go", source="shop")
     await workers[0].turn(clock.now)
     assert told(spans.one("step charge"), "status") == ("discarded",)
     assert told(spans.one("run fulfil"), "status") == ("discarded",)
@@ -517,20 +517,20 @@ async def test_an_attempt_that_lost_its_claim_is_told_as_discarded(
 
 
 async def test_a_run_that_is_lost_while_its_end_is_written_is_told_as_discarded(
-    hg: Headgate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
     hold = connection.transaction()
 
     async def charge() -> None:
         await hold.start()
-        await connection.execute("select from headgate.workflow_runs for update")
+        await connection.execute("select from tidegate.workflow_runs for update")
 
-    @hg.workflow(on="go")
+    @app.workflow(on="go")
     async def fulfil(ctx: Context) -> None:
         await ctx.step("charge", charge)
 
-    workers.append(await hg.worker())
-    await hg.publish("go", source="shop")
+    workers.append(await app.worker())
+    await app.publish("go", source="shop")
     turning = asyncio.create_task(workers[0].turn(clock.now))
     runner = workers[0]._runner
     async with asyncio.timeout(30):
@@ -546,25 +546,25 @@ async def test_a_run_that_is_lost_while_its_end_is_written_is_told_as_discarded(
 
 
 async def test_a_run_of_an_untraced_event_is_in_nobodys_trace(
-    hg: Headgate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
+    app: Tidegate, workers: list[Worker], clock: Clock, connection: Connection, spans: Recorded
 ) -> None:
     seen: list[str | None] = []
     begun, go_on = asyncio.Event(), asyncio.Event()
 
-    @hg.workflow(on="go", max_concurrency=1)
+    @app.workflow(on="go", max_concurrency=1)
     async def narrow(ctx: Context) -> None:
         seen.append(traces.current())
         begun.set()
         await ctx.step("wait", go_on.wait)
 
-    workers.append(await hg.worker())
+    workers.append(await app.worker())
     for _ in range(2):  # the second waits for the slot of the first
-        await hg.publish("go", source="shop")
+        await app.publish("go", source="shop")
     turning = asyncio.create_task(turn(workers[0], clock))
     await begun.wait()
     await connection.execute(
-        "update headgate.workflow_events set traceparent = null where id in "
-        "(select event_id from headgate.workflow_trigger_deliveries where status = 'throttled')"
+        "update tidegate.workflow_events set traceparent = null where id in "
+        "(select event_id from tidegate.workflow_trigger_deliveries where status = 'throttled')"
     )
     go_on.set()
     await turning  # what ends the first launches and begins the second

@@ -28,14 +28,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from headgate import failpoints
-from headgate.embedded import EmbeddedPostgres
-from headgate.flow import control, delivery_replan, slots
-from headgate.model.run import ClaimedRun, FinishedRun, RunStatus
-from headgate.model.source import RateLimit
-from headgate.store import runs, triggers
-from headgate.store.db import Connection, Database
-from headgate.store.deliveries import Claim
 from tests.conftest import Clock
 from tests.flow.checker import carry_breaches, limit_breaches
 from tests.flow.trigger_model import (
@@ -58,12 +50,20 @@ from tests.flow.trigger_model import (
     specs,
 )
 from tests.flow.trigger_worker import BREAKER, POLICY, TriggerWorker
+from tidegate import failpoints
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.flow import control, delivery_replan, slots
+from tidegate.model.run import ClaimedRun, FinishedRun, RunStatus
+from tidegate.model.source import RateLimit
+from tidegate.store import runs, triggers
+from tidegate.store.db import Connection, Database
+from tidegate.store.deliveries import Claim
 
-EXAMPLES = int(os.environ.get("HEADGATE_TEST_EXAMPLES", "12"))
-STEPS = int(os.environ.get("HEADGATE_TEST_STEPS", "40"))
+EXAMPLES = int(os.environ.get("TIDEGATE_TEST_EXAMPLES", "12"))
+STEPS = int(os.environ.get("TIDEGATE_TEST_STEPS", "40"))
 
 # Making a failing example smaller takes minutes: asked for when it is wanted.
-PHASES = set(Phase) - (set() if os.environ.get("HEADGATE_TEST_SHRINK") else {Phase.shrink})
+PHASES = set(Phase) - (set() if os.environ.get("TIDEGATE_TEST_SHRINK") else {Phase.shrink})
 
 STAGES = ("dispatch", "replan", "retry", "delivery_replan", "delivery_retry")
 POINTS = [
@@ -126,7 +126,7 @@ class TriggerMachine(RuleBasedStateMachine):
         failpoints.disarm()
         async with self.database.transaction() as connection:
             for table in TABLES:
-                await connection.execute(f"delete from headgate.{table}")
+                await connection.execute(f"delete from tidegate.{table}")
 
     async def _read(self) -> Tables:
         async with self.database.connection() as connection:
@@ -201,7 +201,7 @@ class TriggerMachine(RuleBasedStateMachine):
         async def send() -> list[str]:
             async with self.database.connection() as connection:
                 rows = await connection.fetch(
-                    "select headgate.publish($1, $2, $3, ttl_ms => $4) from generate_series(1, $5)",
+                    "select tidegate.publish($1, $2, $3, ttl_ms => $4) from generate_series(1, $5)",
                     kind, source, payload, ttl_ms, count,
                 )  # fmt: skip
             return [row[0] for row in rows]

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from headgate.errors import Conflict, NotFound
-from headgate.flow import control, slots
-from headgate.flow.delivery_retry import Turn
-from headgate.flow.run import Runner
-from headgate.flow.workflow import Workflow
-from headgate.model.retry import RetryPolicy
-from headgate.model.run import ClaimedRun, FinishedRun, RunStatus
-from headgate.store import runs, trigger_gates, triggers
-from headgate.store.db import Connection, Database
-from headgate.store.deliveries import Claim
 from tests.conftest import Clock
 from tests.flow.checker import milliseconds, most_in_any_interval
 from tests.flow.conftest import eventually
 from tests.flow.trigger_worker import BREAKER, TriggerWorker, held, make_trigger, statuses
+from tidegate.errors import Conflict, NotFound
+from tidegate.flow import control, slots
+from tidegate.flow.delivery_retry import Turn
+from tidegate.flow.run import Runner
+from tidegate.flow.workflow import Workflow
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.run import ClaimedRun, FinishedRun, RunStatus
+from tidegate.store import runs, trigger_gates, triggers
+from tidegate.store.db import Connection, Database
+from tidegate.store.deliveries import Claim
 
 WORKERS = 4
 # Whoever waits for a slot and is not woken waits for an hour: a lost wake-up cannot hide behind the next attempt.
@@ -36,30 +36,30 @@ PATIENT = RetryPolicy(base_ms=3_600_000, factor=1, max_ms=3_600_000, jitter_rati
 # Trigger, key and sequence of those that wait for a slot although one is free and nobody has told them.
 FORGOTTEN = """
 select d.trigger_id, d.concurrency_key, d.ingress_sequence
-  from headgate.workflow_trigger_deliveries d join headgate.workflow_event_triggers t on t.id = d.trigger_id
- where d.retry_state = 'scheduled' and d.reason = 'concurrency' and d.next_attempt_at > headgate.now()
-   and t.max_concurrency > (select count(*) from headgate.workflow_runs r
+  from tidegate.workflow_trigger_deliveries d join tidegate.workflow_event_triggers t on t.id = d.trigger_id
+ where d.retry_state = 'scheduled' and d.reason = 'concurrency' and d.next_attempt_at > tidegate.now()
+   and t.max_concurrency > (select count(*) from tidegate.workflow_runs r
                              where r.trigger_id = d.trigger_id and r.concurrency_key = d.concurrency_key
                                and r.status in ('pending', 'running'))
 """
-UNFINISHED = "select count(*) from headgate.workflow_runs where status in ('pending', 'running')"
+UNFINISHED = "select count(*) from tidegate.workflow_runs where status in ('pending', 'running')"
 QUIET = """
-select not exists (select 1 from headgate.event_inbox)
-   and not exists (select 1 from headgate.event_ingress_retries where retry_state = 'scheduled')
-   and not exists (select 1 from headgate.workflow_trigger_deliveries where retry_state = 'scheduled')
-   and not exists (select 1 from headgate.workflow_runs where status in ('pending', 'running'))
+select not exists (select 1 from tidegate.event_inbox)
+   and not exists (select 1 from tidegate.event_ingress_retries where retry_state = 'scheduled')
+   and not exists (select 1 from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled')
+   and not exists (select 1 from tidegate.workflow_runs where status in ('pending', 'running'))
 """
 ORPHANS = """
-select (select count(*) from headgate.workflow_events e
-         where not exists (select 1 from headgate.workflow_trigger_deliveries d where d.event_id = e.id)
-           and not exists (select 1 from headgate.event_inbox i where i.event_id = e.id)
-           and not exists (select 1 from headgate.event_decisions c where c.event_id = e.id)
+select (select count(*) from tidegate.workflow_events e
+         where not exists (select 1 from tidegate.workflow_trigger_deliveries d where d.event_id = e.id)
+           and not exists (select 1 from tidegate.event_inbox i where i.event_id = e.id)
+           and not exists (select 1 from tidegate.event_decisions c where c.event_id = e.id)
            and e.type <> 'nobody')
-     + (select count(*) from headgate.workflow_trigger_deliveries d
+     + (select count(*) from tidegate.workflow_trigger_deliveries d
          where (d.retry_state = 'scheduled') <> (d.next_attempt_at is not null)
-            or (d.status = 'launched') <> exists (select 1 from headgate.workflow_runs r where r.delivery_id = d.id)
+            or (d.status = 'launched') <> exists (select 1 from tidegate.workflow_runs r where r.delivery_id = d.id)
             or d.retry_state = 'running')
-     + (select count(*) from headgate.trigger_idempotency_keys where run_id is null)
+     + (select count(*) from tidegate.trigger_idempotency_keys where run_id is null)
 """
 
 
@@ -177,7 +177,7 @@ async def working(database: Database, workers: Sequence[Worker], *, with_runs: b
 
 async def publish(connection: Connection, count: int = 1, source: str = "shop", **payload: Any) -> None:
     await connection.execute(
-        "select headgate.publish('tick', $1, $2) from generate_series(1, $3)", source, payload, count
+        "select tidegate.publish('tick', $1, $2) from generate_series(1, $3)", source, payload, count
     )
 
 
@@ -188,7 +188,7 @@ async def deadlocks(connection: Connection) -> int:
 
 
 async def launched(connection: Connection) -> int:
-    found: int = await connection.fetchval("select count(*) from headgate.workflow_runs")
+    found: int = await connection.fetchval("select count(*) from tidegate.workflow_runs")
     return found
 
 
@@ -224,7 +224,7 @@ async def test_looks_at_the_same_due_deliveries_launch_each_once(
         await workers[0].drain()
     assert await statuses(connection) == {"launched": 8 * rounds}
     row = await connection.fetchrow(
-        "select count(*), count(distinct event_id), count(distinct delivery_id) from headgate.workflow_runs"
+        "select count(*), count(distinct event_id), count(distinct delivery_id) from tidegate.workflow_runs"
     )
     assert row is not None and tuple(row) == (8 * rounds,) * 3
 
@@ -238,7 +238,7 @@ async def test_one_due_delivery_and_eight_looks(
     await workers[0].drain()
     await control.resume_trigger(database, trigger_id, "test")
     await workers[0].delivery_replan.run_once()
-    await connection.execute("update headgate.workflow_trigger_deliveries set next_attempt_at = 'tomorrow'")
+    await connection.execute("update tidegate.workflow_trigger_deliveries set next_attempt_at = 'tomorrow'")
     for row in await held(connection):
         await control.force_delivery(database, row["id"], "test")
         turns = await asyncio.gather(*(worker.delivery_retry.run_once() for worker in workers * 2))
@@ -270,7 +270,7 @@ async def test_events_with_one_key_at_once_launch_once_and_the_others_name_the_r
         )
         await single[0].drain()
     rows = await connection.fetch(
-        "select dedupe_key, status, workflow_run_id from headgate.workflow_trigger_deliveries"
+        "select dedupe_key, status, workflow_run_id from tidegate.workflow_trigger_deliveries"
     )
     assert Counter(row["status"] for row in rows) == {"launched": rounds, "skipped": 3 * rounds}
     run_of = {row["dedupe_key"]: row["workflow_run_id"] for row in rows if row["status"] == "launched"}
@@ -303,8 +303,8 @@ async def test_a_key_that_has_just_expired_is_taken_once(
         await single[0].drain()
         assert await launched(connection) == n + 1
     rows = await connection.fetch(
-        "select d.status, d.created_at - k.launched_at as age from headgate.workflow_trigger_deliveries d "
-        "  join headgate.workflow_trigger_deliveries k on k.workflow_run_id = d.workflow_run_id "
+        "select d.status, d.created_at - k.launched_at as age from tidegate.workflow_trigger_deliveries d "
+        "  join tidegate.workflow_trigger_deliveries k on k.workflow_run_id = d.workflow_run_id "
         "   and k.status = 'launched'"
     )
     assert len(rows) == 1 + 2 * WORKERS * rounds, "each has launched, or names a run that was"
@@ -326,7 +326,7 @@ async def test_launches_of_one_key_lie_a_window_apart(
     for worker in single:
         await worker.database.close()
     rows = await connection.fetch(
-        "select launched_at from headgate.workflow_trigger_deliveries where status = 'launched'"
+        "select launched_at from tidegate.workflow_trigger_deliveries where status = 'launched'"
     )
     assert most_in_any_interval(milliseconds([row[0] for row in rows]), window_ms) == 1
 
@@ -355,7 +355,7 @@ async def test_cancel_or_launch_one_wins_and_the_answer_says_which(
     await workers[0].drain()
     await control.resume_trigger(database, trigger_id, "test")
     await workers[0].delivery_replan.run_once()
-    await connection.execute("update headgate.workflow_trigger_deliveries set next_attempt_at = 'tomorrow'")
+    await connection.execute("update tidegate.workflow_trigger_deliveries set next_attempt_at = 'tomorrow'")
     for row in await held(connection):
         await control.force_delivery(database, row["id"], "test")
         answer, *_ = await asyncio.gather(
@@ -364,8 +364,8 @@ async def test_cancel_or_launch_one_wins_and_the_answer_says_which(
             workers[1].delivery_retry.run_once(),
         )
         found = await connection.fetchrow(
-            "select status, (select count(*) from headgate.workflow_runs r where r.delivery_id = d.id) as runs "
-            "from headgate.workflow_trigger_deliveries d where id = $1",
+            "select status, (select count(*) from tidegate.workflow_runs r where r.delivery_id = d.id) as runs "
+            "from tidegate.workflow_trigger_deliveries d where id = $1",
             row["id"],
         )
         assert found is not None and (answer, int(answer == "launched")) == tuple(found)
@@ -401,7 +401,7 @@ async def test_cancel_of_the_first_in_line_while_a_slot_becomes_free_wakes_the_n
 async def held_runs(worker: Worker, connection: Connection) -> list[ClaimedRun]:
     """Every unfinished run, claimed: by the transaction that launched it, or now."""
     await worker.claim()
-    rows = await connection.fetch("select * from headgate.workflow_runs where status = 'running' order by id")
+    rows = await connection.fetch("select * from tidegate.workflow_runs where status = 'running' order by id")
     return [
         ClaimedRun(
             id=row["id"],
@@ -478,25 +478,25 @@ async def test_a_pause_that_has_returned_is_followed_by_no_launch(
         for _ in range(rounds):
             before = await launched(connection)
             await publish(connection, per_round)
-            await eventually(database, "select count(*) > $1 from headgate.workflow_runs", before)
+            await eventually(database, "select count(*) > $1 from tidegate.workflow_runs", before)
             if of_source:
                 await control.pause(database, "shop", actor="test")
             else:
                 await control.pause_trigger(database, trigger_id, actor="test")
-            returned_at = await connection.fetchval("select headgate.now()")
+            returned_at = await connection.fetchval("select tidegate.now()")
             committed = await launched(connection)
             for _ in range(3):
                 await publish(connection, 1)
-                await eventually(database, "select not exists (select 1 from headgate.event_inbox)")
+                await eventually(database, "select not exists (select 1 from tidegate.event_inbox)")
                 await asyncio.sleep(0.01)
                 assert await launched(connection) == committed, "launched while paused"
-            pauses.append((returned_at, await connection.fetchval("select headgate.now()")))
+            pauses.append((returned_at, await connection.fetchval("select tidegate.now()")))
             if of_source:
                 await control.resume(database, "shop", "test")
             else:
                 await control.resume_trigger(database, trigger_id, "test")
         await eventually(database, QUIET)
-    rows = await connection.fetch("select launched_at from headgate.workflow_trigger_deliveries")
+    rows = await connection.fetch("select launched_at from tidegate.workflow_trigger_deliveries")
     assert len(rows) == rounds * (per_round + 3)
     for row in rows:
         assert not any(begun <= row["launched_at"] <= ended for begun, ended in pauses)
@@ -513,7 +513,7 @@ async def test_a_half_open_breaker_admits_one_probe(
     await publish(connection, BREAKER.threshold)
     await workers[0].drain()
     await workers[0].finish(await workers[0].claim(), "failed")
-    state = "select breaker_state from headgate.event_scheduler_triggers"
+    state = "select breaker_state from tidegate.event_scheduler_triggers"
     assert await connection.fetchval(state) == "open"
     for n in range(1, 13):
         await publish(connection, 5)
@@ -547,24 +547,24 @@ async def test_after_an_edit_has_returned_nothing_is_launched_by_the_old_version
         {"max_concurrency": None},
     ]
     by_old = (
-        "select count(*) from headgate.workflow_trigger_deliveries where status = 'launched' and trigger_version < $1"
+        "select count(*) from tidegate.workflow_trigger_deliveries where status = 'launched' and trigger_version < $1"
     )
     async with working(database, workers):
         for n in range(2, 14):
             before = await launched(connection)
             await publish(connection, 20)
-            await eventually(database, "select count(*) > $1 from headgate.workflow_runs", before)
+            await eventually(database, "select count(*) > $1 from tidegate.workflow_runs", before)
             change = {"parameter_template": {"mark": n}, **limits[n % 3]}
             changed = await control.update_trigger(database, trigger_id, change, "test")
             assert changed.version == n
             committed = await connection.fetchval(by_old, n)
             await publish(connection, 5)
-            await eventually(database, "select not exists (select 1 from headgate.event_inbox)")
+            await eventually(database, "select not exists (select 1 from tidegate.event_inbox)")
             assert await connection.fetchval(by_old, n) == committed, "launched by the old version"
         await eventually(database, QUIET)
     rows = await connection.fetch(
-        "select d.trigger_version, (r.parameters ->> 'mark')::int as mark from headgate.workflow_runs r "
-        "  join headgate.workflow_trigger_deliveries d on d.id = r.delivery_id"
+        "select d.trigger_version, (r.parameters ->> 'mark')::int as mark from tidegate.workflow_runs r "
+        "  join tidegate.workflow_trigger_deliveries d on d.id = r.delivery_id"
     )
     assert len(rows) == 12 * 25
     assert all(row["trigger_version"] == row["mark"] for row in rows)
@@ -578,14 +578,14 @@ async def test_after_an_edit_has_returned_nothing_is_launched_by_the_old_version
 async def test_after_a_trigger_is_gone_nothing_is_launched_and_nothing_waits(
     database: Database, connection: Connection, workers: list[Worker], verb: str, limits: dict[str, Any]
 ) -> None:
-    waiting = "select count(*) from headgate.workflow_trigger_deliveries where retry_state = 'scheduled'"
+    waiting = "select count(*) from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled'"
     trigger_id = await make_trigger(database, **limits)
     before_deadlocks = await deadlocks(connection)
     async with working(database, workers):
         for n in range(3):
             before = await launched(connection)
             await publish(connection, 40)
-            await eventually(database, "select count(*) > $1 from headgate.workflow_runs", before)
+            await eventually(database, "select count(*) > $1 from tidegate.workflow_runs", before)
             if verb == "disable":
                 await control.update_trigger(database, trigger_id, {"status": "disabled"}, "test")
             else:
@@ -593,7 +593,7 @@ async def test_after_a_trigger_is_gone_nothing_is_launched_and_nothing_waits(
             committed = await launched(connection)
             assert await connection.fetchval(waiting) == 0
             await publish(connection, 3)
-            await eventually(database, "select not exists (select 1 from headgate.event_inbox)")
+            await eventually(database, "select not exists (select 1 from tidegate.event_inbox)")
             await asyncio.sleep(0.01)
             assert await launched(connection) == committed, "launched although the trigger is gone"
             assert await connection.fetchval(waiting) == 0
@@ -615,21 +615,21 @@ async def test_a_lowered_max_concurrency_holds_for_every_launch_after_it(
         worker.seconds = 0.004
     trigger_id = await make_trigger(database, max_concurrency=6)
     epochs: list[tuple[datetime, datetime, int]] = []
-    since = await connection.fetchval("select headgate.now()")
+    since = await connection.fetchval("select tidegate.now()")
     async with working(database, workers):
         await publish(connection, 160)
         for n, bound in enumerate(itertools.cycle([6, 1, 4, 2])):
             if await connection.fetchval(QUIET) or n == 16:
                 break
             await control.update_trigger(database, trigger_id, {"max_concurrency": bound}, "test")
-            since = await connection.fetchval("select headgate.now()")
+            since = await connection.fetchval("select tidegate.now()")
             done = await launched(connection)
             await eventually(
-                database, f"select count(*) >= $1 or ({QUIET}) from headgate.workflow_runs", min(160, done + 8)
+                database, f"select count(*) >= $1 or ({QUIET}) from tidegate.workflow_runs", min(160, done + 8)
             )
-            epochs.append((since, await connection.fetchval("select headgate.now()"), bound))
+            epochs.append((since, await connection.fetchval("select tidegate.now()"), bound))
         await eventually(database, QUIET)
-    rows = await connection.fetch("select created_at, finished_at from headgate.workflow_runs")
+    rows = await connection.fetch("select created_at, finished_at from tidegate.workflow_runs")
     assert len(rows) == 160
     assert most_at_once(rows) <= 6
     for begun, ended, bound in epochs:
@@ -650,7 +650,7 @@ async def test_the_last_slot_is_neither_given_twice_nor_forgotten(
     """Ends of runs, retries, newcomers, force and cancel at once; then nobody waits beside a free slot."""
     bound = 2
     await make_trigger(database, max_concurrency=bound, concurrency_key=key)
-    in_use = "select coalesce(max(n), 0) from (select count(*) as n from headgate.workflow_runs "
+    in_use = "select coalesce(max(n), 0) from (select count(*) as n from tidegate.workflow_runs "
     in_use += "where status in ('pending', 'running') group by trigger_id, concurrency_key) x"
     for n in range(40):
         await publish(connection, 1, key="a")
@@ -715,15 +715,15 @@ async def test_a_slot_whose_first_in_line_is_skipped_goes_to_the_next(
     await make_trigger(database, max_concurrency=1, idempotency_key="{{ event.payload.order }}")
     await publish(connection, order=1)
     await workers[0].drain()
-    await connection.execute("update headgate.trigger_idempotency_keys set expires_at = headgate.now()")
+    await connection.execute("update tidegate.trigger_idempotency_keys set expires_at = tidegate.now()")
     await publish(connection, order=1)  # waits with a key that is free, and is taken before its turn comes
     await publish(connection, order=2)
     await workers[0].drain()
     assert len(await held(connection)) == 2
-    await connection.execute("update headgate.trigger_idempotency_keys set expires_at = null")
+    await connection.execute("update tidegate.trigger_idempotency_keys set expires_at = null")
     await connection.execute(
-        "insert into headgate.trigger_idempotency_keys (trigger_id, dedupe_key, run_id) "
-        "select trigger_id, '1', id from headgate.workflow_runs limit 1 on conflict do nothing"
+        "insert into tidegate.trigger_idempotency_keys (trigger_id, dedupe_key, run_id) "
+        "select trigger_id, '1', id from tidegate.workflow_runs limit 1 on conflict do nothing"
     )
     await filled_slot_goes_on(connection, workers)
 
@@ -746,7 +746,7 @@ async def test_a_slot_whose_first_in_line_came_too_late_goes_to_the_next(
     await publish(connection, 3)
     await workers[0].drain()
     await connection.execute(
-        "update headgate.workflow_events set ttl_ms = 1 where id = $1", (await held(connection))[0]["event_id"]
+        "update tidegate.workflow_events set ttl_ms = 1 where id = $1", (await held(connection))[0]["event_id"]
     )
     await filled_slot_goes_on(connection, workers)
 
@@ -904,7 +904,7 @@ async def test_a_storm_of_everything_has_no_deadlock_and_no_orphan(
             await control.resume_trigger(database, trigger_id, "test")
         await eventually(database, QUIET)
     assert await connection.fetchval(ORPHANS) == 0
-    runs_of = await connection.fetchrow("select count(*), count(distinct delivery_id) from headgate.workflow_runs")
+    runs_of = await connection.fetchrow("select count(*), count(distinct delivery_id) from tidegate.workflow_runs")
     assert runs_of is not None and runs_of[0] == runs_of[1] > 0
     assert await deadlocks(connection) == before
     for worker in workers:

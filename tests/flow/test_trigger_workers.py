@@ -15,14 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-from headgate.flow import control
-from headgate.queue.bullmq import TRIGGERS
-from headgate.store.db import Connection, Database
 from tests.flow.checker import milliseconds, most_in_any_interval, share_used
 from tests.flow.conftest import PATIENCE_SECONDS, eventually
 from tests.flow.trigger_worker import held, launches, statuses
-from tests.processes import Process, api, headgate
+from tests.processes import Process, api, tidegate
 from tests.redis_server import RedisServer, client_fixture, server_fixture  # noqa: F401
+from tidegate.flow import control
+from tidegate.queue.bullmq import TRIGGERS
+from tidegate.store.db import Connection, Database
 
 Effects = Callable[[], Awaitable[list[tuple[Any, str]]]]
 
@@ -33,35 +33,35 @@ import os
 
 import asyncpg
 
-from headgate import Context, Headgate
-from headgate.model.retry import RetryPolicy
+from tidegate import Context, Tidegate
+from tidegate.model.retry import RetryPolicy
 
-hg = Headgate()
+app = Tidegate()
 pool = None
 
 async def effects():
     global pool
     if pool is None:
-        pool = asyncpg.create_pool(os.environ["HEADGATE_DATABASE_URL"], min_size=0, max_size=4)
+        pool = asyncpg.create_pool(os.environ["TIDEGATE_DATABASE_URL"], min_size=0, max_size=4)
     return await pool
 
 HASTY = RetryPolicy(base_ms=250, factor=1, max_ms=250, jitter_ratio=0.1, max_attempts=10_000)
 
-@hg.workflow(on="tick", LIMITS)
+@app.workflow(on="tick", LIMITS)
 async def tick(ctx: Context, seconds: float = 0.02, **given) -> None:
     done = await (await effects()).fetchval(
         "insert into effects (run_id, what) values ($1, 'tick') "
         "returning (select count(*) from effects where run_id = $1)", ctx.run_id)
     await asyncio.sleep(seconds if done == 0 else 0)
 """
-SETTINGS = {"HEADGATE_POLL_MS": "100", "HEADGATE_BATCH_SIZE": "25"}
+SETTINGS = {"TIDEGATE_POLL_MS": "100", "TIDEGATE_BATCH_SIZE": "25"}
 
-SUCCEEDED = "select count(*) = $1 from headgate.workflow_runs where status = 'succeeded'"
+SUCCEEDED = "select count(*) = $1 from tidegate.workflow_runs where status = 'succeeded'"
 DECIDED = """
-select count(*) = $1 and not exists (select 1 from headgate.workflow_runs where finished_at is null)
-  from headgate.workflow_trigger_deliveries where retry_state in ('none', 'completed')
+select count(*) = $1 and not exists (select 1 from tidegate.workflow_runs where finished_at is null)
+  from tidegate.workflow_trigger_deliveries where retry_state in ('none', 'completed')
 """
-WAITING = "select count(*) from headgate.workflow_trigger_deliveries where retry_state = 'scheduled'"
+WAITING = "select count(*) from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled'"
 
 
 def write_app(folder: Path, limits: str) -> Path:
@@ -73,11 +73,11 @@ def write_app(folder: Path, limits: str) -> Path:
 @contextlib.contextmanager
 def fleet(database_url: str, app: Path, size: int = 3, **env: str) -> Iterator[list[Process]]:
     """Worker processes that are ready. The first registers the application, the others start together."""
-    settings = {"HEADGATE_DATABASE_URL": database_url, **SETTINGS, **env}
+    settings = {"TIDEGATE_DATABASE_URL": database_url, **SETTINGS, **env}
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(headgate("worker", str(app), **settings))
+        first = stack.enter_context(tidegate("worker", str(app), **settings))
         first.wait_for_line("worker.started")
-        others = [stack.enter_context(headgate("worker", str(app), **settings)) for _ in range(size - 1)]
+        others = [stack.enter_context(tidegate("worker", str(app), **settings)) for _ in range(size - 1)]
         for process in others:
             process.wait_for_line("worker.started")
         yield [first, *others]
@@ -92,7 +92,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def publish(connection: Connection, count: int, **payload: Any) -> None:
-    await connection.execute("select headgate.publish('tick', 'shop', $1) from generate_series(1, $2)", payload, count)
+    await connection.execute("select tidegate.publish('tick', 'shop', $1) from generate_series(1, $2)", payload, count)
 
 
 def most_at_once(spans: Sequence[tuple[Any, Any]]) -> int:
@@ -102,7 +102,7 @@ def most_at_once(spans: Sequence[tuple[Any, Any]]) -> int:
 
 
 async def all_runs(connection: Connection) -> list[Any]:
-    return list(await connection.fetch("select * from headgate.workflow_runs order by created_at, id"))
+    return list(await connection.fetch("select * from tidegate.workflow_runs order by created_at, id"))
 
 
 def check_slots(rows: Sequence[Any], bound: int) -> None:
@@ -114,7 +114,7 @@ def check_slots(rows: Sequence[Any], bound: int) -> None:
 async def mean_attempts(connection: Connection) -> float:
     """How often a delivery that waited was given a time."""
     found: float = await connection.fetchval(
-        "select avg(retry_attempts)::float8 from headgate.workflow_trigger_deliveries where retry_attempts > 0"
+        "select avg(retry_attempts)::float8 from tidegate.workflow_trigger_deliveries where retry_attempts > 0"
     )
     return found
 
@@ -190,8 +190,8 @@ async def test_throttle_slots_and_keys_together(
     check_slots(rows, bound)
     assert most_in_any_interval(milliseconds(await launches(connection)), window_ms) <= limit
     strangers = await connection.fetchval(
-        "select count(*) from headgate.workflow_trigger_deliveries d where status = 'skipped' and not exists "
-        "(select 1 from headgate.workflow_trigger_deliveries k where k.status = 'launched' "
+        "select count(*) from tidegate.workflow_trigger_deliveries d where status = 'skipped' and not exists "
+        "(select 1 from tidegate.workflow_trigger_deliveries k where k.status = 'launched' "
         "    and k.dedupe_key = d.dedupe_key and k.workflow_run_id = d.workflow_run_id)"
     )
     assert strangers == 0
@@ -203,7 +203,7 @@ async def test_the_slots_of_a_killed_worker_are_free_when_its_leases_end(
 ) -> None:
     bound, count = 3, 30
     app = write_app(tmp_path, f"max_concurrency={bound}, retry=HASTY")
-    lease = {"HEADGATE_LEASE_MS": "600"}
+    lease = {"TIDEGATE_LEASE_MS": "600"}
     with fleet(database_url, app, 1, **lease) as [victim]:
         await publish(connection, bound, seconds=600)
         await eventually(database, "select count(*) = $1 from effects", bound)
@@ -233,7 +233,7 @@ async def test_bullmq_everything_launches_though_redis_forgets(
     client: Any,
 ) -> None:
     limit, window_ms, count = 15, 800, 45
-    settings = {"HEADGATE_QUEUE": "bullmq", "HEADGATE_REDIS_URL": server.url, "HEADGATE_POLL_MS": "1000"}
+    settings = {"TIDEGATE_QUEUE": "bullmq", "TIDEGATE_REDIS_URL": server.url, "TIDEGATE_POLL_MS": "1000"}
 
     async def has_jobs() -> bool:
         """Whether the latest of those that wait have a job; the next are being launched meanwhile."""
@@ -267,41 +267,41 @@ async def test_a_trigger_edited_and_disabled_over_the_api_while_workers_drain(
         {"max_concurrency": 3, "throttle_count": 10, "throttle_window_ms": 100},
     ]
     by_old = (
-        "select count(*) from headgate.workflow_trigger_deliveries where status = 'launched' and trigger_version < $1"
+        "select count(*) from tidegate.workflow_trigger_deliveries where status = 'launched' and trigger_version < $1"
     )
     with fleet(database_url, app), api(database_url) as (_, url):
-        trigger_id: uuid.UUID = await connection.fetchval("select id from headgate.workflow_event_triggers")
+        trigger_id: uuid.UUID = await connection.fetchval("select id from tidegate.workflow_event_triggers")
         async with httpx.AsyncClient(base_url=f"{url}/v1/workflows/tick/triggers/") as http:
             await publish(connection, count)
             for version, edit in enumerate(edits, start=2):
-                before = await connection.fetchval("select count(*) from headgate.workflow_runs")
-                await eventually(database, "select count(*) > $1 + 5 from headgate.workflow_runs", before)
+                before = await connection.fetchval("select count(*) from tidegate.workflow_runs")
+                await eventually(database, "select count(*) > $1 + 5 from tidegate.workflow_runs", before)
                 answer = await http.patch(str(trigger_id), json={**edit, "parameter_template": {"mark": version}})
                 assert answer.status_code == 200 and answer.json()["version"] == version, answer.text
                 committed = await connection.fetchval(by_old, version)
                 await eventually(
                     database,
-                    "select count(*) > 3 from headgate.workflow_trigger_deliveries where trigger_version = $1 "
+                    "select count(*) > 3 from tidegate.workflow_trigger_deliveries where trigger_version = $1 "
                     "and status = 'launched'",
                     version,
                 )
                 assert await connection.fetchval(by_old, version) == committed
             answer = await http.patch(str(trigger_id), json={"status": "disabled"})
             assert answer.status_code == 200, answer.text
-            launched = await connection.fetchval("select count(*) from headgate.workflow_runs")
+            launched = await connection.fetchval("select count(*) from tidegate.workflow_runs")
             assert await connection.fetchval(WAITING) == 0
             await publish(connection, 5)
-            await eventually(database, "select not exists (select 1 from headgate.event_inbox)")
+            await eventually(database, "select not exists (select 1 from tidegate.event_inbox)")
             await eventually(database, SUCCEEDED, launched)
-            assert await connection.fetchval("select count(*) from headgate.workflow_runs") == launched
+            assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == launched
             assert 0 < launched < count
             assert await statuses(connection) == {"launched": launched, "cancelled": count - launched}
             await control.update_trigger(database, trigger_id, {"status": "active"}, "test")
             await publish(connection, 5)
             await eventually(database, SUCCEEDED, launched + 5)
     rows = await connection.fetch(
-        "select d.trigger_version, (r.parameters ->> 'mark')::int as mark from headgate.workflow_runs r "
-        "  join headgate.workflow_trigger_deliveries d on d.id = r.delivery_id where d.trigger_version < 5"
+        "select d.trigger_version, (r.parameters ->> 'mark')::int as mark from tidegate.workflow_runs r "
+        "  join tidegate.workflow_trigger_deliveries d on d.id = r.delivery_id where d.trigger_version < 5"
     )
     assert all(row["trigger_version"] == row["mark"] for row in rows)
     assert Counter(run for run, _ in await effects()) == {row["id"]: 1 for row in await all_runs(connection)}

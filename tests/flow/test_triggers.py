@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from headgate.flow import control
-from headgate.flow.dispatch import Outcome
-from headgate.flow.explain import explain
-from headgate.model.retry import RetryPolicy
-from headgate.model.source import BreakerPolicy
-from headgate.store import trigger_gates
-from headgate.store.db import Connection, Database
 from tests.conftest import Clock
 from tests.flow.checker import milliseconds, most_in_any_interval
 from tests.flow.test_dispatch import publish
 from tests.flow.trigger_worker import TriggerWorker, held, launches, make_trigger, statuses
+from tidegate.flow import control
+from tidegate.flow.dispatch import Outcome
+from tidegate.flow.explain import explain
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.source import BreakerPolicy
+from tidegate.store import trigger_gates
+from tidegate.store.db import Connection, Database
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ async def test_a_throttled_backlog_drains_paced_in_order_with_one_attempt_each(
     times = await launches(connection)
     assert most_in_any_interval(milliseconds(times), 1000) <= 10
     assert times[-1] - times[0] <= timedelta(milliseconds=6000 * 1.05)
-    attempts = await connection.fetchval("select avg(retry_attempts)::float8 from headgate.workflow_trigger_deliveries")
+    attempts = await connection.fetchval("select avg(retry_attempts)::float8 from tidegate.workflow_trigger_deliveries")
     assert attempts <= 1
     order = await connection.fetch(
-        "select ingress_sequence from headgate.workflow_trigger_deliveries where ingress_sequence > 0 "
+        "select ingress_sequence from tidegate.workflow_trigger_deliveries where ingress_sequence > 0 "
         "order by launched_at, 1"
     )
     assert [row[0] for row in order] == sorted(row[0] for row in order)
@@ -139,7 +139,7 @@ async def test_concurrency_is_per_key(
     await worker.turn()
     assert [row["concurrency_key"] for row in await held(connection)] == ["a"]
     in_use = await connection.fetch(
-        "select concurrency_key from headgate.workflow_runs where status in ('pending', 'running')"
+        "select concurrency_key from tidegate.workflow_runs where status in ('pending', 'running')"
     )
     assert [row[0] for row in in_use] == ["a"]
 
@@ -166,7 +166,7 @@ async def test_throttle_and_concurrency_together(
     began = clock.now
     while (await statuses(connection)).get("launched", 0) < 12:
         await worker.turn()
-        active = await connection.fetchval("select count(*) from headgate.workflow_runs where finished_at is null")
+        active = await connection.fetchval("select count(*) from tidegate.workflow_runs where finished_at is null")
         assert active <= 2
         await worker.end_runs(1)
         await clock.advance(50)
@@ -188,7 +188,7 @@ async def test_same_key_launches_once_and_the_other_is_skipped_with_its_run(
     await publish(connection, "tick", "shop", order=8)
     await worker.turn()
     rows = await connection.fetch(
-        "select status, dedupe_key, workflow_run_id from headgate.workflow_trigger_deliveries order by created_at, id"
+        "select status, dedupe_key, workflow_run_id from tidegate.workflow_trigger_deliveries order by created_at, id"
     )
     assert sorted((r["status"], r["dedupe_key"]) for r in rows) == [
         ("launched", "7"), ("launched", "8"), ("skipped", "7"), ("skipped", "7"), ("skipped", "7"),
@@ -241,7 +241,7 @@ async def test_of_two_that_wait_with_one_key_the_first_is_launched(
     await control.resume_trigger(database, trigger_id, "test")
     await worker.turn()
     rows = await connection.fetch(
-        "select event_id::text, status, workflow_run_id from headgate.workflow_trigger_deliveries "
+        "select event_id::text, status, workflow_run_id from tidegate.workflow_trigger_deliveries "
         "order by ingress_sequence"
     )
     assert [(r["event_id"], r["status"]) for r in rows] == [(ids[0], "launched"), (ids[1], "skipped")]
@@ -257,7 +257,7 @@ async def test_a_key_that_the_event_does_not_give_is_the_deliverys_failure(
     await publish(connection, "tick", "shop", order="x" * 501)
     await worker.turn()
     rows = await connection.fetch(
-        "select status, last_error from headgate.workflow_trigger_deliveries order by created_at, id"
+        "select status, last_error from tidegate.workflow_trigger_deliveries order by created_at, id"
     )
     assert {row["status"] for row in rows} == {"failed"}
     assert all(row["last_error"].startswith("idempotency_key: ") for row in rows)
@@ -284,7 +284,7 @@ async def test_a_paused_trigger_holds_and_the_others_go_on(
     await control.resume_trigger(database, paused, "ann")
     await worker.turn()
     assert await statuses(connection) == {"launched": 6}
-    assert await connection.fetchval("select max(retry_attempts) from headgate.workflow_trigger_deliveries") == 1
+    assert await connection.fetchval("select max(retry_attempts) from tidegate.workflow_trigger_deliveries") == 1
 
 
 async def test_a_pause_with_an_end_lifts_itself_and_the_throttle_paces_what_follows(
@@ -396,7 +396,7 @@ async def test_a_template_that_fails_opens_the_triggers_breaker_and_no_other(
     await worker.turn()
     assert await statuses(connection) == {"failed": 5, "launched": 7, "paused": 2}
     assert len(await launches(connection, good)) == 7
-    assert await connection.fetchval("select count(*) from headgate.event_ingress_retries") == 0
+    assert await connection.fetchval("select count(*) from tidegate.event_ingress_retries") == 0
 
 
 # Edits --------------------------------------------------------------------------------------------------------------
@@ -416,8 +416,8 @@ async def test_an_edited_trigger_decides_its_waiting_deliveries_by_the_new_versi
     )
     await worker.turn()
     rows = await connection.fetch(
-        "select d.status, d.trigger_version, d.last_error, r.parameters from headgate.workflow_trigger_deliveries d "
-        "left join headgate.workflow_runs r on r.id = d.workflow_run_id order by d.created_at, d.id"
+        "select d.status, d.trigger_version, d.last_error, r.parameters from tidegate.workflow_trigger_deliveries d "
+        "left join tidegate.workflow_runs r on r.id = d.workflow_run_id order by d.created_at, d.id"
     )
     assert [(r["status"], r["trigger_version"]) for r in rows] == [("launched", 1), ("launched", 2), ("skipped", 2)]
     assert rows[1]["parameters"] == {"edited": True}
@@ -436,7 +436,7 @@ async def test_a_trigger_that_goes_cancels_its_waiting_deliveries(
     else:
         await control.delete_trigger(database, trigger_id, "ann")
     rows = await connection.fetch(
-        "select status, retry_state, last_error from headgate.workflow_trigger_deliveries where status <> 'launched'"
+        "select status, retry_state, last_error from tidegate.workflow_trigger_deliveries where status <> 'launched'"
     )
     assert [tuple(row) for row in rows] == [("cancelled", "cancelled", f"trigger {how} by ann")] * 2
     await worker.end_runs()
@@ -493,11 +493,11 @@ async def test_attempts_are_used_up(database: Database, connection: Connection, 
     for _ in range(6):
         await worker.turn()
         await clock.advance(1000)
-    row = await connection.fetchrow("select * from headgate.workflow_trigger_deliveries where status = 'exhausted'")
+    row = await connection.fetchrow("select * from tidegate.workflow_trigger_deliveries where status = 'exhausted'")
     assert row is not None
     assert (row["retry_state"], row["retry_attempts"], row["next_attempt_at"]) == ("exhausted", 3, None)
     assert row["last_error"] == "given up after 3 attempts: 1 of 1 slots are in use"
-    letter = await connection.fetchrow("select kind, subject_id, event_id::text, reason from headgate.dead_letters")
+    letter = await connection.fetchrow("select kind, subject_id, event_id::text, reason from tidegate.dead_letters")
     assert letter is not None and tuple(letter) == ("delivery", row["id"], ids[1], row["last_error"])
 
 
@@ -516,13 +516,13 @@ async def test_an_event_that_lives_no_longer_is_not_launched(
 ) -> None:
     await make_trigger(database, max_concurrency=1)
     await ticks(connection, 1)
-    await connection.execute("select headgate.publish('tick', 'shop', '{}', ttl_ms => 500)")
+    await connection.execute("select tidegate.publish('tick', 'shop', '{}', ttl_ms => 500)")
     await worker.turn()
     await clock.advance(1000)
     await worker.end_runs()
     await worker.turn()
     rows = await connection.fetch(
-        "select status, reason from headgate.workflow_trigger_deliveries order by created_at, id"
+        "select status, reason from tidegate.workflow_trigger_deliveries order by created_at, id"
     )
     assert [tuple(row) for row in rows] == [("launched", None), ("exhausted", "expired")]
 
@@ -538,7 +538,7 @@ async def test_filtered_events_are_counted_and_explained_as_they_were_decided(
     [line] = [line for line in story.decisions if line.stage == "match"]
     assert (line.decision, line.trigger_id) == ("filtered", trigger_id)
     assert line.reason == "$.payload.amount gt 100 does not hold for 50"
-    row = await connection.fetchrow("select * from headgate.event_scheduler_trigger_metrics")
+    row = await connection.fetchrow("select * from tidegate.event_scheduler_trigger_metrics")
     assert row is not None and (row["filtered"], row["matched"], row["last_status"]) == (1, 0, "filtered")
 
 
@@ -588,7 +588,7 @@ async def test_totals_of_a_trigger(
     await worker.end_runs()
     await worker.turn()
     row = await connection.fetchrow(
-        "select * from headgate.event_scheduler_trigger_metrics where trigger_id = $1", trigger_id
+        "select * from tidegate.event_scheduler_trigger_metrics where trigger_id = $1", trigger_id
     )
     assert row is not None
     counts = {
@@ -609,7 +609,7 @@ async def test_a_slot_that_is_not_taken_goes_to_the_next_in_line(
     await make_trigger(database, max_concurrency=1, idempotency_key="{{ event.payload.k }}")
     await publish(connection, "tick", "shop", k=1)
     if why == "expired":
-        await connection.execute("select headgate.publish('tick', 'shop', '{\"k\": 2}', ttl_ms => 500)")
+        await connection.execute("select tidegate.publish('tick', 'shop', '{\"k\": 2}', ttl_ms => 500)")
     else:
         await publish(
             connection, "tick", "other" if why == "source paused" else "shop", k=1 if why == "same key" else 2
@@ -626,7 +626,7 @@ async def test_a_slot_that_is_not_taken_goes_to_the_next_in_line(
     for _ in range(3):  # nobody sits out a backoff: the clock stands still
         await worker.delivery_retry.run_once()
     row = await connection.fetchrow(
-        "select status from headgate.workflow_trigger_deliveries where event_id = $1", uuid.UUID(last)
+        "select status from tidegate.workflow_trigger_deliveries where event_id = $1", uuid.UUID(last)
     )
     assert row is not None and row["status"] == "launched"
 
@@ -710,14 +710,14 @@ async def test_a_trigger_that_this_worker_cannot_read_keeps_its_deliveries(
     await ticks(connection, 2)
     await worker.turn()
     await connection.execute(
-        "update headgate.workflow_event_triggers set \"where\" = 'event.payload.n.future()', version = version + 1"
+        "update tidegate.workflow_event_triggers set \"where\" = 'event.payload.n.future()', version = version + 1"
     )
     await worker.end_runs()
     await clock.advance(5000)
     await worker.turn()
     [row] = await held(connection)
     assert (row["status"], row["reason"], row["trigger_version"]) == ("paused", "trigger_invalid", 1)
-    await connection.execute('update headgate.workflow_event_triggers set "where" = null, version = version + 1')
+    await connection.execute('update tidegate.workflow_event_triggers set "where" = null, version = version + 1')
     await clock.advance(31_000)
     await worker.turn()
     assert len(await launches(connection, trigger_id)) == 2
@@ -759,7 +759,7 @@ async def test_new_times_follow_an_edit_that_comes_in_the_middle(
     async with database.transaction() as editing:
         await trigger_gates.exclude(editing)
         await editing.execute(
-            "update headgate.workflow_event_triggers set throttle_count = 100000, version = version + 1"
+            "update tidegate.workflow_event_triggers set throttle_count = 100000, version = version + 1"
         )
         await trigger_gates.replan(editing, trigger_id)
         planning = asyncio.create_task(worker.delivery_replan.run_once())
@@ -790,5 +790,5 @@ async def test_due_for_a_slot_without_room_in_the_throttle_joins_its_line_once(
     await clock.advance(1100)
     for _ in range(12):
         await worker.turn()
-    assert await connection.fetchval("select plan_version from headgate.event_scheduler_triggers") <= 2
+    assert await connection.fetchval("select plan_version from tidegate.event_scheduler_triggers") <= 2
     assert {row["reason"] for row in await held(connection)} == {"throttle"}

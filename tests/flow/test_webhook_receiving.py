@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from headgate.clock import utc_now, uuid7
-from headgate.errors import Conflict, InvalidInput, NotFound, Unavailable
-from headgate.flow import control
-from headgate.flow import webhooks as module
-from headgate.flow.ingest import Ingest
-from headgate.flow.webhooks import Webhooks
-from headgate.model.event import EventLimits, NewEvent, check_event
-from headgate.model.webhook import fingerprint, holding
-from headgate.store import webhooks as store
-from headgate.store.db import Connection, Database
 from tests.conftest import Clock
+from tidegate.clock import utc_now, uuid7
+from tidegate.errors import Conflict, InvalidInput, NotFound, Unavailable
+from tidegate.flow import control
+from tidegate.flow import webhooks as module
+from tidegate.flow.ingest import Ingest
+from tidegate.flow.webhooks import Webhooks
+from tidegate.model.event import EventLimits, NewEvent, check_event
+from tidegate.model.webhook import fingerprint, holding
+from tidegate.store import webhooks as store
+from tidegate.store.db import Connection, Database
 
 GITHUB = {"scheme": "github", "secret": "a secret of the sender"}
 
@@ -123,7 +123,7 @@ async def test_the_first_body_counts(database: Database, connection: Connection)
     done = await asyncio.gather(*(webhooks.accept(event(id="m-2", payload={"n": n})) for n in range(20)))
     assert sorted(one.status for one in done) == ["accepted"] + ["duplicate"] * 19
     assert len({one.id for one in done}) == 1
-    assert await connection.fetchval("select count(*) from headgate.workflow_events") == 3
+    assert await connection.fetchval("select count(*) from tidegate.workflow_events") == 3
 
 
 async def test_only_one_secret_is_made_when_verbs_meet(database: Database, connection: Connection) -> None:
@@ -137,7 +137,7 @@ async def test_only_one_secret_is_made_when_verbs_meet(database: Database, conne
     assert found is not None
     assert {s.secret for s in found.config.secrets} == {secret, *(one.secret for one in rotated)}
     assert [s.until is None for s in found.config.secrets] == [True, False, False, False]
-    assert await connection.fetchval("select count(*) from headgate.audit_log") == 4
+    assert await connection.fetchval("select count(*) from tidegate.audit_log") == 4
 
 
 async def test_the_databases_clock_ends_secrets(database: Database, connection: Connection, clock: Clock) -> None:

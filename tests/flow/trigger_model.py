@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from headgate.model.retry import RetryPolicy
 from tests.flow.checker import Epoch
 from tests.flow.trigger_worker import POLICY
+from tidegate.model.retry import RetryPolicy
 
 SOURCES = ("a", "b")
 CUSTOMER, ORDER, FEW = "{{ event.payload.customer }}", "{{ event.payload.order }}", "event.payload.n < 6"
@@ -24,27 +24,27 @@ FINAL = ("launched", "skipped", "failed", "exhausted", "cancelled")
 
 # Where each event is, each delivery with its run, and the gate of each trigger.
 EVENTS = """
-select e.id, exists (select 1 from headgate.event_inbox i where i.event_id = e.id) as inbox, r.retry_state as state,
-       r.next_attempt_at, exists (select 1 from headgate.dead_letters l where l.subject_id = e.id) as is_dead
-  from headgate.workflow_events e left join headgate.event_ingress_retries r on r.event_id = e.id
+select e.id, exists (select 1 from tidegate.event_inbox i where i.event_id = e.id) as inbox, r.retry_state as state,
+       r.next_attempt_at, exists (select 1 from tidegate.dead_letters l where l.subject_id = e.id) as is_dead
+  from tidegate.workflow_events e left join tidegate.event_ingress_retries r on r.event_id = e.id
 """
 DELIVERIES = """
 select d.id, d.trigger_id, d.event_id, d.status, d.retry_state as state, d.reason, d.next_attempt_at,
        d.retry_attempts as attempts, d.trigger_version, d.plan_version, d.launched_at, d.dedupe_key, d.concurrency_key,
        d.workflow_run_id as run_id, d.last_error, d.ingress_sequence as sequence,
-       (select count(*) from headgate.workflow_runs w where w.delivery_id = d.id) as runs,
-       exists (select 1 from headgate.dead_letters l where l.subject_id = d.id) as is_dead
-  from headgate.workflow_trigger_deliveries d
+       (select count(*) from tidegate.workflow_runs w where w.delivery_id = d.id) as runs,
+       exists (select 1 from tidegate.dead_letters l where l.subject_id = d.id) as is_dead
+  from tidegate.workflow_trigger_deliveries d
 """
 RUNS = """
 select r.id, r.delivery_id, r.event_id, r.trigger_id, r.concurrency_key, r.is_probe,
        r.status in ('pending', 'running') as is_unfinished
-  from headgate.workflow_runs r
+  from tidegate.workflow_runs r
 """
 GATES = """
 select t.id, t.version, coalesce(g.breaker_state, 'closed') as breaker_state, g.breaker_until, g.probe_run_id,
        coalesce(g.is_replanning, false) as is_replanning, coalesce(g.plan_version, 0) as plan_version
-  from headgate.workflow_event_triggers t left join headgate.event_scheduler_triggers g on g.trigger_id = t.id
+  from tidegate.workflow_event_triggers t left join tidegate.event_scheduler_triggers g on g.trigger_id = t.id
 """
 
 

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from headgate.flow import slots
-from headgate.flow.batch import Batch
-from headgate.flow.delivery_replan import DeliveryReplan
-from headgate.flow.delivery_retry import DeliveryRetry
-from headgate.flow.dispatch import Dispatch, Outcome
-from headgate.flow.match import Matcher
-from headgate.flow.replan import Replan
-from headgate.flow.retry import Retry
-from headgate.model.retry import RetryPolicy
-from headgate.model.run import FinishedRun, RunStatus
-from headgate.model.source import BreakerPolicy
-from headgate.model.trigger import TriggerSpec
-from headgate.store import runs, trigger_gates, triggers
-from headgate.store.db import Connection, Database
+from tidegate.flow import slots
+from tidegate.flow.batch import Batch
+from tidegate.flow.delivery_replan import DeliveryReplan
+from tidegate.flow.delivery_retry import DeliveryRetry
+from tidegate.flow.dispatch import Dispatch, Outcome
+from tidegate.flow.match import Matcher
+from tidegate.flow.replan import Replan
+from tidegate.flow.retry import Retry
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.run import FinishedRun, RunStatus
+from tidegate.model.source import BreakerPolicy
+from tidegate.model.trigger import TriggerSpec
+from tidegate.store import runs, trigger_gates, triggers
+from tidegate.store.db import Connection, Database
 
 POLICY = RetryPolicy(base_ms=1000, factor=2, max_ms=8000, jitter_ratio=0, max_attempts=5, max_age_ms=3_600_000)
 BREAKER = BreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000)
@@ -100,7 +100,7 @@ async def make_trigger(database: Database, slug: str = "tick", **fields: Any) ->
 
 async def statuses(connection: Connection) -> dict[str, int]:
     """How many deliveries there are in each status."""
-    rows = await connection.fetch("select status, count(*) from headgate.workflow_trigger_deliveries group by 1")
+    rows = await connection.fetch("select status, count(*) from tidegate.workflow_trigger_deliveries group by 1")
     return {row[0]: row[1] for row in rows}
 
 
@@ -108,7 +108,7 @@ async def held(connection: Connection) -> list[Any]:
     """Waiting deliveries in the order of arrival."""
     return list(
         await connection.fetch(
-            "select * from headgate.workflow_trigger_deliveries where retry_state = 'scheduled' "
+            "select * from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' "
             "order by ingress_sequence, trigger_id"
         )
     )
@@ -117,7 +117,7 @@ async def held(connection: Connection) -> list[Any]:
 async def launches(connection: Connection, trigger_id: uuid.UUID | None = None) -> list[datetime]:
     """When deliveries were launched, in order."""
     rows = await connection.fetch(
-        "select launched_at from headgate.workflow_trigger_deliveries where status = 'launched' "
+        "select launched_at from tidegate.workflow_trigger_deliveries where status = 'launched' "
         "and ($1::uuid is null or trigger_id = $1) order by 1",
         trigger_id,
     )

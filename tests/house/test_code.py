@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import headgate
+import tidegate
 
-SOURCE = Path(headgate.__file__).parent
+SOURCE = Path(tidegate.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -51,16 +51,16 @@ def test_importing_reads_no_environment_and_loads_little() -> None:
     probe = """
 import os, sys
 class Forbidden(dict):
-    def __getitem__(self, key): raise AssertionError(f"read {key}") if key.startswith("HEADGATE") else KeyError(key)
-    def get(self, key, default=None): assert not str(key).startswith("HEADGATE"), key; return default
+    def __getitem__(self, key): raise AssertionError(f"read {key}") if key.startswith("TIDEGATE") else KeyError(key)
+    def get(self, key, default=None): assert not str(key).startswith("TIDEGATE"), key; return default
 os.environ = Forbidden()
-import headgate
+import tidegate
 assert not {"asyncpg", "httpx", "starlette", "uvicorn", "structlog", "msgspec"} & set(sys.modules), sorted(sys.modules)
-from headgate import Headgate, Client, Retry
-hg = Headgate()
-@hg.workflow(on="a.b")
+from tidegate import Tidegate, Client, Retry
+app = Tidegate()
+@app.workflow(on="a.b")
 async def f(ctx): ...
-import headgate.cli.process
+import tidegate.cli.process
 assert "prompt_toolkit" not in sys.modules  # a terminal, for a process that has none
 import cel.cli
 assert cel.cli.__file__  # the real one, for whoever wants it

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from headgate.api.server import ROUTES
-from headgate.cli import cli
+from tidegate.api.server import ROUTES
+from tidegate.cli import cli
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "commands.md").read_text()
 # Served beside the table of routes.
@@ -29,9 +29,9 @@ def commands(command: click.Command, path: tuple[str, ...]) -> Iterator[str]:
 
 
 def test_every_command_is_there_and_every_command_there_exists() -> None:
-    known = set(commands(cli, ("headgate",)))
+    known = set(commands(cli, ("tidegate",)))
     tables = "\n".join(line for line in PAGE.split("## Routes")[0].splitlines() if line.startswith("|"))
-    told = {" ".join(re.findall(r"[a-z]+", words)) for words in re.findall(r"`(headgate(?: [a-z]+)+)", tables)}
+    told = {" ".join(re.findall(r"[a-z]+", words)) for words in re.findall(r"`(tidegate(?: [a-z]+)+)", tables)}
     assert told == known
 
 

@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-STATIC = resources.files("headgate.api") / "static"
+STATIC = resources.files("tidegate.api") / "static"
 # Everything that makes a page or a program of text.
 MAKERS = (
     r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|createContextualFragment|DOMParser|srcdoc|"

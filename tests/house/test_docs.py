@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import headgate
-from headgate.model.health import HEALTH
-from headgate.model.retry import RetryPolicy
-from headgate.settings import Settings
-from headgate.store.db import Connection
+import tidegate
+from tidegate.model.health import HEALTH
+from tidegate.model.retry import RetryPolicy
+from tidegate.settings import Settings
+from tidegate.store.db import Connection
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -25,13 +25,13 @@ def test_links_and_paths_exist(document: Path) -> None:
     for path in re.findall(r"`((?:src|docs|tests|examples|bench|deploy)/[\w/.-]+)`", text):
         assert (ROOT / path).exists(), f"{document.name} names {path}"
     for module in re.findall(r"`((?:flow|store|model|queue|worker|api|cli|telemetry)/[\w/]+\.py)`", text):
-        assert (ROOT / "src" / "headgate" / module).exists(), f"{document.name} names {module}"
+        assert (ROOT / "src" / "tidegate" / module).exists(), f"{document.name} names {module}"
 
 
 def test_every_setting_is_documented() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     for name in Settings.__struct_fields__:
-        variable = f"HEADGATE_{name.upper()}"
+        variable = f"TIDEGATE_{name.upper()}"
         assert variable in text, variable
         default = getattr(Settings(), name)
         if isinstance(default, RetryPolicy):
@@ -55,7 +55,7 @@ async def test_every_table_and_column_is_documented(connection: Connection) -> N
     sections = dict(re.findall(r"### `(\w+)`\n(.*?)(?=\n### |\n## |\Z)", text, re.DOTALL))
     rows = await connection.fetch(
         "select table_name, column_name from information_schema.columns "
-        "where table_schema = 'headgate' and table_name <> 'schema_migrations'"
+        "where table_schema = 'tidegate' and table_name <> 'schema_migrations'"
     )
     assert {row["table_name"] for row in rows} == set(sections)
     for row in rows:
@@ -63,14 +63,14 @@ async def test_every_table_and_column_is_documented(connection: Connection) -> N
 
 
 def test_public_names() -> None:
-    assert sorted(n for n in headgate.__all__ if n != "__version__") == [
+    assert sorted(n for n in tidegate.__all__ if n != "__version__") == [
         "AsyncClient",
         "Breaker",
         "Client",
         "Conflict",
         "Context",
-        "Headgate",
-        "HeadgateError",
+        "Tidegate",
+        "TidegateError",
         "InvalidInput",
         "NonRetryable",
         "NotFound",
@@ -82,12 +82,12 @@ def test_public_names() -> None:
         "SyncContext",
         "Unavailable",
     ]
-    for name in headgate.__all__:
-        assert getattr(headgate, name) is not None
+    for name in tidegate.__all__:
+        assert getattr(tidegate, name) is not None
     with pytest.raises(AttributeError):
-        _ = headgate.nonsense
+        _ = tidegate.nonsense
 
 
 def test_the_changelog_names_this_version() -> None:
-    assert f"## {headgate.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-    assert f'version = "{headgate.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"## {tidegate.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f'version = "{tidegate.__version__}"' in (ROOT / "pyproject.toml").read_text()

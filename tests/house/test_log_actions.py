@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import headgate
+import tidegate
 
-SOURCE = Path(headgate.__file__).parent
+SOURCE = Path(tidegate.__file__).parent
 PAGE = SOURCE.parent.parent / "docs" / "operations" / "logs.md"
 DOCUMENTED = {
     action

@@ -13,14 +13,14 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from headgate.settings import Settings
-from headgate.telemetry import metrics
+from tidegate.settings import Settings
+from tidegate.telemetry import metrics
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
 PAGE = "docs/operations/event-scheduler.md"
 TEXT = (ROOT / PAGE).read_text()
-DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "headgate.json").read_text())
+DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "tidegate.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RULES = [
     rule
@@ -55,7 +55,7 @@ def check(expression: str) -> set[str]:
     for pair in ("()", "{}", "[]"):
         assert expression.count(pair[0]) == expression.count(pair[1]), expression
     unquoted = re.sub(r'"[^"]*"', "", expression)
-    names = set(re.findall(r"(?<![\w:])(?:headgate[\w:]*|up)(?![\w:(])", unquoted))
+    names = set(re.findall(r"(?<![\w:])(?:tidegate[\w:]*|up)(?![\w:(])", unquoted))
     assert names, expression
     labels: set[str] = set()
     for name in names:
@@ -126,16 +126,16 @@ def test_yaml_parses_and_names_what_exists() -> None:
         assert yaml.safe_load(file.read_text()), file
     compose = yaml.safe_load((DEPLOY / "compose.yml").read_text())
     assert {"postgres", "api", "worker", "prometheus", "grafana"} <= compose["services"].keys()
-    known = {f"HEADGATE_{name.upper()}" for name in Settings.__struct_fields__}
+    known = {f"TIDEGATE_{name.upper()}" for name in Settings.__struct_fields__}
     for service in compose["services"].values():
-        given = {name for name in service.get("environment", {}) if name.startswith("HEADGATE_")}
+        given = {name for name in service.get("environment", {}) if name.startswith("TIDEGATE_")}
         assert given <= known
         for volume in service.get("volumes", []):
             host = volume.split(":")[0]
             assert (DEPLOY / host).exists() if host.startswith(".") else host in compose["volumes"], volume
         for name in service.get("depends_on", {}):
             assert name in compose["services"]
-    port = compose["services"]["worker"]["environment"]["HEADGATE_METRICS_PORT"]
+    port = compose["services"]["worker"]["environment"]["TIDEGATE_METRICS_PORT"]
     assert f"127.0.0.1:{port}" in (DEPLOY / "prometheus" / "prometheus.yml").read_text()
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     for copied in re.findall(r"^COPY (.+) \S+$", dockerfile, re.MULTILINE):
@@ -144,7 +144,7 @@ def test_yaml_parses_and_names_what_exists() -> None:
 
 
 def test_every_health_cause_is_in_the_table_of_thresholds() -> None:
-    source = (ROOT / "src" / "headgate" / "flow" / "verdict.py").read_text()
+    source = (ROOT / "src" / "tidegate" / "flow" / "verdict.py").read_text()
     codes = set(re.findall(r'_cause\(\s*"(\w+)"', source)) | {"ingress_stalled", "triggers_stalled", "runs_stalled"}
     assert len(codes) == 12
     for code in codes:

@@ -39,7 +39,7 @@ def texts(database_url: str) -> Iterator[dict[str, str]]:
     at = f"http://127.0.0.1:{port}/metrics"
     with (
         api(database_url) as (_, url),
-        worker(database_url, DEMO, HEADGATE_METRICS_PORT=str(port)),
+        worker(database_url, DEMO, TIDEGATE_METRICS_PORT=str(port)),
         httpx.Client(trust_env=False) as http,
     ):
         http.put(f"{url}/admin/sources/held/limit", json={"limit": 1, "interval_ms": 3_600_000})
@@ -47,7 +47,7 @@ def texts(database_url: str) -> Iterator[dict[str, str]]:
             order = {"type": "order.created", "payload": {"id": n, "amount": 120}}
             http.post(f"{url}/v1/events", json=[order | {"source": "shop.api"}, order | {"source": "held"}])
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while "headgate_run_duration_seconds_bucket" not in (text := http.get(at).text):
+        while "tidegate_run_duration_seconds_bucket" not in (text := http.get(at).text):
             assert time.monotonic() < deadline, text
             time.sleep(0.1)
         yield {"api": http.get(f"{url}/metrics").text, "worker": text}
@@ -126,7 +126,7 @@ def _samples(name: str, kind: str, samples: dict[Any, float]) -> Iterator[str]:
 
 def test_the_texts_have_no_lint(texts: dict[str, str]) -> None:
     for process, text in texts.items():
-        assert "headgate_" in text
+        assert "tidegate_" in text
         assert lint(text) == [], process
 
 
@@ -229,11 +229,11 @@ def test_every_expression_of_the_dashboard_is_looked_at() -> None:
 @pytest.mark.parametrize(
     "expression",
     [
-        "sum by (nothing) (headgate_queue_depth)",
-        'headgate_queue_depth{colour="red"}',
-        "headgate_no_such_thing",
-        "sum by (source) (rate(headgate_events_received_total[5m])) / sum(rate(headgate_runs_total[5m]))",
-        "histogram_quantile(0.9, sum by (source) (rate(headgate_event_ingress_lag_seconds_bucket[5m])))",
+        "sum by (nothing) (tidegate_queue_depth)",
+        'tidegate_queue_depth{colour="red"}',
+        "tidegate_no_such_thing",
+        "sum by (source) (rate(tidegate_events_received_total[5m])) / sum(rate(tidegate_runs_total[5m]))",
+        "histogram_quantile(0.9, sum by (source) (rate(tidegate_event_ingress_lag_seconds_bucket[5m])))",
     ],
 )
 def test_wrong_expressions_are_found(expression: str) -> None:

@@ -6,9 +6,9 @@ from typing import Any, get_args
 
 import pytest
 
-from headgate.api import openapi, server
-from headgate.api.routes import Route
-from headgate.model.token import SCOPES, Scope
+from tidegate.api import openapi, server
+from tidegate.api.routes import Route
+from tidegate.model.token import SCOPES, Scope
 
 # Nothing here says anything about anyone's events.
 PUBLIC = {"/livez", "/readyz"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from headgate.store import sql
-from headgate.store.db import Connection
+from tidegate.store import sql
+from tidegate.store.db import Connection
 
 BLOCKS = [(aggregate, block) for aggregate in sql.aggregates() for block in sql.blocks(aggregate)]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from headgate.errors import FieldError
-from headgate.model import expression, predicate, template
-from headgate.model.expression import compile_expression
-from headgate.model.predicate import FIELDS, OPERATORS, Predicate, compile_predicate
-from headgate.model.template import TemplateError, compile_template
-from headgate.model.trigger import compile_pattern
+from tidegate.errors import FieldError
+from tidegate.model import expression, predicate, template
+from tidegate.model.expression import compile_expression
+from tidegate.model.predicate import FIELDS, OPERATORS, Predicate, compile_predicate
+from tidegate.model.template import TemplateError, compile_template
+from tidegate.model.trigger import compile_pattern
 
 TEXT = (Path(__file__).parent.parent.parent / "docs" / "triggers.md").read_text()
 

@@ -11,16 +11,16 @@ from types import ModuleType
 
 import pytest
 
-from headgate.flow import calls, output, reconcile
-from headgate.model.retry import STEP_RETRY
-from headgate.model.units import MAX_DURATION_MS
-from headgate.settings import Settings
-from headgate.testing import Harness
+from tidegate.flow import calls, output, reconcile
+from tidegate.model.retry import STEP_RETRY
+from tidegate.model.units import MAX_DURATION_MS
+from tidegate.settings import Settings
+from tidegate.testing import Harness
 
 TEXT = (Path(__file__).parent.parent.parent / "docs" / "workflows.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-APP = "\n\n".join(block for block in BLOCKS if "headgate.testing" not in block)
-TESTS = "\n\n".join(block for block in BLOCKS if "headgate.testing" in block)
+APP = "\n\n".join(block for block in BLOCKS if "tidegate.testing" not in block)
+TESTS = "\n\n".join(block for block in BLOCKS if "tidegate.testing" in block)
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def test_it_is_short() -> None:
 
 
 async def test_the_workflows_do_what_is_said(app: ModuleType) -> None:
-    assert sorted(app.hg.workflows) == ["book", "compare", "fulfil", "report"]
-    async with Harness(app.hg) as harness:
+    assert sorted(app.app.workflows) == ["book", "compare", "fulfil", "report"]
+    async with Harness(app.app) as harness:
         await harness.publish("order.created", source="shop.api", payload={"id": 7})
         await harness.publish("report.wanted", source="any", payload={"name": "May", "rows": 3})
         await harness.publish("city.asked", source="any", payload={"cities": ["Rome", "Paris"]})
@@ -58,7 +58,7 @@ async def test_the_workflows_do_what_is_said(app: ModuleType) -> None:
 
 
 async def test_wrong_parameters_fail_the_run_at_once(app: ModuleType) -> None:
-    async with Harness(app.hg) as harness:
+    async with Harness(app.app) as harness:
         for payload in ({}, {"id": "seven"}, {"id": 7, "more": 1}):
             await harness.publish("order.created", source="shop.api", payload=payload)
         await harness.run_until_idle()
@@ -90,5 +90,5 @@ def test_numbers() -> None:
     assert output.MAX_OUTPUT_BYTES == 1024 * 1024 and "at most 1 MiB" in TEXT
     assert f"1 to {calls.MAX_STEP_NAME} characters" in TEXT
     assert f"up to {MAX_DURATION_MS // 86_400_000} days" in TEXT
-    assert f"(`HEADGATE_LEASE_MS`, {Settings().lease_ms // 1000} s)" in TEXT
+    assert f"(`TIDEGATE_LEASE_MS`, {Settings().lease_ms // 1000} s)" in TEXT
     assert f"worker\ndied {reconcile.MAX_CRASHES} times" in TEXT

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import asyncpg
 import pytest
 
-from headgate import failpoints
-from headgate.errors import SchemaError
-from headgate.store import migrate
-from headgate.store.db import Connection, Database
+from tidegate import failpoints
+from tidegate.errors import SchemaError
+from tidegate.store import migrate
+from tidegate.store.db import Connection, Database
 
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 VERSIONS = [m.version for m in migrate.migrations()]
@@ -18,9 +18,9 @@ VERSIONS = [m.version for m in migrate.migrations()]
 # Says when it is ready, waits until its input ends, migrates, and says how many migrations it applied.
 MIGRATOR = """
 import asyncio, sys
-from headgate import failpoints
-from headgate.store import migrate
-from headgate.store.db import Database
+from tidegate import failpoints
+from tidegate.store import migrate
+from tidegate.store.db import Database
 
 url, armed = sys.argv[1:]
 failpoints.arm(armed)
@@ -90,19 +90,19 @@ async def start_migrator(empty: Database) -> AsyncIterator[Start]:
 
 async def applied(database: Database) -> list[int]:
     async with database.connection() as connection:
-        rows = await connection.fetch("select version from headgate.schema_migrations order by version")
+        rows = await connection.fetch("select version from tidegate.schema_migrations order by version")
     return [row[0] for row in rows]
 
 
 async def tables(connection: Connection) -> set[str]:
-    rows = await connection.fetch("select tablename from pg_tables where schemaname = 'headgate'")
+    rows = await connection.fetch("select tablename from pg_tables where schemaname = 'tidegate'")
     return {row[0] for row in rows}
 
 
 async def columns(connection: Connection, condition: str) -> set[str]:
     rows = await connection.fetch(
         "select table_name || '.' || column_name as name from information_schema.columns "
-        f"where table_schema = 'headgate' and ({condition})"
+        f"where table_schema = 'tidegate' and ({condition})"
     )
     return {row["name"] for row in rows}
 
@@ -123,10 +123,10 @@ async def test_fresh_database_is_current(database: Database) -> None:
 async def test_empty_database_has_everything_before_it(empty: Database) -> None:
     status = await migrate.status(empty)
     assert (status.version, status.applied, status.pending) == (0, [], list(migrate.migrations()))
-    with pytest.raises(SchemaError, match=f"at version 0, this Headgate needs {migrate.latest()}: run `headgate migr"):
+    with pytest.raises(SchemaError, match=f"at version 0, this Tidegate needs {migrate.latest()}: run `tidegate migr"):
         await migrate.require_current(empty)
     async with empty.connection() as connection:  # looking changes nothing
-        assert not await connection.fetchval("select exists (select from pg_namespace where nspname = 'headgate')")
+        assert not await connection.fetchval("select exists (select from pg_namespace where nspname = 'tidegate')")
     assert await migrate.migrate(empty) == list(migrate.migrations())
     await migrate.require_current(empty)
 
@@ -173,16 +173,16 @@ async def test_failed_migration_is_undone_and_lets_go_of_the_lock(empty: Databas
 
 async def test_newer_schema_is_refused(database: Database) -> None:
     async with database.connection() as connection:
-        await connection.execute("insert into headgate.schema_migrations values (9999, '9999_future', 'x')")
+        await connection.execute("insert into tidegate.schema_migrations values (9999, '9999_future', 'x')")
     for use in (migrate.status, migrate.migrate, migrate.require_current):
-        with pytest.raises(SchemaError, match=f"at version 9999, but this Headgate knows only up to {VERSIONS[-1]}"):
+        with pytest.raises(SchemaError, match=f"at version 9999, but this Tidegate knows only up to {VERSIONS[-1]}"):
             await use(database)
 
 
 async def test_changed_migration_is_refused(database: Database) -> None:
     first = migrate.migrations()[0]
     async with database.connection() as connection:
-        await connection.execute("update headgate.schema_migrations set checksum = 'other' where version = 1")
+        await connection.execute("update tidegate.schema_migrations set checksum = 'other' where version = 1")
     for use in (migrate.status, migrate.migrate, migrate.require_current):
         with pytest.raises(SchemaError, match=f"{first.name} was applied with other content .*other.*{first.checksum}"):
             await use(database)
@@ -190,7 +190,7 @@ async def test_changed_migration_is_refused(database: Database) -> None:
 
 async def test_ledger_records_name_and_checksum(database: Database) -> None:
     async with database.connection() as connection:
-        rows = await connection.fetch("select version, name, checksum from headgate.schema_migrations order by 1")
+        rows = await connection.fetch("select version, name, checksum from tidegate.schema_migrations order by 1")
     assert [tuple(row) for row in rows] == [(m.version, m.name, m.checksum) for m in migrate.migrations()]
 
 
@@ -205,7 +205,7 @@ async def test_schema_has_the_contracts_tables_and_columns(connection: Connectio
 
 async def test_all_counter_columns_are_bigint(connection: Connection) -> None:
     assert await columns(connection, "udt_name in ('int2', 'int4', '_int2', '_int4', 'oid')") == set()
-    rows = await connection.fetch("select data_type::text from pg_sequences where schemaname = 'headgate'")
+    rows = await connection.fetch("select data_type::text from pg_sequences where schemaname = 'tidegate'")
     assert {row[0] for row in rows} == {"bigint"}
     counters = await columns(connection, "udt_name = 'int8'")
     assert {
@@ -226,14 +226,14 @@ async def test_all_times_have_a_zone_and_all_documents_are_jsonb(connection: Con
 
 async def test_registry_version_is_one_row(connection: Connection) -> None:
     with pytest.raises(asyncpg.CheckViolationError):
-        await connection.execute("insert into headgate.registry_version values (false)")
+        await connection.execute("insert into tidegate.registry_version values (false)")
     with pytest.raises(asyncpg.UniqueViolationError):
-        await connection.execute("insert into headgate.registry_version values (true)")
+        await connection.execute("insert into tidegate.registry_version values (true)")
 
 
 async def test_no_delete_cascades(connection: Connection) -> None:
     rows = await connection.fetch(
         "select conname, confdeltype::text as on_delete from pg_constraint "
-        "where contype = 'f' and connamespace = 'headgate'::regnamespace"
+        "where contype = 'f' and connamespace = 'tidegate'::regnamespace"
     )
     assert {row["on_delete"] for row in rows} == {"a"}  # no action: a row that is referred to cannot be deleted

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from headgate.clock import uuid7
-from headgate.model.event import NewEvent
-from headgate.model.trigger import TriggerSpec
-from headgate.store import events, triggers
-from headgate.store.db import Connection
+from tidegate.clock import uuid7
+from tidegate.model.event import NewEvent
+from tidegate.model.trigger import TriggerSpec
+from tidegate.store import events, triggers
+from tidegate.store.db import Connection
 
 NOW = datetime(2026, 1, 31, 9, 30, tzinfo=UTC)
 SECOND, MINUTE, HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
@@ -20,7 +20,7 @@ SECOND, MINUTE, HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hou
 async def set_clock(connection: Connection, at: datetime = NOW) -> None:
     """Make the database's clock stand still at `at`."""
     await connection.execute(
-        "create or replace function headgate.now() returns timestamptz language sql stable parallel safe "
+        "create or replace function tidegate.now() returns timestamptz language sql stable parallel safe "
         f"as $$ select timestamptz '{at.isoformat()}' $$"
     )
 
@@ -67,7 +67,7 @@ async def make_runs(connection: Connection, due: Iterable[datetime], slug: str =
     for at in due:
         made.append(uuid7())
         await connection.execute(
-            "insert into headgate.workflow_runs (id, workflow_definition_id, next_attempt_at) values ($1, $2, $3)",
+            "insert into tidegate.workflow_runs (id, workflow_definition_id, next_attempt_at) values ($1, $2, $3)",
             made[-1],
             definition,
             at,

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from headgate.embedded import EmbeddedPostgres
-from headgate.store.db import Connection, Database
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.store.db import Connection, Database
 
 
 @pytest.fixture(scope="session")

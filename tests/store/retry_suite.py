@@ -11,8 +11,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from headgate.model.retry import RETRY_STATES, RetryChange, RetryState
-from headgate.store.db import Connection, Database
+from tidegate.model.retry import RETRY_STATES, RetryChange, RetryState
+from tidegate.store.db import Connection, Database
 
 from .builders import HOUR, MINUTE, NOW, SECOND, set_clock
 
@@ -37,7 +37,7 @@ class RetryTable:
         return found
 
     async def row(self, connection: Connection, row_id: uuid.UUID) -> dict[str, Any]:
-        found = await connection.fetchrow(f"select * from headgate.{self.table} where {self.key} = $1", row_id)
+        found = await connection.fetchrow(f"select * from tidegate.{self.table} where {self.key} = $1", row_id)
         assert found is not None
         return dict(found)
 
@@ -61,7 +61,7 @@ class RetryTable:
     # What is due ----------------------------------------------------------------------------------------------------
 
     async def test_due_is_what_the_databases_own_clock_says(self, connection: Connection) -> None:
-        now = await connection.fetchval("select headgate.now()")
+        now = await connection.fetchval("select tidegate.now()")
         past, _future = await self.schedule(connection, [now - SECOND, now + HOUR])
         assert [self.id_of(r) for r in await self.claim(connection)] == [past]
 
@@ -340,19 +340,19 @@ class RetryTable:
     async def test_illegal_state_is_refused(self, connection: Connection, assignment: str, constraint: str) -> None:
         await self.schedule(connection, [NOW])
         with pytest.raises(asyncpg.CheckViolationError) as caught:
-            await connection.execute(f"update headgate.{self.table} set {assignment.format(attempts=self.attempts)}")
+            await connection.execute(f"update tidegate.{self.table} set {assignment.format(attempts=self.attempts)}")
         assert caught.value.constraint_name == f"{self.table}_{constraint}"
 
     async def test_no_state_is_refused(self, connection: Connection) -> None:
         await self.schedule(connection, [NOW])
         with pytest.raises(asyncpg.NotNullViolationError):
-            await connection.execute(f"update headgate.{self.table} set retry_state = null")
+            await connection.execute(f"update tidegate.{self.table} set retry_state = null")
 
     async def test_every_state_of_the_model_is_legal(self, connection: Connection) -> None:
         await self.schedule(connection, [NOW])
         for state in RETRY_STATES:
             done = await connection.execute(
-                f"update headgate.{self.table} set retry_state = $1::text, "
+                f"update tidegate.{self.table} set retry_state = $1::text, "
                 "claim_expires_at = case when $1 = 'running' then now() end",
                 state,
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncpg
 import pytest
 
-from headgate.store import audit, retention
-from headgate.store.db import Connection
+from tidegate.store import audit, retention
+from tidegate.store.db import Connection
 
 
 async def add(connection: Connection, count: int = 1, actor: str = "ann", action: str = "source.pause") -> None:
@@ -17,13 +17,13 @@ async def add(connection: Connection, count: int = 1, actor: str = "ann", action
 @pytest.mark.parametrize(
     "statement",
     [
-        "update headgate.audit_log set actor = 'nobody'",
-        "update headgate.audit_log set after = null",
-        "delete from headgate.audit_log",
-        "delete from headgate.audit_log where at < now() - interval '10 years' or true",
-        "truncate headgate.audit_log",
-        "insert into headgate.audit_log select * from headgate.audit_log on conflict (id) do update set actor = 'x'",
-        "merge into headgate.audit_log a using headgate.audit_log b on a.id = b.id when matched then delete",
+        "update tidegate.audit_log set actor = 'nobody'",
+        "update tidegate.audit_log set after = null",
+        "delete from tidegate.audit_log",
+        "delete from tidegate.audit_log where at < now() - interval '10 years' or true",
+        "truncate tidegate.audit_log",
+        "insert into tidegate.audit_log select * from tidegate.audit_log on conflict (id) do update set actor = 'x'",
+        "merge into tidegate.audit_log a using tidegate.audit_log b on a.id = b.id when matched then delete",
     ],
 )
 async def test_audit_update_denied(connection: Connection, statement: str) -> None:
@@ -38,8 +38,8 @@ async def test_audit_update_denied(connection: Connection, statement: str) -> No
 
 async def test_only_what_is_old_is_deleted_and_only_by_pruning(connection: Connection) -> None:
     await connection.execute(
-        "insert into headgate.audit_log (id, at, actor, action, subject) "
-        "select headgate.uuid7(), headgate.now() - n * interval '1 day', 'ann', 'x', n::text "
+        "insert into tidegate.audit_log (id, at, actor, action, subject) "
+        "select tidegate.uuid7(), tidegate.now() - n * interval '1 day', 'ann', 'x', n::text "
         "from generate_series(1, 9) n"
     )
     assert await retention.delete_audit(connection, older_seconds=5 * 86_400 - 60, limit=3) == 3
@@ -48,7 +48,7 @@ async def test_only_what_is_old_is_deleted_and_only_by_pruning(connection: Conne
     assert await retention.delete_audit(connection, older_seconds=5 * 86_400 - 60, limit=3) == 0
     await connection.execute("savepoint before")
     with pytest.raises(asyncpg.InsufficientPrivilegeError):  # it is off again when the function has ended
-        await connection.execute("delete from headgate.audit_log")
+        await connection.execute("delete from tidegate.audit_log")
     await connection.execute("rollback to savepoint before")
     with pytest.raises(asyncpg.InvalidParameterValueError, match="older_seconds"):
         await retention.delete_audit(connection, older_seconds=-1, limit=3)

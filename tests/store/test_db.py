@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncpg
 import pytest
 
-from headgate.errors import Unavailable
-from headgate.store.db import Database
+from tidegate.errors import Unavailable
+from tidegate.store.db import Database
 
 
 @pytest.mark.parametrize("way", ["connection", "transaction"])

@@ -9,11 +9,11 @@ from typing import Any
 import asyncpg
 import pytest
 
-from headgate.clock import uuid7
-from headgate.model.delivery import DELIVERY_STATUSES, Delivery
-from headgate.store import deliveries, runs
-from headgate.store.db import Connection, Database
-from headgate.store.deliveries import Decided
+from tidegate.clock import uuid7
+from tidegate.model.delivery import DELIVERY_STATUSES, Delivery
+from tidegate.store import deliveries, runs
+from tidegate.store.db import Connection, Database
+from tidegate.store.deliveries import Decided
 
 from .builders import NOW, make_definition, make_events, make_triggers, set_clock
 from .retry_suite import RetryTable
@@ -89,19 +89,19 @@ class TestDeliveries(RetryTable):
     async def test_illegal_status_is_refused(self, connection: Connection, status: str) -> None:
         await self.schedule(connection, [NOW])
         with pytest.raises(asyncpg.CheckViolationError, match="status_check"):
-            await connection.execute("update headgate.workflow_trigger_deliveries set status = $1", status)
+            await connection.execute("update tidegate.workflow_trigger_deliveries set status = $1", status)
 
     async def test_every_status_of_the_model_is_legal(self, connection: Connection) -> None:
         await self.schedule(connection, [NOW])
         for status in DELIVERY_STATUSES:
             await connection.execute(
-                "update headgate.workflow_trigger_deliveries "
+                "update tidegate.workflow_trigger_deliveries "
                 "set status = $1, workflow_run_id = $2, launched_at = $3, retry_state = 'none'",
                 status,
                 uuid7(),
                 NOW,
             )
-        assert await connection.fetchval("select status from headgate.workflow_trigger_deliveries") == status
+        assert await connection.fetchval("select status from tidegate.workflow_trigger_deliveries") == status
 
     @pytest.mark.parametrize(
         "rest",
@@ -111,7 +111,7 @@ class TestDeliveries(RetryTable):
         await self.schedule(connection, [NOW])
         with pytest.raises(asyncpg.CheckViolationError, match="launched_check"):
             await connection.execute(
-                "update headgate.workflow_trigger_deliveries "
+                "update tidegate.workflow_trigger_deliveries "
                 f"set status = 'launched', retry_state = 'completed', {rest}"
             )
 
@@ -119,7 +119,7 @@ class TestDeliveries(RetryTable):
     async def test_what_is_decided_waits_no_more(self, connection: Connection, status: str) -> None:
         await self.schedule(connection, [NOW])
         with pytest.raises(asyncpg.CheckViolationError, match="final_check"):
-            await connection.execute("update headgate.workflow_trigger_deliveries set status = $1", status)
+            await connection.execute("update tidegate.workflow_trigger_deliveries set status = $1", status)
 
 
 async def decided(connection: Connection, count: int = 1, **changes: Any) -> list[Decided]:
@@ -146,8 +146,8 @@ async def decided(connection: Connection, count: int = 1, **changes: Any) -> lis
 async def counts(connection: Connection) -> tuple[int, int]:
     """How many deliveries and runs there are."""
     row = await connection.fetchrow(
-        "select (select count(*) from headgate.workflow_trigger_deliveries), "
-        "(select count(*) from headgate.workflow_runs)"
+        "select (select count(*) from tidegate.workflow_trigger_deliveries), "
+        "(select count(*) from tidegate.workflow_runs)"
     )
     assert row is not None
     return row[0], row[1]
@@ -219,7 +219,7 @@ async def test_workers_that_launch_the_same_events_launch_each_once(database: Da
     assert sum(map(len, created)) == 20
     async with database.connection() as connection:
         assert await counts(connection) == (20, 20)
-        assert await connection.fetchval("select count(distinct event_id) from headgate.workflow_runs") == 20
+        assert await connection.fetchval("select count(distinct event_id) from tidegate.workflow_runs") == 20
 
 
 async def test_rolled_back_launch_leaves_nothing(database: Database) -> None:
@@ -243,7 +243,7 @@ async def test_database_refuses_a_second_delivery_of_an_event_to_a_trigger(conne
     await deliveries.launch(connection, [one], NOW)
     with pytest.raises(asyncpg.UniqueViolationError, match="once_key"):
         await connection.execute(
-            "insert into headgate.workflow_trigger_deliveries (id, trigger_id, event_id, status) "
+            "insert into tidegate.workflow_trigger_deliveries (id, trigger_id, event_id, status) "
             "values ($1, $2, $3, 'matched')",
             uuid7(),
             one.trigger_id,
@@ -256,7 +256,7 @@ async def test_database_refuses_a_second_run_of_a_delivery(connection: Connectio
     await deliveries.launch(connection, [one], NOW)
     with pytest.raises(asyncpg.UniqueViolationError, match="workflow_runs_pkey"):
         await connection.execute(
-            "insert into headgate.workflow_runs (id, workflow_definition_id, delivery_id, next_attempt_at) "
+            "insert into tidegate.workflow_runs (id, workflow_definition_id, delivery_id, next_attempt_at) "
             "values ($1, $2, $1, now())",
             one.id,
             one.workflow_definition_id,

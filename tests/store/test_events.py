@@ -9,10 +9,10 @@ import asyncpg
 import msgspec
 import pytest
 
-from headgate.clock import uuid7
-from headgate.model.event import NewEvent
-from headgate.store import events
-from headgate.store.db import Connection, Database
+from tidegate.clock import uuid7
+from tidegate.model.event import NewEvent
+from tidegate.store import events
+from tidegate.store.db import Connection, Database
 
 from .builders import HOUR, NOW, SECOND, make_events, new_event, set_clock
 
@@ -25,7 +25,7 @@ def again(event: NewEvent, **changes: Any) -> NewEvent:
 async def stored_count(connection: Connection) -> tuple[int, int]:
     """How many events there are, and how many of them wait in the inbox."""
     row = await connection.fetchrow(
-        "select (select count(*) from headgate.workflow_events), (select count(*) from headgate.event_inbox)"
+        "select (select count(*) from tidegate.workflow_events), (select count(*) from tidegate.event_inbox)"
     )
     assert row is not None
     return row[0], row[1]
@@ -298,18 +298,18 @@ async def test_list_filters(connection: Connection) -> None:
 async def test_illegal_event_is_refused(connection: Connection, assignment: str, constraint: str) -> None:
     await make_events(connection)
     with pytest.raises(asyncpg.CheckViolationError) as caught:
-        await connection.execute(f"update headgate.workflow_events set {assignment}")
+        await connection.execute(f"update tidegate.workflow_events set {assignment}")
     assert caught.value.constraint_name == f"workflow_events_{constraint}"
 
 
 async def test_event_that_waits_cannot_be_deleted(connection: Connection) -> None:
     [event_id] = await make_events(connection)
     await connection.execute(
-        "insert into headgate.event_ingress_retries (event_id, source, next_attempt_at) values ($1, 'shop', now())",
+        "insert into tidegate.event_ingress_retries (event_id, source, next_attempt_at) values ($1, 'shop', now())",
         event_id,
     )
     with pytest.raises(asyncpg.ForeignKeyViolationError):
-        await connection.execute("delete from headgate.workflow_events")
+        await connection.execute("delete from tidegate.workflow_events")
 
 
 async def test_received_at_is_the_databases_time(connection: Connection) -> None:

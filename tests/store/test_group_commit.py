@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from headgate.errors import Overloaded
-from headgate.store.group_commit import GroupCommit
+from tidegate.errors import Overloaded
+from tidegate.store.group_commit import GroupCommit
 
 
 async def _doubled(items: list[int]) -> list[int | Exception]:

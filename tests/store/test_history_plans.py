@@ -15,23 +15,23 @@ import msgspec
 import pytest
 from bench import history
 
-from headgate.embedded import EmbeddedPostgres
-from headgate.flow import health
-from headgate.model.health import HEALTH
-from headgate.store import retention
 from tests.store.test_plans import MODES, STATISTICS, Undone, rows_read
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.flow import health
+from tidegate.model.health import HEALTH
+from tidegate.store import retention
 
 FINISHED, WAITING, DEAD, UNDECIDED, BATCH = 20_000, 1_000, 5_000, 2_000, 50
 LARGE = {*history.TABLES, "dead_letters", "event_inbox"}
 # Letters that were replayed, and events that are undecided: they are old, but alive.
 OTHERS = """
 with replayed as (
-  insert into headgate.dead_letters (id, kind, subject_id, event_id, reason, replayed_at, replayed_by)
+  insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, replayed_at, replayed_by)
   select gen_random_uuid(), 'event', gen_random_uuid(), e.id, 'x', now(), 'ann'
-    from headgate.workflow_events e where e.ingress_sequence between $1::bigint - $2::bigint + 1 and $1::bigint
+    from tidegate.workflow_events e where e.ingress_sequence between $1::bigint - $2::bigint + 1 and $1::bigint
 )
-insert into headgate.event_inbox (ingress_sequence, event_id)
-select e.ingress_sequence, e.id from headgate.workflow_events e
+insert into tidegate.event_inbox (ingress_sequence, event_id)
+select e.ingress_sequence, e.id from tidegate.workflow_events e
  where e.ingress_sequence between $1::bigint - $2::bigint - $3::bigint + 1 and $1::bigint - $2::bigint
 """
 
@@ -78,11 +78,11 @@ def history_url(request: pytest.FixtureRequest, postgres: EmbeddedPostgres, temp
         await admin.close()
         connection = await asyncpg.connect(postgres.url(name))
         for table in LARGE:
-            await connection.execute(f"alter table headgate.{table} set (autovacuum_enabled = false)")
+            await connection.execute(f"alter table tidegate.{table} set (autovacuum_enabled = false)")
         await history.load(connection, events=FINISHED, retries=WAITING)
         await connection.execute(OTHERS, FINISHED, DEAD, UNDECIDED)
         if request.param == "vacuumed":
-            await connection.execute(f"vacuum {', '.join(f'headgate.{table}' for table in LARGE)}")
+            await connection.execute(f"vacuum {', '.join(f'tidegate.{table}' for table in LARGE)}")
         await connection.close()
 
     async def drop() -> None:
@@ -102,7 +102,7 @@ async def explained(url: str, mode: str, has_statistics: bool, work: Any) -> lis
     try:
         async with connection.transaction():
             if has_statistics:
-                await connection.execute(f"analyze {', '.join(f'headgate.{table}' for table in LARGE)}")
+                await connection.execute(f"analyze {', '.join(f'tidegate.{table}' for table in LARGE)}")
             await connection.execute(f"set local plan_cache_mode = {mode}; set local jit = off")
             await work(watched)
             raise Undone
@@ -162,8 +162,8 @@ async def test_who_deletes_an_event_finds_what_refers_to_it_by_an_index(history_
                      select from pg_index i where i.indrelid = c.conrelid and i.indpred is null
                         and (i.indkey::int2[])[0:cardinality(c.conkey) - 1] = c.conkey) as has_index
               from pg_constraint c
-             where c.contype = 'f' and c.confrelid = any (array['headgate.workflow_events', 'headgate.workflow_runs',
-                   'headgate.workflow_trigger_deliveries']::regclass[])
+             where c.contype = 'f' and c.confrelid = any (array['tidegate.workflow_events', 'tidegate.workflow_runs',
+                   'tidegate.workflow_trigger_deliveries']::regclass[])
             """
         )
     finally:

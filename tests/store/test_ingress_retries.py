@@ -8,10 +8,10 @@ from datetime import datetime
 import asyncpg
 import pytest
 
-from headgate.clock import uuid7
-from headgate.model.ingress_retry import IngressRetry
-from headgate.store import ingress_retries
-from headgate.store.db import Connection, Database
+from tidegate.clock import uuid7
+from tidegate.model.ingress_retry import IngressRetry
+from tidegate.store import ingress_retries
+from tidegate.store.db import Connection, Database
 
 from .builders import HOUR, MINUTE, NOW, make_events, set_clock
 from .retry_suite import RetryTable
@@ -96,7 +96,7 @@ class TestIngressRetries(RetryTable):
         [held] = await self.claim(connection)
         assert await ingress_retries.delete(connection, [held, waiting]) == {held.event_id, waiting.event_id}
         assert await ingress_retries.delete(connection, [held, waiting]) == set()
-        assert await connection.fetchval("select count(*) from headgate.event_ingress_retries") == 0
+        assert await connection.fetchval("select count(*) from tidegate.event_ingress_retries") == 0
 
     async def test_zombie_deletes_nothing(self, connection: Connection) -> None:
         await set_clock(connection)
@@ -121,7 +121,7 @@ class TestIngressRetries(RetryTable):
         [event_id] = await self.schedule(connection, [NOW])
         with pytest.raises(asyncpg.UniqueViolationError):
             await connection.execute(
-                "insert into headgate.event_ingress_retries (event_id, source, next_attempt_at) values ($1, 's', $2)",
+                "insert into tidegate.event_ingress_retries (event_id, source, next_attempt_at) values ($1, 's', $2)",
                 event_id,
                 NOW + MINUTE,
             )

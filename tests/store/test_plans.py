@@ -17,12 +17,12 @@ import asyncpg
 import msgspec
 import pytest
 
-from headgate.embedded import EmbeddedPostgres
-from headgate.store import deliveries, idempotency, trigger_gates
-from headgate.store.db import TransientConflict
-from headgate.store.deliveries import Claim, Decided
-from headgate.store.sql import load
-from headgate.store.totals import Totals
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.store import deliveries, idempotency, trigger_gates
+from tidegate.store.db import TransientConflict
+from tidegate.store.deliveries import Claim, Decided
+from tidegate.store.sql import load
+from tidegate.store.totals import Totals
 
 ROWS = 50_000
 _events, _retries, _sources = load("events"), load("ingress_retries"), load("sources")
@@ -50,14 +50,14 @@ class Undone(Exception):
 
 FILL = """
 with stored as (
-  insert into headgate.workflow_events
+  insert into tidegate.workflow_events
     (id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, metadata)
-  select headgate.uuid7(), 'tick', 's' || n % $1, now(), now(), n, '{}', 'c', '{}' from generate_series(1, $2::int) n
+  select tidegate.uuid7(), 'tick', 's' || n % $1, now(), now(), n, '{}', 'c', '{}' from generate_series(1, $2::int) n
   returning id, source, ingress_sequence
 ), inboxed as (
-  insert into headgate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from stored
+  insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from stored
 )
-insert into headgate.event_ingress_retries
+insert into tidegate.event_ingress_retries
   (event_id, source, ingress_sequence, retry_state, attempts, next_attempt_at, reason)
 select id, source, ingress_sequence, 'scheduled', 1, now() + (ingress_sequence - 1000) * interval '1 minute',
        'rate_limit'
@@ -83,7 +83,7 @@ def filled(
         await admin(f"create database {name} template {template}")
         connection = await asyncpg.connect(postgres.url(name))
         for table in tables:
-            await connection.execute(f"alter table headgate.{table} set (autovacuum_enabled = false)")
+            await connection.execute(f"alter table tidegate.{table} set (autovacuum_enabled = false)")
         for statement, arguments in fill:
             await connection.execute(statement, *arguments)
         await connection.close()
@@ -111,7 +111,7 @@ async def test_no_turn_reads_the_whole_backlog(filled_url: str, mode: str, has_s
     try:
         async with connection.transaction():
             if has_statistics:
-                await connection.execute(f"analyze {', '.join(f'headgate.{table}' for table in TABLES)}")
+                await connection.execute(f"analyze {', '.join(f'tidegate.{table}' for table in TABLES)}")
             await connection.execute(f"set local plan_cache_mode = {mode}")
             for name, (text, given, tables) in STATEMENTS.items():
                 arguments = [await connection.fetchval("select now()") if value == "now" else value for value in given]
@@ -224,29 +224,29 @@ TRIGGER_STATEMENTS: dict[str, tuple[Call, set[str]]] = {
 # have deliveries that wait for a slot. Every event has also launched something: a run that has ended, and a key.
 FILL_TRIGGERS = """
 with definition as (
-  insert into headgate.workflow_definitions (id, slug, kind, created_by, updated_by)
-  values (headgate.uuid7(), 'tick', 'python', 'test', 'test') returning id
+  insert into tidegate.workflow_definitions (id, slug, kind, created_by, updated_by)
+  values (tidegate.uuid7(), 'tick', 'python', 'test', 'test') returning id
 ), made as (
-  insert into headgate.workflow_event_triggers
+  insert into tidegate.workflow_event_triggers
     (id, workflow_definition_id, name, event_type, max_concurrency, throttle_count, throttle_window_ms,
      created_by, updated_by)
-  select headgate.uuid7(), definition.id, 't' || n, 'tick', case when n % 2 = 1 then 5 end,
+  select tidegate.uuid7(), definition.id, 't' || n, 'tick', case when n % 2 = 1 then 5 end,
          case when n % 2 = 0 then 10 end, case when n % 2 = 0 then 1000 end, 'test', 'test'
     from definition, generate_series(0, $1::int - 1) n
   returning id
 )
-insert into headgate.event_scheduler_triggers (trigger_id) select id from made
+insert into tidegate.event_scheduler_triggers (trigger_id) select id from made
 """
 FILL_DELIVERIES = """
 with numbered as (
-  select t.id, substr(t.name, 2)::int as n, t.workflow_definition_id from headgate.workflow_event_triggers t
+  select t.id, substr(t.name, 2)::int as n, t.workflow_definition_id from tidegate.workflow_event_triggers t
 ), stored as (
-  insert into headgate.workflow_events
+  insert into tidegate.workflow_events
     (id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, metadata)
   select gen_random_uuid(), 'tick', 's' || n % 7, now(), now(), n, '{}', 'c', '{}' from generate_series(1, $2::int) n
   returning id, source, ingress_sequence as n
 ), waiting as (
-  insert into headgate.workflow_trigger_deliveries
+  insert into tidegate.workflow_trigger_deliveries
     (id, trigger_id, event_id, status, attempts, retry_state, next_attempt_at, retry_attempts, reason, source,
      concurrency_key, ingress_sequence)
   select gen_random_uuid(), t.id, e.id, 'throttled', 1, 'scheduled', now() + (e.n - 1000) * interval '1 minute', 1,
@@ -254,16 +254,16 @@ with numbered as (
          case when e.n % 4 = 0 then 'paused' else e.source end, case when t.n % 2 = 1 then '' end, e.n
     from stored e join numbered t on t.n = e.n % $1::int
 ), done as (
-  insert into headgate.workflow_trigger_deliveries
+  insert into tidegate.workflow_trigger_deliveries
     (id, trigger_id, event_id, status, attempts, launched_at, workflow_run_id)
   select gen_random_uuid(), t.id, e.id, 'launched', 1, now(), gen_random_uuid()
     from stored e join numbered t on t.n = (e.n + 1) % $1::int
   returning id, event_id, trigger_id, workflow_run_id
 ), keys as (
-  insert into headgate.trigger_idempotency_keys (trigger_id, dedupe_key, run_id, expires_at)
+  insert into tidegate.trigger_idempotency_keys (trigger_id, dedupe_key, run_id, expires_at)
   select t.id, e.n::text, gen_random_uuid(), now() + e.n * interval '1 minute' from stored e, numbered t where t.n = 0
 )
-insert into headgate.workflow_runs
+insert into tidegate.workflow_runs
   (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, parameters, status, finished_at,
    next_attempt_at)
 select d.workflow_run_id, t.workflow_definition_id, d.id, d.event_id, d.trigger_id, '', '{}',
@@ -272,7 +272,7 @@ select d.workflow_run_id, t.workflow_definition_id, d.id, d.event_id, d.trigger_
   from done d join numbered t on t.id = d.trigger_id join stored e on e.id = d.event_id
 """
 FILL_SOURCES = """
-insert into headgate.event_scheduler_sources (source, paused_at, paused_by, updated_by)
+insert into tidegate.event_scheduler_sources (source, paused_at, paused_by, updated_by)
 values ('paused', now(), 'test', 'test')
 """
 
@@ -291,12 +291,12 @@ def waiting_url(request: pytest.FixtureRequest, postgres: EmbeddedPostgres, temp
 
 async def facts_of(connection: Any) -> Facts:
     triggers = await connection.fetch(
-        "select id, workflow_definition_id from headgate.workflow_event_triggers order by name limit 2"
+        "select id, workflow_definition_id from tidegate.workflow_event_triggers order by name limit 2"
     )
     some = await connection.fetch(
-        "select id from headgate.workflow_trigger_deliveries where retry_state = 'scheduled' order by id limit 500"
+        "select id from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' order by id limit 500"
     )
-    event = await connection.fetchval("select id from headgate.workflow_events order by ingress_sequence limit 1")
+    event = await connection.fetchval("select id from tidegate.workflow_events order by ingress_sequence limit 1")
     now = await connection.fetchval("select now()")
     return Facts(triggers[0][0], triggers[1][0], triggers[0][1], event, [row[0] for row in some], now)
 
@@ -306,7 +306,7 @@ async def check_all(url: str, names: Iterable[str], mode: str, has_statistics: b
     try:
         async with connection.transaction():
             if has_statistics:
-                await connection.execute(f"analyze {', '.join(f'headgate.{table}' for table in TRIGGER_TABLES)}")
+                await connection.execute(f"analyze {', '.join(f'tidegate.{table}' for table in TRIGGER_TABLES)}")
             facts = await facts_of(connection)
             await connection.execute(f"set local plan_cache_mode = {mode}")
             for name in names:

@@ -1,4 +1,4 @@
-"""`headgate.publish(…)`: publishing from SQL, inside the caller's own transaction."""
+"""`tidegate.publish(…)`: publishing from SQL, inside the caller's own transaction."""
 
 import asyncio
 import uuid
@@ -9,8 +9,8 @@ import asyncpg
 import msgspec
 import pytest
 
-from headgate.store import events
-from headgate.store.db import Connection, Database
+from tidegate.store import events
+from tidegate.store.db import Connection, Database
 
 from .builders import NOW, SECOND, set_clock
 
@@ -19,14 +19,14 @@ async def publish(connection: Connection, **arguments: Any) -> uuid.UUID:
     """Call the function by argument name, as its users do."""
     given = {"type": "order.created", "source": "shop.sql"} | arguments
     names = ", ".join(f"{name} => ${n}" for n, name in enumerate(given, 1))
-    found = await connection.fetchval(f"select headgate.publish({names})", *given.values())
+    found = await connection.fetchval(f"select tidegate.publish({names})", *given.values())
     assert isinstance(found, str)
     return uuid.UUID(found)
 
 
 async def count(connection: Connection) -> int:
     found: int = await connection.fetchval(
-        "select (select count(*) from headgate.workflow_events) + (select count(*) from headgate.event_inbox)"
+        "select (select count(*) from tidegate.workflow_events) + (select count(*) from tidegate.event_inbox)"
     )
     return found
 
@@ -59,7 +59,7 @@ async def test_published_event_waits_in_the_inbox(connection: Connection) -> Non
 
 async def test_what_is_left_out_is_filled_in(connection: Connection) -> None:
     await set_clock(connection)
-    event_id = uuid.UUID(await connection.fetchval("select headgate.publish('order.created', 'shop.sql')"))
+    event_id = uuid.UUID(await connection.fetchval("select tidegate.publish('order.created', 'shop.sql')"))
     [event] = await events.find(connection, str(event_id))
     assert (event.payload, event.metadata, event.external_id, event.ttl_ms) == ({}, {}, None, None)
     assert (event.occurred_at, event.correlation_id) == (NOW, str(event_id))
@@ -199,13 +199,13 @@ async def test_bad_argument_is_refused_by_name(connection: Connection, argument:
 @pytest.mark.parametrize("text", ["infinity", "-infinity", "20000-01-01", "0044-03-15 BC"])
 async def test_time_that_python_cannot_hold_is_refused(connection: Connection, text: str) -> None:
     with pytest.raises(asyncpg.InvalidParameterValueError, match=r"^occurred_at: "):
-        await connection.execute(f"select headgate.publish('t', 's', occurred_at => '{text}')")
+        await connection.execute(f"select tidegate.publish('t', 's', occurred_at => '{text}')")
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e5000", "1" + "0" * 5000])
 async def test_number_that_python_cannot_hold_is_refused(connection: Connection, number: str) -> None:
     with pytest.raises(asyncpg.InvalidParameterValueError, match=r"^payload: "):
-        await connection.execute(f"select headgate.publish('t', 's', '{{\"n\": {number}}}')")
+        await connection.execute(f"select tidegate.publish('t', 's', '{{\"n\": {number}}}')")
 
 
 async def test_oversize_payload_is_refused(connection: Connection) -> None:
@@ -243,15 +243,15 @@ async def test_accepted_at_its_bounds_and_readable(connection: Connection, accep
 async def test_producer_needs_only_the_right_to_call(database: Database) -> None:
     async with database.transaction() as connection:
         await connection.execute(
-            "create role headgate_test_producer; grant usage on schema headgate to headgate_test_producer"
+            "create role tidegate_test_producer; grant usage on schema tidegate to tidegate_test_producer"
         )
         try:
-            await connection.execute("set local role headgate_test_producer")
+            await connection.execute("set local role tidegate_test_producer")
             await publish(connection, id="o-7")
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
                 async with connection.transaction():  # type: ignore[attr-defined]
-                    await connection.fetch("select * from headgate.workflow_events")
+                    await connection.fetch("select * from tidegate.workflow_events")
         finally:
             await connection.execute("reset role")
         assert await count(connection) == 2
-        await connection.execute("drop owned by headgate_test_producer; drop role headgate_test_producer")
+        await connection.execute("drop owned by tidegate_test_producer; drop role tidegate_test_producer")

@@ -8,10 +8,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from headgate.clock import uuid7
-from headgate.model.run import FINAL_RUN_STATUSES, RUN_STATUSES, ClaimedRun, FinishedRun, RunStatus
-from headgate.store import runs
-from headgate.store.db import Connection, Database
+from tidegate.clock import uuid7
+from tidegate.model.run import FINAL_RUN_STATUSES, RUN_STATUSES, ClaimedRun, FinishedRun, RunStatus
+from tidegate.store import runs
+from tidegate.store.db import Connection, Database
 
 from .builders import HOUR, MINUTE, NOW, SECOND, make_definition, make_events, make_runs, set_clock
 
@@ -28,13 +28,13 @@ def finished(run: ClaimedRun, status: RunStatus = "succeeded", **changes: Any) -
 
 
 async def row(connection: Connection, run_id: uuid.UUID) -> dict[str, Any]:
-    found = await connection.fetchrow("select * from headgate.workflow_runs where id = $1", run_id)
+    found = await connection.fetchrow("select * from tidegate.workflow_runs where id = $1", run_id)
     assert found is not None
     return dict(found)
 
 
 async def test_due_is_what_the_databases_own_clock_says(connection: Connection) -> None:
-    now = await connection.fetchval("select headgate.now()")
+    now = await connection.fetchval("select tidegate.now()")
     past, _future = await make_runs(connection, [now - SECOND, now + HOUR])
     assert [r.id for r in await claim(connection)] == [past]
 
@@ -170,13 +170,13 @@ async def test_a_batch_finishes_those_still_held_and_says_which(connection: Conn
 
 async def test_renewing_waits_for_nobody(database: Database) -> None:
     """Ending several runs and renewing several leases, each in its own order, would wait for each other."""
-    ends = "select id, claim_expires_at from headgate.workflow_runs"
+    ends = "select id, claim_expires_at from tidegate.workflow_runs"
     async with database.connection() as mine, database.connection() as other:
         made = await make_runs(mine, [NOW, NOW, NOW])
         held = await claim(mine)
         before = dict(await mine.fetch(ends))
         async with other.transaction():
-            await other.execute("select from headgate.workflow_runs where id = $1 for update", held[1].id)
+            await other.execute("select from tidegate.workflow_runs where id = $1 for update", held[1].id)
             kept = await runs.renew(mine, held, 60_000)  # waiting for it would fail by the lock timeout
         assert set(kept) == set(made)
         after = dict(await mine.fetch(ends))
@@ -272,7 +272,7 @@ async def test_list_filters(connection: Connection) -> None:
     mine, _waiting = await make_runs(connection, [NOW - HOUR, NOW + HOUR], "mine")
     [other] = await make_runs(connection, [NOW + HOUR], "other")
     [event_id] = await make_events(connection)
-    await connection.execute("update headgate.workflow_runs set event_id = $1 where id = $2", event_id, other)
+    await connection.execute("update tidegate.workflow_runs set event_id = $1 where id = $2", event_id, other)
     await claim(connection, slug="mine")
 
     async def listed(**filters: Any) -> set[uuid.UUID]:
@@ -307,7 +307,7 @@ async def test_list_filters(connection: Connection) -> None:
 async def test_illegal_state_is_refused(connection: Connection, assignment: str, constraint: str) -> None:
     await make_runs(connection, [NOW])
     with pytest.raises(asyncpg.CheckViolationError) as caught:
-        await connection.execute(f"update headgate.workflow_runs set {assignment}")
+        await connection.execute(f"update tidegate.workflow_runs set {assignment}")
     assert caught.value.constraint_name == f"workflow_runs_{constraint}"
 
 
@@ -315,9 +315,9 @@ async def test_every_status_of_the_model_is_legal(connection: Connection) -> Non
     await make_runs(connection, [NOW])
     for status in RUN_STATUSES:
         await connection.execute(
-            "update headgate.workflow_runs set status = $1::text, "
+            "update tidegate.workflow_runs set status = $1::text, "
             "claim_expires_at = case when $1 = 'running' then now() end, "
             "finished_at = case when $1 in ('succeeded', 'failed', 'cancelled') then now() end",
             status,
         )
-    assert await connection.fetchval("select status from headgate.workflow_runs") == status
+    assert await connection.fetchval("select status from tidegate.workflow_runs") == status

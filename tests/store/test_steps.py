@@ -8,10 +8,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from headgate.clock import uuid7
-from headgate.model.run import STEP_STATUSES, Step
-from headgate.store import steps
-from headgate.store.db import Connection
+from tidegate.clock import uuid7
+from tidegate.model.run import STEP_STATUSES, Step
+from tidegate.store import steps
+from tidegate.store.db import Connection
 
 from .builders import NOW, make_runs, set_clock
 from .retry_suite import RetryTable
@@ -61,7 +61,7 @@ class TestSteps(RetryTable):
         assert new == {other_name.id, other_run.id}
         assert {s.id for s in await steps.list_of_run(connection, one)} == {first.id, other_name.id}
         with pytest.raises(asyncpg.UniqueViolationError, match="name_key"):
-            await connection.execute("update headgate.workflow_run_steps set name = 'charge'")
+            await connection.execute("update tidegate.workflow_run_steps set name = 'charge'")
 
     async def test_result_and_status_are_set_or_left(self, connection: Connection) -> None:
         await set_clock(connection)
@@ -96,13 +96,13 @@ class TestSteps(RetryTable):
     async def test_illegal_status_is_refused(self, connection: Connection, status: str) -> None:
         await self.schedule(connection, [NOW])
         with pytest.raises(asyncpg.CheckViolationError, match="status_check"):
-            await connection.execute("update headgate.workflow_run_steps set status = $1", status)
+            await connection.execute("update tidegate.workflow_run_steps set status = $1", status)
 
     async def test_every_status_of_the_model_is_legal(self, connection: Connection) -> None:
         await self.schedule(connection, [NOW])
         for status in STEP_STATUSES:
-            await connection.execute("update headgate.workflow_run_steps set status = $1", status)
-        assert await connection.fetchval("select status from headgate.workflow_run_steps") == status
+            await connection.execute("update tidegate.workflow_run_steps set status = $1", status)
+        assert await connection.fetchval("select status from tidegate.workflow_run_steps") == status
 
     @pytest.mark.parametrize("name", ["", "x" * 201])
     async def test_bad_name_is_refused(self, connection: Connection, name: str) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from headgate.clock import uuid7
-from headgate.model.predicate import Predicate
-from headgate.model.retry import RetryPolicy
-from headgate.model.source import BreakerPolicy
-from headgate.model.trigger import Trigger, TriggerSpec
-from headgate.store import held_deliveries, sources, trigger_gates, triggers
-from headgate.store.db import Connection
-from headgate.store.held_deliveries import Filters
 from tests.store.builders import HOUR, NOW, make_definition, make_events, make_triggers, set_clock
+from tidegate.clock import uuid7
+from tidegate.model.predicate import Predicate
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.source import BreakerPolicy
+from tidegate.model.trigger import Trigger, TriggerSpec
+from tidegate.store import held_deliveries, sources, trigger_gates, triggers
+from tidegate.store.db import Connection
+from tidegate.store.held_deliveries import Filters
 
 FULL = TriggerSpec(
     name="full",
@@ -143,14 +143,14 @@ async def test_a_deleted_trigger_stays_deleted_until_the_code_changes(connection
 async def test_rows_that_do_not_know_what_the_code_said(connection: Connection) -> None:
     """As an older installation left them: compared field by field, and known from then on."""
     _, [made] = await declared(connection, CODE)
-    await connection.execute("update headgate.workflow_event_triggers set declared = null")
+    await connection.execute("update tidegate.workflow_event_triggers set declared = null")
     written, [same] = await declared(connection, CODE)
     assert written is None and (same.version, same.updated_by) == (made.version, made.updated_by)
     assert len(await triggers.list_versions(connection, made.id)) == 1
     edited = TriggerSpec(name="code", event_type="a", max_concurrency=9)
     await triggers.update(connection, made.id, edited, "active", "ann")
     assert (await declared(connection, CODE))[1][0].max_concurrency == 9
-    await connection.execute("update headgate.workflow_event_triggers set declared = null")
+    await connection.execute("update tidegate.workflow_event_triggers set declared = null")
     written, [overwritten] = await declared(connection, CODE)
     assert written == made.id and overwritten.max_concurrency == 1
 
@@ -167,7 +167,7 @@ async def hold(connection: Connection, trigger_id: uuid.UUID, **given: Any) -> u
     columns = ", ".join(row)
     places = ", ".join(f"${i}" for i in range(1, len(row) + 1))
     await connection.execute(
-        f"insert into headgate.workflow_trigger_deliveries ({columns}) values ({places})", *row.values()
+        f"insert into tidegate.workflow_trigger_deliveries ({columns}) values ({places})", *row.values()
     )
     made: uuid.UUID = row["id"]
     return made
@@ -225,17 +225,17 @@ async def test_nobody_can_say_when(connection: Connection) -> None:
     await trigger_gates.pause(connection, trigger_id, **pause | {"duration_ms": 1000})
     assert await etas(connection) == [3600.0]
     await trigger_gates.resume(connection, trigger_id)
-    await connection.execute("update headgate.event_scheduler_triggers set breaker_state = 'half_open'")
+    await connection.execute("update tidegate.event_scheduler_triggers set breaker_state = 'half_open'")
     assert await etas(connection) == [None]
     await trigger_gates.resume(connection, trigger_id)
     # A paused source matters only to those that wait for it.
     await sources.pause(connection, "shop.api", **pause)
     assert await etas(connection) == [3600.0]
-    await connection.execute("update headgate.workflow_trigger_deliveries set reason = 'source_paused'")
+    await connection.execute("update tidegate.workflow_trigger_deliveries set reason = 'source_paused'")
     assert await etas(connection) == [None]
-    await connection.execute("update headgate.workflow_trigger_deliveries set reason = 'concurrency'")
+    await connection.execute("update tidegate.workflow_trigger_deliveries set reason = 'concurrency'")
     assert await etas(connection) == [None]
-    await connection.execute("update headgate.workflow_trigger_deliveries set next_attempt_at = $1", NOW)
+    await connection.execute("update tidegate.workflow_trigger_deliveries set next_attempt_at = $1", NOW)
     assert await etas(connection) == [0.0]  # it has a slot
 
 
@@ -255,7 +255,7 @@ async def test_cancel_and_force(connection: Connection) -> None:
     assert await held_deliveries.force(connection, [second])  # a trigger without a state of its own
     await trigger_gates.replan(connection, trigger_id)
     assert await held_deliveries.force(connection, [second])
-    forced = await connection.fetchrow("select * from headgate.workflow_trigger_deliveries where id = $1", second)
+    forced = await connection.fetchrow("select * from tidegate.workflow_trigger_deliveries where id = $1", second)
     assert forced is not None
     assert (forced["next_attempt_at"], forced["plan_version"], forced["claim_generation"]) == (NOW, 1, 2)
 
@@ -268,7 +268,7 @@ async def test_cancelling_all_of_a_trigger(connection: Connection, count: int) -
     await hold(connection, one, retry_state="completed", next_attempt_at=None, status="skipped")
     other = await hold(connection, two)
     assert await held_deliveries.cancel_of_trigger(connection, one, "trigger deleted by ann", "ann") == count
-    told = await connection.fetch("select decision, reason, actor from headgate.event_decisions")
+    told = await connection.fetch("select decision, reason, actor from tidegate.event_decisions")
     assert [tuple(row) for row in told] == [("cancelled", "trigger deleted by ann", "ann")] * count
     assert [h.id for h in await held_deliveries.list_waiting(connection, limit=10)] == [other]
 

@@ -2,5 +2,5 @@
 
 from hypothesis import settings
 
-settings.register_profile("headgate", deadline=None)
-settings.load_profile("headgate")
+settings.register_profile("tidegate", deadline=None)
+settings.load_profile("tidegate")

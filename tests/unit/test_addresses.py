@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.errors import NonRetryable
-from headgate.flow.http_guard import check, resolve
-from headgate.model.addresses import literal_address, parse_address, private_kind, url_problem
+from tidegate.errors import NonRetryable
+from tidegate.flow.http_guard import check, resolve
+from tidegate.model.addresses import literal_address, parse_address, private_kind, url_problem
 
 PRIVATE = [
     ("127.0.0.1", "loopback"),

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from headgate.api import admission
-from headgate.api.admission import Admission
-from headgate.errors import Overloaded
+from tidegate.api import admission
+from tidegate.api.admission import Admission
+from tidegate.errors import Overloaded
 
 
 class Clock:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from headgate.telemetry.distribution import Distribution
+from tidegate.telemetry.distribution import Distribution
 
 BUCKETS = (0.005, 1, 2.5, 86_400)
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.errors import FieldError
-from headgate.model import event as event_module
-from headgate.model.event import (
+from tidegate.errors import FieldError
+from tidegate.model import event as event_module
+from tidegate.model.event import (
     FIELDS,
     MAX_TTL_MS,
     Event,

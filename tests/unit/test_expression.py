@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.errors import FieldError
-from headgate.model.expression import MAX_LENGTH, MAX_STEPS, CompiledExpression, compile_expression
+from tidegate.errors import FieldError
+from tidegate.model.expression import MAX_LENGTH, MAX_STEPS, CompiledExpression, compile_expression
 
 from .json_values import EVENTS
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 import pytest
 
-from headgate.model.http_workflow import (
+from tidegate.model.http_workflow import (
     MAX_HEADER_VALUE,
     MAX_OLD_SECRETS,
     HttpConfig,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headgate.model.local_request import why_foreign
+from tidegate.model.local_request import why_foreign
 
-HOSTS = {"127.0.0.1", "headgate.example"}
+HOSTS = {"127.0.0.1", "tidegate.example"}
 
 
 def why(*headers: tuple[str, str], by_proxy: bool = False) -> str | None:
@@ -18,7 +18,7 @@ def why(*headers: tuple[str, str], by_proxy: bool = False) -> str | None:
     "host",
     [
         "127.0.0.1", "127.0.0.1:8700", "127.8.9.10:1", "localhost", "LocalHost:8700", "localhost.", "a.localhost:8700",
-        "[::1]", "[::1]:8700", "headgate.example", "Headgate.Example:443", "headgate.example.",
+        "[::1]", "[::1]:8700", "tidegate.example", "Tidegate.Example:443", "tidegate.example.",
     ],
 )  # fmt: skip
 def test_names_of_this_machine(host: str) -> None:
@@ -32,7 +32,7 @@ def test_names_of_this_machine(host: str) -> None:
         "", "evil.example", "evil.example:8700", "127.0.0.1.evil.example", "localhost.evil.example", "evillocalhost",
         "0.0.0.0:8700", "[::]", "::1", "[::1", "[evil.example]", "2130706433", "0x7f.1", "127.1", "192.168.0.7",
         "[fe80::1]", "localhost@evil.example", "localhost:8700@evil.example", "localhost/x", "localhost:",
-        "localhost\t", " localhost", "localhost, evil.example", "x.headgate.example", "ü",
+        "localhost\t", " localhost", "localhost, evil.example", "x.tidegate.example", "ü",
     ],
 )  # fmt: skip
 def test_other_names(host: str) -> None:

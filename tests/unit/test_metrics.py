@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headgate.telemetry import metrics
-from headgate.telemetry.metrics import SharedState
+from tidegate.telemetry import metrics
+from tidegate.telemetry.metrics import SharedState
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +29,13 @@ def sample(name: str, **labels: str) -> float | None:
 
 def test_source_labels_are_capped_in_one_place() -> None:
     metrics.received({f"s{n}": 1 for n in range(metrics.MAX_SOURCES + 50)})
-    assert sample("headgate_events_received_total", source="s0") == 1
-    assert sample("headgate_events_received_total", source=f"s{metrics.MAX_SOURCES}") is None
-    assert sample("headgate_events_received_total", source="other") == 50
+    assert sample("tidegate_events_received_total", source="s0") == 1
+    assert sample("tidegate_events_received_total", source=f"s{metrics.MAX_SOURCES}") is None
+    assert sample("tidegate_events_received_total", source="other") == 50
     metrics.allowed({"s0": [0.2], "late": [0.2]})
-    assert sample("headgate_source_decisions_total", source="s0", decision="allowed") == 1
-    assert sample("headgate_source_decisions_total", source="other", decision="allowed") == 1
-    assert sample("headgate_event_ingress_lag_seconds_sum", source="other") == 0.2
+    assert sample("tidegate_source_decisions_total", source="s0", decision="allowed") == 1
+    assert sample("tidegate_source_decisions_total", source="other", decision="allowed") == 1
+    assert sample("tidegate_event_ingress_lag_seconds_sum", source="other") == 0.2
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_source_labels_are_capped_in_one_place() -> None:
 )
 def test_reasons_become_decisions(reason: str | None, decision: str) -> None:
     metrics.refused([("a", reason)])
-    assert sample("headgate_source_decisions_total", source="a", decision=decision) == 1
+    assert sample("tidegate_source_decisions_total", source="a", decision=decision) == 1
 
 
 def test_shared_gauges() -> None:
@@ -63,19 +63,19 @@ def test_shared_gauges() -> None:
         last_processed=12.0,
     )
     metrics.show(state)
-    assert sample("headgate_paused_sources") == 2 and sample("headgate_database_up") == 1
-    assert sample("headgate_deferred", kind="events", reason="paused") == 7
+    assert sample("tidegate_paused_sources") == 2 and sample("tidegate_database_up") == 1
+    assert sample("tidegate_deferred", kind="events", reason="paused") == 7
     metrics.show(state._replace(deferred={}))
-    assert sample("headgate_deferred", kind="events", reason="paused") is None  # nothing stale stays behind
+    assert sample("tidegate_deferred", kind="events", reason="paused") is None  # nothing stale stays behind
     metrics.show(None)
-    assert sample("headgate_database_up") == 0
-    assert sample("headgate_queue_depth", queue="runs", state="ready") is None
+    assert sample("tidegate_database_up") == 0
+    assert sample("tidegate_queue_depth", queue="runs", state="ready") is None
     families = {family.name for family in text_string_to_metric_families(metrics.text().decode())}
-    assert {"headgate_events_received", "headgate_paused_sources", "headgate_deferred"} <= families
+    assert {"tidegate_events_received", "tidegate_paused_sources", "tidegate_deferred"} <= families
 
 
 def test_workflow_labels_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_workflows", {f"w{n}" for n in range(metrics.MAX_WORKFLOWS)})
     metrics.ran("one-too-many", "succeeded", 0.1)
-    assert sample("headgate_runs_total", workflow="one-too-many", status="succeeded") is None
-    assert (sample("headgate_runs_total", workflow="other", status="succeeded") or 0) >= 1
+    assert sample("tidegate_runs_total", workflow="one-too-many", status="succeeded") is None
+    assert (sample("tidegate_runs_total", workflow="other", status="succeeded") or 0) >= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from headgate.cli.output import table_lines
+from tidegate.cli.output import table_lines
 
 COLUMNS = ("ID", "TRIGGER", "RUN", "STATUS", "WHY")
 ID, RUN = "01a1e332-e633-7000-928a-af51d29cb606", "01a1e332-e633-7001-930a-1f8e0d570018"

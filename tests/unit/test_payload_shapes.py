@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from headgate.errors import FieldError
-from headgate.model.expression import compile_expression
-from headgate.model.predicate import Predicate, compile_predicate
-from headgate.model.template import compile_template
+from tidegate.errors import FieldError
+from tidegate.model.expression import compile_expression
+from tidegate.model.predicate import Predicate, compile_predicate
+from tidegate.model.template import compile_template
 
 PUSH = {
     "ref": "refs/heads/main",

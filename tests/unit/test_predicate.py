@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.errors import FieldError
-from headgate.model.event import Event
-from headgate.model.predicate import (
+from tidegate.errors import FieldError
+from tidegate.model.event import Event
+from tidegate.model.predicate import (
     FIELDS,
     MAX_FILTER_TEXT,
     MAX_MEMBERS,

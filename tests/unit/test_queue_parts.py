@@ -12,18 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from headgate.errors import SettingsError
-from headgate.model.delivery import Delivery
-from headgate.model.ingress_retry import IngressRetry
-from headgate.queue import sender as sender_module
-from headgate.queue.bullmq import QUEUES, TRIGGERS
-from headgate.queue.choose import open_queue
-from headgate.queue.port import TOPICS, Topic, Wakeup
-from headgate.queue.postgres import PostgresQueue
-from headgate.queue.sender import BULK, MAX_BUFFERED, Sender
-from headgate.queue.wakeups import MAX_PER_SECOND, Spacing, delivery_wakeups, event_wakeups
-from headgate.settings import Settings
-from headgate.store.db import Database
+from tidegate.errors import SettingsError
+from tidegate.model.delivery import Delivery
+from tidegate.model.ingress_retry import IngressRetry
+from tidegate.queue import sender as sender_module
+from tidegate.queue.bullmq import QUEUES, TRIGGERS
+from tidegate.queue.choose import open_queue
+from tidegate.queue.port import TOPICS, Topic, Wakeup
+from tidegate.queue.postgres import PostgresQueue
+from tidegate.queue.sender import BULK, MAX_BUFFERED, Sender
+from tidegate.queue.wakeups import MAX_PER_SECOND, Spacing, delivery_wakeups, event_wakeups
+from tidegate.settings import Settings
+from tidegate.store.db import Database
 
 DATABASE = Database("postgresql://nobody@nowhere/none", "test", size=1)
 AT = datetime(2030, 1, 1, tzinfo=UTC)
@@ -45,14 +45,14 @@ async def test_bullmq_when_asked_for() -> None:
 
 
 def test_bullmq_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "headgate.queue.bullmq", raising=False)
+    monkeypatch.delitem(sys.modules, "tidegate.queue.bullmq", raising=False)
     monkeypatch.setitem(sys.modules, "bullmq", None)
-    with pytest.raises(SettingsError, match=r"pip install 'headgate\[bullmq\]'"):
+    with pytest.raises(SettingsError, match=r"pip install 'tidegate\[bullmq\]'"):
         open_queue(Settings(queue="bullmq", redis_url="redis://localhost/0"), DATABASE)
 
 
 def test_bullmq_needs_a_redis() -> None:
-    with pytest.raises(SettingsError, match="HEADGATE_REDIS_URL is not set"):
+    with pytest.raises(SettingsError, match="TIDEGATE_REDIS_URL is not set"):
         Settings(queue="bullmq")
 
 
@@ -65,7 +65,7 @@ def test_addresses_of_redis(address: str) -> None:
     "address", ["", "h:6379", "http://h", "redis://", "redis://:hunter2/x@h", "redis://h:hunter2", "postgresql://h"]
 )
 def test_wrong_address_of_redis_is_refused_without_showing_it(address: str) -> None:
-    with pytest.raises(SettingsError, match="HEADGATE_REDIS_URL must be an address") as caught:
+    with pytest.raises(SettingsError, match="TIDEGATE_REDIS_URL must be an address") as caught:
         Settings(queue="bullmq", redis_url=address)
     assert "hunter2" not in str(caught.value)
 

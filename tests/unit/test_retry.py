@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.model.retry import (
+from tidegate.model.retry import (
     EVENT_RETRY,
     MAX_ATTEMPTS,
     STEP_RETRY,
@@ -19,7 +19,7 @@ from headgate.model.retry import (
     is_exhausted,
     next_attempt_at,
 )
-from headgate.model.units import MAX_DURATION_MS
+from tidegate.model.units import MAX_DURATION_MS
 
 MIDDLE = 0.5  # the random point at which jitter adds nothing
 

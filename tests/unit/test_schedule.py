@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headgate import Headgate
-from headgate.errors import AppError
-from headgate.model.schedule import ScheduleSpec, declared, latest, next_after, tick_event
+from tidegate import Tidegate
+from tidegate.errors import AppError
+from tidegate.model.schedule import ScheduleSpec, declared, latest, next_after, tick_event
 
 BERLIN = "Europe/Berlin"
 # Clocks skip 02:00 to 03:00 on 29 March 2026 (01:00Z) and show it twice on 25 October 2026 (00:00Z to 02:00Z).
@@ -218,13 +218,13 @@ def test_every_hour_means_every_hour(zone: str, at: datetime) -> None:
     ],
 )
 def test_a_wrong_schedule_is_refused_by_its_field(arguments: dict[str, object], message: str) -> None:
-    hg = Headgate()
+    app = Tidegate()
     with pytest.raises(AppError, match=f"workflow nightly: .*{message}"):
 
-        @hg.workflow(**arguments)  # type: ignore[arg-type]
+        @app.workflow(**arguments)  # type: ignore[arg-type]
         async def nightly(ctx: object) -> None: ...
 
-    assert hg.workflows == {} and hg.schedules == {}
+    assert app.workflows == {} and app.schedules == {}
 
 
 TERMS = st.lists(st.sampled_from([*"0123456789*/-,#L", "LW", "MON", "JAN", "60"]), min_size=1, max_size=6).map("".join)
@@ -234,27 +234,27 @@ TERMS = st.lists(st.sampled_from([*"0123456789*/-,#L", "LW", "MON", "JAN", "60"]
 @settings(max_examples=300)
 def test_any_text_is_a_schedule_or_refused(expression: str, zone: str) -> None:
     for arguments in ({"cron": expression}, {"cron": "* * * * *", "timezone": zone}):
-        hg = Headgate()
+        app = Tidegate()
         try:
-            hg.workflow(**arguments)(lambda ctx: None)  # type: ignore[arg-type]
+            app.workflow(**arguments)(lambda ctx: None)  # type: ignore[arg-type]
         except AppError:
-            assert hg.schedules == {}
+            assert app.schedules == {}
 
 
 def test_a_schedule_gives_its_workflow_a_trigger_for_its_own_events() -> None:
-    hg = Headgate()
+    app = Tidegate()
 
-    @hg.workflow(cron=" 0  3 * * * ", timezone=BERLIN, max_concurrency=1)
+    @app.workflow(cron=" 0  3 * * * ", timezone=BERLIN, max_concurrency=1)
     async def nightly(ctx: object, scheduled_at: datetime) -> None: ...
 
-    @hg.workflow(on="a.b")
+    @app.workflow(on="a.b")
     async def plain(ctx: object) -> None: ...
 
-    assert hg.schedules == {"nightly": ScheduleSpec(cron="0 3 * * *", timezone=BERLIN)}
-    [spec] = hg.workflows["nightly"].triggers
-    assert (spec.name, spec.event_type, spec.event_source) == ("schedule", "schedule.nightly", "headgate.schedule")
+    assert app.schedules == {"nightly": ScheduleSpec(cron="0 3 * * *", timezone=BERLIN)}
+    [spec] = app.workflows["nightly"].triggers
+    assert (spec.name, spec.event_type, spec.event_source) == ("schedule", "schedule.nightly", "tidegate.schedule")
     assert spec.max_concurrency == 1
-    [other] = hg.workflows["plain"].triggers
+    [other] = app.workflows["plain"].triggers
     assert (other.name, other.event_type, other.event_source) == ("code", "a.b", "*")
 
 
@@ -263,7 +263,7 @@ def test_the_event_of_a_tick() -> None:
     assert (event.external_id, event.type, event.source, event.occurred_at) == (
         "nightly:2026-06-01T03:00:00Z",
         "schedule.nightly",
-        "headgate.schedule",
+        "tidegate.schedule",
         datetime(2026, 6, 1, 3, tzinfo=UTC),
     )
     assert msgspec.json.decode(event.payload) == {"scheduled_at": "2026-06-01T03:00:00Z", "workflow": "nightly"}

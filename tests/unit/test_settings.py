@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from headgate import failpoints
-from headgate.errors import SettingsError
-from headgate.model.retry import RetryPolicy
-from headgate.settings import Settings, from_sources, trace_exporters
+from tidegate import failpoints
+from tidegate.errors import SettingsError
+from tidegate.model.retry import RetryPolicy
+from tidegate.settings import Settings, from_sources, trace_exporters
 
 # The numbers of the contract: base_ms, factor, max_ms, jitter_ratio, max_attempts.
 DEFAULT_RETRIES = {
@@ -32,7 +32,7 @@ def refusal(environ: dict[str, str] | None = None, toml: Path = Path("absent.tom
 
 @pytest.fixture
 def toml(tmp_path: Path) -> Path:
-    return tmp_path / "headgate.toml"
+    return tmp_path / "tidegate.toml"
 
 
 def test_defaults_are_the_contracts() -> None:
@@ -60,7 +60,7 @@ def test_defaults_are_the_contracts() -> None:
     ],
 )
 def test_each_retry_variable(kind: str, part: str, text: str, value: float) -> None:
-    settings = load({f"HEADGATE_{kind.upper()}_RETRY_{part.upper()}": text})
+    settings = load({f"TIDEGATE_{kind.upper()}_RETRY_{part.upper()}": text})
     expected = dict(zip(PARTS, DEFAULT_RETRIES[kind], strict=True)) | {part: value}
     assert getattr(settings, f"{kind}_retry") == RetryPolicy(**expected)
     for other in DEFAULT_RETRIES.keys() - {kind}:
@@ -92,7 +92,7 @@ def test_each_retry_variable(kind: str, part: str, text: str, value: float) -> N
     ],
 )
 def test_retry_variable_refused(kind: str, part: str, text: str, expected: str) -> None:
-    variable = f"HEADGATE_{kind.upper()}_RETRY_{part.upper()}"
+    variable = f"TIDEGATE_{kind.upper()}_RETRY_{part.upper()}"
     message = refusal({variable: text})
     assert variable in message
     assert expected in message
@@ -125,7 +125,7 @@ def test_retry_variable_refused(kind: str, part: str, text: str, expected: str) 
     ],
 )
 def test_variable(name: str, text: str, value: Any) -> None:
-    assert getattr(load({f"HEADGATE_{name.upper()}": text}), name) == value
+    assert getattr(load({f"TIDEGATE_{name.upper()}": text}), name) == value
 
 
 @pytest.mark.parametrize(
@@ -155,21 +155,21 @@ def test_variable(name: str, text: str, value: Any) -> None:
     ],
 )
 def test_variable_refused(name: str, text: str, expected: str) -> None:
-    message = refusal({f"HEADGATE_{name.upper()}": text})
-    assert f"HEADGATE_{name.upper()}" in message
+    message = refusal({f"TIDEGATE_{name.upper()}": text})
+    assert f"TIDEGATE_{name.upper()}" in message
     assert expected in message
     assert text in message
 
 
 @pytest.mark.parametrize("address", ["mysql://user:hunter2@h/d", "user:hunter2@h/d"])
 def test_refused_address_does_not_show_the_password(address: str) -> None:
-    message = refusal({"HEADGATE_DATABASE_URL": address})
-    assert "HEADGATE_DATABASE_URL must start with postgresql://" in message
+    message = refusal({"TIDEGATE_DATABASE_URL": address})
+    assert "TIDEGATE_DATABASE_URL must start with postgresql://" in message
     assert "hunter2" not in message
 
 
 def test_other_variables_are_left_alone() -> None:
-    assert load({"PATH": "/bin", "HEADGATE_URL": "http://h:1", "PORT": "1"}) == Settings(url="http://h:1")
+    assert load({"PATH": "/bin", "TIDEGATE_URL": "http://h:1", "PORT": "1"}) == Settings(url="http://h:1")
 
 
 def test_toml_is_read(toml: Path) -> None:
@@ -191,33 +191,33 @@ def test_toml_is_read(toml: Path) -> None:
 
 def test_environment_beats_toml_and_overrides_beat_both(toml: Path) -> None:
     toml.write_text('port = 9000\nlog_level = "debug"\nbatch_size = 9')
-    settings = load({"HEADGATE_PORT": "9001", "HEADGATE_LOG_LEVEL": "error"}, toml, port=9002)
+    settings = load({"TIDEGATE_PORT": "9001", "TIDEGATE_LOG_LEVEL": "error"}, toml, port=9002)
     assert (settings.port, settings.log_level, settings.batch_size) == (9002, "error", 9)
-    assert load({"HEADGATE_PORT": "9001"}, toml, port=None).port == 9001
+    assert load({"TIDEGATE_PORT": "9001"}, toml, port=None).port == 9001
 
 
 def test_variable_beats_its_own_part_of_a_policy_in_toml(toml: Path) -> None:
     toml.write_text("[step_retry]\nbase_ms = 50\nmax_attempts = 9")
-    policy = load({"HEADGATE_STEP_RETRY_MAX_ATTEMPTS": "3"}, toml).step_retry
+    policy = load({"TIDEGATE_STEP_RETRY_MAX_ATTEMPTS": "3"}, toml).step_retry
     assert policy == RetryPolicy(base_ms=50, factor=2, max_ms=300_000, jitter_ratio=0.2, max_attempts=3)
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("port = ", ["headgate.toml", "TOML"]),
-        ("prot = 1", ["headgate.toml: prot", "not a setting"]),
-        ("port = 'x'", ["headgate.toml: port", "whole number", "'x'"]),
-        ("port = 1.5", ["headgate.toml: port", "whole number", "1.5"]),
-        ("port = true", ["headgate.toml: port", "whole number", "true"]),
+        ("port = ", ["tidegate.toml", "TOML"]),
+        ("prot = 1", ["tidegate.toml: prot", "not a setting"]),
+        ("port = 'x'", ["tidegate.toml: port", "whole number", "'x'"]),
+        ("port = 1.5", ["tidegate.toml: port", "whole number", "1.5"]),
+        ("port = true", ["tidegate.toml: port", "whole number", "true"]),
         ("port = 70000", ["PORT", "between 0 and 65535", "70000"]),
-        ("log_level = 'loud'", ["headgate.toml: log_level", "debug or info", "loud"]),
+        ("log_level = 'loud'", ["tidegate.toml: log_level", "debug or info", "loud"]),
         ("auth = 'off'\nhost = '0.0.0.0'", ["HOST", "loopback only", "0.0.0.0"]),
-        ("event_retry = 5", ["headgate.toml: event_retry", "base_ms", "5"]),
-        ("[event_retry]\ndelay = 5", ["headgate.toml: event_retry", "base_ms", "delay"]),
-        ("[event_retry]\nbase_ms = 0", ["headgate.toml: event_retry.base_ms", "between 1 and", "0"]),
-        ("[event_retry]\nbase_ms = 'x'", ["headgate.toml: event_retry.base_ms", "whole number", "x"]),
-        ("[event_retry]\nfactor = nan", ["headgate.toml: event_retry.factor", "between 1 and 100", "nan"]),
+        ("event_retry = 5", ["tidegate.toml: event_retry", "base_ms", "5"]),
+        ("[event_retry]\ndelay = 5", ["tidegate.toml: event_retry", "base_ms", "delay"]),
+        ("[event_retry]\nbase_ms = 0", ["tidegate.toml: event_retry.base_ms", "between 1 and", "0"]),
+        ("[event_retry]\nbase_ms = 'x'", ["tidegate.toml: event_retry.base_ms", "whole number", "x"]),
+        ("[event_retry]\nfactor = nan", ["tidegate.toml: event_retry.factor", "between 1 and 100", "nan"]),
     ],
 )
 def test_toml_refused(toml: Path, text: str, parts: list[str]) -> None:
@@ -228,7 +228,7 @@ def test_toml_refused(toml: Path, text: str, parts: list[str]) -> None:
 
 def test_toml_that_is_no_text_is_refused(toml: Path) -> None:
     toml.write_bytes(b"\xff\xfe")
-    assert "headgate.toml is not valid TOML" in refusal({}, toml)
+    assert "tidegate.toml is not valid TOML" in refusal({}, toml)
 
 
 def test_unknown_override_is_refused() -> None:
@@ -237,7 +237,7 @@ def test_unknown_override_is_refused() -> None:
 
 def test_missing_database_url_is_explained() -> None:
     assert load(database_url="postgresql://u@h/d").require_database_url() == "postgresql://u@h/d"
-    with pytest.raises(SettingsError, match="HEADGATE_DATABASE_URL is not set"):
+    with pytest.raises(SettingsError, match="TIDEGATE_DATABASE_URL is not set"):
         load().require_database_url()
 
 
@@ -249,12 +249,12 @@ def test_missing_database_url_is_explained() -> None:
     ],
 )
 def test_bad_failpoint_is_refused(text: str, expected: str, given: str) -> None:
-    message = refusal({"HEADGATE_FAILPOINTS": text})
-    assert [part for part in ("HEADGATE_FAILPOINTS", expected, given) if part not in message] == []
+    message = refusal({"TIDEGATE_FAILPOINTS": text})
+    assert [part for part in ("TIDEGATE_FAILPOINTS", expected, given) if part not in message] == []
 
 
 def test_failpoints_are_armed() -> None:
-    load({"HEADGATE_FAILPOINTS": "migrate.mid_migration=raise@2"})
+    load({"TIDEGATE_FAILPOINTS": "migrate.mid_migration=raise@2"})
     failpoints.hit("migrate.mid_migration")
     with pytest.raises(failpoints.FailpointHit):
         failpoints.hit("migrate.mid_migration")
@@ -268,9 +268,9 @@ def test_settings_cannot_be_changed() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "localhost.example.com"])
 def test_without_authentication_only_loopback(host: str) -> None:
     for auth in ("auto", "on"):
-        assert not load({"HEADGATE_HOST": host, "HEADGATE_AUTH": auth}).is_loopback
-    message = refusal({"HEADGATE_HOST": host, "HEADGATE_AUTH": "off"})
-    assert "HEADGATE_HOST" in message and "loopback only" in message and host in message
+        assert not load({"TIDEGATE_HOST": host, "TIDEGATE_AUTH": auth}).is_loopback
+    message = refusal({"TIDEGATE_HOST": host, "TIDEGATE_AUTH": "off"})
+    assert "TIDEGATE_HOST" in message and "loopback only" in message and host in message
 
 
 @pytest.mark.parametrize(

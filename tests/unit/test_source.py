@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.model.source import OPEN_PAUSE, BreakerPolicy, Gate, RateLimit
+from tidegate.model.source import OPEN_PAUSE, BreakerPolicy, Gate, RateLimit
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 POLICY = BreakerPolicy(threshold=3, window_ms=10_000, pause_ms=5_000)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.errors import FieldError
-from headgate.model.template import (
+from tidegate.errors import FieldError
+from tidegate.model.template import (
     MAX_DEPTH,
     MAX_LENGTH,
     MAX_STEPS,

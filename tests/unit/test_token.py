@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headgate.model.conversion import convert
-from headgate.model.token import (
+from tidegate.model.conversion import convert
+from tidegate.model.token import (
     ALPHABET,
     SCOPES,
     SECRET_CHARACTERS,
@@ -25,14 +25,14 @@ SECRET = secret_of("a" * SECRET_CHARACTERS)
 
 
 def test_a_secret_is_long_enough_and_recognisable() -> None:
-    assert SECRET.startswith("hg_") and len(SECRET) == 52
+    assert SECRET.startswith("tg_") and len(SECRET) == 52
     assert SECRET_CHARACTERS * math.log2(len(ALPHABET)) >= 256
     assert secret_hash(SECRET) == hashlib.sha256(SECRET.encode()).digest()
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "hg_", SECRET[:-1], SECRET + "a", SECRET.upper(), " " + SECRET, SECRET[:-1] + "é", SECRET + "\n",
+    ["", "tg_", SECRET[:-1], SECRET + "a", SECRET.upper(), " " + SECRET, SECRET[:-1] + "é", SECRET + "\n",
      *(SECRET[:i] + "b" + SECRET[i + 1 :] for i in (3, 20, 45, 46, 51))],
 )  # fmt: skip
 def test_what_cannot_be_a_secret(text: str) -> None:
@@ -56,7 +56,7 @@ def test_scopes_include_nothing_but_themselves_except_admin() -> None:
         ({"name": "two words"}, "name"),
         ({"name": "x" * 65}, "name"),
         ({"name": "a\n"}, "name"),
-        ({"name": "hg_x"}, "name"),
+        ({"name": "tg_x"}, "name"),
         ({"scopes": []}, "scopes"),
         ({"scopes": ["publish", "publish"]}, "scopes"),
         ({"scopes": ["read"], "sources": ["a"]}, "sources"),

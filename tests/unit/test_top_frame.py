@@ -1,4 +1,4 @@
-"""Frames of `headgate top`: rates from two looks, and lines that fit the terminal."""
+"""Frames of `tidegate top`: rates from two looks, and lines that fit the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from headgate.cli.top_frame import MAX_CAUSES, MAX_PAUSED, Look, frame, rates
+from tidegate.cli.top_frame import MAX_CAUSES, MAX_PAUSED, Look, frame, rates
 
 DEPTH = {"ready": 0, "delayed": 0, "active": 0, "oldest_due_age_seconds": 0.0}
 CAUSE = {"code": "no_worker", "severity": "critical", "subject": "workers", "message": "none was seen", "since": None}
@@ -52,7 +52,7 @@ def test_what_is_shown() -> None:
         )
     )  # fmt: skip
     for line in (
-        "critical  headgate at http://x", "runs            3        0       0  7.0s",
+        "critical  tidegate at http://x", "runs            3        0       0  7.0s",
         "  deliveries      5  paused 1, throttle 4  (2 overdue)", "  source shop by ann for 60m: moving",
         "  trigger fulfil/large by ann for 60m: moving",
         "  critical no_worker workers: none was seen", "  degraded f/t: open",

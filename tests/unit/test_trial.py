@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from headgate.clock import uuid7
-from headgate.errors import InvalidInput
-from headgate.model.event import Event, EventLimits
-from headgate.model.predicate import Predicate
-from headgate.model.trial import attempt, sample_event
-from headgate.model.trigger import Trigger, TriggerSpec
-from headgate.model.trigger_change import changed, created, declared
+from tidegate.clock import uuid7
+from tidegate.errors import InvalidInput
+from tidegate.model.event import Event, EventLimits
+from tidegate.model.predicate import Predicate
+from tidegate.model.trial import attempt, sample_event
+from tidegate.model.trigger import Trigger, TriggerSpec
+from tidegate.model.trigger_change import changed, created, declared
 
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.errors import FieldError, InvalidInput
-from headgate.flow import deliver
-from headgate.model.event import Event
-from headgate.model.predicate import Predicate
-from headgate.model.retry import TRIGGER_RETRY
-from headgate.model.template import TemplateError
-from headgate.model.trigger import (
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.flow import deliver
+from tidegate.model.event import Event
+from tidegate.model.predicate import Predicate
+from tidegate.model.retry import TRIGGER_RETRY
+from tidegate.model.template import TemplateError
+from tidegate.model.trigger import (
     MAX_PREDICATES,
     CompiledTrigger,
     Trigger,

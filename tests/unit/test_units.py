@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.model.units import MAX_DURATION_MS, duration_ms, rate, written_duration, written_rate
+from tidegate.model.units import MAX_DURATION_MS, duration_ms, rate, written_duration, written_rate
 
 DAY = 86_400_000
 

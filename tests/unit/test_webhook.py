@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.clock import uuid7
-from headgate.errors import FieldError
-from headgate.model import webhook as rules
-from headgate.model.event import EventLimits, check_event
-from headgate.model.webhook import (
+from tidegate.clock import uuid7
+from tidegate.errors import FieldError
+from tidegate.model import webhook as rules
+from tidegate.model.event import EventLimits, check_event
+from tidegate.model.webhook import (
     MAX_SECRETS,
     Scheme,
     Webhook,
@@ -32,7 +32,7 @@ from headgate.model.webhook import (
     secret_errors,
     shown,
 )
-from headgate.model.webhook_event import FORM, NotReadable, decode, event_fields
+from tidegate.model.webhook_event import FORM, NotReadable, decode, event_fields
 
 AT = 1_614_265_330
 NOW = datetime.fromtimestamp(AT, UTC)

@@ -1,0 +1,88 @@
+"""Webhooks of sources: set, look at, rotate, delete. A secret that we made is in the answer that made it alone."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+
+from tidegate.api import bodies
+from tidegate.api.routes import Route, Services
+from tidegate.clock import utc_now
+from tidegate.errors import NotFound
+from tidegate.flow import control
+from tidegate.flow.control import WebhookWritten
+from tidegate.model.webhook import ShownWebhook, WebhookBody, WebhookRotation, no_webhook, shown
+from tidegate.store import webhooks
+
+
+class WebhookList(msgspec.Struct, frozen=True):
+    """Every webhook, by source; none with its secrets."""
+
+    webhooks: list[ShownWebhook]
+
+
+async def list_webhooks(_: Request, services: Services) -> WebhookList:
+    async with services.database.connection() as connection:
+        found = await webhooks.list_all(connection)
+    now = utc_now()
+    return WebhookList([shown(webhook, now) for webhook in found])
+
+
+async def show_webhook(request: Request, services: Services) -> ShownWebhook:
+    async with services.database.connection() as connection:
+        found = await webhooks.get(connection, _source(request))
+    if found is None:
+        raise NotFound(no_webhook(_source(request)))
+    return shown(found, utc_now())
+
+
+async def set_webhook(request: Request, services: Services) -> WebhookWritten:
+    given, actor = await bodies.read_plain(request), bodies.actor(request)
+    done = await control.set_webhook(services.database, _source(request), given, actor=actor)
+    services.webhooks.forget()
+    return done
+
+
+async def rotate_webhook(request: Request, services: Services) -> WebhookWritten:
+    given, actor = await bodies.read_plain(request), bodies.actor(request)
+    done = await control.rotate_webhook(services.database, _source(request), given, actor=actor)
+    services.webhooks.forget()
+    return done
+
+
+async def retire_webhook_secret(request: Request, services: Services) -> WebhookWritten:
+    await bodies.read(request, bodies.Nothing)
+    fingerprint, actor = request.path_params["fingerprint"], bodies.actor(request)
+    done = await control.retire_webhook_secret(services.database, _source(request), fingerprint, actor=actor)
+    services.webhooks.forget()
+    return done
+
+
+async def delete_webhook(request: Request, services: Services) -> ShownWebhook:
+    await bodies.read(request, bodies.Nothing)
+    gone = await control.delete_webhook(services.database, _source(request), actor=bodies.actor(request))
+    services.webhooks.forget()
+    return gone
+
+
+def _source(request: Request) -> str:
+    source: str = request.path_params["source"]
+    return source
+
+
+_ONE = "/admin/sources/{source:path}/webhook"
+_REFUSALS = (400, 408, 413, 415, 422)
+
+ROUTES = (
+    Route("GET", "/admin/webhooks", list_webhooks, "Every webhook, without secrets", (WebhookList,), scope="read"),
+    Route("GET", _ONE, show_webhook, "A source's webhook, without secrets", (ShownWebhook,), scope="read",
+          errors=(404,)),
+    Route("PUT", _ONE, set_webhook, "Set a source's webhook; a secret that is made is shown this once",
+          (WebhookWritten,), scope="admin", body=bodies.schema(WebhookBody), errors=_REFUSALS),
+    Route("POST", f"{_ONE}/rotate", rotate_webhook, "Another secret; the old one holds for a while too",
+          (WebhookWritten,), scope="admin", body=bodies.schema(WebhookRotation), errors=(*_REFUSALS, 404)),
+    Route("DELETE", f"{_ONE}/secrets/{{fingerprint}}", retire_webhook_secret, "End a replaced secret now",
+          (WebhookWritten,), scope="admin", errors=(*_REFUSALS, 404, 409)),
+    Route("DELETE", _ONE, delete_webhook, "Take no more signed requests for a source", (ShownWebhook,), scope="admin",
+          errors=(*_REFUSALS, 404)),
+)  # fmt: skip

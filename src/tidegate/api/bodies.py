@@ -1,0 +1,119 @@
+"""Request bodies of the operator's verbs: small, strict, and every refusal names its field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from tidegate.api.problems import Problem
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.flow.access import Principal
+from tidegate.model.conversion import convert
+from tidegate.model.token import is_token_name
+
+MAX_BYTES = 64 * 1024
+BODY_SECONDS = 10
+DEFAULT_ACTOR = "api"
+MAX_REASON = 500
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PRINCIPAL = "tidegate.principal"
+
+
+class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A verb that takes no body (an empty object is one)."""
+
+
+def actor(request: Request) -> str:
+    """Who acts, for the audit log: the token's name; where none is needed, `x-tidegate-actor` if it is a plain name."""
+    principal: Principal | None = request.scope.get(_PRINCIPAL)
+    if principal is not None:
+        return principal.name
+    given = request.headers.get("x-tidegate-actor", "")
+    return given if is_token_name(given) else DEFAULT_ACTOR
+
+
+def set_principal(request: Request, principal: Principal | None) -> None:
+    """Note who asks, once that is checked."""
+    request.scope[_PRINCIPAL] = principal
+
+
+async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
+    """The body as `kind`; no body at all is an empty object. Problem 400, 413, 415; InvalidInput names the field."""
+    return convert(await read_plain(request, max_bytes), kind, "the body is not valid")
+
+
+async def read_plain(request: Request, max_bytes: int = MAX_BYTES) -> Any:
+    """The body as decoded JSON, for verbs that judge its fields themselves; none at all is an empty object."""
+    raw = await _bytes(request, max_bytes)
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if raw and media not in ("", "application/json"):
+        raise Problem(415, f"the content type {media[:60]!r} is not taken; send application/json (curl --json does)")
+    return _decode(raw or b"{}")
+
+
+def check_reason(reason: str | None) -> None:
+    """Why someone pauses something: a line of text, shown to whoever asks."""
+    if reason is not None and not (reason.isprintable() and 1 <= len(reason) <= MAX_REASON):
+        message = f"must be 1 to {MAX_REASON} printable characters"
+        raise InvalidInput("the pause is not valid", [FieldError("reason", message)])
+
+
+def schema(kind: type[msgspec.Struct], required: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A route's body in the OpenAPI document; types inside it must be part of some answer too."""
+    _, components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    found = components[kind.__name__]
+    return {"application/json": {"schema": found | {"required": list(required)} if required else found}}
+
+
+def _decode(raw: bytes) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        errors = [FieldError(name, "must be a finite number") for name in _not_finite(raw)]
+        if errors:
+            raise InvalidInput("the body is not valid", errors) from exc
+        reason = "is nested too deeply" if isinstance(exc, RecursionError) else str(exc)
+        raise Problem(400, f"the body is not JSON: {reason}", [FieldError("body", reason)]) from exc
+
+
+async def _bytes(request: Request, max_bytes: int) -> bytes:
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Problem(415, "compressed bodies are not accepted; send without Content-Encoding")
+    raw = b""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > max_bytes:
+                    raise Problem(413, f"the body is larger than {max_bytes} bytes")
+    except TimeoutError as exc:
+        raise Problem(408, f"the body did not arrive within {BODY_SECONDS} s") from exc
+    except ClientDisconnect as exc:
+        raise Problem(400, "the client went away before the body was complete") from exc
+    return raw
+
+
+def _not_finite(raw: bytes) -> list[str]:
+    """Fields whose value is NaN or infinite: not JSON, but what Python writes for them, so they are named."""
+    try:
+        found: Any = json.loads(raw)
+    except (ValueError, RecursionError):
+        return []
+    places: list[tuple[str, Any]] = [("", found)]
+    wrong = []
+    while places:
+        place, value = places.pop()
+        if isinstance(value, dict):
+            places += [(f"{place}.{name[:60]}" if place else name[:60], inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            places += [(f"{place}[{i}]", inner) for i, inner in enumerate(value)]
+        elif isinstance(value, float) and not math.isfinite(value):
+            wrong.append(place or "body")
+    return sorted(wrong)

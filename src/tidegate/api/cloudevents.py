@@ -1,0 +1,75 @@
+"""CloudEvents 1.0 over HTTP, in binary, structured and batch mode, as our events.
+
+`data` that is an object is the payload; another JSON value becomes `{"data": value}`, bytes `{"data_base64": "…"}`.
+`datacontenttype`, `dataschema`, `subject` and extension attributes are kept in `metadata`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+from urllib.parse import unquote
+
+from tidegate.errors import FieldError
+
+_OWN = {"id", "source", "type", "time", "specversion", "data", "data_base64", "correlationid", "traceparent"}
+
+
+def from_structured(raw: Any, prefix: str, errors: list[FieldError]) -> tuple[Any, str | None]:
+    """An event in structured mode as the fields of one of ours, and its `traceparent`."""
+    if not isinstance(raw, dict):
+        return raw, None
+    if raw.get("specversion") != "1.0":
+        errors.append(FieldError(f"{prefix}specversion", "must be 1.0"))
+    if "data_base64" in raw:
+        payload: Any = _from_base64(raw["data_base64"], f"{prefix}data_base64", errors)
+    else:
+        payload = _payload(raw.get("data"))
+    return _fields(raw, payload), _text(raw.get("traceparent"))
+
+
+def from_binary(headers: dict[str, str], payload: Any) -> tuple[dict[str, Any], str | None]:
+    """An event in binary mode (`ce-*` headers, the data as the body) as the fields of one of ours."""
+    attributes = {name[3:]: unquote(value) for name, value in headers.items() if name.startswith("ce-")}
+    if "content-type" in headers:
+        attributes["datacontenttype"] = headers["content-type"]
+    return _fields(attributes, _payload(payload)), attributes.get("traceparent") or headers.get("traceparent")
+
+
+def binary_payload(body: bytes) -> dict[str, Any]:
+    """A body that is not JSON."""
+    return {"data_base64": base64.b64encode(body).decode()} if body else {}
+
+
+def _fields(attributes: dict[str, Any], payload: Any) -> dict[str, Any]:
+    metadata = {name: value for name, value in attributes.items() if name not in _OWN}
+    return {
+        # An absent id is the producer's mistake (CloudEvents requires it): an empty one is refused by name.
+        "id": attributes.get("id", ""),
+        "source": attributes.get("source"),
+        "type": attributes.get("type"),
+        "occurred_at": attributes.get("time"),
+        "correlation_id": attributes.get("correlationid"),
+        "payload": payload,
+        "metadata": metadata,
+    }
+
+
+def _payload(data: Any) -> Any:
+    if data is None:
+        return {}
+    return data if isinstance(data, dict) else {"data": data}
+
+
+def _from_base64(text: Any, field: str, errors: list[FieldError]) -> dict[str, Any]:
+    try:
+        base64.b64decode(text, validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        errors.append(FieldError(field, "must be base64"))
+        return {}
+    return {"data_base64": text}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

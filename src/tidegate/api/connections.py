@@ -1,0 +1,298 @@
+"""A connection: what it may make us hold before anyone knows who it is, and for how long; and the short way for events.
+
+The server below keeps whatever comes until a request's head is complete (64 MB of headers cost it 700 MB), waits for it
+without end, goes on reading a body whose request is long answered, and closes while one comes in, which takes away the
+answer.
+
+Most requests publish an event and arrive whole. What the server and the framework do for one that comes bit by bit
+takes several times as long as looking at the event; these are answered here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from tidegate.api import problems
+from tidegate.api.problems import Problem
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+MAX_HEAD_BYTES = 32 * 1024
+# For a head to be complete, and for the rest of a body that nobody waits for.
+PATIENCE_SECONDS = 20
+# Of what a client still sends after its last answer, before it has read it.
+LEAVING_SECONDS = 5
+MAX_LEFT_BYTES = 64 * 1024 * 1024
+
+PUBLISH_URL = b"/v1/events"
+# Many clients send a head and then its body: so long the short way waits for the rest, for so much, in so many parts.
+SHORT_SECONDS, SHORT_BYTES, SHORT_PARTS = 0.005, 64 * 1024, 64
+# The answer to the headers and the body of a request that publishes: what to say with 202, or another answer.
+Publish = Callable[[list[tuple[bytes, bytes]], bytes], Awaitable[bytes | Response]]
+_log = logger("api")
+_ACCEPTED = (
+    STATUS_LINE[202]
+    + b"content-type: application/json\r\n"
+    + b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in problems.HEADERS.items())
+)
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. A head that is too large gets 431; one that is not complete in time, and silence, the end."""
+
+    def __init__(self, *arguments: Any, publish: Publish | None = None, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._publish = publish
+        # Of the body of a request that publishes, while all of it may still come in a moment.
+        self._parts: list[bytes] | None = None
+        self._parts_bytes = 0
+        self._rest: asyncio.TimerHandle | None = None
+        self._is_in_head = False
+        self._is_in_message = False
+        self._is_too_large = False
+        self._is_deaf = False
+        # What came since the parser last made something of it: the beginning of a head, of a chunk's or of a trailer.
+        self._unread_bytes = 0
+        self._is_read = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_leaving = False
+        self._left_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._socket = transport
+        self._way_out = _WayOut(transport, self)
+        super().connection_made(self._way_out)  # type: ignore[arg-type]
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._parts_are_over()
+        super().connection_lost(exc)
+        # What knows the connection that knows it would be left to the garbage collector: thousands of them, as under
+        # overload, take it a tenth of a second and more, in which nobody is answered.
+        self.cycle = None  # type: ignore[assignment]
+        self._way_out.forget()
+
+    def leave(self) -> None:
+        """End the connection; while a request is still coming in, so that its answer arrives.
+
+        The kernel answers what comes after a close with a reset, and whoever gets that while it sends never reads the
+        answer. So at first we only say that nothing more will come, and throw away what still comes, up to a bound.
+        """
+        if self.is_leaving or self._socket.is_closing():
+            return
+        self._parts_are_over()
+        if not self._is_in_message:
+            self._socket.close()
+            return
+        self.is_leaving = True
+        self.flow.resume_reading()
+        self._socket.write_eof()
+        self._stop_timer()
+        self._timer = self.loop.call_later(LEAVING_SECONDS, self._socket.close)
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_leaving or self._is_deaf:
+            self._left_bytes += len(data)
+            if self._left_bytes > MAX_LEFT_BYTES:
+                self._socket.close()
+            return
+        self._is_read = False
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._parts is not None and self._rest is None:
+            self._rest = self.loop.call_later(SHORT_SECONDS, self._take_long_way)
+        self._unread_bytes = 0 if self._is_read else self._unread_bytes + len(data)
+        if self._unread_bytes > MAX_HEAD_BYTES:
+            self._is_too_large = True
+            self.send_400_response("")
+        elif self._is_in_head and self._timer is None:
+            self._start_timer()
+
+    def on_message_begin(self) -> None:
+        self._is_read = self._is_in_head = self._is_in_message = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:
+            raise ValueError("trailers are not taken")  # they would be added to headers that were checked already
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_read = True
+        self._stop_timer()
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._is_too_large = True
+            raise ValueError("the head is too large")  # the parser stops, and the server calls `send_400_response`
+        self._is_in_head = False
+        if self._may_be_short():
+            self._parts = []
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._is_read = True
+        if self._parts is None:
+            super().on_body(body)
+            return
+        self._parts.append(body)
+        self._parts_bytes += len(body)
+        if self._parts_bytes > SHORT_BYTES or len(self._parts) > SHORT_PARTS:
+            self._take_long_way()
+
+    def on_message_complete(self) -> None:
+        self._is_read, self._is_in_message = True, False
+        self._stop_timer()
+        if self._parts is not None:
+            self._take_short_way()
+        else:
+            super().on_message_complete()
+
+    def shutdown(self) -> None:
+        if self._parts is not None:
+            self._take_long_way()  # which answers before it ends
+        super().shutdown()
+
+    def _may_be_short(self) -> bool:
+        """Whether this is a request to publish, of the usual kind, with no other before it."""
+        return (
+            self._publish is not None
+            and self.url == PUBLISH_URL
+            and self.parser.get_method() == b"POST"
+            and (self.cycle is None or self.cycle.response_complete)
+            and self.parser.get_http_version() == "1.1"
+            and self.parser.should_keep_alive()
+            and not self.parser.should_upgrade()
+            and not self.expect_100_continue
+        )
+
+    def _parts_are_over(self) -> list[bytes]:
+        parts, self._parts, self._parts_bytes = self._parts or [], None, 0
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+        return parts
+
+    def _take_long_way(self) -> None:
+        """The rest of the body is not here yet, or there is much of it."""
+        parts = self._parts_are_over()
+        super().on_headers_complete()
+        for part in parts:
+            super().on_body(part)
+
+    def _take_short_way(self) -> None:
+        body, exchange = b"".join(self._parts_are_over()), _Exchange()
+        self.cycle = exchange  # type: ignore[assignment]
+        task = self.loop.create_task(self._exchange(exchange, self.headers, body))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    async def _exchange(self, exchange: _Exchange, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        assert self._publish is not None
+        try:
+            answer = await self._publish(headers, body)
+            if self.flow.write_paused:
+                await self.flow.drain()  # as long as its answers are not read, nothing more is read of it
+        except BaseException as exc:  # such as being cancelled: whoever waits is not to wait for ever
+            exchange.response_complete = True
+            self.transport.close()
+            if isinstance(exc, Exception):
+                _log.error("api.unexpected", error=exc, exc_info=exc)
+                return
+            raise
+        exchange.response_complete = True
+        if exchange.disconnected or self.transport.is_closing():
+            return
+        closing = b"" if exchange.keep_alive else b"connection: close\r\n"
+        if isinstance(answer, bytes):
+            self.transport.write(b"%bcontent-length: %d\r\n%b\r\n%b" % (_ACCEPTED, len(answer), closing, answer))
+        else:
+            self.transport.write(b"%b%b\r\n%b" % (_head(answer), closing, bytes(answer.body)))
+        if not exchange.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_in_message and self._timer is None:
+            self._start_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """What cannot be read is refused by the server; a head that is too large by us."""
+        cycle = self.cycle
+        is_under_way = cycle is not None and not cycle.response_complete
+        if is_under_way and (self._is_in_head or not self._is_in_message):
+            cycle.keep_alive = False  # what is no request follows one, which is answered; then it is over
+            self._is_deaf = True
+        elif is_under_way and (cycle.response_started or self.pipeline):
+            self.transport.close()  # whoever waits for the answer to an earlier request would take this one for it
+        elif not self._is_too_large:
+            super().send_400_response(msg)
+        else:
+            metrics.answered(metrics.OTHER, 431)
+            text = f"the address and the headers are larger than {MAX_HEAD_BYTES} bytes"
+            body = bytes(problems.response(Problem(431, text)).body)
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/problem+json\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
+            )
+            self.transport.close()
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(PATIENCE_SECONDS, self._socket.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Exchange:
+    """A request on the short way, in the place of the server's record of the one that is under way."""
+
+    __slots__ = ("disconnected", "keep_alive", "response_complete", "response_started")
+
+    def __init__(self) -> None:
+        self.disconnected = False
+        self.keep_alive = True
+        self.response_started = False
+        self.response_complete = False
+
+    @property
+    def message_event(self) -> _Exchange:
+        return self
+
+    def set(self) -> None:
+        """Nobody waits for more of it."""
+
+
+class _WayOut:
+    """The transport that the server writes to; it is closed the way that `Connection.leave` says."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport = transport
+        self.write = transport.write
+        self.close = connection.leave
+        self._connection: Connection | None = connection
+
+    def is_closing(self) -> bool:
+        return self._connection is None or self._connection.is_leaving or self._transport.is_closing()
+
+    def forget(self) -> None:
+        """The connection is over."""
+        self.close = self._transport.close
+        self._connection = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def _head(answer: Response) -> bytes:
+    lines = b"".join(b"%b: %b\r\n" % header for header in answer.raw_headers)
+    return STATUS_LINE[answer.status_code] + lines

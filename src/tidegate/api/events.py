@@ -1,0 +1,87 @@
+"""Events: list, show, explain. (Publishing is in `publish`.)"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+import msgspec
+from starlette.requests import Request
+
+from tidegate.api.routes import Query, Route, Services, parameters
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.flow import explain as explaining
+from tidegate.flow.explain import Explanation
+from tidegate.model.event import Event
+from tidegate.store import events
+
+LIST_QUERY = (
+    Query("type", "string", "only events of this type"),
+    Query("source", "string", "only events of this source"),
+    Query("correlation_id", "string", "only events with this correlation id"),
+    Query("from", "date-time", "received at or after"),
+    Query("to", "date-time", "received before"),
+    Query("limit", "integer", "at most so many; 50 unless told"),
+    Query("cursor", "string", "`next_cursor` of the page before"),
+)
+
+
+class EventPage(msgspec.Struct, frozen=True):
+    """Events, newest first; `next_cursor` is null on the last page."""
+
+    events: list[Event]
+    next_cursor: str | None
+
+
+async def list_events(request: Request, services: Services) -> EventPage:
+    given = parameters(request, LIST_QUERY)
+    limit = given.get("limit", 50)
+    async with services.database.connection() as connection:
+        found = await events.list_page(
+            connection,
+            event_type=given.get("type"),
+            source=given.get("source"),
+            correlation_id=given.get("correlation_id"),
+            received_from=given.get("from"),
+            received_to=given.get("to"),
+            before_sequence=_from_cursor(given.get("cursor")),
+            limit=limit + 1,
+        )
+    more = len(found) > limit
+    return EventPage(found[:limit], _to_cursor(found[limit - 1].ingress_sequence) if more else None)
+
+
+async def show_event(request: Request, services: Services) -> Event:
+    async with services.database.connection() as connection:
+        return await explaining.find_event(connection, request.path_params["id"])
+
+
+async def explain_event(request: Request, services: Services) -> Explanation:
+    async with services.database.connection() as connection:
+        return await explaining.explain(connection, request.path_params["id"])
+
+
+ROUTES = (
+    Route("GET", "/v1/events", list_events, "List events, newest first", (EventPage,),
+          scope="read", query=LIST_QUERY, errors=(422,)),
+    Route("GET", "/v1/events/{id:path}/explain", explain_event, "Every decision about an event", (Explanation,),
+          scope="read", errors=(404, 409)),
+    Route("GET", "/v1/events/{id:path}", show_event, "One event, by our id or the producer's", (Event,), scope="read",
+          errors=(404, 409)),
+)  # fmt: skip
+
+
+def _to_cursor(sequence: int) -> str:
+    return base64.urlsafe_b64encode(str(sequence).encode()).decode().rstrip("=")
+
+
+def _from_cursor(cursor: str | None) -> int | None:
+    if cursor is None:
+        return None
+    try:
+        sequence = int(base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)))
+        if not 0 <= sequence < 2**63 or _to_cursor(sequence) != cursor:
+            raise ValueError("tampered")
+        return sequence
+    except (ValueError, binascii.Error) as exc:
+        raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "is not one of ours")]) from exc

@@ -1,0 +1,111 @@
+"""The OpenAPI document, made from the route table and the types of the answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tidegate import __version__
+from tidegate.api.problems import TITLES, ProblemBody
+from tidegate.api.routes import MAX_PAGE, Query, Route
+
+_REF = "#/components/schemas/{name}"
+# What any request with a body, or with nothing where nothing is taken, may be answered.
+_BODY_REFUSALS = (400, 408, 413, 415, 422)
+
+EVENT_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "source"],
+    "additionalProperties": False,
+    "properties": {
+        "id": {"type": "string", "maxLength": 200, "description": "the producer's id; makes publishing idempotent"},
+        "type": {"type": "string", "maxLength": 200},
+        "source": {"type": "string", "maxLength": 200},
+        "occurred_at": {"type": "string", "format": "date-time"},
+        "payload": {"type": "object", "description": "at most 256 KiB"},
+        "correlation_id": {"type": "string", "maxLength": 200},
+        "ttl_ms": {"type": "integer", "minimum": 1},
+        "metadata": {"type": "object", "description": "at most 16 KiB"},
+    },
+}
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """The whole document."""
+    types = [ProblemBody, *(answer for route in routes for answer in route.returns)]
+    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    by_type = dict(zip(types, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        path = re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, by_type)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Tidegate",
+            "version": __version__,
+            "description": "A durable event gate and scheduler.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "token": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "an API token with the scope that the operation names; `admin` may do everything",
+                }
+            },
+        },
+    }
+
+
+def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, Any]:
+    shapes = [by_type[answer] for answer in route.returns]
+    schema = shapes[0] if len(shapes) == 1 else {"oneOf": shapes}
+    answers: dict[str, Any] = {
+        str(status): {"description": "done", "content": {route.media: {"schema": schema}}}
+        for status in (route.status, *route.also)
+    }
+    for status in sorted(_refusals(route, path) - {route.status}):
+        answer = answers.setdefault(str(status), {"description": TITLES[status], "content": {}})
+        answer["content"]["application/problem+json"] = {"schema": by_type[ProblemBody]}
+    in_path = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    operation: dict[str, Any] = {
+        "operationId": route.handler.__name__.lstrip("_"),
+        "summary": route.summary,
+        "parameters": in_path + [_parameter(query) for query in route.query],
+        "security": [] if route.scope == "public" else [{"token": [route.scope]}],
+        "responses": answers,
+    }
+    if route.body:
+        is_needed = all(media["schema"].get("required", True) for media in route.body.values())
+        operation["requestBody"] = {"required": is_needed, "content": route.body}
+    return operation
+
+
+def _refusals(route: Route, path: str) -> set[int]:
+    """The errors that a route names, and those that come of its shape."""
+    found = {*route.errors, 503}
+    found |= set() if route.scope == "public" else {401, 403}
+    found |= {404} if "{" in path else set()
+    found |= set() if route.method == "GET" else set(_BODY_REFUSALS)
+    return found
+
+
+def _parameter(query: Query) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer" if query.type == "integer" else "string"}
+    if query.type in ("date-time", "uuid"):
+        schema["format"] = query.type
+    if query.type == "integer":
+        schema |= {"minimum": 1, "maximum": MAX_PAGE}
+    if query.choices:
+        schema["enum"] = list(query.choices)
+    return {"name": query.name, "in": "query", "description": query.description, "schema": schema}

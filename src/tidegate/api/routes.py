@@ -1,0 +1,140 @@
+"""The route table: one entry per operation, from which the router and the OpenAPI document are made."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tidegate.api.admission import Admission
+from tidegate.api.problems import HEADERS, Problem
+from tidegate.clock import has_utc
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.flow.access import Access
+from tidegate.flow.health import Exposition, Snapshots
+from tidegate.flow.ingest import Ingest
+from tidegate.flow.ready import Readiness
+from tidegate.flow.webhooks import Webhooks
+from tidegate.model.token import Scope
+from tidegate.queue.port import Queue
+from tidegate.settings import Settings
+from tidegate.store.db import Database
+
+MAX_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What handlers work with."""
+
+    settings: Settings
+    database: Database
+    ingest: Ingest
+    queue: Queue
+    exposition: Exposition
+    snapshots: Snapshots
+    readiness: Readiness
+    access: Access
+    webhooks: Webhooks
+    admission: Admission
+
+
+Handler = Callable[[Request, Services], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A query parameter: its name, its type and what it means."""
+
+    name: str
+    type: Literal["string", "integer", "date-time", "uuid"]
+    description: str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One operation. `returns` are the types of its answer; a handler that returns a Response answers for itself.
+
+    `scope` is what a token must have; `public` is for what says nothing about anyone's events, and for what is signed.
+    `also` are other statuses with the same answer, as 200 where nothing had to be done.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    returns: tuple[Any, ...]
+    scope: Scope | Literal["public"] = field(kw_only=True)
+    status: int = 200
+    also: tuple[int, ...] = ()
+    query: tuple[Query, ...] = ()
+    body: dict[str, Any] = field(default_factory=dict)
+    errors: tuple[int, ...] = ()
+    media: str = "application/json"
+
+
+def parameters(request: Request, route_query: tuple[Query, ...]) -> dict[str, Any]:
+    """The query parameters, checked and typed; an unknown or malformed one is refused by name."""
+    errors: list[FieldError] = []
+    values: dict[str, Any] = {}
+    known = {query.name: query for query in route_query}
+    for name, text in request.query_params.multi_items():
+        query = known.get(name)
+        if query is None:
+            choices = f"known are {', '.join(known)}" if known else "none is taken here"
+            errors.append(FieldError(name[:60], f"unknown parameter; {choices}"))
+            continue
+        try:
+            values[name] = _typed(query, text)
+        except ValueError as exc:
+            errors.append(FieldError(name, str(exc)))
+    if errors:
+        raise InvalidInput("a query parameter is not valid", errors)
+    return values
+
+
+def _typed(query: Query, text: str) -> Any:
+    if "\x00" in text:
+        raise ValueError("holds the character U+0000")
+    if query.choices and text not in query.choices:
+        raise ValueError(f"must be one of {', '.join(query.choices)}")
+    if query.type == "integer":
+        if len(text) > 20 or not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_PAGE:
+            raise ValueError(f"must be a whole number from 1 to {MAX_PAGE}")
+        return int(text)
+    if query.type == "uuid":
+        try:
+            return uuid.UUID(text)
+        except ValueError as exc:
+            raise ValueError("must be a UUID") from exc
+    if query.type == "date-time":
+        try:
+            parsed = msgspec.convert(text, datetime)
+        except msgspec.ValidationError as exc:
+            raise ValueError("must be an RFC 3339 time such as 2026-01-31T09:30:00Z") from exc
+        if parsed.tzinfo is None:
+            raise ValueError("must have a time zone, as in 2026-01-31T09:30:00Z")
+        if not has_utc(parsed):
+            raise ValueError("must lie in the years 1 to 9999")
+        return parsed
+    return text
+
+
+def path_uuid(request: Request, name: str) -> uuid.UUID:
+    """A UUID in the path; anything else cannot exist."""
+    try:
+        return uuid.UUID(request.path_params[name])
+    except ValueError as exc:
+        what = name.removesuffix("_id").replace("_", " ")
+        raise Problem(404, f"no {what} {request.path_params[name][:60]!r}") from exc
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, HEADERS, media_type="application/json")

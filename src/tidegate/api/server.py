@@ -1,0 +1,341 @@
+"""The API as an ASGI application, and the server that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from functools import partial
+from importlib import resources
+from typing import Any, cast
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.routing import Route as StarletteRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tidegate.api import (
+    admin_audit,
+    admin_dead_letters,
+    admin_retries,
+    admin_retry_verbs,
+    admin_sources,
+    admin_triggers,
+    admin_webhooks,
+    bodies,
+    connections,
+    decisions,
+    events,
+    health,
+    openapi,
+    problems,
+    publish,
+    runs,
+    schedules,
+    tokens,
+    triggers,
+    webhooks,
+    workflows,
+)
+from tidegate.api.admission import Admission
+from tidegate.api.problems import Problem
+from tidegate.api.routes import Route, Services, json_response
+from tidegate.errors import NotFound, SettingsError
+from tidegate.flow import control
+from tidegate.flow.access import Access
+from tidegate.flow.health import Exposition, Snapshots
+from tidegate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
+from tidegate.flow.ready import Readiness
+from tidegate.flow.webhooks import Webhooks
+from tidegate.queue.choose import open_queue
+from tidegate.settings import Settings
+from tidegate.store import durability, migrate
+from tidegate.store.db import Database
+from tidegate.telemetry import metrics, traces
+from tidegate.telemetry.logs import logger
+
+_log = logger("api")
+
+_PAGES = {"/": ("console.html", "text/html"), "/docs": ("docs.html", "text/html")} | {
+    f"/static/{name}": (name, media)
+    for name, media in (
+        ("icon.svg", "image/svg+xml"),
+        ("console.js", "text/javascript"),
+        ("docs.js", "text/javascript"),
+        ("style.css", "text/css"),
+    )
+}
+# What a browser says when a page of another site asks.
+CROSS_SITE = (b"sec-fetch-site", b"cross-site")
+# Probes and scrapes: every few seconds, of no event.
+_UNTRACED = {"/livez", "/readyz", "/metrics"}
+_SECURITY_HEADERS = {
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+async def _post_events(request: Request, services: Services) -> Response:
+    """Only reached when the fast path below does not apply (it always does under our own server)."""
+    return await publish.answer(services, request.scope, request.receive)
+
+
+PUBLISH = Route(
+    "POST",
+    "/v1/events",
+    _post_events,
+    "Publish one event or a batch; answered after the commit",
+    (Accepted, publish.AcceptedBatch),
+    scope="publish",
+    status=202,
+    body={
+        "application/json": {
+            "schema": {"oneOf": [openapi.EVENT_SCHEMA, {"type": "array", "items": openapi.EVENT_SCHEMA}]}
+        },
+        publish.CE_STRUCTURED: {"schema": {"type": "object"}},
+        publish.CE_BATCH: {"schema": {"type": "array", "items": {"type": "object"}}},
+    },
+    errors=(400, 408, 409, 413, 415, 422, 503),
+)
+ROUTES: tuple[Route, ...] = (
+    PUBLISH,
+    *events.ROUTES,
+    *workflows.ROUTES,
+    *triggers.ROUTES,
+    *schedules.ROUTES,
+    *runs.ROUTES,
+    *admin_sources.ROUTES,
+    *admin_triggers.ROUTES,
+    *admin_retries.ROUTES,
+    *admin_retry_verbs.ROUTES,
+    *decisions.ROUTES,
+    *admin_dead_letters.ROUTES,
+    *webhooks.ROUTES,
+    *admin_webhooks.ROUTES,
+    *tokens.ROUTES,
+    *admin_audit.ROUTES,
+    *health.ROUTES,
+)
+
+
+class Api:
+    """The API of one process: its pools, its ingest, and the ASGI application on top."""
+
+    def __init__(self, settings: Settings) -> None:
+        url = settings.require_database_url()
+        self._settings = settings
+        self._database = Database(url, "api", size=6)
+        self._ingest_database = Database(url, "ingest", size=3, lock_timeout_ms=LOCK_TIMEOUT_MS)
+        # On the connection that has just stored the events: another one's server process may have to be woken first.
+        self._queue = open_queue(settings, self._ingest_database)
+        ingest = Ingest(
+            self._ingest_database,
+            max_waiting=settings.ingest_max_waiting,
+            after_commit=lambda: self._queue.hint("inbox"),
+        )
+        access = Access(settings, self._database)
+        exposition = Exposition(self._database, settings.health)
+        snapshots = Snapshots(self._database, settings.health, settings.runbook_url)
+        readiness = Readiness(settings, self._database, self._queue)
+        received = Webhooks(self._database, ingest)
+        self.services = Services(
+            settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access, received,
+            Admission(settings.ingest_max_waiting),
+        )  # fmt: skip
+        self.app = _application(self.services)
+
+    async def open(self) -> None:
+        """Refuse a database that does not fit before anything is accepted."""
+        await migrate.require_current(self._database)
+        await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
+        await control.seed_limits(self._database, self._settings.source_rate_limits)
+
+    async def publish(self, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes | Response:
+        """A request to publish of which all has come, past the application."""
+        if CROSS_SITE in headers:
+            metrics.answered(metrics.OTHER, 403)
+            return _cross_site()
+        found = await publish.answer_whole(self.services, headers, body)
+        metrics.answered("/v1/events", found.status_code if isinstance(found, Response) else 202)
+        return found
+
+    async def close(self) -> None:
+        await self.services.ingest.close()
+        await self._queue.close()
+        await self._ingest_database.close()
+        await self._database.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator[Server]:
+    """The API on its socket; open for business when this is entered, closed when it is left."""
+    traces.switch_on()
+    api = Api(settings)
+    server = Server(api.app, listening, api.publish)
+    try:
+        await api.open()
+        await server.start()
+        yield server
+    finally:
+        await server.stop()
+        await api.close()
+        await traces.flush()
+
+
+class Server:
+    """uvicorn, started and stopped by us (it installs no signal handlers)."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket, publish: connections.Publish | None = None) -> None:
+        connection = partial(connections.Connection, publish=publish)
+        self._listening = listening
+        self.port: int = listening.getsockname()[1]
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                app, http=cast(Any, connection), ws="none", lifespan="off", log_config=None, access_log=False,
+                server_header=False, date_header=False, proxy_headers=False, timeout_keep_alive=75,
+                timeout_graceful_shutdown=10,
+            )
+        )  # fmt: skip
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._uvicorn.serve(sockets=[self._listening]))
+        while not self._uvicorn.started:
+            if self._task.done():
+                self._task.result()
+                raise SettingsError("the server ended before it began to listen")
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._uvicorn.should_exit = True
+            await self._task
+        self._listening.close()
+
+    async def wait(self) -> None:
+        """Until the server ends by itself, which it does only by a fault."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+def bind(settings: Settings) -> socket.socket:
+    """The socket to serve on. SettingsError when the port is taken, before anything else is begun."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+    except OSError as exc:
+        listening.close()
+        raise SettingsError(
+            f"port {settings.port} on {settings.host} cannot be used: {exc.strerror or exc}; "
+            "stop what uses it, or choose another with --port"
+        ) from exc
+    listening.listen(1024)
+    listening.setblocking(False)
+    return listening
+
+
+def _application(services: Services) -> ASGIApp:
+    document = openapi.document(ROUTES)
+    routes = [StarletteRoute(route.path, _endpoint(route, services), methods=[route.method]) for route in ROUTES]
+    routes.append(StarletteRoute("/openapi.json", _fixed(json_response(document))))
+    for path, (name, media) in _PAGES.items():
+        content = (resources.files("tidegate.api") / "static" / name).read_bytes()
+        routes.append(StarletteRoute(path, _fixed(Response(content, media_type=media))))
+    framework = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        if _is_cross_site(scope):
+            metrics.answered(metrics.OTHER, 403)
+            await _cross_site()(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == "/v1/events" and scope["method"] == "POST":
+            metrics.answered("/v1/events", await publish.handle(services, scope, receive, send))
+        else:
+            await framework(scope, receive, send)
+
+    return application
+
+
+def _is_cross_site(scope: Scope) -> bool:
+    """Whether a browser sends this on behalf of another site's page: reading is harmless, changing is not."""
+    if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        return False
+    return CROSS_SITE in scope["headers"]
+
+
+def _cross_site() -> Response:
+    return problems.response(Problem(403, "requests from other web sites are refused"))
+
+
+def _endpoint(route: Route, services: Services) -> Any:
+    async def answer(request: Request) -> Response:
+        try:
+            if route.scope != "public":
+                principal = await services.access.check(
+                    request.headers.get("authorization"), route.scope, request.headers.raw
+                )
+                bodies.set_principal(request, principal)
+            if any("\x00" in value for value in request.path_params.values()):
+                raise NotFound("nothing has the character U+0000 in its name")
+            result = await route.handler(request, services)
+        except Exception as exc:
+            result = problems.response(exc)
+        response = result if isinstance(result, Response) else json_response(result)
+        response.headers.update(problems.HEADERS)
+        metrics.answered(route.path, response.status_code)
+        return response
+
+    async def endpoint(request: Request) -> Response:
+        if not traces.is_on or route.path in _UNTRACED:
+            return await answer(request)
+        with traces.Request(route.method, route.path) as traced:
+            traced.begin(request.headers.get("traceparent")).enter()
+            response = await answer(request)
+            traced.status = response.status_code
+        return response
+
+    return endpoint
+
+
+def _fixed(response: Response) -> Any:
+    response.headers.update(_SECURITY_HEADERS)
+
+    async def endpoint(request: Request) -> Response:
+        metrics.answered(request.url.path, response.status_code)  # a fixed path, one of a few
+        return response
+
+    return endpoint
+
+
+async def _http_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    metrics.answered(metrics.OTHER, exc.status_code)
+    what = {404: f"there is nothing at {request.url.path[:100]}", 405: f"{request.method} is not possible here"}
+    response = problems.response(Problem(exc.status_code, what.get(exc.status_code, str(exc.detail))))
+    if exc.status_code == 405:
+        response.headers["allow"] = ", ".join(sorted(_methods(request)))
+    return response
+
+
+def _methods(request: Request) -> set[str]:
+    """What is possible at a path; several routes may share it."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in routes for method in route.methods or ()}
+
+
+async def _any_error(_: Request, exc: Exception) -> Response:
+    metrics.answered(metrics.OTHER, 500)
+    return problems.response(exc)

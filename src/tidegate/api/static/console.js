@@ -1,0 +1,382 @@
+// The console: reads the API every two seconds and draws what it says. Whatever an event carries is untrusted:
+// it reaches the page as text only, and every link is a fragment made here.
+const [POLL_MS, TIMEOUT_MS] = [2000, 10_000];
+const SIZES = [10, 50, 200, 500]; // rows of a list, one "Show …" after the other; the API gives at most 500
+const COMMAND = `tidegate publish order.created --source shop.api --data '{"id": 7, "amount": 120}'`;
+const TONES = {
+  good: ["succeeded", "launched", "ok"],
+  bad: ["failed", "exhausted", "dead_letter", "critical"],
+  busy: ["running", "matched"],
+  wait: ["pending", "waiting", "throttled", "paused", "held", "scheduled", "rate_limit", "breaker_open", "rescheduled", "degraded"],
+};
+
+const $ = (selector, inside = document) => inside.querySelector(selector);
+
+function el(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) if (value) node.setAttribute(name, value);
+  node.append(...children.filter(Boolean));
+  return node;
+}
+
+// Reading
+
+class Refused extends Error {} // the server answered, but not with what was asked for
+
+// Numbers that a double cannot hold keep the digits they were sent with, where the browser can do that.
+const exactly = (_, value, context) =>
+  typeof value === "number" && JSON.rawJSON && String(value) !== context.source ? JSON.rawJSON(context.source) : value;
+
+// A token lives as long as the tab; no cookie, so that no other site's page can use it.
+const token = () => sessionStorage.getItem("tidegate-token");
+
+async function get(path) {
+  const headers = token() ? { authorization: `Bearer ${token()}` } : {};
+  const response = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store", headers });
+  const isJson = /json/.test(response.headers.get("content-type"));
+  const body = isJson ? JSON.parse(await response.text(), exactly) : {};
+  if (response.ok && isJson) return body;
+  const failing = Object.values(body.checks ?? {}).filter((state) => state !== "ok").join("; ");
+  const fields = (body.errors ?? []).map((error) => `${error.field}: ${error.message}`);
+  const refused = new Refused([body.detail ?? (failing || `HTTP ${response.status}`), ...fields].join("; "));
+  throw Object.assign(refused, { isLocked: response.status === 401 });
+}
+
+// Values as text
+
+// Control and direction-changing characters are spelled out, so that text looks like what it is.
+const visible = (text) =>
+  text.replace(/[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, (character) =>
+    "\\u" + character.charCodeAt(0).toString(16).padStart(4, "0"));
+const json = (value, indent) => visible(JSON.stringify(value, null, indent));
+const oneLine = (text) => text.replace(/(?<=[[{])\n\s*|\n\s*(?=[\]}])/g, "").replace(/\n\s*/g, " ");
+const preview = (value) => (value === null ? "" : oneLine(json(value, 1)).slice(0, 240));
+const lastLine = (text) => visible(text.trimEnd().split("\n").at(-1)).slice(0, 240);
+const tone = (word) => Object.keys(TONES).find((name) => TONES[name].includes(word)) ?? "calm";
+const pill = (word) => el("span", { class: `pill ${tone(word)}` }, word.replaceAll("_", " "));
+const code = (text) => el("code", {}, text);
+const link = (kind, id, child) => el("a", { href: `#${kind}=${encodeURIComponent(id)}` }, child);
+
+function time(iso, digits) {
+  const at = new Date(iso);
+  const day = at.toDateString() === new Date().toDateString() ? {} : { day: "numeric", month: "short" };
+  const clock = { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23", fractionalSecondDigits: digits };
+  return el("time", { datetime: iso, title: iso }, at.toLocaleString("en-GB", { ...day, ...clock }));
+}
+
+function duration(run) {
+  if (!run.started_at) return "";
+  if (!run.finished_at) return el("span", {}, "since ", time(run.started_at));
+  const ms = new Date(run.finished_at) - new Date(run.started_at);
+  if (ms < 1000) return `${ms} ms`;
+  if (ms < 60_000) return `${(ms / 1000).toFixed(1)} s`;
+  const [hours, minutes] = [Math.floor(ms / 3_600_000), Math.floor(ms / 60_000) % 60];
+  return hours ? `${hours} h ${minutes} min` : `${minutes} min ${Math.floor(ms / 1000) % 60} s`;
+}
+
+// The two lists
+
+const cell = (name, ...children) => el("td", { class: name }, ...children);
+const runs = prepare("runs", (run) => [
+  cell("c-time", link("run", run.id, time(run.created_at))),
+  cell("c-name", visible(run.workflow)),
+  cell("c-status", pill(run.status)),
+  cell("c-text", code(preview(run.parameters))),
+  run.error ? cell("c-text error", lastLine(run.error)) : cell("c-text", code(preview(run.output))),
+  cell("c-end", duration(run)),
+]);
+const events = prepare("events", (event) => [
+  cell("c-time", link("event", event.id, time(event.received_at))),
+  cell("c-name", visible(event.type)),
+  cell("c-source", visible(event.source)),
+  cell("c-ext", visible(event.external_id ?? "")),
+  cell("c-text", code(preview(event.payload))),
+]);
+
+function prepare(name, cells) {
+  const section = $(`#${name}`);
+  const inputs = [...section.querySelectorAll("select, input")];
+  const list = { name, cells, section, inputs, body: $("tbody", section), rows: new Map(), size: SIZES[0], items: null };
+  for (const input of inputs) {
+    const value = new URLSearchParams(location.search).get(input.name) ?? "";
+    if (value && input.name === "workflow") input.append(el("option", { value }, value));
+    input.value = value;
+    input.addEventListener("input", () => schedule(input.localName === "input" ? 300 : 0));
+  }
+  const on = (button, act) => $(button, section).addEventListener("click", () => (act(), schedule(0)));
+  on(".clear", () => inputs.forEach((input) => (input.value = "")));
+  on(".more", () => (list.size = SIZES.find((size) => size > list.size)));
+  followRows(list.section);
+  return list;
+}
+
+// A click anywhere in a row follows its link.
+function followRows(section) {
+  section.addEventListener("click", (click) => {
+    const target = click.target.closest("tbody tr")?.querySelector("a");
+    if (target && !click.target.closest("a") && getSelection().isCollapsed) target.focus(), target.click();
+  });
+}
+
+const filters = (list) => list.inputs.map((input) => [input.name, input.value.trim()]).filter(([, value]) => value);
+const isFiltered = (...lists) => lists.some((list) => filters(list).length > 0);
+const limit = (list) => Math.max(50, list.size);
+const load = (list) => get(`/v1/${list.name}?${new URLSearchParams([...filters(list), ["limit", limit(list)]])}`);
+
+// Rows that did not change stay as they are, so that focus and selection survive.
+function drawList(list, page) {
+  list.items = page[list.name];
+  list.hasMore = page.next_cursor !== null;
+  const [shown, before] = [list.items.slice(0, list.size), list.rows];
+  list.rows = new Map();
+  shown.forEach((item, index) => {
+    const { row, drawn } = before.get(item.id) ?? { row: el("tr", {}) };
+    const current = JSON.stringify(item) + new Date().toDateString();
+    if (drawn !== current) {
+      const isFocused = row.contains(document.activeElement);
+      row.replaceChildren(...list.cells(item));
+      if (isFocused) $("a", row).focus();
+    }
+    list.rows.set(item.id, { row, drawn: current });
+    if (list.body.children[index] !== row) list.body.insertBefore(row, list.body.children[index] ?? null);
+  });
+  while (list.body.children.length > shown.length) list.body.lastChild.remove();
+
+  const next = SIZES.find((size) => size > list.size);
+  const [table, none, clear, more] = ["table", ".none", ".clear", ".more"].map((selector) => $(selector, list.section));
+  table.hidden = !shown.length;
+  none.hidden = shown.length > 0;
+  none.textContent = `No ${list.name} ${isFiltered(list) ? "match the filter." : "yet."}`;
+  clear.hidden = !isFiltered(list);
+  more.hidden = !next || (list.items.length <= list.size && !list.hasMore);
+  more.textContent = list.hasMore || list.items.length > next ? `Show ${next}` : `Show all ${list.items.length}`;
+}
+
+function drawCounts() {
+  if (!runs.items || !events.items) return;
+  const count = (number, word, name) => el("span", { class: name }, el("b", {}, String(number)), ` ${word}`);
+  const parts = [events, runs].map(({ name, items, hasMore }) =>
+    count(items.length + (hasMore ? "+" : ""), items.length === 1 ? name.slice(0, -1) : name));
+  for (const status of ["pending", "running", "failed"]) {
+    const number = runs.items.filter((run) => run.status === status).length;
+    if (number) parts.push(count(number, status, tone(status)));
+  }
+  if (isFiltered(runs, events)) parts.push(el("i", {}, "as filtered"));
+  $("#counts").replaceChildren(...parts);
+  $("#counts").title = `In the newest ${limit(runs)} runs and ${limit(events)} events`;
+  const isEmpty = !isFiltered(runs, events) && !runs.items.length && !events.items.length;
+  runs.section.hidden = events.section.hidden = isEmpty;
+  $("#welcome").hidden = !isEmpty;
+}
+
+// What is wrong, since when, and where to read what to do; nothing is shown while nothing is
+
+function drawCauses({ causes, dead_letters: letters }) {
+  const section = $("#causes");
+  section.hidden = !causes.length && !letters.total;
+  const page = (where) => (/^https?:/.test(where) ? el("a", { href: where, rel: "noreferrer" }, "runbook") : code(visible(where)));
+  const lines = causes.map((cause) => el("li", {},
+    pill(cause.severity), el("b", {}, visible(`${cause.code.replaceAll("_", " ")}${cause.code.startsWith("trigger_") ? "" : `: ${cause.subject}`}`)),
+    el("span", {}, visible(cause.message)), cause.since && el("span", {}, "since ", time(cause.since)), page(cause.runbook)));
+  const fresh = el("ul", {}, ...lines);
+  if (!$("ul", section).isEqualNode(fresh) && !section.contains(document.activeElement)) $("ul", section).replaceWith(fresh);
+  $("#letters").textContent = letters.total
+    ? `dead letters: ${letters.total} (${letters.last_24h} of the last 24 h); tidegate dlq list shows them`
+    : "";
+}
+
+// What waits, and which sources and triggers are paused; nothing is shown while nothing waits
+
+function eta(seconds) {
+  if (seconds === null) return "when resumed";
+  if (seconds < 120) return `${Math.round(seconds)} s`;
+  const minutes = Math.round(seconds / 60);
+  return minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+// Nobody can say when: a person, the end of a run, or the trial run of a breaker decides.
+const OPEN_ENDED = { concurrency: "next slot", breaker_open: "after trial" };
+
+function drawHeld(retries, sources, triggers) {
+  const gates = [...sources, ...triggers.map(({ workflow, name, state }) => ({ source: `${workflow}/${name}`, ...state }))];
+  const paused = gates.filter((gate) => gate.paused || gate.breaker_state !== "closed");
+  const waiting = gates.reduce((sum, gate) => sum + gate.waiting, 0);
+  const goesOn = (retry) => retry.eta_seconds !== null ? time(retry.next_attempt_at) : OPEN_ENDED[retry.reason] ?? "when resumed";
+  const rows = retries.map((retry) => el("tr", {},
+    cell("c-time", link("event", retry.event_id, goesOn(retry))),
+    cell("c-name", visible(retry.workflow ? `${retry.type} → ${retry.workflow}` : retry.type)),
+    cell("c-source", visible(retry.source)),
+    cell("c-status", pill(visible(retry.reason ?? "unknown"))),
+    cell("c-text", visible(retry.last_error ?? "")),
+    cell("c-end", retry.eta_seconds === null ? "" : eta(retry.eta_seconds))));
+  const why = ({ source, paused, paused_until, pause_reason }) =>
+    `${source}: ${paused ? `paused until ${paused_until ? time(paused_until).textContent : "resumed"}` : "breaker open"}` +
+    (paused && pause_reason ? ` (${pause_reason})` : "");
+  const section = $("#held");
+  section.hidden = !rows.length && !paused.length;
+  $("#held-title").textContent = waiting > rows.length ? `Held: ${waiting}, the next ${rows.length}` : "Held";
+  $("#paused").textContent = visible(paused.map(why).join(" · "));
+  $("table", section).hidden = !rows.length;
+  const fresh = el("tbody", {}, ...rows);
+  if (!$("tbody", section).isEqualNode(fresh) && !section.contains(document.activeElement)) $("tbody", section).replaceWith(fresh);
+}
+
+function suggest(into, values) {
+  const known = new Set([...into.children].map((option) => option.value));
+  const fresh = [...new Set(values)].filter((value) => !known.has(value)).slice(0, 200 - known.size);
+  into.append(...fresh.map((value) => el("option", { value }, value)));
+}
+
+// The panel shows what the fragment names: #event=<id> or #run=<id>
+
+const part = (title, ...children) => el("section", {}, el("h3", {}, title), ...children);
+const block = (text, name) => el("pre", { class: name, tabindex: "0" }, code(text));
+const id = (text) => text && code(visible(text));
+const moment = (iso) => iso && time(iso, 3);
+const facts = (pairs) => el("dl", {}, ...pairs.filter(([, value]) => value).map(([name, value]) =>
+  el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+
+async function eventPanel(given) {
+  const path = `/v1/events/${encodeURIComponent(given)}`;
+  const [event, story] = await Promise.all([get(path), get(`${path}/explain`)]);
+  const lines = story.decisions.map((line) => el("li", { class: tone(line.decision) },
+    el("div", {}, el("span", { class: "stage" }, line.stage), pill(line.decision), el("b", {}, visible(line.workflow ?? "")),
+      line.stage === "run" && link("run", line.run_id, "show run"), moment(line.at)),
+    line.reason && el("p", {}, visible(line.reason))));
+  return [event.type, [
+    el("p", { class: "summary" }, visible(story.summary.replace(/^no_trigger: /, ""))),
+    part("Story", el("ol", { class: "story" }, ...lines)),
+    part("Payload", block(json(event.payload, 2))),
+    Object.keys(event.metadata).length > 0 && part("Metadata", block(json(event.metadata, 2))),
+    part("Details", facts([
+      ["Source", visible(event.source)], ["External id", id(event.external_id)], ["Event id", id(event.id)],
+      ["Correlation id", event.correlation_id !== event.id && id(event.correlation_id)],
+      ["Occurred", moment(event.occurred_at)], ["Received", moment(event.received_at)],
+      ["Time to live", event.ttl_ms && `${event.ttl_ms} ms`],
+    ])),
+  ], event.id];
+}
+
+async function runPanel(given) {
+  const { run, steps } = await get(`/v1/runs/${encodeURIComponent(given)}`);
+  const lines = steps.map((step) => el("li", { class: tone(step.status) },
+    el("div", {}, pill(step.status), el("b", {}, visible(step.name)), step.retry_attempts && `retries: ${step.retry_attempts}`),
+    step.next_attempt_at && el("p", {}, "next attempt ", moment(step.next_attempt_at)),
+    step.error ? block(visible(step.error), "error") : step.result !== null && block(json(step.result, 2))));
+  return [run.workflow, [
+    el("p", { class: "summary" }, pill(run.status), " ", duration(run), run.attempts > 1 && `, attempt ${run.attempts}`),
+    run.error && part("Error", block(visible(run.error), "error")),
+    part("Steps", steps.length ? el("ol", { class: "story" }, ...lines) : el("p", { class: "calm" }, "This run has no steps.")),
+    part("Parameters", block(json(run.parameters, 2))),
+    run.output !== null && part("Output", block(json(run.output, 2))),
+    part("Details", facts([
+      ["Event", run.event_id && link("event", run.event_id, id(run.event_id))], ["Run id", id(run.id)],
+      ["Created", moment(run.created_at)], ["Started", moment(run.started_at)], ["Finished", moment(run.finished_at)],
+    ])),
+  ], run.id];
+}
+
+const panel = $("#panel");
+let opener = null; // what had the focus before the panel opened
+
+async function drawPanel() {
+  const asked = location.hash;
+  const [, kind, given] = /^#(event|run)=(.+)$/.exec(asked) ?? [];
+  const isShown = panel.dataset.shows === asked;
+  let current = asked; // the fragment of its row, which has our id where the asked one may have the producer's
+  if (kind) {
+    const draw = async () => (kind === "run" ? runPanel : eventPanel)(decodeURIComponent(given));
+    const sorry = (error) => [given, [el("p", { class: "error" }, visible(error.message))]];
+    const [title, content, id] = await draw().catch((error) => (isShown && !(error instanceof Refused) ? [] : sorry(error)));
+    if (asked !== location.hash || !content) return; // another one is wanted by now, or what is shown is still the best
+    const fresh = el("div", { id: "panel-body" }, ...content);
+    if (!$("#panel-body").isEqualNode(fresh)) $("#panel-body").replaceWith(fresh);
+    $("#panel-title").textContent = visible(title);
+    $("#panel-kind").textContent = kind;
+    current = `#${kind}=${id}`;
+  }
+  if (panel.hidden) opener = document.activeElement;
+  panel.dataset.shows = kind ? asked : "";
+  panel.hidden = !kind;
+  $("#main").inert = !panel.hidden && matchMedia("(max-width: 700px)").matches;
+  for (const a of document.querySelectorAll("tbody a")) a.closest("tr").setAttribute("aria-current", a.hash === current);
+  if (kind && !isShown) panel.focus(), panel.scrollTo(0, 0);
+}
+
+function close() {
+  history.pushState(null, "", location.pathname + location.search);
+  drawPanel();
+  opener?.focus();
+}
+
+// Polling
+
+let [timer, generation, lostAt] = [0, 0, null]; // an answer asked for in an older generation is worthless
+
+function schedule(ms) {
+  generation++;
+  clearTimeout(timer);
+  timer = setTimeout(tick, ms);
+}
+
+async function tick() {
+  const mine = generation;
+  const query = `?${new URLSearchParams([...filters(runs), ...filters(events)])}`.replace(/^\?$/, "");
+  if (query !== location.search) history.replaceState(null, "", location.pathname + query + location.hash);
+  const asked = [get("/readyz"), get("/admin/event-health"), load(runs), load(events), get("/v1/workflows"), ...["/admin/retries?limit=10", "/admin/retries?kind=deliveries&limit=10", "/admin/sources", "/admin/triggers"].map((path) => get(path))];
+  const [ready, health, runPage, eventPage, workflows, ...waits] = await Promise.allSettled(asked);
+  if (mine !== generation) return;
+  try {
+    drawHealth(ready.reason, health.value, runPage.reason ?? eventPage.reason);
+    if (health.value) drawCauses(health.value);
+    if (runPage.value) drawList(runs, runPage.value);
+    if (eventPage.value) drawList(events, eventPage.value);
+    const [held, deliveries, sources, triggers] = waits.map((answer) => answer.value);
+    if (held && deliveries && sources && triggers)
+      drawHeld([...held.retries, ...deliveries.retries], sources.sources, triggers.triggers);
+    drawCounts();
+    drawPanel();
+    suggest($("[name=workflow]"), workflows.value?.workflows.map((workflow) => workflow.slug));
+    for (const field of ["type", "source"]) suggest($(`#${field}s`), events.items?.map((event) => event[field]));
+  } finally {
+    if (!document.hidden) schedule(POLL_MS);
+  }
+}
+
+// Without a token that holds there is nothing to show but the question for one.
+function drawLogin(isLocked, why) {
+  $("#main").hidden = isLocked;
+  $("#login-why").textContent = isLocked && token() ? visible(why) : "";
+  if ($("#login").hidden === !isLocked) return;
+  $("#login").hidden = !isLocked;
+  if (isLocked) $("#token").focus();
+}
+
+function drawHealth(unready, health, failure) {
+  drawLogin(Boolean(failure?.isLocked), failure?.message);
+  const isLost = Boolean(failure) && !(failure instanceof Refused);
+  lostAt = isLost ? (lostAt ?? new Date().toISOString()) : null;
+  const lost = () => `No answer from ${location.origin} since ${time(lostAt).textContent}; trying again every two seconds.`;
+  const text = isLost ? `${lost()} What you see is its last answer.` : failure?.isLocked ? "" : visible(failure?.message ?? "");
+  if ($("#banner").textContent !== text) $("#banner").textContent = text; // said once by a screen reader, not every time
+  $("#banner").hidden = !text;
+  document.body.classList.toggle("stale", Boolean(text));
+  $("#dot").className = `dot ${unready ? "bad" : health ? tone(health.status) : "good"}`;
+  $("#health").textContent = !unready ? (health?.status ?? "ready") : unready instanceof Refused ? visible(unready.message) : "no answer";
+}
+
+const isDefault = ["http://127.0.0.1:8700", "http://localhost:8700"].includes(location.origin);
+$("#command").textContent = (isDefault ? "" : `TIDEGATE_URL=${location.origin} `) + COMMAND;
+$("#zone").textContent = `Times are local (${Intl.DateTimeFormat().resolvedOptions().timeZone}); hover for UTC.`;
+$("#close").addEventListener("click", close);
+followRows($("#held"));
+addEventListener("keydown", (key) => key.key === "Escape" && !panel.hidden && close());
+addEventListener("hashchange", drawPanel);
+$("#login").addEventListener("submit", (submit) => {
+  submit.preventDefault();
+  sessionStorage.setItem("tidegate-token", $("#token").value.trim());
+  $("#token").value = "";
+  schedule(0);
+});
+document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : schedule(0)));
+schedule(0);

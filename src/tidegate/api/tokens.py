@@ -1,0 +1,51 @@
+"""API tokens: create, list, revoke. The secret is in the answer that creates a token, and nowhere after."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tidegate.api import bodies
+from tidegate.api.routes import Route, Services, json_response
+from tidegate.flow import control
+from tidegate.flow.control import NewToken
+from tidegate.model.token import Token, TokenBody
+from tidegate.store import tokens
+
+
+class TokenList(msgspec.Struct, frozen=True):
+    """Every token, newest first, revoked ones too; none with its secret."""
+
+    tokens: list[Token]
+
+
+async def list_tokens(_: Request, services: Services) -> TokenList:
+    async with services.database.connection() as connection:
+        return TokenList(await tokens.list_all(connection))
+
+
+async def create_token(request: Request, services: Services) -> Response:
+    given = await bodies.read_plain(request)
+    made = await control.create_token(services.database, given, actor=bodies.actor(request))
+    services.access.forget()
+    return json_response(made, 201)
+
+
+async def revoke_token(request: Request, services: Services) -> Token:
+    await bodies.read(request, bodies.Nothing)
+    name_or_id: str = request.path_params["token"]
+    revoked = await control.revoke_token(services.database, name_or_id, actor=bodies.actor(request))
+    services.access.forget()
+    return revoked
+
+
+_REFUSALS = (400, 408, 413, 415, 422)
+
+ROUTES = (
+    Route("GET", "/admin/tokens", list_tokens, "Every token, without secrets", (TokenList,), scope="admin"),
+    Route("POST", "/admin/tokens", create_token, "Create a token; its secret is shown this once", (NewToken,),
+          scope="admin", status=201, body=bodies.schema(TokenBody), errors=(*_REFUSALS, 409)),
+    Route("DELETE", "/admin/tokens/{token}", revoke_token, "Revoke a token, by its name or id", (Token,),
+          scope="admin", errors=(*_REFUSALS, 404)),
+)  # fmt: skip

@@ -1,0 +1,251 @@
+"""Tidegate: the object users write workflows on, and the composition root."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from datetime import datetime
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from tidegate import settings as settings_module
+from tidegate.clock import utc_now, uuid7
+from tidegate.errors import AppError, FieldError, InvalidInput, TidegateError
+from tidegate.flow import control
+from tidegate.flow import schedule as scheduling
+from tidegate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
+from tidegate.flow.workflow import Workflow
+from tidegate.model.event import NewEvent, check_event
+from tidegate.model.predicate import Predicate
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.schedule import SOURCE, TRIGGER, ScheduleSpec, declared, event_type
+from tidegate.model.source import BreakerPolicy
+from tidegate.model.trigger import TriggerSpec, check_spec
+from tidegate.model.units import duration_ms, rate
+from tidegate.queue.choose import open_queue
+from tidegate.settings import Settings
+from tidegate.store import migrate, trigger_gates, triggers
+from tidegate.store.db import Connection, Database
+from tidegate.telemetry import traces
+from tidegate.worker.supervisor import Worker
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+REGISTERED_BY = "code"
+
+
+class Tidegate:
+    """An application: its workflows, and a way to publish. Keyword arguments override the environment's settings."""
+
+    def __init__(self, **overrides: Any) -> None:
+        self._overrides = overrides
+        self._settings: Settings | None = None
+        self._publisher: _Publisher | None = None
+        self.workflows: dict[str, Workflow] = {}
+        self.schedules: dict[str, ScheduleSpec] = {}
+
+    @property
+    def settings(self) -> Settings:
+        """Read from the environment when first asked for."""
+        if self._settings is None:
+            self._settings = settings_module.load(self._overrides)
+        return self._settings
+
+    def configure(self, settings: Settings) -> None:
+        """Use these settings (a command's), except where this object was told otherwise."""
+        given = {k: v for k, v in self._overrides.items() if v is not None}
+        self._settings = msgspec.structs.replace(settings, **given)
+
+    def workflow(
+        self,
+        on: str | None = None,
+        *,
+        every: str | int | float | None = None,
+        cron: str | None = None,
+        timezone: str | None = None,
+        source: str = "*",
+        where: str | None = None,
+        predicates: list[dict[str, Any]] | None = None,
+        params: dict[str, Any] | None = None,
+        throttle: str | None = None,
+        max_concurrency: int | None = None,
+        concurrency_key: str | None = None,
+        idempotency_key: str | None = None,
+        idempotency_window: str | int | float | None = None,
+        retry: RetryPolicy | None = None,
+        breaker: BreakerPolicy | None = None,
+        timeout: str | int | float | None = None,
+        name: str | None = None,
+    ) -> Callable[[Function], Function]:
+        """Declare a workflow: the function runs for matching events of type `on`, or by the clock (`every`, `cron`).
+
+        Its slug is the function's name, or `name`. Without `params` its arguments are taken from the payload by name.
+        AppError says what is wrong with the declaration.
+        """
+        fields = {
+            "where": where, "parameter_template": params, "idempotency_key": idempotency_key,
+            "concurrency_key": concurrency_key, "max_concurrency": max_concurrency, "retry": retry, "breaker": breaker,
+        }  # fmt: skip
+
+        def declare(function: Function) -> Function:
+            slug = name or function.__name__
+            try:
+                schedule = declared(every, cron, timezone)
+                launched_by = _launched_by(slug, on, source, schedule)
+                specs = [_spec(launched_by | fields, predicates, throttle, idempotency_window)] if launched_by else []
+                timeout_ms = None if timeout is None else duration_ms(timeout)
+                self._declare(Workflow(slug, function, specs, timeout_ms=timeout_ms), schedule)
+            except AppError:
+                raise
+            except (TidegateError, ValueError, msgspec.ValidationError) as exc:
+                raise AppError(f"workflow {slug}: {exc}") from exc
+            return function
+
+        return declare
+
+    def _declare(self, workflow: Workflow, schedule: ScheduleSpec | None) -> None:
+        if workflow.slug in self.workflows:
+            raise AppError(f"workflow {workflow.slug} is declared twice")
+        for spec in workflow.triggers:
+            check_spec(spec, workflow.slug, workflow.parameter_names)
+        self.workflows[workflow.slug] = workflow
+        if schedule is not None:
+            self.schedules[workflow.slug] = schedule
+
+    async def register(self, connection: Connection) -> list[uuid.UUID]:
+        """Make definitions, triggers and schedules as this application's workflows say; the definitions' ids."""
+        await trigger_gates.exclude(connection)
+        ids = []
+        for workflow in sorted(self.workflows.values(), key=lambda w: w.slug):
+            definition_id = await triggers.upsert_definition(
+                connection,
+                slug=workflow.slug,
+                kind="python",
+                parameters=workflow.parameter_names,
+                config={},
+                actor=REGISTERED_BY,
+            )
+            for spec in workflow.triggers:
+                await control.declare_trigger(connection, workflow.slug, definition_id, spec, REGISTERED_BY)
+            await scheduling.declare(connection, workflow.slug, definition_id, self.schedules.get(workflow.slug))
+            ids.append(definition_id)
+        return ids
+
+    async def worker(self) -> Worker:
+        """A worker for this application, its workflows registered."""
+        traces.switch_on()
+        database = Database(self.settings.require_database_url(), "register", size=1)
+        try:
+            await migrate.require_current(database)
+            await control.seed_limits(database, self.settings.source_rate_limits)
+            definitions = await database.run(self.register)
+        finally:
+            await database.close()
+        return Worker(self.settings, self.workflows, definitions)
+
+    async def publish(
+        self,
+        type: str,
+        *,
+        source: str,
+        payload: dict[str, Any] | None = None,
+        id: str | None = None,
+        occurred_at: datetime | None = None,
+        correlation_id: str | None = None,
+        ttl_ms: int | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> Accepted:
+        """Publish an event straight into the database; returns when it is committed.
+
+        Raises InvalidInput, Conflict (the id was used before with another body) or Unavailable.
+        """
+        given = {
+            "id": id,
+            "type": type,
+            "source": source,
+            "occurred_at": occurred_at.isoformat() if occurred_at else None,
+            "payload": payload,
+            "correlation_id": correlation_id,
+            "ttl_ms": ttl_ms,
+            "metadata": metadata,
+        }
+        event = checked(given, self.settings)
+        loop = asyncio.get_running_loop()
+        if self._publisher is None or self._publisher.loop is not loop:
+            self._publisher = _Publisher(self.settings, loop)
+        return (await self._publisher.ingest.accept([event]))[0]
+
+    async def close(self) -> None:
+        """Close what `publish` opened."""
+        if self._publisher is not None:
+            publisher, self._publisher = self._publisher, None
+            await publisher.close()
+
+    async def __aenter__(self) -> Tidegate:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _launched_by(slug: str, on: str | None, source: str, schedule: ScheduleSpec | None) -> dict[str, str]:
+    """The name, type and source of the trigger: the events asked for, or the schedule's own; empty for none."""
+    if schedule is None:
+        return {} if on is None else {"name": "code", "event_type": on, "event_source": source}
+    if on is not None:
+        raise AppError(f"workflow {slug}: on: goes without every and cron, which publish their own events")
+    if source != "*":
+        raise AppError(f"workflow {slug}: source: goes with on; the events of a schedule come from {SOURCE}")
+    return {"name": TRIGGER, "event_type": event_type(slug), "event_source": SOURCE}
+
+
+def _spec(
+    fields: dict[str, Any],
+    predicates: list[dict[str, Any]] | None,
+    throttle: str | None,
+    idempotency_window: str | int | float | None,
+) -> TriggerSpec:
+    """The trigger that a declaration describes, its rates and durations written out."""
+    spec = TriggerSpec(predicates=msgspec.convert(predicates or [], list[Predicate]), **fields)
+    if throttle is not None:
+        count, window_ms = rate(throttle)
+        spec = msgspec.structs.replace(spec, throttle_count=count, throttle_window_ms=window_ms)
+    if idempotency_window is not None:
+        spec = msgspec.structs.replace(spec, idempotency_window_ms=duration_ms(idempotency_window))
+    return spec
+
+
+class _Publisher:
+    """What `Tidegate.publish` needs, for one event loop."""
+
+    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        url = settings.require_database_url()
+        self._database = Database(url, "publish", size=2, lock_timeout_ms=LOCK_TIMEOUT_MS)
+        self._queue = open_queue(settings, self._database)
+        self.ingest = Ingest(
+            self._database, max_waiting=settings.ingest_max_waiting, after_commit=lambda: self._queue.hint("inbox")
+        )
+
+    async def close(self) -> None:
+        await self.ingest.close()
+        await self._queue.close()
+        await self._database.close()
+
+
+def checked(given: dict[str, Any], settings: Settings) -> NewEvent:
+    """One event from plain values. InvalidInput names each field that breaks a rule."""
+    try:
+        plain = msgspec.to_builtins(given, str_keys=True)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InvalidInput("the event cannot be published", [FieldError("payload", f"is not JSON: {exc}")]) from exc
+    errors: list[FieldError] = []
+    event = check_event(plain, new_id=uuid7(), now=utc_now(), limits=settings.limits, errors=errors)
+    if event is None:
+        raise InvalidInput("the event cannot be published", errors)
+    return event

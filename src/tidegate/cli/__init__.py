@@ -1,0 +1,78 @@
+"""The `tidegate` command. Exit status: 0 done, 1 the server refused, 2 wrong usage or settings."""
+
+from __future__ import annotations
+
+import sys
+from typing import ClassVar
+
+import click
+
+from tidegate import __version__
+from tidegate.errors import AppError, InvalidInput, SchemaError, SettingsError, TidegateError
+
+
+class _LazyGroup(click.Group):
+    """Loads a command's module when it is used, so that `tidegate publish` does not import the server."""
+
+    _homes: ClassVar[dict[str, str]] = {
+        "dev": "process",
+        "serve": "process",
+        "worker": "process",
+        "migrate": "migrate",
+        "publish": "publish",
+        "events": "events",
+        "explain": "events",
+        "runs": "runs",
+        "workflows": "workflows",
+        "schedules": "schedules",
+        "sources": "sources",
+        "webhooks": "webhooks",
+        "triggers": "triggers",
+        "deliveries": "deliveries",
+        "retries": "retries",
+        "dlq": "dlq",
+        "prune": "prune",
+        "health": "health",
+        "doctor": "doctor",
+        "top": "top",
+        "token": "token",
+        "audit": "audit",
+    }
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._homes)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        from importlib import import_module
+
+        home = self._homes.get(cmd_name)
+        if home is None:
+            return None
+        command: click.Command = getattr(import_module(f"tidegate.cli.{home}"), cmd_name)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="tidegate")
+def cli() -> None:
+    """A durable event gate and scheduler.
+
+    Try it: `tidegate dev`, then `tidegate publish order.created --source shop.api --data '{"id": 7, "amount": 120}'`.
+    """
+
+
+def main() -> None:
+    """The entry point: every refusal is one clear sentence on standard error."""
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as exc:
+        exc.show()
+        sys.exit(2)
+    except (SettingsError, SchemaError, AppError, InvalidInput) as exc:
+        click.echo(f"tidegate: {exc}", err=True)
+        sys.exit(2)
+    except TidegateError as exc:
+        click.echo(f"tidegate: {exc}", err=True)
+        sys.exit(1)

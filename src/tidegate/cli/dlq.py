@@ -1,0 +1,138 @@
+"""`tidegate dlq`: what was given up, and replaying it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from tidegate.cli.output import client, json_option, last_line, plain, print_json, print_table, short_json, short_time
+from tidegate.cli.triggers import find_trigger
+from tidegate.client import Client
+
+
+@click.group()
+def dlq() -> None:
+    """Look at what was given up (dead letters), and replay it."""
+
+
+def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--until", default=None, metavar="TIME", help="Only given up before, as in 2026-01-31T09:30:00Z."),
+        click.option("--since", default=None, metavar="TIME", help="Only given up then or later."),
+        click.option("--reason", default=None, help="Only with this text in the reason."),
+        click.option("--workflow", default=None, help="Only of this workflow's deliveries and runs."),
+        click.option("--trigger", default=None, metavar="ID", help="Only of this trigger: its id, or WORKFLOW/NAME."),
+        click.option("--source", default=None, help="Only of this source's events."),
+        click.option("--kind", default=None, type=click.Choice(("event", "delivery", "run", "step"))),
+    ):
+        command = option(command)
+    return command
+
+
+def _asked(api: Client, trigger: str | None, **filters: str | None) -> dict[str, Any]:
+    trigger_id = find_trigger(api, trigger)["id"] if trigger is not None else None
+    return {name: value for name, value in (filters | {"trigger_id": trigger_id}).items() if value is not None}
+
+
+@dlq.command("list")
+@_filters
+@click.option("--state", default="open", show_default=True, type=click.Choice(("open", "scheduled", "replayed", "all")))
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))
+@json_option
+def list_letters(as_json: bool, limit: int, state: str, trigger: str | None, **filters: str | None) -> None:
+    """List what was given up, newest first."""
+    with client() as api:
+        asked = _asked(api, trigger, **filters)
+        page = api.request("GET", "/admin/dead-letters", state=state, limit=limit, **asked)
+    if as_json:
+        print_json(page)
+        return
+    rows = [
+        (one["id"], one["kind"], one["workflow"] or one["source"] or "", short_time(one["created_at"]), _state(one),
+         last_line(one["reason"]))
+        for one in page["dead_letters"]
+    ]  # fmt: skip
+    print_table(("ID", "KIND", "OF", "GIVEN UP", "REPLAY", "REASON"), rows, "No dead letters.")
+
+
+@dlq.command("show")
+@click.argument("letter_id", metavar="ID")
+@json_option
+def show_letter(letter_id: str, as_json: bool) -> None:
+    """Show one dead letter."""
+    with client() as api:
+        found = api.request("GET", f"/admin/dead-letters/{letter_id}")
+    if as_json:
+        print_json(found)
+        return
+    for field, value in found.items():
+        if value is not None and value != {}:
+            text = value if isinstance(value, str) else short_json(value, 2000)
+            click.echo(f"{field:<20}{plain(short_time(text) if field.endswith('_at') else text)}")
+
+
+@dlq.command("replay")
+@click.argument("letter_id", metavar="[ID]", required=False)
+@_filters
+@click.option("--all", "all_letters", is_flag=True, help="Every open letter, when no filter is given.")
+@click.option("--rate", default=10.0, show_default=True, type=float, help="How many per second.")
+@click.option("--dry-run", is_flag=True, help="Only count them.")
+@click.option("--force", is_flag=True, help="Also when it was replayed before; with an ID.")
+@json_option
+def replay(
+    letter_id: str | None,
+    all_letters: bool,
+    rate: float,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+    trigger: str | None,
+    **filters: str | None,
+) -> None:
+    """Replay the dead letter ID at once; or those that the options describe, one after the other."""
+    is_filtered = trigger is not None or any(filters.values())
+    if (letter_id is not None) == (is_filtered or all_letters):
+        raise click.UsageError("say which: an ID, or options such as --kind and --source, or --all")
+    if letter_id is not None and dry_run:
+        raise click.UsageError("--dry-run goes with options such as --kind, not with an ID")
+    if letter_id is None and force:
+        raise click.UsageError("--force goes with an ID")
+    with client() as api:
+        if letter_id is not None:
+            done = api.request("POST", f"/admin/dead-letters/{letter_id}/replay", {"force": force})
+        else:
+            asked = _asked(api, trigger, **filters)
+            done = api.request("POST", "/admin/dead-letters/replay", asked | {"rate": rate, "dry_run": dry_run})
+    if as_json:
+        print_json(done)
+    elif letter_id is not None and done["status"] == "replayed":
+        click.echo(f"replayed {done['id']} into {done['replayed_into']}")
+    elif letter_id is not None:
+        click.echo(f"{done['id']} waits for a free slot of its trigger")
+    elif dry_run:
+        click.echo(f"{done['count']} would be replayed")
+    else:
+        last = f", the last at {short_time(done['last_at'])}" if done["last_at"] else ""
+        click.echo(f"{done['count']} are to be replayed, {rate:g} per second{last}")
+
+
+@dlq.command("stop")
+@json_option
+def stop(as_json: bool) -> None:
+    """Call off the replays whose time has not come; their letters stay."""
+    with client() as api:
+        done = api.request("POST", "/admin/dead-letters/stop")
+    if as_json:
+        print_json(done)
+    else:
+        click.echo(f"{done['count']} replays were called off")
+
+
+def _state(letter: dict[str, Any]) -> str:
+    if letter["replay_at"]:
+        return f"at {short_time(letter['replay_at'])}"
+    if letter["replayed_at"]:
+        return f"{short_time(letter['replayed_at'])} by {letter['replayed_by']}"
+    return f"refused: {letter['replay_error']}" if letter["replay_error"] else ""

@@ -1,0 +1,95 @@
+"""`tidegate health`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from datetime import datetime
+from typing import Any
+
+import click
+
+from tidegate.cli.output import client, json_option, plain, print_json, print_table, short_eta, short_time
+
+_COLOURS = {"ok": "green", "degraded": "yellow", "critical": "red"}
+# What to do about a cause, as a command where there is one; `{}` is its subject.
+_NEXT_STEPS = {
+    "source_paused": "tidegate sources resume {}",
+    "trigger_paused": "tidegate triggers resume {}",
+    "source_breaker_open": "it closes by itself once events succeed; at once: tidegate sources resume {}",
+    "trigger_breaker_open": "it closes by itself once its trial run succeeds; at once: tidegate triggers resume {}",
+    "retries_overdue": "tidegate retries list --kind {}",
+    "ingress_stalled": "start more workers: tidegate worker APP",
+    "triggers_stalled": "start more workers: tidegate worker APP",
+    "runs_stalled": "start more workers: tidegate worker APP",
+    "dead_letters_growing": "tidegate dlq list --kind {0}; once it is mended: tidegate dlq replay --kind {0}",
+    "no_worker": "start one: tidegate worker APP",
+    "workflow_unserved": "start a worker whose APP has {}: tidegate worker APP",
+    "reconcile_failing": "look for reconcile in the logs of the workers",
+}
+
+
+@click.command()
+@json_option
+def health(as_json: bool) -> None:
+    """Say whether everything that should move moves, and if not, why. Exit status 0 ok, 1 otherwise."""
+    with client() as api:
+        found = api.request("GET", "/admin/event-health")
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+    if found["status"] != "ok":
+        sys.exit(1)
+
+
+def _print(found: dict[str, Any]) -> None:
+    # The width is the terminal's, or all that is needed when piped.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    status = click.style(found["status"], fg=_COLOURS[found["status"]], bold=True)
+    click.echo(f"{status} at {short_time(found['generated_at'])} UTC")
+    now = datetime.fromisoformat(found["generated_at"])
+    for cause in found["causes"]:
+        click.echo("")
+        _print_cause(cause, now, width)
+    rows = [
+        (name, str(q["ready"]), str(q["delayed"]), str(q["active"]), short_eta(q["oldest_due_age_seconds"]))
+        for name, q in found["queues"].items()
+    ]
+    click.echo("")
+    print_table(("QUEUE", "READY", "DELAYED", "ACTIVE", "OLDEST DUE FOR"), rows, "")
+    letters = found["dead_letters"]
+    click.echo(f"dead letters: {letters['total']} ({letters['last_24h']} of the last 24 h)")
+
+
+def _print_cause(cause: dict[str, Any], now: datetime, width: int | None) -> None:
+    """A paragraph: how bad, what and about whom, since when; what it means; what to do; where to read on."""
+    since = ""
+    if cause["since"]:
+        age = max(0.0, (now - datetime.fromisoformat(cause["since"])).total_seconds())
+        since = f", since {short_time(cause['since'])} ({short_eta(age)})"
+    title = _wrapped(f"{cause['severity']}: {cause['code']} {_whom(cause)}{since}", "", width)
+    severity = cause["severity"]
+    click.echo(title.replace(severity, click.style(severity, fg=_COLOURS[severity], bold=True), 1))
+    click.echo(_wrapped(cause["message"], "  ", width))
+    if cause["code"] in _NEXT_STEPS:
+        click.echo(_wrapped(f"do:  {_NEXT_STEPS[cause['code']].format(_whom(cause))}", "  ", width))
+    click.echo(_wrapped(f"see: {cause['runbook']}", "  ", width))
+
+
+def _whom(cause: dict[str, Any]) -> str:
+    """Its subject, as commands take it: of a trigger the name, with which its message begins."""
+    if cause["code"] not in ("trigger_paused", "trigger_breaker_open"):
+        return str(cause["subject"])
+    name, separator, _ = cause["message"].partition(": ")
+    return name if separator and "/" in name else str(cause["subject"])
+
+
+def _wrapped(text: str, indent: str, width: int | None) -> str:
+    if width is None:
+        return indent + plain(text)
+    hanging = f"{indent}     " if text.startswith(("do: ", "see:")) else indent or "  "
+    # Commands and addresses are to be copied: they are not broken within a word.
+    return textwrap.fill(plain(text), max(20, width), initial_indent=indent, subsequent_indent=hanging,
+                         break_long_words=False, break_on_hyphens=False)  # fmt: skip

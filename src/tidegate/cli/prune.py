@@ -1,0 +1,74 @@
+"""`tidegate prune`: delete what is finished and old."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import click
+
+from tidegate import settings
+from tidegate.cli.output import print_json, user
+from tidegate.flow.prune import Prune, Retention
+from tidegate.model.units import duration_ms
+from tidegate.store import audit, migrate
+from tidegate.store.db import Database
+
+
+def _seconds(_: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return duration_ms(text) // 1000
+    except ValueError as exc:
+        raise click.BadParameter(str(exc), param=option) from exc
+
+
+@click.command()
+@click.option(
+    "--events", callback=_seconds, metavar="AGE", help="Finished events with all that came of them, as in 30d."
+)
+@click.option("--dead-letters", callback=_seconds, metavar="AGE", help="Dead letters, replayed or not.")
+@click.option("--audit", callback=_seconds, metavar="AGE", help="Rows of the audit log.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def prune(events: int | None, dead_letters: int | None, audit: int | None, as_json: bool) -> None:
+    """Delete what has been finished for longer than AGE; what is not said is taken from TIDEGATE_RETENTION_…
+
+    Works on TIDEGATE_DATABASE_URL itself, in small batches; stop it whenever you like and begin again.
+    """
+    given = settings.load()
+    kept = Retention(
+        given.retention_events_seconds if events is None else events,
+        given.retention_dead_letters_seconds if dead_letters is None else dead_letters,
+        given.retention_audit_seconds if audit is None else audit,
+    )
+    if not any(kept):
+        raise click.UsageError(
+            "nothing is to be deleted: give --events, --dead-letters or --audit, or set TIDEGATE_RETENTION_…"
+        )
+    total = asyncio.run(_prune(given.require_database_url(), kept, quiet=as_json))
+    if as_json:
+        print_json(total)
+    else:
+        click.echo(f"deleted {_words(total)}")
+
+
+async def _prune(url: str, kept: Retention, *, quiet: bool) -> Counter[str]:
+    database = Database(url, "prune", size=1)
+    total: Counter[str] = Counter()
+    try:
+        await migrate.require_current(database)
+        pruning = Prune(database, kept)
+        while not (pruned := await pruning.run_once()).is_done:
+            total.update(pruned.deleted)
+            if pruned.deleted and not quiet:
+                click.echo(f"… {_words(total)}", err=True)
+        async with database.connection() as connection:
+            await audit.insert(connection, actor=user() or "cli", action="prune", subject="*", after=dict(total))
+    finally:
+        await database.close()
+    return total
+
+
+def _words(total: Counter[str]) -> str:
+    return ", ".join(f"{count} {table.replace('_', ' ')}" for table, count in total.items()) or "nothing"

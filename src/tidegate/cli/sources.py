@@ -1,0 +1,102 @@
+"""`tidegate sources`: limits and pauses."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from tidegate.cli.output import client, json_option, print_json, print_table, short_time
+from tidegate.cli.pauses import parsed, pause_body, pause_options
+from tidegate.model import units
+from tidegate.model.units import written_duration, written_rate
+
+
+@click.group()
+def sources() -> None:
+    """Look at sources; limit, pause and resume them."""
+
+
+@sources.command("list")
+@json_option
+def list_sources(as_json: bool) -> None:
+    """List sources that have a limit, a pause, a breaker or waiting events."""
+    with client() as api:
+        found = api.request("GET", "/admin/sources")
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (s["source"], _limit(s), str(s["waiting"]), short_time(s["next_attempt_at"]), s["updated_by"], _state(s))
+        for s in found["sources"]
+    ]
+    empty = "No source has a limit, a pause, a breaker or waiting events."
+    print_table(("SOURCE", "LIMIT", "WAITING", "NEXT", "CHANGED BY", "STATE"), rows, empty)
+
+
+@sources.command("limit")
+@click.argument("source")
+@click.argument("rate", required=False)
+@click.option("--pause", "pause", default=None, metavar="DURATION", help="Once exceeded, hold everything this long.")
+@click.option("--remove", is_flag=True, help="Remove the limit.")
+@json_option
+def limit_source(source: str, rate: str | None, pause: str | None, remove: bool, as_json: bool) -> None:
+    """Let at most RATE (20/s, 500/h, 20/10s) events of SOURCE through; '*' is the default for all others."""
+    if remove == (rate is not None) or (remove and pause is not None):
+        raise click.UsageError("give a RATE such as 100/s (with --pause 5s, if wanted), or --remove alone")
+    path = _path(source, "limit")
+    if rate is None:
+        _act("DELETE", path, None, as_json)
+        return
+    count, interval_ms = parsed(units.rate, rate)
+    pause_ms = parsed(units.duration_ms, pause) if pause is not None else 0
+    _act("PUT", path, {"limit": count, "interval_ms": interval_ms, "pause_ms": pause_ms}, as_json)
+
+
+@sources.command("pause")
+@click.argument("source")
+@pause_options
+@json_option
+def pause_source(source: str, duration: str | None, until: str | None, reason: str | None, as_json: bool) -> None:
+    """Hold every event of SOURCE: for a time, until a time, or until it is resumed."""
+    _act("POST", _path(source, "pause"), pause_body(duration, until, reason), as_json)
+
+
+@sources.command("resume")
+@click.argument("source")
+@json_option
+def resume_source(source: str, as_json: bool) -> None:
+    """Lift the pause of SOURCE and close its breaker; what waits goes on at the allowed rate."""
+    _act("POST", _path(source, "resume"), None, as_json)
+
+
+def _act(method: str, path: str, body: Any, as_json: bool) -> None:
+    with client() as api:
+        changed = api.request(method, path, body)
+    if as_json:
+        print_json(changed)
+        return
+    waiting = f"; {changed['waiting']} waiting" if changed["waiting"] else ""
+    click.echo(f"{changed['source']}: {_limit(changed)}; {_state(changed)}{waiting}")
+
+
+def _path(source: str, verb: str) -> str:
+    return f"/admin/sources/{quote(source, safe='')}/{verb}"
+
+
+def _limit(source: dict[str, Any]) -> str:
+    if source["limit"] is None:
+        return "no limit"
+    text = written_rate(source["limit"], source["interval_ms"])
+    return f"{text}, pause {written_duration(source['pause_ms'])}" if source["pause_ms"] else text
+
+
+def _state(source: dict[str, Any]) -> str:
+    if source["paused"]:
+        until = f"until {short_time(source['paused_until'])} UTC" if source["paused_until"] else "until resumed"
+        reason = f": {source['pause_reason']}" if source["pause_reason"] else ""
+        return f"paused {until} by {source['paused_by']}{reason}"
+    if source["breaker_state"] != "closed":
+        return f"breaker open, probe from {short_time(source['breaker_until'])} UTC on: {source['breaker_reason']}"
+    return "open"

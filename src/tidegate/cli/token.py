@@ -1,0 +1,120 @@
+"""`tidegate token`: on the database when its address is set, which is how the first one is made; else by the API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import quote
+
+import click
+import msgspec
+
+from tidegate import settings
+from tidegate.cli.output import client, json_option, print_json, print_table, short_time, user
+from tidegate.cli.pauses import parsed
+from tidegate.flow import control
+from tidegate.model import units
+from tidegate.model.token import SCOPES
+from tidegate.store import migrate, tokens
+from tidegate.store.db import Database
+from tidegate.telemetry import logs
+
+DEFAULT_ACTOR = "cli"
+
+
+@click.group()
+def token() -> None:
+    """Create, list and revoke API tokens.
+
+    With TIDEGATE_DATABASE_URL set, on that database: whoever may write to it needs no token. Else over the API at
+    TIDEGATE_URL, with a token of scope admin in TIDEGATE_TOKEN.
+    """
+
+
+@token.command("create")
+@click.argument("name")
+@click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(SCOPES),
+              help="What it may do; may be given several times. admin may do everything.")  # fmt: skip
+@click.option("--source", "sources", multiple=True, metavar="PATTERN",
+              help="Publish for these sources only, exact or with *; may be given several times.")  # fmt: skip
+@click.option("--expires", default=None, metavar="DURATION", help="End after so long, as in 90d; else when revoked.")
+@json_option
+def create(name: str, scopes: tuple[str, ...], sources: tuple[str, ...], expires: str | None, as_json: bool) -> None:
+    """Create a token and print its secret, this once."""
+    body: dict[str, Any] = {"name": name, "scopes": list(scopes)}
+    if sources:
+        body["sources"] = list(sources)
+    if expires is not None:
+        body["expires_in_ms"] = parsed(units.duration_ms, expires)
+    made = _done(
+        lambda database: control.create_token(database, body, actor=user() or DEFAULT_ACTOR),
+        ("POST", "/admin/tokens", body),
+    )
+    if as_json:
+        print_json(made)
+        return
+    click.echo(made["secret"])
+    click.echo(f"tidegate: token {name} created; this is the only time that it is shown", err=True)
+
+
+@token.command("list")
+@json_option
+def list_tokens(as_json: bool) -> None:
+    """List tokens, revoked ones too."""
+    found = _done(_listed, ("GET", "/admin/tokens", None))
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            t["name"],
+            ", ".join(t["scopes"]),
+            ", ".join(t["sources"] or []),
+            f"revoked {short_time(t['revoked_at'])}" if t["revoked_at"] else short_time(t["expires_at"]),
+            short_time(t["last_used_at"]),
+            t["created_by"],
+            t["id"],
+        )
+        for t in found["tokens"]
+    ]
+    print_table(("NAME", "SCOPES", "SOURCES", "ENDS", "LAST USED", "CREATED BY", "ID"), rows, "No tokens yet.")
+
+
+@token.command("revoke")
+@click.argument("name_or_id", metavar="NAME|ID")
+@json_option
+def revoke(name_or_id: str, as_json: bool) -> None:
+    """Revoke a token; every API refuses it within a second."""
+    revoked = _done(
+        lambda database: control.revoke_token(database, name_or_id, actor=user() or DEFAULT_ACTOR),
+        ("DELETE", f"/admin/tokens/{quote(name_or_id, safe='')}", None),
+    )
+    if as_json:
+        print_json(revoked)
+        return
+    click.echo(f"token {revoked['name']} is revoked")
+
+
+async def _listed(database: Database) -> dict[str, Any]:
+    async with database.connection() as connection:
+        return {"tokens": await tokens.list_all(connection)}
+
+
+def _done(on_database: Callable[[Database], Awaitable[Any]], request: tuple[str, str, Any]) -> Any:
+    """What the database or else the API answers, as plain values."""
+    given = settings.load()
+    if given.database_url is None:
+        with client() as api:
+            return api.request(*request)
+    logs.configure("error", given.log_format)  # the command says itself what it did
+
+    async def work(url: str) -> Any:
+        database = Database(url, "cli", size=1)
+        try:
+            await migrate.require_current(database)
+            return await on_database(database)
+        finally:
+            await database.close()
+
+    return msgspec.to_builtins(asyncio.run(work(given.database_url)))

@@ -1,0 +1,151 @@
+"""Triggers and events as people write them: YAML or JSON files, and `--set field=value`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import yaml
+
+from tidegate.model import units
+
+MAX_DEPTH = 100
+MAX_VALUES = 100_000
+# What the server decides; a trigger as `show --json` prints it may be sent back.
+READ_ONLY = ("id", "workflow", "state", "created_by", "created_at", "updated_by", "updated_at")
+_TEXT_FIELDS = ("name", "event_type", "event_source", "where", "idempotency_key", "concurrency_key", "status")
+# Durations as people write them, beside the fields in milliseconds.
+_DURATIONS = {"idempotency_window": "idempotency_window_ms"}
+_DURATIONS_IN = {
+    "retry": {"base": "base_ms", "cap": "max_ms", "max_age": "max_age_ms"},
+    "breaker": {"window": "window_ms", "pause": "pause_ms"},
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without the trap that a key given twice silently wins."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"the key {key.value} is there twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_object(file: str) -> dict[str, Any]:
+    """The object in a YAML or JSON file, `-` for standard input. UsageError says what is wrong, and where."""
+    name = "standard input" if file == "-" else file
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        raise click.UsageError(f"{name} cannot be read: {reason}") from exc
+    found = _parsed(text, name)
+    if not isinstance(found, dict):
+        raise click.UsageError(f"{name} must hold one object (name: value), not {_kind(found)}")
+    _check(found, name)
+    return found
+
+
+def trigger_fields(given: dict[str, Any], *, keep_version: bool) -> dict[str, Any]:
+    """The fields to send: what the server decides is left out, rates and durations are written out."""
+    dropped = READ_ONLY if keep_version else (*READ_ONLY, "version")
+    fields = {name: value for name, value in given.items() if name not in dropped}
+    if "throttle" in fields:
+        rate = fields.pop("throttle")
+        count, window_ms = (None, None) if rate is None else _unit(units.rate, rate, "throttle")
+        fields |= {"throttle_count": count, "throttle_window_ms": window_ms}
+    fields = _in_ms(fields, _DURATIONS, "")
+    for name, durations in _DURATIONS_IN.items():
+        if isinstance(fields.get(name), dict):
+            fields[name] = _in_ms(fields[name], durations, f"{name}.")
+    return fields
+
+
+def set_fields(assignments: tuple[str, ...]) -> dict[str, Any]:
+    """`field=value` pairs: text for the fields that are text, JSON for the others; `null` clears."""
+    fields: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name.strip():
+            raise click.UsageError(f"--set is written field=value, not {assignment!r}")
+        fields[name.strip()] = None if text == "null" else text if name in _TEXT_FIELDS else _value(text)
+    return fields
+
+
+def _value(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+
+
+def _in_ms(fields: dict[str, Any], durations: dict[str, str], place: str) -> dict[str, Any]:
+    said = {durations[n]: _unit(units.duration_ms, v, f"{place}{n}") for n, v in fields.items() if n in durations}
+    return {name: value for name, value in fields.items() if name not in durations} | said
+
+
+def _unit(parse: Callable[[Any], Any], value: Any, field: str) -> Any:
+    try:
+        return None if value is None else parse(value)
+    except ValueError as exc:
+        raise click.UsageError(f"{field}: {exc}") from exc
+
+
+def _parsed(text: str, name: str) -> Any:
+    if text.lstrip().startswith("{"):
+        try:
+            return msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError) as exc:
+            if name.endswith(".json"):
+                raise click.UsageError(f"{name} is not JSON: {exc}") from exc
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise click.UsageError(f"{name} is not YAML{place}: {exc.problem or exc.context}") from exc
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+        reason = "it is nested too deeply" if isinstance(exc, RecursionError) else str(exc).splitlines()[0]
+        raise click.UsageError(f"{name} is not YAML: {reason}") from exc
+
+
+def _check(found: Any, name: str) -> None:
+    """What YAML can say and JSON cannot; aliases may make much, or no end, of a little."""
+    left: list[tuple[Any, int]] = [(found, 0)]
+    for count in itertools.count():
+        if not left:
+            return
+        value, depth = left.pop()
+        if depth > MAX_DEPTH or count > MAX_VALUES:
+            raise click.UsageError(f"{name} is nested too deeply" if depth > MAX_DEPTH else f"{name} is too large")
+        if isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str):
+                    hint = (
+                        "; YAML reads on, off, yes and no as true and false: quote them"
+                        if isinstance(key, bool)
+                        else ""
+                    )
+                    raise click.UsageError(f"{name}: a name must be text, not {key!r}{hint}")
+            left += [(inner, depth + 1) for inner in value.values()]
+        elif isinstance(value, list):
+            left += [(inner, depth + 1) for inner in value]
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise click.UsageError(f"{name}: {value} is not a number that can be sent")
+        elif isinstance(value, bytes | set):
+            raise click.UsageError(f"{name}: holds a {type(value).__name__}, which JSON does not have")
+
+
+def _kind(value: Any) -> str:
+    return {type(None): "nothing", list: "a list", str: "text"}.get(type(value), f"a {type(value).__name__}")

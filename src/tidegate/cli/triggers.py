@@ -1,0 +1,305 @@
+"""`tidegate triggers`: what launches workflows, when, and how often."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from tidegate.cli.output import (
+    client,
+    json_option,
+    print_json,
+    print_table,
+    short_json,
+    short_time,
+)
+from tidegate.cli.pauses import pause_body, pause_options
+from tidegate.cli.trigger_files import read_object, set_fields, trigger_fields
+from tidegate.client import Client
+from tidegate.errors import NotFound
+from tidegate.model.units import written_duration, written_rate
+
+
+@click.group()
+def triggers() -> None:
+    """Look at triggers; create, change, pause and try them. ID is a trigger's id, or WORKFLOW/NAME."""
+
+
+@triggers.command("list")
+@click.argument("workflow", required=False)
+@json_option
+def list_triggers(workflow: str | None, as_json: bool) -> None:
+    """List the triggers of WORKFLOW, or all."""
+    with client() as api:
+        found = api.request("GET", _of_workflow(workflow) if workflow else "/admin/triggers")
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            t["id"],
+            _name(t),
+            _events(t),
+            _limits(t),
+            str(t["state"]["waiting"]),
+            f"v{t['version']} by {t['updated_by']}",
+            _state(t),
+        )
+        for t in found["triggers"]
+    ]
+    columns = ("ID", "TRIGGER", "ON", "LIMITS", "WAITING", "VERSION", "STATE")
+    print_table(columns, rows, "No triggers yet.")
+
+
+@triggers.command("create")
+@click.option("-f", "--file", required=True, help="YAML or JSON; - for standard input.")
+@click.option("--workflow", default=None, help="The workflow to launch, unless the file says it.")
+@json_option
+def create_trigger(file: str, workflow: str | None, as_json: bool) -> None:
+    """Create a trigger from a file."""
+    given = read_object(file)
+    target = workflow or given.get("workflow")
+    if not isinstance(target, str) or not target:
+        raise click.UsageError("say which workflow to launch: `workflow: NAME` in the file, or --workflow NAME")
+    if workflow and given.get("workflow", workflow) != workflow:
+        raise click.UsageError(f"the file says workflow {given['workflow']}, --workflow says {workflow}")
+    with client() as api:
+        made = api.request("POST", _of_workflow(target), trigger_fields(given, keep_version=False))
+    _tell(made, as_json, "created")
+
+
+@triggers.command("show")
+@click.argument("trigger_id", metavar="ID")
+@json_option
+def show_trigger(trigger_id: str, as_json: bool) -> None:
+    """Show one trigger: what it takes, its limits, its state."""
+    with client() as api:
+        found = find_trigger(api, trigger_id)
+    if as_json:
+        print_json(found)
+        return
+    click.echo(f"{_name(found)}  {found['id']}")
+    rows = [(name, text) for name, text in _lines(found) if text]
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        click.echo(f"  {name:<{width}}  {text}")
+
+
+@triggers.command("update")
+@click.argument("trigger_id", metavar="ID")
+@click.option("-f", "--file", default=None, help="The fields to change, as YAML or JSON; - for standard input.")
+@click.option("--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="One field; null clears it.")
+@json_option
+def update_trigger(trigger_id: str, file: str | None, assignments: tuple[str, ...], as_json: bool) -> None:
+    """Change a trigger; what is not named stays. What waits is judged anew, what is disabled is cancelled."""
+    if (file is None) == (not assignments):
+        raise click.UsageError("give -f FILE, or --set FIELD=VALUE once or more")
+    given = read_object(file) if file is not None else set_fields(assignments)
+    fields = trigger_fields(given, keep_version=True)
+    with client() as api:
+        before = find_trigger(api, trigger_id)
+        changed = api.request("PATCH", trigger_path(before), fields)
+    _tell(changed, as_json, "changed" if changed["version"] != before["version"] else "unchanged")
+
+
+@triggers.command("delete")
+@click.argument("trigger_id", metavar="ID")
+@json_option
+def delete_trigger(trigger_id: str, as_json: bool) -> None:
+    """Delete a trigger and cancel the deliveries that wait for it; runs that have begun go on."""
+    with client() as api:
+        deleted = api.request("DELETE", trigger_path(find_trigger(api, trigger_id)))
+    if as_json:
+        print_json(deleted)
+    else:
+        count = deleted["cancelled"]
+        also = f"; {count} waiting {'delivery' if count == 1 else 'deliveries'} cancelled" if count else ""
+        click.echo(f"deleted {deleted['workflow']}/{deleted['name']}{also}")
+
+
+@triggers.command("pause")
+@click.argument("trigger_id", metavar="ID")
+@pause_options
+@json_option
+def pause_trigger(trigger_id: str, duration: str | None, until: str | None, reason: str | None, as_json: bool) -> None:
+    """Hold every launch of a trigger: for a time, until a time, or until it is resumed."""
+    body = pause_body(duration, until, reason)
+    with client() as api:
+        changed = api.request("POST", f"/admin/triggers/{find_trigger(api, trigger_id)['id']}/pause", body)
+    _tell(changed, as_json)
+
+
+@triggers.command("resume")
+@click.argument("trigger_id", metavar="ID")
+@json_option
+def resume_trigger(trigger_id: str, as_json: bool) -> None:
+    """Lift a trigger's pause and close its breaker; what waits goes on within its limits."""
+    with client() as api:
+        changed = api.request("POST", f"/admin/triggers/{find_trigger(api, trigger_id)['id']}/resume")
+    _tell(changed, as_json)
+
+
+@triggers.command("test")
+@click.argument("trigger_id", metavar="ID")
+@click.option("--event", "file", default=None, metavar="FILE", help="A sample event, YAML or JSON; - for stdin.")
+@click.option("--event-id", default=None, help="A stored event, by our id or the producer's.")
+@json_option
+def test_trigger(trigger_id: str, file: str | None, event_id: str | None, as_json: bool) -> None:
+    """Tell what a trigger would make of an event, check by check. Nothing is stored or launched."""
+    if (file is None) == (event_id is None):
+        raise click.UsageError("give --event FILE or --event-id ID")
+    body = {"event": read_object(file)} if file is not None else {"event_id": event_id}
+    with client() as api:
+        found = find_trigger(api, trigger_id)
+        trial = api.request("POST", f"{trigger_path(found)}/test", body)
+    if as_json:
+        print_json(trial)
+    else:
+        _print_trial(_name(found), trial)
+
+
+@triggers.command("versions")
+@click.argument("trigger_id", metavar="ID")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))
+@json_option
+def list_versions(trigger_id: str, limit: int, as_json: bool) -> None:
+    """List who changed a trigger, when, and what, newest first."""
+    with client() as api:
+        page = api.request("GET", f"{trigger_path(find_trigger(api, trigger_id))}/versions", limit=limit)
+    if as_json:
+        print_json(page)
+        return
+    versions = page["versions"]
+    rows = [
+        (f"v{v['version']}", short_time(v["changed_at"]), v["changed_by"], _difference(older, v))
+        for v, older in zip(versions, [*versions[1:], None], strict=True)
+    ]
+    print_table(("VERSION", "AT (UTC)", "BY", "CHANGED"), rows, "No versions.")
+
+
+def find_trigger(api: Client, trigger_id: str) -> Any:
+    """The trigger that ID means."""
+    try:
+        return api.request("GET", f"/admin/triggers/{uuid.UUID(trigger_id)}")
+    except ValueError:
+        workflow, slash, name = trigger_id.partition("/")
+    if not slash:
+        raise click.UsageError(f"ID is a trigger's id or WORKFLOW/NAME, not {trigger_id!r}; see tidegate triggers list")
+    found = api.request("GET", _of_workflow(workflow))["triggers"]
+    named = [t for t in found if t["name"] == name]
+    if not named:
+        known = ", ".join(t["name"] for t in found) or "none"
+        raise NotFound(f"{workflow} has no trigger {name!r}; its triggers: {known}")
+    return named[0]
+
+
+def _of_workflow(workflow: str) -> str:
+    return f"/v1/workflows/{quote(workflow, safe='')}/triggers"
+
+
+def trigger_path(trigger: dict[str, Any]) -> str:
+    return f"{_of_workflow(trigger['workflow'])}/{trigger['id']}"
+
+
+def _tell(trigger: dict[str, Any], as_json: bool, done: str = "") -> None:
+    if as_json:
+        print_json(trigger)
+        return
+    waiting = f"; {trigger['state']['waiting']} waiting" if trigger["state"]["waiting"] else ""
+    words = f"{done} {_name(trigger)}" if done else _name(trigger)
+    click.echo(f"{words} (v{trigger['version']}, {trigger['id']}): {_limits(trigger)}; {_state(trigger)}{waiting}")
+
+
+def _name(trigger: dict[str, Any]) -> str:
+    return f"{trigger['workflow']}/{trigger['name']}"
+
+
+def _events(trigger: dict[str, Any]) -> str:
+    return f"{trigger['event_type']} from {'anywhere' if trigger['event_source'] == '*' else trigger['event_source']}"
+
+
+def _limits(trigger: dict[str, Any]) -> str:
+    parts = []
+    if trigger["throttle_count"] is not None:
+        parts.append(written_rate(trigger["throttle_count"], trigger["throttle_window_ms"]))
+    if trigger["max_concurrency"] is not None:
+        parts.append(f"{trigger['max_concurrency']} at once{' per key' if trigger['concurrency_key'] else ''}")
+    return ", ".join(parts) or "no limit"
+
+
+def _state(trigger: dict[str, Any]) -> str:
+    state = trigger["state"]
+    if trigger["status"] == "disabled":
+        return "disabled"
+    if state["paused"]:
+        until = f"until {short_time(state['paused_until'])} UTC" if state["paused_until"] else "until resumed"
+        reason = f": {state['pause_reason']}" if state["pause_reason"] else ""
+        return f"paused {until} by {state['paused_by']}{reason}"
+    if state["breaker_state"] == "half_open":
+        return f"breaker half open, run {state['probe_run_id']} is the trial: {state['breaker_reason']}"
+    if state["breaker_state"] == "open":
+        return f"breaker open, trial from {short_time(state['breaker_until'])} UTC on: {state['breaker_reason']}"
+    return "active"
+
+
+def _lines(trigger: dict[str, Any]) -> list[tuple[str, str]]:
+    window = written_duration(trigger["idempotency_window_ms"]) if trigger["idempotency_window_ms"] else "ever"
+    key = trigger["idempotency_key"]
+    return [
+        ("on", _events(trigger)),
+        *(("if", f"{p['path']} {p['operator']} {_operand(p)}".strip()) for p in trigger["predicates"]),
+        ("where", trigger["where"] or ""),
+        ("parameters", short_json(trigger["parameter_template"], 500) or "from the payload, by name"),
+        ("limits", _limits(trigger)),
+        ("concurrency key", trigger["concurrency_key"] or ""),
+        ("idempotency", f"once per {key} within {window}" if key else ""),
+        ("retry", short_json(trigger["retry"], 500)),
+        ("breaker", short_json(trigger["breaker"], 500)),
+        ("state", _state(trigger)),
+        ("waiting", str(trigger["state"]["waiting"])),
+        ("version", f"v{trigger['version']}, {short_time(trigger['updated_at'])} UTC by {trigger['updated_by']}"),
+        ("created", f"{short_time(trigger['created_at'])} UTC by {trigger['created_by']}"),
+    ]
+
+
+def _operand(predicate: dict[str, Any]) -> str:
+    if predicate["operator"] == "exists" and "value" not in predicate:
+        return ""
+    return short_json(predicate["values"] if predicate.get("values") is not None else predicate.get("value"), 200)
+
+
+def _print_trial(name: str, trial: dict[str, Any]) -> None:
+    checks = [("type", trial["event_type"]), ("source", trial["event_source"])]
+    checks += [(f"{p['path']} {p['operator']}", p) for p in trial["predicates"]]
+    if trial["where"]:
+        checks.append(("where", trial["where"]))
+    rows = [("yes" if c["holds"] else "no", what, c["reason"] or "") for what, c in checks]
+    print_table(("HOLDS", "CHECK", "WHY NOT"), rows, "")
+    if not trial["matches"]:
+        click.echo(f"=> {name} does not match: {trial['reason']}")
+        return
+    rendered = {
+        "parameters": short_json(trial["parameters"], 500),
+        "idempotency key": trial["idempotency_key"],
+        "concurrency key": trial["concurrency_key"],
+    }
+    for what, text in rendered.items():
+        if text:
+            click.echo(f"{what}: {text}")
+    if trial["errors"]:
+        click.echo(f"=> {name} matches, but the delivery would fail: {'; '.join(trial['errors'])}")
+    else:
+        click.echo(f"=> {name} matches")
+
+
+def _difference(older: dict[str, Any] | None, newer: dict[str, Any]) -> str:
+    if older is None:
+        return "created" if newer["version"] == 1 else ""
+    before, after = older["definition"], newer["definition"]
+    if after.get("deleted_at"):
+        return "deleted"
+    names = sorted(name for name in after if after[name] != before.get(name) and name != "deleted_at")
+    return "; ".join(f"{n}: {short_json(before.get(n)) or 'null'} → {short_json(after[n]) or 'null'}" for n in names)

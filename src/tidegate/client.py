@@ -1,0 +1,177 @@
+"""Publish and look from other programs, over HTTP. Blocking and async clients over one description of the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+import httpx
+import msgspec
+
+from tidegate import settings
+from tidegate.errors import FieldError, InvalidInput, RequestRefused, Unavailable
+from tidegate.model.masking import masked
+from tidegate.telemetry import traces
+
+DEFAULT_URL = "http://127.0.0.1:8700"
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """The server's answer to one event: `accepted`, or `duplicate` with the id of the first."""
+
+    id: str
+    external_id: str | None
+    status: str
+
+
+def _event(
+    type: str,
+    *,
+    source: str,
+    payload: dict[str, Any] | None = None,
+    id: str | None = None,
+    occurred_at: datetime | None = None,
+    correlation_id: str | None = None,
+    ttl_ms: int | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    given = {
+        "type": type,
+        "source": source,
+        "payload": payload,
+        "id": id,
+        "occurred_at": occurred_at,
+        "correlation_id": correlation_id,
+        "ttl_ms": ttl_ms,
+        "metadata": metadata,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _body(value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InvalidInput("the event cannot be sent", [FieldError("payload", f"is not JSON: {exc}")]) from exc
+
+
+def _result(response: httpx.Response) -> Any:
+    if response.is_success:
+        return msgspec.json.decode(response.content)
+    try:
+        problem = msgspec.json.decode(response.content, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        problem = {"title": f"HTTP {response.status_code}", "detail": response.text[:200]}
+    if response.status_code in (429, 503):
+        after = response.headers.get("retry-after", "1")
+        raise Unavailable(str(problem.get("detail")), int(after) if after.isdigit() else 1)
+    raise RequestRefused(response.status_code, problem)
+
+
+def _options(url: str, token: str | None, timeout: float, actor: str | None) -> dict[str, Any]:
+    headers = {"content-type": "application/json"}
+    if actor:
+        headers["x-tidegate-actor"] = actor
+    token = (token or settings.client_token() or "").strip()
+    if token:
+        if not (token.isascii() and token.isprintable()):
+            raise InvalidInput("the token cannot be sent", [FieldError("token", "must be printable ASCII")])
+        headers["authorization"] = f"Bearer {token}"
+    return {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False}
+
+
+def _trace() -> dict[str, str]:
+    """The header that continues the caller's trace, if it is in one."""
+    found = traces.current()
+    return {} if found is None else {"traceparent": found}
+
+
+def _unreachable(url: str, exc: httpx.TransportError) -> Unavailable:
+    return Unavailable(f"no Tidegate answers at {masked(url)} ({exc or type(exc).__name__}); is it running?")
+
+
+def _receipts(answer: Any) -> list[Receipt]:
+    return msgspec.convert(answer["events"], list[Receipt])
+
+
+class Client:
+    """A blocking client. `publish` returns when the server has committed the event.
+
+    `token` is `TIDEGATE_TOKEN` unless told. `actor` is the name that the audit log shows for what this client changes
+    where the API needs no token; else the token's name is. Raises RequestRefused (the server said
+    no, and why), Unavailable (try again), InvalidInput (not JSON).
+    """
+
+    def __init__(
+        self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10, *, actor: str | None = None
+    ) -> None:
+        self._url = url
+        self._http = httpx.Client(**_options(url, token, timeout, actor))
+
+    def publish(self, type: str, **fields: Any) -> Receipt:
+        """Publish one event: `publish("order.created", source="shop.api", payload={…}, id="o-7")`."""
+        return msgspec.convert(self.request("POST", "/v1/events", _event(type, **fields)), Receipt)
+
+    def publish_many(self, events: Sequence[dict[str, Any]]) -> list[Receipt]:
+        """Publish a batch, all or nothing; the answers in order."""
+        return _receipts(self.request("POST", "/v1/events", list(events)))
+
+    def request(self, method: str, path: str, body: Any = None, **params: Any) -> Any:
+        """Any request of the API; the decoded answer."""
+        given = {name: value for name, value in params.items() if value is not None}
+        content = None if body is None else _body(body)
+        try:
+            return _result(self._http.request(method, path, content=content, params=given, headers=_trace()))
+        except httpx.TransportError as exc:
+            raise _unreachable(self._url, exc) from exc
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """The same for asyncio."""
+
+    def __init__(
+        self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10, *, actor: str | None = None
+    ) -> None:
+        self._url = url
+        self._http = httpx.AsyncClient(**_options(url, token, timeout, actor))
+
+    async def publish(self, type: str, **fields: Any) -> Receipt:
+        """Publish one event; returns when the server has committed it."""
+        return msgspec.convert(await self.request("POST", "/v1/events", _event(type, **fields)), Receipt)
+
+    async def publish_many(self, events: Sequence[dict[str, Any]]) -> list[Receipt]:
+        """Publish a batch, all or nothing; the answers in order."""
+        return _receipts(await self.request("POST", "/v1/events", list(events)))
+
+    async def request(self, method: str, path: str, body: Any = None, **params: Any) -> Any:
+        """Any request of the API; the decoded answer."""
+        given = {name: value for name, value in params.items() if value is not None}
+        content = None if body is None else _body(body)
+        try:
+            return _result(await self._http.request(method, path, content=content, params=given, headers=_trace()))
+        except httpx.TransportError as exc:
+            raise _unreachable(self._url, exc) from exc
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,65 @@
+"""The process's own clock, in one place.
+
+It names ids and bounds input; it never schedules. What is due is decided by `tidegate.now()` in the database.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+import uuid
+from datetime import UTC, datetime
+
+from asyncpg.pgproto.pgproto import UUID  # a `uuid.UUID` that is made, hashed and written several times as fast
+
+_lock = threading.Lock()
+_last_ms = 0
+_counter = 0
+_random: list[int] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_random.clear)  # or parent and child would draw the same numbers
+
+
+def utc_now() -> datetime:
+    """The wall clock of this machine."""
+    return datetime.now(UTC)
+
+
+def has_utc(at: datetime) -> bool:
+    """Whether UTC has this time: 0001-01-01T00:00+01:00 lies before the first year that there is."""
+    try:
+        at.astimezone(UTC)
+    except OverflowError:
+        return False
+    return True
+
+
+def epoch_ns() -> int:
+    """The same as nanoseconds since 1970, for the times of spans."""
+    return time.time_ns()
+
+
+# Seconds for measuring local waits; unaffected by clock steps.
+monotonic = time.monotonic
+
+
+def uuid7() -> uuid.UUID:
+    """A UUIDv7 (RFC 9562): ordered by creation within a process, even when the clock steps back."""
+    global _last_ms, _counter
+    with _lock:
+        if not _random:
+            _random.extend(struct.unpack("512Q", os.urandom(4096)))
+        tail = _random.pop() & 0x3FFF_FFFF_FFFF_FFFF
+        now_ms = time.time_ns() // 1_000_000
+        if now_ms > _last_ms:
+            _last_ms, _counter = now_ms, 0
+        else:
+            _counter += 1
+            if _counter > 0xFFF:  # 4096 ids in one millisecond: borrow the next one
+                _last_ms, _counter = _last_ms + 1, 0
+        ms, counter = _last_ms, _counter
+    number = (ms << 80) | (0x7 << 76) | (counter << 64) | (0x2 << 62) | tail
+    made: uuid.UUID = UUID(number.to_bytes(16, "big"))
+    return made

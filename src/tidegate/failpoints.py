@@ -1,0 +1,92 @@
+"""Named places where a test may make the process die, fail or wait. Off, one costs a dictionary look-up.
+
+A point is armed by `TIDEGATE_FAILPOINTS="name=action,…"` (read by settings) or by `arm()`. Actions: `kill` ends the
+process at once as kill -9 would (status 137), `raise` raises, `sleep:<seconds>` waits; `kill@3` acts at the third hit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+POINTS = frozenset(
+    {
+        "ingest.before_begin",
+        "ingest.before_commit",
+        "ingest.after_commit",
+        "dispatch.after_claim",
+        "dispatch.after_gate",
+        "dispatch.after_match",
+        "dispatch.before_commit",
+        "dispatch.after_commit",
+        "retry.before_commit",
+        "delivery_retry.before_commit",
+        "delivery_retry.after_commit",
+        "delivery_replan.before_commit",
+        "replan.before_commit",
+        "run.after_claim",
+        "step.before_commit",
+        "run.before_finish",
+        "run.after_finish",
+        "outcome.before_bury",
+        "outcome.before_commit",
+        "outcome.after_commit",
+        "queue.after_send",
+        "reconcile.mid_batch",
+        "schedule.before_commit",
+        "replay.before_commit",
+        "replay.after_commit",
+        "prune.before_commit",
+        "bulk_retries.before_commit",
+        "bulk_retries.after_commit",
+        "migrate.mid_migration",
+    }
+)
+
+
+class FailpointHit(Exception):
+    """Raised by a point armed with `raise`."""
+
+
+@dataclass(slots=True)
+class _Armed:
+    action: str
+    hits_left: int
+
+
+_armed: dict[str, _Armed] = {}
+
+
+def arm(spec: str) -> None:
+    """Arm points from `name=action[@hit]`, separated by commas. An unknown name or action is a ValueError."""
+    for part in filter(None, (p.strip() for p in spec.split(","))):
+        name, _, action = part.partition("=")
+        action, _, nth = action.partition("@")
+        if name not in POINTS:
+            raise ValueError(f"unknown failpoint {name!r}; known: {', '.join(sorted(POINTS))}")
+        if action not in ("kill", "raise") and not action.startswith("sleep:"):
+            raise ValueError(f"failpoint {name}: action must be kill, raise or sleep:<seconds>, not {action!r}")
+        _armed[name] = _Armed(action, int(nth or 1))
+
+
+def disarm() -> None:
+    """Disarm every point."""
+    _armed.clear()
+
+
+def hit(name: str) -> None:
+    """Pass the point; act if it is armed and this is the hit it waits for."""
+    if not _armed:
+        return
+    armed = _armed.get(name)
+    if armed is None:
+        return
+    armed.hits_left -= 1
+    if armed.hits_left != 0:
+        return
+    if armed.action == "kill":
+        os._exit(137)
+    if armed.action == "raise":
+        raise FailpointHit(name)
+    time.sleep(float(armed.action.removeprefix("sleep:")))

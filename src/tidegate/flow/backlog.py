@@ -1,0 +1,100 @@
+"""What waits, judged: who is held on purpose is neither due nor late, whatever its time says. Pure."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Literal, NamedTuple
+
+from tidegate.store.health import Depths, HeldDeliveries, HeldEvents, QueueDepth, RetrySummary, Waiting, WaitingSteps
+
+Kind = Literal["events", "deliveries", "steps"]
+KINDS: tuple[Kind, ...] = ("events", "deliveries", "steps")
+
+
+class Group(NamedTuple):
+    """Rows of one kind that wait for the same reason, and whether something holds them back on purpose."""
+
+    kind: Kind
+    reason: str
+    is_held: bool
+    rows: Waiting
+
+
+class Held(NamedTuple):
+    """The sources and triggers of which nothing may go on now, and what holds each."""
+
+    sources: Mapping[str, str]
+    triggers: Mapping[uuid.UUID, str]
+
+
+def judge(
+    events: Iterable[HeldEvents], deliveries: Iterable[HeldDeliveries], steps: Iterable[WaitingSteps], held: Held
+) -> list[Group]:
+    """Everything that waits. The reason is the pause or breaker that holds it now, if there is one."""
+    groups: list[Group] = []
+    for event in events:
+        holds = held.sources.get(event.source)
+        groups.append(Group("events", holds or event.reason or "unknown", holds is not None, event))
+    for delivery in deliveries:
+        holds = held.triggers.get(delivery.trigger_id)
+        is_held = holds is not None or delivery.source in held.sources
+        groups.append(Group("deliveries", holds or delivery.reason or "unknown", is_held, delivery))
+    for step in steps:
+        groups.append(Group("steps", "sleep" if step.kind == "sleep" else "failed", False, step))
+    return groups
+
+
+def retries(groups: Sequence[Group]) -> dict[str, RetrySummary]:
+    """What waits, by kind."""
+    return {kind: _summary([group for group in groups if group.kind == kind]) for kind in KINDS}
+
+
+def queues(groups: Sequence[Group], depths: Depths, now: datetime) -> dict[str, QueueDepth]:
+    """The depths of `ingress`, `triggers` and `runs`."""
+    events, deliveries = _due(groups, "events"), _due(groups, "deliveries")
+    runs = _Due(depths.runs_due, depths.runs_total, depths.runs_since if depths.runs_due else None)
+    undecided = _Due(depths.inbox, depths.inbox, depths.inbox_since)
+    return {
+        "ingress": _depth([undecided, events], depths.active_events, now),
+        "triggers": _depth([deliveries], depths.active_deliveries, now),
+        "runs": _depth([runs], depths.active_runs, now),
+    }
+
+
+class _Due(NamedTuple):
+    ready: int
+    total: int
+    oldest: datetime | None
+
+
+def _summary(groups: Sequence[Group]) -> RetrySummary:
+    late = [group.rows for group in groups if group.rows.overdue and not group.is_held]
+    by_reason: dict[str, int] = {}
+    for group in sorted(groups, key=lambda group: group.reason):
+        by_reason[group.reason] = by_reason.get(group.reason, 0) + group.rows.total
+    return RetrySummary(
+        total=sum(by_reason.values()),
+        overdue=sum(rows.overdue for rows in late),
+        overdue_since=min((rows.next_attempt_at for rows in late), default=None),
+        next_attempt_at=min((group.rows.next_attempt_at for group in groups), default=None),
+        by_reason=by_reason,
+    )
+
+
+def _due(groups: Sequence[Group], kind: Kind) -> _Due:
+    rows = [group.rows for group in groups if group.kind == kind]
+    due = [group.rows for group in groups if group.kind == kind and group.rows.due and not group.is_held]
+    oldest = min((one.next_attempt_at for one in due), default=None)
+    return _Due(sum(one.due for one in due), sum(one.total for one in rows), oldest)
+
+
+def _depth(parts: Sequence[_Due], active: int, now: datetime) -> QueueDepth:
+    ready, oldest = sum(part.ready for part in parts), min((part.oldest for part in parts if part.oldest), default=None)
+    return QueueDepth(
+        ready=ready,
+        delayed=sum(part.total for part in parts) - ready,
+        active=active,
+        oldest_due_age_seconds=max(0.0, (now - oldest) / timedelta(seconds=1)) if oldest else 0.0,
+    )

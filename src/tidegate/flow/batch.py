@@ -1,0 +1,297 @@
+"""Batch: what new events and retried ones share once the gate has let them pass: match, deliver, create runs."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from tidegate import failpoints
+from tidegate.clock import epoch_ns, uuid7
+from tidegate.flow import deliver, gate
+from tidegate.flow.board import close_board, open_board
+from tidegate.flow.board import count as count_triggers
+from tidegate.flow.deliver import Candidate
+from tidegate.flow.gate import OpenGates
+from tidegate.flow.match import Filtered, Match, Matcher, match
+from tidegate.flow.tell import held_line, tell, tell_moves, trigger_name
+from tidegate.model.event import Event
+from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
+from tidegate.model.run import ClaimedRun
+from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
+from tidegate.model.trigger import TriggerIndex
+from tidegate.model.trigger_gate import TriggerMove
+from tidegate.store import decisions, deliveries
+from tidegate.store.db import Connection
+from tidegate.store.decisions import Recorded
+from tidegate.store.deliveries import NOBODY, Claim, Created, Decided
+from tidegate.store.sources import SourceMetrics
+from tidegate.store.totals import Totals, TriggerCounts
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+_log = logger("dispatch")
+
+# So many events are matched in one turn of the event loop: whatever else this process does waits no longer than that.
+TURN_EVENTS = 100
+# So many of the triggers that an event did not fire are recorded with the reason.
+MAX_FILTERED = 20
+
+
+class Delivered(NamedTuple):
+    """What became of the events that passed; `failures` by source, `matching_ns` from when until when they were
+    matched, `lags` by source the seconds since their receipt."""
+
+    launched: int = 0
+    failed: int = 0
+    failures: Mapping[str, int] = {}
+    decided: Sequence[Decided] = ()
+    filtered: Sequence[Filtered] = ()
+    names: Mapping[uuid.UUID, str] = {}
+    moves: Sequence[TriggerMove] = ()
+    claimed: Sequence[tuple[ClaimedRun, Event]] = ()
+    matching_ns: tuple[int, int] | None = None
+    lags: Mapping[str, Sequence[float]] = {}
+
+
+NOTHING = Delivered()
+
+
+class Matched(NamedTuple):
+    """What events fire by the triggers of a version of the registry."""
+
+    triggers: TriggerIndex
+    version: int
+    events: Sequence[Event]
+    candidates: Sequence[Candidate]
+    filtered: Sequence[Filtered]
+    matching_ns: tuple[int, int]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the state of a source or a trigger could keep them from being launched."""
+        return not any(
+            c.error is not None or c.keys.dedupe_key is not None or c.trigger.trigger.is_limited
+            for c in self.candidates
+        )
+
+
+class Batch:
+    """Delivers admitted events inside the caller's transaction. `claim` says which runs this worker takes as they are
+    created. After the commit `after_hold` hears who waits, `after_claim` gets the runs."""
+
+    def __init__(
+        self,
+        breaker: BreakerPolicy,
+        *,
+        matcher: Matcher | None = None,
+        trigger_breaker: BreakerPolicy = TRIGGER_BREAKER,
+        trigger_retry: RetryPolicy = TRIGGER_RETRY,
+        after_hold: Callable[[Sequence[Decided]], None] = lambda _: None,
+        claim: Callable[[], Claim] = lambda: NOBODY,
+        after_claim: Callable[[Sequence[tuple[ClaimedRun, Event]]], None] = lambda _: None,
+    ) -> None:
+        self._matcher = matcher or Matcher()
+        self._breaker = breaker
+        self._trigger_breaker = trigger_breaker
+        self._trigger_retry = trigger_retry
+        self._after_hold = after_hold
+        self._claim = claim
+        self._after_claim = after_claim
+
+    async def match(self, events: Sequence[Event]) -> Matched | None:
+        """What the events fire by the triggers as this process knows them; None while it knows none."""
+        index, version = self._matcher.known
+        return None if version < 0 else await _matched(index, version, events)
+
+    async def launch(self, connection: Connection, now: datetime, matched: Matched) -> Delivered | None:
+        """Launch and count all that is fired, in one statement; None, and nothing is written, when it finds that the
+        triggers have changed or that any of them, or of the sources, has a state. `matched` is plain."""
+        candidates, filtered = matched.candidates, matched.filtered
+        decided = list(map(deliver.launched, candidates))
+        events = matched.events
+        late = lags(now, events)
+        seen = measure(now, newcomers=events, lags=late, throttled=Counter(), dropped=Counter())
+        totals = Totals(_count_triggers(decided, filtered), seen)
+        launched = await deliveries.launch_calm(connection, decided, now, self._claim(), totals, matched.version)
+        if launched is None:
+            return None
+        await decisions.insert(connection, _why_not(filtered, now))
+        claimed = _claimed(candidates, decided, launched, now)
+        names, took = _names(candidates), matched.matching_ns
+        return Delivered(
+            len(decided), decided=decided, filtered=filtered, names=names, claimed=claimed, matching_ns=took, lags=late
+        )
+
+    async def deliver(
+        self, connection: Connection, gates: OpenGates, events: Sequence[Event], matched: Matched | None = None
+    ) -> Delivered:
+        """Match (or go by what is matched already), decide and launch; the breakers hear how it went."""
+        if not events:
+            return Delivered()
+        index = await self._matcher.at(connection, gates.registry_version)
+        if matched is None or matched.triggers is not index or len(matched.events) != len(events):
+            matched = await _matched(index, gates.registry_version, events)
+        failpoints.hit("dispatch.after_match")
+        candidates, filtered = matched.candidates, matched.filtered
+        board = await open_board(connection, candidates, policy=self._trigger_retry, now=gates.now)
+        if board.now > gates.now:
+            gate.launched_later(gates, Counter(event.source for event in events), board.now)
+        decided = deliver.decide(board, candidates, are_newcomers=True)
+        held = [d for d in decided if d.retry_state == "scheduled"]
+        settled = [d for d in decided if d.retry_state != "scheduled"]
+        launched = await deliveries.launch(connection, settled, board.now, self._claim())
+        await deliveries.hold(connection, held, board.now)
+        await deliveries.bury(connection, deliver.given_up(settled))
+        await decisions.insert(connection, [*_why_not(filtered, board.now), *(held_line(d, board.now) for d in held)])
+        moves = await close_board(connection, board, candidates, decided, breaker=self._trigger_breaker)
+        failures = await self._tell_sources(connection, gates, events, decided)
+        failed = sum(d.status == "failed" for d in decided)
+        claimed = _claimed(candidates, decided, launched, board.now)
+        names, took = _names(candidates), matched.matching_ns
+        late = lags(gates.now, events)
+        return Delivered(len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late)
+
+    def begin(self, delivered: Delivered) -> None:
+        """Begin, after the commit, the runs that were claimed as they were created."""
+        if delivered.claimed:
+            self._after_claim(delivered.claimed)
+
+    def committed(self, delivered: Delivered) -> None:
+        """Count and log, after the commit, what was decided."""
+        tell(delivered.decided, delivered.names, are_newcomers=True)
+        tell_moves(delivered.moves)
+        for one in delivered.filtered:
+            metrics.evaluated(trigger_name(one.trigger), "filtered")
+        held = [d for d in delivered.decided if d.retry_state == "scheduled"]
+        if held:
+            self._after_hold(held)
+
+    async def _tell_sources(
+        self, connection: Connection, gates: OpenGates, events: Sequence[Event], decided: Sequence[Decided]
+    ) -> Counter[str]:
+        """An event of which every delivery failed is a failure of its source; one bad trigger among others is not."""
+        failed = {d.event_id for d in decided if d.status == "failed"}
+        failed -= {d.event_id for d in decided if d.status != "failed"}
+        failures = Counter(event.source for event in events if event.id in failed)
+        first = {event.source: event.correlation_id for event in reversed(events) if event.id in failed}
+        await self._record(connection, gates, Counter(event.source for event in events), failures, first)
+        return failures
+
+    async def record_failure(self, connection: Connection, gates: OpenGates, source: str) -> None:
+        """An event of the source could not be processed at all."""
+        await self._record(connection, gates, Counter([source]), Counter([source]), {})
+        await count(connection, [SourceMetrics(source=source, total=1, dropped=1, failures=1, last_event_at=gates.now)])
+
+    async def _record(
+        self,
+        connection: Connection,
+        gates: OpenGates,
+        admitted: Counter[str],
+        failures: Counter[str],
+        correlation_ids: Mapping[str, str],
+    ) -> None:
+        moves = await gate.record(connection, gates, admitted=admitted, failures=failures, policy=self._breaker)
+        for move in moves:
+            log = _log.info if move.move == "closed" else _log.error
+            log(
+                f"source.breaker_{move.move}",
+                source=move.source,
+                reason=move.reason,
+                correlation_id=correlation_ids.get(move.source),
+            )
+
+
+def measure(
+    now: datetime,
+    *,
+    newcomers: Sequence[Event],
+    lags: Mapping[str, Sequence[float]],
+    throttled: Counter[str],
+    dropped: Counter[str],
+    failures: Mapping[str, int] | None = None,
+) -> list[SourceMetrics]:
+    """What a batch saw of each source, for the totals; `lags` are of those that passed."""
+    total = Counter(event.source for event in newcomers)
+    return [
+        SourceMetrics(
+            source=source,
+            total=total[source],
+            passed=len(lags.get(source, ())),
+            throttled=throttled[source],
+            dropped=dropped[source],
+            failures=(failures or {}).get(source, 0),
+            total_lag_ms=round(sum(lags.get(source, ())) * 1000),
+            last_lag_ms=round(lags[source][-1] * 1000) if source in lags else 0,
+            max_lag_ms=round(max(lags.get(source, (0.0,))) * 1000),
+            last_event_at=now,
+        )
+        for source in sorted({*total, *lags, *throttled, *dropped})
+    ]
+
+
+def lags(now: datetime, passed: Sequence[Event]) -> dict[str, list[float]]:
+    """The seconds since the receipt of each event that passed, by source."""
+    found: dict[str, list[float]] = {}
+    for event in passed:
+        seconds = (now - event.counted_from).total_seconds()
+        found.setdefault(event.source, []).append(seconds if seconds > 0 else 0.0)
+    return found
+
+
+async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered: Delivered = NOTHING) -> None:
+    """Add to the totals of sources and triggers; last in a transaction, since the rows are shared."""
+    await deliveries.count(connection, Totals(_count_triggers(delivered.decided, delivered.filtered), seen))
+
+
+def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) -> list[TriggerCounts]:
+    return count_triggers(decided, (one.trigger.trigger.id for one in filtered), are_newcomers=True)
+
+
+async def _matched(index: TriggerIndex, version: int, events: Sequence[Event]) -> Matched:
+    began_ns = epoch_ns()
+    candidates: list[Candidate] = []
+    filtered: list[Filtered] = []
+    for first in range(0, len(events), TURN_EVENTS):
+        if first:
+            await asyncio.sleep(0)
+        fired, others = match(index, events[first : first + TURN_EVENTS])
+        candidates += map(_candidate, fired)
+        filtered += others
+    return Matched(index, version, events, candidates, filtered, (began_ns, epoch_ns()))
+
+
+def _names(candidates: Sequence[Candidate]) -> dict[uuid.UUID, str]:
+    triggers = {c.trigger.trigger.id: c.trigger for c in candidates}
+    return {trigger_id: trigger_name(trigger) for trigger_id, trigger in triggers.items()}
+
+
+def _claimed(
+    candidates: Sequence[Candidate], decided: Sequence[Decided], launched: Created, now: datetime
+) -> list[tuple[ClaimedRun, Event]]:
+    return [
+        (deliver.claimed_run(d, c.trigger, parameters, now), c.event)
+        for c, d in zip(candidates, decided, strict=True)
+        if d.run_id is not None and (parameters := launched.get(d.run_id)) is not None
+    ]
+
+
+def _candidate(one: Match) -> Candidate:
+    if one.error is not None:
+        return Candidate(uuid7(), one.event, one.trigger, error=one.error)
+    return deliver.render(uuid7(), one.event, one.trigger, one.envelope)
+
+
+def _why_not(filtered: Sequence[Filtered], now: datetime) -> list[Recorded]:
+    """One line for each event that some of its type's triggers did not take."""
+    by_event: dict[uuid.UUID, list[dict[str, Any]]] = {}
+    for event, trigger, reason in filtered:
+        found = by_event.setdefault(event.id, [])
+        if len(found) < MAX_FILTERED:
+            one = trigger.trigger
+            found.append({"trigger_id": one.id, "trigger": one.name, "workflow": one.workflow, "version": one.version,
+                          "reason": reason})  # fmt: skip
+    return [Recorded(event_id, now, "match", "filtered", detail=detail) for event_id, detail in by_event.items()]

@@ -1,0 +1,117 @@
+"""Board: what new events and waiting deliveries share around the decision: read under the triggers' locks what it
+depends on, and write back what it changed. Both inside the caller's transaction."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from tidegate.flow.deliver import Board, Candidate
+from tidegate.flow.slots import Unlocked
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.source import BreakerPolicy
+from tidegate.model.trigger_gate import TriggerMove
+from tidegate.store import idempotency, sources, trigger_gates
+from tidegate.store.db import Connection
+from tidegate.store.deliveries import Decided
+from tidegate.store.idempotency import Kept
+from tidegate.store.totals import TriggerCounts
+from tidegate.store.trigger_gates import LockedTrigger, Slots
+
+
+async def open_board(
+    connection: Connection,
+    candidates: Sequence[Candidate],
+    *,
+    policy: RetryPolicy,
+    now: datetime,
+    are_newcomers: bool = True,
+    gates: dict[uuid.UUID, LockedTrigger] | None = None,
+    slots: dict[tuple[uuid.UUID, str], Slots] | None = None,
+) -> Board:
+    """Lock the triggers where a limit, a pause, a breaker or a failure makes it matter, and read what decides."""
+    if gates is None:
+        limited = {c.trigger_id for c in candidates if c.error is not None or c.trigger.trigger.is_limited}
+        others = {c.trigger_id for c in candidates} - limited
+        gates = await trigger_gates.lock(connection, always=limited, others=others)
+        if gates:
+            now = await sources.now(connection)  # launches are stamped after the lock that orders them
+    elif missing := {c.trigger_id for c in candidates if c.error is not None} - gates.keys():
+        raise Unlocked(missing)
+    sound = [c for c in candidates if c.error is None]
+    board = Board(now=now, policy=policy, gates=gates)
+    if gates and are_newcomers:
+        board.lines = await trigger_gates.lines(connection, gates)
+        for trigger_id, locked in gates.items():
+            if trigger_id not in board.lines and not locked.is_replanning:
+                locked.gate.forget_backlog()
+    if wanted := {c.slot for c in sound if c.slot is not None} - (slots or {}).keys():
+        board.slots = await trigger_gates.slots(connection, wanted)
+    board.slots |= slots or {}
+    if keys := {c.dedupe for c in sound if c.dedupe is not None}:
+        board.keys = await idempotency.claim(connection, keys)
+        board.taken = {key for key, holder in board.keys.items() if holder is None}
+        board.now = await sources.now(connection)  # the claim may have waited for another's launch
+    return board
+
+
+async def close_board(
+    connection: Connection,
+    board: Board,
+    candidates: Iterable[Candidate],
+    decided: Sequence[Decided],
+    *,
+    breaker: BreakerPolicy,
+) -> list[TriggerMove]:
+    """Keep the keys of what was launched, tell the breakers what failed, write the gates; the breakers that moved."""
+    if board.taken:
+        windows = {c.id: c.trigger.trigger.idempotency_window_ms for c in candidates}
+        kept = [
+            Kept(d.trigger_id, d.dedupe_key, d.id, d.run_id, windows[d.id])
+            for d in decided
+            if d.status == "launched" and d.dedupe_key is not None and d.run_id is not None
+        ]
+        await idempotency.keep(connection, kept, board.now)
+        await idempotency.release(connection, board.taken - {(k.trigger_id, k.dedupe_key) for k in kept})
+    moves = []
+    for trigger_id, count in Counter(d.trigger_id for d in decided if d.status == "failed").items():
+        locked = board.gates[trigger_id]
+        move = locked.gate.count_failures(board.now, count, locked.breaker or breaker)
+        if move:
+            moves.append(TriggerMove(trigger_id, move, locked.gate.breaker_reason))
+    await trigger_gates.save(connection, (locked.gate for locked in board.gates.values()))
+    for moved in moves:  # whoever waits gets a time behind the breaker's pause
+        await trigger_gates.begin_plan(connection, moved.trigger_id, None)
+    return moves
+
+
+def count(
+    decided: Sequence[Decided], filtered: Iterable[uuid.UUID] = (), *, are_newcomers: bool
+) -> list[TriggerCounts]:
+    """What a batch saw of each trigger, for the totals."""
+    counts: dict[uuid.UUID, Counter[str]] = {}
+    for trigger_id, number in Counter(filtered).items():
+        counts.setdefault(trigger_id, Counter())["filtered"] += number
+    for (trigger_id, status), number in Counter((one.trigger_id, one.status) for one in decided).items():
+        found = counts.setdefault(trigger_id, Counter())
+        found[status] += number
+        found["matched"] += number if are_newcomers else 0
+    last = {one.trigger_id: one for one in decided}
+    return [_totals(trigger_id, found, last.get(trigger_id)) for trigger_id, found in sorted(counts.items())]
+
+
+def _totals(trigger_id: uuid.UUID, found: Counter[str], last: Decided | None) -> TriggerCounts:
+    return TriggerCounts(
+        trigger_id=trigger_id,
+        filtered=found["filtered"],
+        matched=found["matched"],
+        launched=found["launched"],
+        throttled=found["throttled"],
+        skipped=found["skipped"],
+        failed=found["failed"],
+        paused=found["paused"],
+        last_status=last.status if last else "filtered",
+        last_error=last.last_error if last and last.status == "failed" else None,
+    )

@@ -1,0 +1,117 @@
+"""Calls of users' functions: what counts as their failure, and how it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from functools import lru_cache, partial
+from typing import Any
+
+from tidegate.errors import NonRetryable, RetryAfter
+from tidegate.model.units import MAX_DURATION_MS, duration_ms
+
+MAX_ERROR_CHARACTERS = 8000
+MAX_STEP_NAME = 200
+
+
+def retry_after_ms(exc: RetryAfter) -> int:
+    """What cannot be understood as a number waits a second: the service has said no, and will say so again."""
+    try:
+        seconds = float(exc.seconds)
+    except (TypeError, ValueError, OverflowError):
+        seconds = 1.0
+    return max(1, round(min(max(1.0 if math.isnan(seconds) else seconds, 0) * 1000, MAX_DURATION_MS)))
+
+
+class Failure:
+    """What a step's function raised."""
+
+    __slots__ = ("exc",)
+
+    def __init__(self, exc: BaseException) -> None:
+        self.exc = exc
+
+
+def called(call: Callable[[], Any]) -> Any:
+    """Call a plain function in a thread. What a future or the interpreter would take for itself is its failure."""
+    try:
+        return call()
+    except (StopIteration, SystemExit, KeyboardInterrupt) as exc:
+        raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc
+
+
+async def called_in(threads: Executor, call: Callable[[], Any], function: Callable[..., Any]) -> Any:
+    """Call a function, by `call`, in a thread, unless it is async."""
+    if _is_async(function):
+        try:  # as `guarded` does, which would be one more for every step
+            return await call()
+        except (SystemExit, KeyboardInterrupt) as exc:
+            raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc
+    context, loop = contextvars.copy_context(), asyncio.get_running_loop()
+    value = await loop.run_in_executor(threads, partial(context.run, called, call))
+    return await guarded(value) if inspect.isawaitable(value) else value
+
+
+async def called_within(
+    duration: str | int | float, name: str, threads: Executor, call: Callable[[], Any], function: Callable[..., Any]
+) -> Any:
+    """The same, for so long; TimeoutError, which names the step, when it takes longer."""
+    try:
+        async with asyncio.timeout(duration_ms(duration) / 1000):
+            return await called_in(threads, call, function)
+    except TimeoutError as exc:
+        if not isinstance(exc.__cause__, asyncio.CancelledError):
+            raise
+        raise TimeoutError(f"step {name!r} took longer than {duration}") from exc
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    code = getattr(function, "__code__", None)  # as `inspect` does, which looks for other things first
+    if code is None:
+        return inspect.iscoroutinefunction(function)
+    return bool(code.co_flags & inspect.CO_COROUTINE)
+
+
+def is_step_name(name: str) -> bool:
+    """Whether it may be the name of a step."""
+    return 0 < len(name) <= MAX_STEP_NAME and _is_storable(name)
+
+
+@lru_cache(1000)
+def _is_storable(name: str) -> bool:
+    return cleaned(name) == name
+
+
+async def guarded(work: Awaitable[Any]) -> Any:
+    """The same for a coroutine."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as exc:
+        raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc
+
+
+def cleaned(text: str) -> str:
+    """Text that the database can keep: without U+0000, and with halves of characters written out."""
+    return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode(errors="backslashreplace").decode()
+
+
+def reason_of(exc: BaseException) -> str:
+    """What an exception says of itself, never empty."""
+    try:
+        text = str(exc)
+    except Exception:  # its __str__ fails
+        text = ""
+    return cleaned(text[:MAX_ERROR_CHARACTERS]).strip() or type(exc).__name__
+
+
+def error_text(exc: BaseException) -> str:
+    """The traceback, cut to a size; of a refusal that names its reason, the reason alone."""
+    if isinstance(exc, NonRetryable | RetryAfter):
+        return reason_of(exc)
+    text = cleaned("".join(traceback.format_exception(exc)))
+    return text if len(text) <= MAX_ERROR_CHARACTERS else f"…{text[-MAX_ERROR_CHARACTERS:]}"

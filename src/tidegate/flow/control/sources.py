@@ -1,0 +1,143 @@
+"""The operator's verbs about sources.
+
+Each waits for the batches that may be launching for the source and keeps new ones out until it commits: when `pause`
+has returned, no launch of that source follows until it is lifted.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from tidegate.errors import FieldError, InvalidInput, NotFound
+from tidegate.flow.control.pauses import check_length, check_until
+from tidegate.model.event import is_name
+from tidegate.model.source import RateLimit
+from tidegate.store import audit
+from tidegate.store import sources as store
+from tidegate.store.db import Connection, Database
+from tidegate.store.sources import DEFAULT, SourceRecord
+from tidegate.telemetry.logs import logger
+
+_log = logger("control")
+
+
+async def seed_limits(database: Database, limits: dict[str, RateLimit]) -> list[str]:
+    """The settings' limits into the shared table; what an operator set stays. The sources that changed."""
+
+    async def seed(connection: Connection) -> list[str]:
+        # The default's lock keeps every batch out, whatever its sources: rows may be changed in any order.
+        await store.exclude(connection, DEFAULT)
+        changed = []
+        for source, limit in sorted(limits.items()):
+            if await store.seed_limit(connection, source, limit):
+                await store.end_throttle(connection, source)
+                await store.replan(connection, source)
+                changed.append(source)
+        return changed
+
+    async with database.connection() as connection:  # the lock is not for whoever has nothing to change
+        is_done = not await store.unseeded(connection, limits)
+    changed = [] if is_done else await database.run(seed)
+    for source in changed:
+        _log.info("source.limit_seeded", source=source)
+    return changed
+
+
+async def set_limit(database: Database, source: str, limit: RateLimit | None, actor: str) -> SourceRecord:
+    """Set, change or (None) remove a source's limit; `*` is the default for sources without their own."""
+    _check_source(source, allow_default=True)
+
+    async def change(connection: Connection) -> SourceRecord:
+        await store.exclude(connection, source)
+        before = await store.get(connection, source)
+        await store.set_limit(connection, source, limit, actor)
+        await store.end_throttle(connection, source)
+        await store.replan(connection, source)
+        after = await _required(connection, source)
+        await audit.insert(
+            connection, actor=actor, action="source.limit", subject=source, before=_limits(before), after=_limits(after)
+        )
+        return after
+
+    changed = await database.run(change)
+    _log.info("source.limit_changed", source=source, limit=changed.rate_limit, actor=actor)
+    return changed
+
+
+async def pause(
+    database: Database,
+    source: str,
+    *,
+    until: datetime | None = None,
+    duration_ms: int | None = None,
+    reason: str | None = None,
+    actor: str,
+) -> SourceRecord:
+    """Pause a source until a time, for a duration, or (neither) until it is resumed."""
+    _check_source(source, allow_default=False)
+    check_length(until, duration_ms)
+
+    async def change(connection: Connection) -> SourceRecord:
+        await store.exclude(connection, source)
+        if until is not None:
+            check_until(until, await store.now(connection))
+        before = await store.get(connection, source)
+        await store.pause(connection, source, until=until, duration_ms=duration_ms, reason=reason, actor=actor)
+        await store.replan(connection, source)
+        after = await _required(connection, source)
+        await audit.insert(
+            connection, actor=actor, action="source.pause", subject=source, before=_pauses(before), after=_pauses(after)
+        )
+        return after
+
+    paused = await database.run(change)
+    _log.warning("source.paused", source=source, until=paused.paused_until, reason=reason, actor=actor)
+    return paused
+
+
+async def resume(database: Database, source: str, actor: str) -> SourceRecord:
+    """Lift a source's pause and close its breaker; its waiting events get new slots at once."""
+    _check_source(source, allow_default=False)
+
+    async def change(connection: Connection) -> SourceRecord:
+        await store.exclude(connection, source)
+        before = await store.get(connection, source)
+        if before is None:
+            raise NotFound(f"no source {source!r} is known: it has no limit, pause or waiting events")
+        await store.resume(connection, source, actor)
+        await store.end_throttle(connection, source)
+        await store.replan(connection, source)
+        after = await _required(connection, source)
+        await audit.insert(
+            connection, actor=actor, action="source.resume", subject=source, before=_pauses(before),
+            after=_pauses(after),
+        )  # fmt: skip
+        return after
+
+    resumed = await database.run(change)
+    _log.info("source.resumed", source=source, actor=actor)
+    return resumed
+
+
+async def _required(connection: Connection, source: str) -> SourceRecord:
+    found = await store.get(connection, source)
+    assert found is not None, f"{source} was just written"
+    return found
+
+
+def _check_source(source: str, *, allow_default: bool) -> None:
+    if not is_name(source) and not (allow_default and source == DEFAULT):
+        raise InvalidInput("the source is not valid", [FieldError("source", "is not the name of a source")])
+
+
+def _limits(record: SourceRecord | None) -> dict[str, int | None] | None:
+    if record is None:
+        return None
+    return {"limit": record.rate_limit, "interval_ms": record.interval_ms, "pause_ms": record.pause_ms}
+
+
+def _pauses(record: SourceRecord | None) -> dict[str, object] | None:
+    if record is None:
+        return None
+    return {"paused_until": record.paused_until, "reason": record.pause_reason, "paused_by": record.paused_by,
+            "is_paused": record.paused_at is not None, "breaker_state": record.breaker_state}  # fmt: skip

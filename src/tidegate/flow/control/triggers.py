@@ -1,0 +1,261 @@
+"""The operator's verbs about triggers.
+
+Each waits for the batches that decide by the triggers as they were and keeps new ones out until it commits: when it has
+returned, no launch decided by the old definition, or before the pause, is still on its way. What can be refused without
+that is refused before, so that a wrong request holds nobody up.
+"""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from typing import Any
+
+from tidegate.errors import Conflict, FieldError, NotFound
+from tidegate.flow import slots
+from tidegate.flow.control.pauses import check_length, check_until
+from tidegate.model import trigger_change
+from tidegate.model.trigger import CompiledTrigger, Trigger, TriggerSpec, WorkflowDefinition
+from tidegate.model.trigger_change import SPEC_FIELDS, NewTrigger
+from tidegate.store import audit, held_deliveries, sources, trigger_gates
+from tidegate.store import triggers as store
+from tidegate.store.db import Connection, Database
+from tidegate.store.trigger_gates import TriggerState
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+_log = logger("control")
+
+
+async def create_trigger(database: Database, workflow: str, given: Any, actor: str) -> Trigger:
+    """A new trigger of a workflow from decoded JSON. InvalidInput names each field; Conflict when the name is taken."""
+
+    async with database.connection() as connection:
+        definition = await _definition(connection, workflow)
+    new = trigger_change.created(given, workflow, definition.parameters)
+
+    async def change(connection: Connection) -> Trigger:
+        await trigger_gates.exclude(connection)
+        current = await _definition(connection, workflow)  # it may have been deleted since, or be another of that name
+        trigger_id = await store.create(connection, current.id, new.spec, new.status, actor)
+        if trigger_id is None:
+            raise _name_taken(workflow, new.spec.name)
+        after = await _required(connection, trigger_id)
+        await audit.insert(
+            connection, actor=actor, action="trigger.create", subject=str(trigger_id), after=_described(after)
+        )
+        return after
+
+    made = await database.run(change)
+    _log.info("trigger.created", trigger_id=str(made.id), workflow=workflow, trigger=made.name, actor=actor)
+    return made
+
+
+async def update_trigger(
+    database: Database, trigger_id: uuid.UUID, given: Any, actor: str, *, workflow: str | None = None
+) -> Trigger:
+    """Change the fields in `given` (decoded JSON); null clears one. What waits is judged anew by the new version.
+
+    A `version` in it other than the current one is a Conflict. Disabling cancels what waits. Nothing new, no version.
+    """
+
+    async def change(connection: Connection) -> tuple[Trigger, int]:
+        await trigger_gates.exclude(connection)
+        before, definition, new = await _asked(connection, trigger_id, given, workflow)
+        if new is None:
+            return before, 0
+        if not await store.update(connection, trigger_id, new.spec, new.status, actor):
+            raise _name_taken(before.workflow, new.spec.name)
+        after = await _required(connection, trigger_id)
+        await _judge_anew(connection, before, after, definition)
+        cancelled = 0
+        if after.status == "disabled":
+            cancelled = await _cancel_waiting(connection, trigger_id, f"trigger disabled by {actor}", actor)
+        await audit.insert(
+            connection, actor=actor, action="trigger.update", subject=str(trigger_id), before=_described(before),
+            after=_described(after),
+        )  # fmt: skip
+        return after, cancelled
+
+    async with database.connection() as connection:
+        before, _, new = await _asked(connection, trigger_id, given, workflow)
+    if new is None:
+        return before
+    after, cancelled = await database.run(change)
+    _log.info(
+        "trigger.changed", trigger_id=str(trigger_id), workflow=after.workflow, trigger=after.name,
+        version=after.version, status=after.status, cancelled=cancelled, actor=actor,
+    )  # fmt: skip
+    metrics.DELIVERY_RETRIES.labels("cancelled").inc(cancelled)
+    return after
+
+
+async def delete_trigger(
+    database: Database, trigger_id: uuid.UUID, actor: str, *, workflow: str | None = None
+) -> tuple[Trigger, int]:
+    """Delete a trigger and cancel what waits for it; the trigger as it was, and how many were cancelled."""
+
+    async def change(connection: Connection) -> tuple[Trigger, int]:
+        await trigger_gates.exclude(connection)
+        before = await find_trigger(connection, trigger_id, workflow)
+        await store.delete(connection, trigger_id, actor)
+        cancelled = await _cancel_waiting(connection, trigger_id, f"trigger deleted by {actor}", actor)
+        await audit.insert(
+            connection, actor=actor, action="trigger.delete", subject=str(trigger_id), before=_described(before)
+        )
+        return before, cancelled
+
+    async with database.connection() as connection:
+        await find_trigger(connection, trigger_id, workflow)
+    deleted, cancelled = await database.run(change)
+    metrics.DELIVERY_RETRIES.labels("cancelled").inc(cancelled)
+    _log.warning(
+        "trigger.deleted", trigger_id=str(trigger_id), workflow=deleted.workflow, trigger=deleted.name,
+        cancelled=cancelled, actor=actor,
+    )  # fmt: skip
+    return deleted, cancelled
+
+
+async def pause_trigger(
+    database: Database,
+    trigger_id: uuid.UUID,
+    *,
+    until: datetime | None = None,
+    duration_ms: int | None = None,
+    reason: str | None = None,
+    actor: str,
+) -> TriggerState:
+    """Pause a trigger until a time, for a duration, or (neither) until it is resumed."""
+    check_length(until, duration_ms)
+
+    async def change(connection: Connection) -> TriggerState:
+        await trigger_gates.exclude(connection)
+        await find_trigger(connection, trigger_id)
+        if until is not None:
+            check_until(until, await sources.now(connection))
+        before = await _state(connection, trigger_id)
+        await trigger_gates.pause(
+            connection, trigger_id, until=until, duration_ms=duration_ms, reason=reason, actor=actor
+        )
+        return await _moved(connection, before, "trigger.pause", actor)
+
+    async with database.connection() as connection:
+        await find_trigger(connection, trigger_id)
+    paused = await database.run(change)
+    _log.warning(
+        "trigger.paused", trigger_id=str(trigger_id), until=paused.paused_until, reason=reason, actor=actor
+    )  # fmt: skip
+    return paused
+
+
+async def resume_trigger(database: Database, trigger_id: uuid.UUID, actor: str) -> TriggerState:
+    """Lift a trigger's pause and close its breaker; its waiting deliveries get new slots at once."""
+
+    async def change(connection: Connection) -> TriggerState:
+        await trigger_gates.exclude(connection)
+        await find_trigger(connection, trigger_id)
+        before = await _state(connection, trigger_id)
+        await trigger_gates.resume(connection, trigger_id)
+        return await _moved(connection, before, "trigger.resume", actor)
+
+    async with database.connection() as connection:
+        await find_trigger(connection, trigger_id)
+    resumed = await database.run(change)
+    _log.info("trigger.resumed", trigger_id=str(trigger_id), actor=actor)
+    return resumed
+
+
+async def declare_trigger(
+    connection: Connection, workflow: str, definition_id: uuid.UUID, spec: TriggerSpec, actor: str
+) -> None:
+    """A trigger as code says it, in the caller's transaction, which keeps batches out. What waits is judged anew."""
+    known = [t for t in await store.list_of_workflow(connection, workflow) if t.name == spec.name]
+    trigger_id = await store.upsert_trigger(connection, definition_id, spec, actor)
+    if trigger_id is not None and known:
+        after = await _required(connection, trigger_id)
+        await _judge_anew(connection, known[0], after, await _definition(connection, workflow))
+        await audit.insert(
+            connection, actor=actor, action="trigger.update", subject=str(trigger_id), before=_described(known[0]),
+            after=_described(after),
+        )  # fmt: skip
+
+
+async def find_trigger(connection: Connection, trigger_id: uuid.UUID, workflow: str | None = None) -> Trigger:
+    """The trigger, of that workflow if one is named. NotFound when there is none, or it is deleted."""
+    found = await store.get(connection, trigger_id)
+    if found is None or (workflow is not None and found.workflow != workflow):
+        raise NotFound(f"no trigger {trigger_id}" if workflow is None else f"{workflow} has no trigger {trigger_id}")
+    return found
+
+
+async def _asked(
+    connection: Connection, trigger_id: uuid.UUID, given: Any, workflow: str | None
+) -> tuple[Trigger, WorkflowDefinition, NewTrigger | None]:
+    """The trigger as it is and as it is asked to be (None: no different), or what is wrong with that."""
+    known = trigger_change.known_version(given)
+    before = await find_trigger(connection, trigger_id, workflow)
+    definition = await _definition(connection, before.workflow)
+    if known is not None and known != before.version:
+        problem = FieldError("version", f"the current version is {before.version}")
+        raise Conflict(f"trigger {trigger_id} has changed: you know version {known}", [problem])
+    new = trigger_change.changed(before, before.status, given, before.workflow, definition.parameters)
+    is_same = new.status == before.status and all(getattr(new.spec, f) == getattr(before, f) for f in SPEC_FIELDS)
+    return before, definition, None if is_same else new
+
+
+async def _judge_anew(connection: Connection, before: Trigger, after: Trigger, definition: WorkflowDefinition) -> None:
+    """Whatever waits is decided again by the new version, in order of arrival."""
+    if (before.max_concurrency, before.concurrency_key) != (after.max_concurrency, after.concurrency_key):
+        await slots.rekey(connection, CompiledTrigger(after, definition.parameters))
+    decides = [field for field in SPEC_FIELDS if field != "name"]
+    if after.status != before.status or any(getattr(before, f) != getattr(after, f) for f in decides):
+        await trigger_gates.replan(connection, after.id)
+
+
+async def _cancel_waiting(connection: Connection, trigger_id: uuid.UUID, reason: str, actor: str) -> int:
+    return await held_deliveries.cancel_of_trigger(connection, trigger_id, reason, actor)
+
+
+async def _moved(connection: Connection, before: TriggerState, action: str, actor: str) -> TriggerState:
+    """After a pause or resume: everyone who waits gets a new slot, and the change is on record."""
+    await trigger_gates.replan(connection, before.trigger_id)
+    after = await _state(connection, before.trigger_id)
+    await audit.insert(
+        connection, actor=actor, action=action, subject=str(before.trigger_id), before=_pauses(before),
+        after=_pauses(after),
+    )  # fmt: skip
+    return after
+
+
+async def _state(connection: Connection, trigger_id: uuid.UUID) -> TriggerState:
+    found = await trigger_gates.get(connection, trigger_id)
+    assert found is not None, f"{trigger_id} was just found"
+    return found
+
+
+async def _required(connection: Connection, trigger_id: uuid.UUID) -> Trigger:
+    found = await store.get(connection, trigger_id)
+    assert found is not None, f"{trigger_id} was just written"
+    return found
+
+
+async def _definition(connection: Connection, workflow: str) -> WorkflowDefinition:
+    found = await store.get_definition(connection, workflow)
+    if found is None:
+        raise NotFound(f"no workflow {workflow!r}; tidegate workflows list has those that there are")
+    return found
+
+
+def _name_taken(workflow: str, name: str) -> Conflict:
+    problem = FieldError("name", f"{name!r} is taken; names are unique within a workflow")
+    return Conflict(f"{workflow} has a trigger {name!r} already", [problem])
+
+
+def _described(trigger: Trigger) -> dict[str, Any]:
+    fields = (*SPEC_FIELDS, "status", "version")
+    return {"workflow": trigger.workflow} | {name: getattr(trigger, name) for name in fields}
+
+
+def _pauses(state: TriggerState) -> dict[str, object]:
+    return {"paused_until": state.paused_until, "reason": state.pause_reason, "paused_by": state.paused_by,
+            "is_paused": state.paused_at is not None, "breaker_state": state.breaker_state}  # fmt: skip

@@ -1,0 +1,165 @@
+"""Delivery replan: give the waiting deliveries of a trigger new times, in order of arrival, in small batches.
+
+Begun (durably, by raising the trigger's plan) when a pause begins or ends, the trigger is edited, its breaker moves, or
+times did not hold. A delivery whose time had come and was refused has used an attempt; too many, or too old, and it is
+given up: `exhausted`, a dead letter. Waiting for a person's pause to end uses no attempt.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import partial
+from typing import NamedTuple
+
+from tidegate import failpoints
+from tidegate.errors import Unavailable
+from tidegate.model.delivery import DeliveryStatus
+from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy, why_given_up
+from tidegate.store import decisions, deliveries, sources, trigger_gates
+from tidegate.store.db import Connection, Database
+from tidegate.store.decisions import Recorded
+from tidegate.store.deliveries import Moved, Stale
+from tidegate.store.trigger_gates import LockedTrigger
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+BATCH = 500
+
+_log = logger("replan")
+
+
+class Planned(NamedTuple):
+    """What one batch of new times did; `after` is the last event that has one."""
+
+    moved: Sequence[Moved] = ()
+    woken: int = 0
+    refused: int = 0
+    exhausted: int = 0
+    after: int = 0
+    is_done: bool = False
+
+
+class DeliveryReplan:
+    """Gives new times to the waiting deliveries of triggers whose plan has changed. `after_move` hears, after the
+    commit, of the deliveries that have one."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        policy: RetryPolicy = TRIGGER_RETRY,
+        after_move: Callable[[Sequence[Moved]], None] = lambda _: None,
+    ) -> None:
+        self._database = database
+        self._policy = policy
+        self._after_move = after_move
+
+    async def run_once(self) -> int:
+        """Plan every trigger that asks for it, to its end, batch by batch in turns; how many deliveries got a new time.
+
+        Deliveries that waited for their source to be resumed are made due, too, once it is.
+        """
+        async with self._database.connection() as connection:
+            waiting = dict.fromkeys(await trigger_gates.list_replanning(connection), 0)
+            total = await deliveries.release_sources(connection, BATCH)
+        while waiting:
+            for trigger_id, after in list(waiting.items()):
+                try:
+                    planned = await self._database.run(partial(self._batch, trigger_id=trigger_id, after=after))
+                except Unavailable:
+                    raise
+                except Exception as exc:
+                    _log.error("trigger.replan_failed", trigger_id=str(trigger_id), error=exc, exc_info=exc)
+                    del waiting[trigger_id]
+                    continue
+                total += len(planned.moved) + planned.woken
+                waiting[trigger_id] = planned.after
+                self._committed(planned)
+                if planned.is_done:
+                    del waiting[trigger_id]
+        return total
+
+    def _committed(self, planned: Planned) -> None:
+        metrics.DELIVERY_RETRIES.labels("rescheduled").inc(planned.refused)
+        metrics.DELIVERY_RETRIES.labels("exhausted").inc(planned.exhausted)
+        for one in planned.moved:
+            if one.retry_state == "exhausted":
+                _log.error("delivery.exhausted", delivery_id=str(one.id), attempt=one.retry_attempts,
+                           reason=one.last_error)  # fmt: skip
+        if waiting := [one for one in planned.moved if one.retry_state == "scheduled"]:
+            self._after_move(waiting)
+
+    async def _batch(self, connection: Connection, trigger_id: uuid.UUID, after: int) -> Planned:
+        await sources.share(connection, [])  # so that the trigger cannot be changed while we wait for its row
+        locked = (await trigger_gates.lock(connection, always=[trigger_id])).get(trigger_id)
+        if locked is None or not locked.is_replanning:
+            return Planned(is_done=True)
+        take = partial(deliveries.take_stale, connection, trigger_id, plan_version=locked.plan_version, limit=BATCH)
+        rows = await take(after=after) or await take(after=0)  # a newer plan, or one that came in behind us
+        if not rows:
+            await trigger_gates.end_plan(connection, trigger_id, locked.gate.drain_at)
+            return Planned(is_done=True)
+        now = await sources.now(connection)
+        in_line, for_slots = _split(rows, locked, is_held=locked.gate.hold(now) is not None)
+        moved = self._plan(locked, in_line, now)
+        await deliveries.move(connection, moved)
+        await deliveries.keep_waiting(connection, [row.id for row in for_slots], locked.plan_version)
+        woken = await trigger_gates.wake(connection, {(trigger_id, row.concurrency_key or "") for row in for_slots})
+        event_of = {row.id: row.event_id for row in rows}
+        lost = [one for one in moved if one.retry_state == "exhausted"]
+        await deliveries.bury(
+            connection,
+            [(one.id, event_of[one.id], one.last_error or "", {"attempts": one.retry_attempts}) for one in lost],
+        )
+        had_come = {row.id for row in in_line if _was_refused(row, locked)}
+        lines = [_line(one, event_of[one.id], trigger_id, now) for one in moved if one.id in had_come]
+        await decisions.insert(connection, lines)
+        await trigger_gates.save(connection, [locked.gate])
+        failpoints.hit("delivery_replan.before_commit")
+        refused = len(had_come) - len(lost)
+        return Planned(moved, woken, refused, len(lost), max(after, rows[-1].ingress_sequence))
+
+    def _plan(self, locked: LockedTrigger, rows: Sequence[Stale], now: datetime) -> list[Moved]:
+        gate, version = locked.gate, locked.plan_version
+        policy = locked.retry or self._policy
+        hold = gate.hold(now)
+        reason = hold.reason if hold else "throttle"
+        message = hold.message if hold else "waits for its turn"
+        given_up: list[Moved] = []
+        waiting: list[tuple[Stale, int]] = []
+        for row in rows:
+            was_refused = _was_refused(row, locked)
+            why = why_given_up(policy, row.retry_attempts if hold is None else 0, now - row.received_at)
+            if was_refused and why and reason != "paused":
+                text = f"given up after {why}: {message}"
+                given_up.append(Moved(row.id, "exhausted", "exhausted", None, row.retry_attempts, reason, text,
+                                      {"reason": reason}, version))  # fmt: skip
+            else:  # waiting for a pause or a breaker, or for something new, uses no attempt
+                waiting.append((row, row.retry_attempts + int(was_refused and hold is None and row.reason == reason)))
+        times = gate.slots(now, len(waiting), is_refusal=False)
+        status: DeliveryStatus = "paused" if hold else "throttled"
+        return given_up + [
+            Moved(row.id, status, "scheduled", at, attempts, reason, message,
+                  {"reason": reason, "message": message, "until": at, "waits_for": {reason: {"until": at}}}, version)
+            for (row, attempts), at in zip(waiting, times, strict=True)
+        ]  # fmt: skip
+
+
+def _split(rows: Sequence[Stale], locked: LockedTrigger, *, is_held: bool) -> tuple[list[Stale], list[Stale]]:
+    """Who stands in the trigger's line, and who waits for a slot of a key: those keep their place, unless a pause or a
+    breaker holds everyone, or their time had come and the throttle refused them."""
+    keeps = {r.id for r in rows if not is_held and r.reason == "concurrency" and not _was_refused(r, locked)}
+    return [row for row in rows if row.id not in keeps], [row for row in rows if row.id in keeps]
+
+
+def _was_refused(row: Stale, locked: LockedTrigger) -> bool:
+    """Whether the row's time had come and there was no room; a plan that an operator began refuses nobody."""
+    return locked.refused_at is not None and row.next_attempt_at <= locked.refused_at
+
+
+def _line(one: Moved, event_id: uuid.UUID, trigger_id: uuid.UUID, now: datetime) -> Recorded:
+    decision = "exhausted" if one.retry_state == "exhausted" else "rescheduled"
+    return Recorded(event_id, now, "deliver", decision, one.last_error, one.next_attempt_at, one.retry_attempts,
+                    trigger_id=trigger_id)  # fmt: skip

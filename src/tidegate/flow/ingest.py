@@ -1,0 +1,250 @@
+"""Ingest: accepted means committed. Concurrent requests share commits; repeating an event is harmless."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from tidegate import failpoints
+from tidegate.clock import monotonic
+from tidegate.errors import Conflict, FieldError, InvalidInput, Unavailable
+from tidegate.model.event import NewEvent, trace_id
+from tidegate.store import events as store
+from tidegate.store.db import Connection, Database, TransientConflict, is_data_error
+from tidegate.store.group_commit import GroupCommit
+from tidegate.telemetry import metrics, traces
+from tidegate.telemetry.logs import logger
+
+# While the database is away, requests are refused; the first of them waits this long for it to come back.
+PATIENCE_SECONDS = 0.5
+GROUP_EVENTS = 1000
+# A producer's id may be locked by someone else's open transaction: how long a commit that others share waits for it.
+LOCK_TIMEOUT_MS = 300
+# Events are stored as if they were all new. Once some were not, each is looked for first, for so long.
+REPEATS_SECONDS = 10
+
+_log = logger("ingest")
+
+Request = Sequence[NewEvent]
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """The answer to one event: `accepted`, or `duplicate` with the id of the first."""
+
+    id: uuid.UUID
+    external_id: str | None
+    status: Literal["accepted", "duplicate"]
+
+
+class _Refused(Exception):
+    """Some requests of a group repeat an id with another body; the others are written again without them, which finds
+    those that are stored already."""
+
+    def __init__(self, conflicts: dict[int, Conflict]) -> None:
+        self.conflicts = conflicts
+
+
+class Ingest:
+    """Stores events. `after_commit` is called once for each commit that made new ones."""
+
+    def __init__(self, database: Database, *, max_waiting: int, after_commit: Callable[[], None]) -> None:
+        self._database = database
+        self._after_commit = after_commit
+        self._down = False
+        self._repeats_until = 0.0
+        self._group: GroupCommit[Request, list[Accepted]] = GroupCommit(
+            self._write, weight=len, max_weight=GROUP_EVENTS, max_waiting=max_waiting
+        )
+
+    async def accept(self, events: Request) -> list[Accepted]:
+        """Store the events of one request, all or none; returns when they are committed. Those without a trace, or
+        in the caller's, continue the span that the caller is in.
+
+        Raises Conflict (an id repeated with another body), Unavailable (the database), Overloaded.
+        """
+        if not events:
+            return []
+        failpoints.hit("ingest.before_begin")
+        if (traceparent := traces.current()) is not None:
+            events = [_continued(event, traceparent) for event in events]
+        accepted = await self._group.submit(events)
+        failpoints.hit("ingest.after_commit")
+        return accepted
+
+    async def close(self) -> None:
+        await self._group.close()
+
+    async def _write(self, requests: list[Request]) -> list[list[Accepted] | Exception]:
+        results: list[list[Accepted] | Exception | None] = [None] * len(requests)
+        left = list(range(len(requests)))
+        while left:
+            try:
+                stored = await self._store([requests[i] for i in left])
+            except _Refused as refused:
+                for position, conflict in refused.conflicts.items():
+                    results[left[position]] = conflict
+                left = [i for i in left if results[i] is None]
+                continue
+            except Exception as exc:
+                if len(left) > 1 and not _is_down(exc):
+                    # One of them is in the way of the others: each gets a transaction of its own.
+                    apart = await asyncio.gather(*(self._write([requests[i]]) for i in left))
+                    for i, [result] in zip(left, apart, strict=True):
+                        results[i] = result
+                else:
+                    for i in left:
+                        results[i] = _as_answer(exc)
+                break
+            for i, answer in zip(left, stored, strict=True):
+                results[i] = answer
+            break
+        return [result if result is not None else [] for result in results]
+
+    async def _store(self, requests: list[Request]) -> list[list[Accepted]]:
+        """The requests in one commit, tried again while the database is only just away.
+
+        Trying again is safe even when a commit's answer was lost: the ids are ours and made before.
+        """
+        deadline = monotonic() + (0 if self._down else PATIENCE_SECONDS)
+        while True:
+            try:
+                answers = await self._write_once(requests)
+            except TransientConflict:
+                raise
+            except Unavailable as exc:
+                if monotonic() >= deadline:
+                    if not self._down:
+                        _log.error("ingest.database_down", error=exc)
+                    self._down = True
+                    raise
+                await asyncio.sleep(0.05)
+                continue
+            if self._down:
+                self._down = False
+                _log.info("ingest.database_back")
+            return answers
+
+    async def _write_once(self, requests: list[Request]) -> list[list[Accepted]]:
+        events = [event for request in requests for event in request]
+        if monotonic() >= self._repeats_until:
+            async with self._database.connection(wait_seconds=1) as connection:
+                failpoints.hit("ingest.before_commit")
+                are_new = await store.insert_new(connection, events)
+            if are_new:
+                self._committed(requests, requests)
+                return [[Accepted(event.id, event.external_id, "accepted") for event in one] for one in requests]
+            self._repeats_until = monotonic() + REPEATS_SECONDS
+        return await self._write_repeats(requests, events)
+
+    async def _write_repeats(self, requests: list[Request], events: Request) -> list[list[Accepted]]:
+        """The same when some of the events may be stored already."""
+        if len(requests) == len(events):
+            # Each event is a request of its own, so none has to be taken back because of another: the one statement
+            # is the transaction. What is found about repeated ids afterwards changes only their answers.
+            async with self._database.connection(wait_seconds=1) as connection:
+                failpoints.hit("ingest.before_commit")
+                new = await store.insert(connection, events)
+            self._committed(requests, _only(new, requests))
+            resolved = {}
+            if len(new) < len(events):
+                async with self._database.connection(wait_seconds=1) as connection:
+                    resolved = await _resolve(connection, requests, events, new)
+        else:
+            async with self._database.transaction(wait_seconds=1) as connection:
+                new = await store.insert(connection, events)
+                resolved = await _resolve(connection, requests, events, new)
+                failpoints.hit("ingest.before_commit")
+            self._committed(requests, _only(new, requests))
+        return [[_answer(event, new, resolved) for event in request] for request in requests]
+
+    def _committed(self, requests: list[Request], accepted: list[Request]) -> None:
+        """Tell what is new of each of the requests."""
+        by_source = Counter(event.source for new in accepted for event in new)
+        if not by_source:
+            return
+        self._after_commit()
+        metrics.received(by_source)
+        if _log.is_info:
+            for request, new in zip(requests, accepted, strict=True):
+                _tell(new, is_batch=len(request) > 1)
+
+
+def _only(new: set[uuid.UUID], requests: list[Request]) -> list[Request]:
+    return [[event for event in request if event.id in new] for request in requests]
+
+
+def _tell(accepted: Request, *, is_batch: bool) -> None:
+    """One line for a request: a line costs as much as storing an event of a batch."""
+    if is_batch and accepted:
+        shared = {event.correlation_id for event in accepted}
+        correlation_id = shared.pop() if len(shared) == 1 else None
+        _log.info("batch.accepted", count=len(accepted), correlation_id=correlation_id, source=accepted[0].source)
+    if is_batch and not _log.is_debug:
+        return
+    log = _log.debug if is_batch else _log.info
+    for event in accepted:
+        log(
+            "event.accepted", event_id=event.id, correlation_id=event.correlation_id or event.id, source=event.source,
+            type=event.type,
+        )  # fmt: skip
+
+
+async def _resolve(
+    connection: Connection, requests: list[Request], events: Sequence[NewEvent], new: set[uuid.UUID]
+) -> dict[uuid.UUID, store.Resolved]:
+    """What the events that are not new repeat; _Refused when some repeat an id with another body."""
+    if len(new) == len(events):
+        return {}
+    resolved = await store.resolve(connection, [event for event in events if event.id not in new])
+    conflicts = _conflicts(requests, new, resolved)
+    if conflicts:
+        raise _Refused(conflicts)
+    return resolved
+
+
+def _conflicts(
+    requests: list[Request], new: set[uuid.UUID], resolved: dict[uuid.UUID, store.Resolved]
+) -> dict[int, Conflict]:
+    conflicts: dict[int, Conflict] = {}
+    for position, request in enumerate(requests):
+        errors = []
+        for index, event in enumerate(request):
+            if event.id in new:
+                continue
+            first = resolved.get(event.id)
+            if first is None:  # the first one went away in between
+                raise TransientConflict("an event with the same id is changing right now")
+            if not first.same_body:
+                field = f"[{index}].id" if len(request) > 1 else "id"
+                message = f"{event.external_id!r} was published before by {event.source}, with another body"
+                errors.append(FieldError(field, f"{message}, as event {first.id}"))
+        if errors:
+            conflicts[position] = Conflict("an event with the same id and another body exists", errors)
+    return conflicts
+
+
+def _continued(event: NewEvent, traceparent: str) -> NewEvent:
+    is_elsewhere = trace_id(event.traceparent) not in (None, trace_id(traceparent))
+    return event if is_elsewhere else msgspec.structs.replace(event, traceparent=traceparent)
+
+
+def _answer(event: NewEvent, new: set[uuid.UUID], resolved: dict[uuid.UUID, store.Resolved]) -> Accepted:
+    if event.id in new or resolved[event.id].id == event.id:
+        return Accepted(event.id, event.external_id, "accepted")
+    return Accepted(resolved[event.id].id, event.external_id, "duplicate")
+
+
+def _is_down(exc: Exception) -> bool:
+    return isinstance(exc, Unavailable) and not isinstance(exc, TransientConflict)
+
+
+def _as_answer(exc: Exception) -> Exception:
+    if is_data_error(exc):
+        _log.warning("ingest.refused_by_database", error=exc)
+        return InvalidInput("the database cannot store this event", [FieldError("event", str(exc))])
+    return exc

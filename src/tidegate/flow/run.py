@@ -1,0 +1,358 @@
+"""Run: claim due runs, execute them, hand in what came of it. A worker that lost its claim changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from tidegate import failpoints
+from tidegate.clock import monotonic
+from tidegate.flow.ahead import Ahead
+from tidegate.flow.endings import End
+from tidegate.flow.execution import Execution
+from tidegate.flow.journal import LeaseLost, Soon, Written
+from tidegate.flow.leases import LeaseKeeper
+from tidegate.flow.outcomes import Outcomes, Waiting
+from tidegate.flow.slots import Fill, Freed
+from tidegate.flow.tell import run_fields
+from tidegate.flow.workflow import Workflow
+from tidegate.model.event import Event
+from tidegate.model.retry import STEP_RETRY, RetryPolicy
+from tidegate.model.run import ClaimedRun, FinishedRun, Step
+from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
+from tidegate.store import events, runs, steps
+from tidegate.store.db import Database
+from tidegate.store.deliveries import NOBODY, Claim
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+# When so many are claimed ahead, new events wait a little for them: their runs are then claimed as they are created.
+BUSY, BREATH_SECONDS = 50, 0.25
+
+_log = logger("run")
+
+
+class Runner:
+    """Runs the workflows of one worker process, at most `concurrency` at a time.
+
+    A run is claimed here when it is due (`run_once`), or with its creation: by whoever asks for a `claim` and passes
+    the runs to `start`. `after_free` hears of what a freed slot let launch, `after_wait` of steps that wait.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        workflows: Mapping[str, Workflow],
+        *,
+        worker: str,
+        concurrency: int,
+        lease_ms: int,
+        policy: RetryPolicy = STEP_RETRY,
+        breaker: BreakerPolicy = TRIGGER_BREAKER,
+        fill: Fill | None = None,
+        after_free: Callable[[Freed], None] = lambda _: None,
+        after_wait: Callable[[Sequence[Waiting]], None] = lambda _: None,
+    ) -> None:
+        self._database = database
+        self._workflows = workflows
+        self._worker = worker
+        self._concurrency = concurrency
+        self._lease_ms = lease_ms
+        self._policy = policy
+        self._after_free = after_free
+        self._definitions: list[uuid.UUID] = []
+        self._free = asyncio.Event()
+        self._ahead = Ahead(database, concurrency, after_return=self._free.set)
+        self._tasks: dict[Execution, asyncio.Task[None]] = {}  # begun
+        self._executing: set[Execution] = set()  # those of them that hold a slot
+        self._writing: set[Execution] = set()  # ended, and that is on its way into the database
+        self._stuck: set[asyncio.Task[None]] = set()  # functions that do not leave
+        self._has_backlog = False
+        self._soon = Soon()
+        self._context = contextvars.copy_context()  # of every run: none sees what another one has set
+        self._closing = False
+        self._workflow_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="workflow")
+        self._step_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="step")
+        self._outcomes = Outcomes(
+            database, breaker=breaker, fill=fill, claim=self._claim_freed,
+            after_free=self._freed, after_wait=after_wait, after_close=self._ahead.give_back_of,
+        )  # fmt: skip
+        self._leases = LeaseKeeper(
+            database.url, worker, lambda: self._definitions, lease_ms,
+            lambda: {execution.run.id: execution.run for execution in self._held()},
+            lost=self._lost, cancelled=self._cancelled,
+        )  # fmt: skip
+
+    def serve(self, definitions: list[uuid.UUID]) -> None:
+        """The definitions whose code is in this process; runs of others are left alone."""
+        self._definitions = definitions
+
+    def keep_leases(self) -> None:
+        """Begin to keep leases alive."""
+        self._leases.start()
+
+    @property
+    def room(self) -> int:
+        """How many runs may be claimed now."""
+        claimed = len(self._ahead) + len(self._tasks) + len(self._writing)
+        return 0 if self._closing else max(0, self._concurrency + self._ahead.most - claimed)
+
+    @property
+    def claims_nothing(self) -> bool:
+        """Whether runs that are created now are left to others, or until later."""
+        return self.room == 0 or not self._definitions
+
+    def claim(self) -> Claim:
+        """What this worker claims of runs that are being created."""
+        room = self.room
+        return Claim(self._worker, self._lease_ms, self._definitions, room) if room else NOBODY
+
+    def expect(self) -> None:
+        """Runs were created that this worker did not claim at once."""
+        self._has_backlog = True
+
+    def start(self, claimed: Sequence[tuple[ClaimedRun, Event | None]]) -> None:
+        """Execute runs that were claimed for this worker."""
+        for run, event in claimed:
+            self._start(run, event, [])
+
+    async def wait_for_room(self) -> None:
+        """Wait until more may be claimed, or nothing more is to be claimed."""
+        self._free.clear()
+        if self.room == 0 and not self._closing:
+            await self._free.wait()
+
+    async def breathe(self) -> None:
+        """While short runs end all the time, wait a moment for room: runs that are created then are claimed at once."""
+        if self._ahead.most < BUSY:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BREATH_SECONDS):
+                while (self._has_backlog or self.room < self._ahead.most // 2) and not self._closing:
+                    self._free.clear()
+                    await self._free.wait()
+
+    async def idle(self) -> None:
+        """Wait until nothing runs here."""
+        while self._tasks or self._writing:
+            self._free.clear()
+            await self._free.wait()
+
+    def stop_claiming(self) -> None:
+        """Claim nothing more; what runs goes on."""
+        self._closing = True
+        self._free.set()
+
+    async def run_once(self) -> int:
+        """Claim as many due runs as there is room for and start them; how many."""
+        room = self.room
+        if room == 0 or not self._definitions:
+            return 0
+        async with self._database.transaction() as connection:
+            claimed = await runs.claim_due(
+                connection, definitions=self._definitions, limit=room, worker=self._worker, lease_ms=self._lease_ms
+            )
+            ids = {run.event_id for run in claimed if run.event_id is not None}
+            found = await events.get_many(connection, ids) if ids else {}
+            again = [run.id for run in claimed if run.attempts > 1]  # a fresh one has no steps yet
+            known = await steps.list_of_runs(connection, again)
+        failpoints.hit("run.after_claim")
+        self._has_backlog = len(claimed) == room
+        self._free.set()
+        for run in claimed:
+            mine = [step for step in known if step.workflow_run_id == run.id]
+            self._start(run, found.get(run.event_id) if run.event_id else None, mine)
+        return len(claimed)
+
+    async def next_due_seconds(self) -> float | None:
+        """Seconds until the next waiting run of this worker is due, or None."""
+        if not self._definitions:
+            return None
+        async with self._database.connection() as connection:
+            return await runs.next_due_seconds(connection, self._definitions)
+
+    async def stop(self, patience_seconds: float) -> None:
+        """Wait for running workflows, then hand back what is still running."""
+        await self._ahead.give_back()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_seconds):
+                await self.idle()
+        left: list[ClaimedRun] = []
+        while self._tasks or self._outcomes.is_busy:  # a commit that is under way may still begin what fills a slot
+            left += [execution.run for execution in self._held()]
+            for execution in self._held():
+                self._leave(execution)
+            await self.idle()
+            await self._outcomes.close()
+        await self._ahead.give_back()
+        await self._ahead.settle()
+        if left:
+            async with self._database.transaction() as connection:
+                back = await runs.hand_back(connection, left)
+            _log.info("run.handed_back", count=len(back))
+        await self._leases.stop()
+        for threads in (self._workflow_threads, self._step_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, run: ClaimedRun, event: Event | None, known: list[Step]) -> None:
+        execution = Execution(
+            run,
+            self._workflows[run.workflow],
+            event,
+            known,
+            put=self._outcomes.put,
+            soon=self._soon,
+            policy=self._policy,
+            workflow_threads=self._workflow_threads,
+            step_threads=self._step_threads,
+            abandon=self._abandoned,
+        )
+        for ghost in [one for one in self._held() if one.run.id == run.id] if run.attempts > 1 else ():
+            self._leave(ghost)  # its lease ended, and this worker is the one that took over
+        self._ahead.add(execution)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin what is ready, as far as there are slots; the rest waits for one, but not for long."""
+        while len(self._executing) < self._concurrency and (one := self._ahead.next(self._lease_ms / 3000)) is not None:
+            self._executing.add(one)
+            self._go_on(one, self._execute(one))
+        self._ahead.return_later()
+
+    def _go_on(self, execution: Execution, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks[execution] = task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
+        task.add_done_callback(partial(self._over, execution))
+
+    async def _execute(self, execution: Execution) -> None:
+        if execution.spans is not None:
+            execution.spans.enter()
+        if _log.is_debug:
+            _log.debug("run.started", **run_fields(execution.run, execution.event))
+        began_at = monotonic()
+        try:
+            ended = await execution.go()
+        except BaseException as exc:
+            if not execution.is_abandoned:
+                self._without_end(execution, exc)
+            return
+        if not execution.is_abandoned:  # or another task has gone on with it
+            self._ahead.learn(monotonic() - began_at)
+            await self._finish(execution, ended)
+
+    async def _finish(self, execution: Execution, ended: End) -> None:
+        """Hand in how a run ended, or until when it rests; `_written` goes on with it, without a task."""
+        failpoints.hit("run.before_finish")
+        self._free_slot(execution)  # what is left to do needs none
+        try:
+            await execution.close(ended, partial(self._written, execution))
+        except BaseException as exc:
+            self._without_end(execution, exc)
+            return
+        self._writing.add(execution)
+        del self._tasks[execution]
+
+    def _written(self, execution: Execution, ended: End, written: Written | BaseException) -> None:
+        """How a run ended is committed, or will never be."""
+        if execution not in self._writing:
+            return  # it was left
+        self._writing.remove(execution)
+        self._free.set()
+        failpoints.hit("run.after_finish")
+        is_kept = isinstance(written, Written) and written.is_kept
+        if execution.spans is not None:
+            execution.spans.end(ended, is_kept=is_kept)
+        if isinstance(written, Exception):
+            self._tell_left(execution, written)
+        elif not is_kept:
+            fields = run_fields(execution.run, execution.event)
+            _log.warning("run.result_discarded", **fields, reason="the lease was lost")
+        elif isinstance(ended, FinishedRun):
+            self._tell(execution, ended)
+
+    def _without_end(self, execution: Execution, exc: BaseException) -> None:
+        """Nothing is written of a run here any more."""
+        if execution.spans is not None:
+            execution.spans.end(None, is_kept=False)
+        if not isinstance(exc, LeaseLost):
+            raise exc
+        _log.warning("run.lease_lost", **run_fields(execution.run, execution.event))
+
+    def _abandoned(self, execution: Execution, end: End | None) -> None:
+        """The function of a run does not leave. What is to be written of the run is written without it."""
+        stuck = self._tasks.pop(execution)
+        self._stuck.add(stuck)
+        stuck.add_done_callback(self._stuck.discard)
+        if end is not None:
+            self._go_on(execution, self._finish(execution, end))
+        else:
+            self._free_slot(execution)
+            self._free.set()
+
+    def _held(self) -> list[Execution]:
+        """The runs that are begun and not yet written to the end. Asked from another thread too, while one moves on."""
+        return [*self._tasks, *self._writing]
+
+    def _leave(self, execution: Execution) -> None:
+        """Have a run end here, unwritten."""
+        if execution in self._writing:
+            self._writing.remove(execution)
+            self._free.set()
+            if execution.spans is not None:
+                execution.spans.end(None, is_kept=False)
+        elif not execution.leave():
+            self._tasks[execution].cancel()
+
+    def _free_slot(self, execution: Execution) -> None:
+        if execution in self._executing:
+            self._executing.remove(execution)
+            self._begin()
+
+    def _over(self, execution: Execution, task: asyncio.Task[None]) -> None:
+        """Nothing is left of a run here, however it went. If it was not written, its lease ends by itself."""
+        if self._tasks.get(execution) is not task:
+            return  # it was abandoned, or is being written
+        del self._tasks[execution]
+        self._free_slot(execution)
+        self._free.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._tell_left(execution, error)
+
+    def _lost(self, run: ClaimedRun) -> None:
+        for execution in [one for one in self._held() if one.run is run]:
+            _log.warning("run.lease_lost", **run_fields(run, execution.event))
+            self._leave(execution)
+
+    def _cancelled(self, run_id: uuid.UUID) -> None:
+        for execution in [one for one in self._tasks if one.run.id == run_id]:
+            execution.cancel()
+
+    def _claim_freed(self, ending: int) -> Claim | None:
+        """What this worker claims of what is launched into the slots of runs that end; None: nothing is launched."""
+        return None if self._closing else Claim(self._worker, self._lease_ms, self._definitions, ending)
+
+    def _freed(self, freed: Freed) -> None:
+        if freed.filled:
+            self.start(freed.filled.claimed)
+        self._after_free(freed)
+
+    def _tell_left(self, execution: Execution, error: BaseException) -> None:
+        _log.error("run.left", **run_fields(execution.run, execution.event), error=error, exc_info=error)
+
+    def _tell(self, execution: Execution, run: FinishedRun) -> None:
+        claimed = execution.run
+        seconds = (claimed.now - claimed.started_at).total_seconds() + monotonic() - execution.claimed_at
+        metrics.ran(claimed.workflow, run.status, seconds)
+        if run.status == "succeeded" and not _log.is_info:
+            return
+        log = _log.info if run.status == "succeeded" else _log.warning
+        log(
+            f"run.{run.status}",
+            **run_fields(claimed, execution.event),
+            **({"reason": run.error.splitlines()[-1]} if run.error else {}),
+        )

@@ -1,0 +1,183 @@
+"""Slots: what a trigger learns when its runs end. A free concurrency slot wakes the oldest delivery that waits for one;
+a failed run counts against the trigger's breaker; the end of a probe closes or reopens it.
+
+Slots are not stored anywhere: they are the trigger's unfinished runs, counted under its row lock.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from tidegate.model.event import Event
+from tidegate.model.run import ClaimedRun, FinishedRun
+from tidegate.model.source import BreakerPolicy
+from tidegate.model.template import TemplateError
+from tidegate.model.trigger import CompiledTrigger
+from tidegate.model.trigger_gate import TriggerMove
+from tidegate.store import events, runs, sources, steps, trigger_gates
+from tidegate.store.db import Connection
+from tidegate.store.deliveries import NOBODY, Claim
+from tidegate.store.runs import EndedRun
+from tidegate.store.trigger_gates import LockedTrigger, NextInLine
+
+REKEY_BATCH = 1000
+
+
+Gates = dict[uuid.UUID, LockedTrigger]
+
+
+class Unlocked(Exception):
+    """These triggers turn out to matter and are not locked. Locked now, they would be out of order: begin again."""
+
+    def __init__(self, trigger_ids: Collection[uuid.UUID]) -> None:
+        super().__init__(", ".join(map(str, trigger_ids)))
+        self.trigger_ids = frozenset(trigger_ids)
+
+
+class Filled(Protocol):
+    """What came of launching into freed slots: the runs launched, and those of them that are claimed."""
+
+    @property
+    def launched(self) -> int: ...
+    @property
+    def claimed(self) -> Sequence[tuple[ClaimedRun, Event]]: ...
+
+
+class Fill(Protocol):
+    """Decides deliveries that stand first in line for freed slots, in the transaction that freed them."""
+
+    async def __call__(self, connection: Connection, gates: Gates, line: NextInLine, claim: Claim) -> Filled: ...
+
+
+class Freed(NamedTuple):
+    """The runs that ended, how many deliveries were made due, what was launched instead, the breakers that moved, and
+    how many retries of steps were cancelled with their runs."""
+
+    written: frozenset[uuid.UUID] = frozenset()
+    woken: int = 0
+    filled: Filled | None = None
+    moves: Sequence[TriggerMove] = ()
+    cancelled_retries: int = 0
+
+
+async def finish(
+    connection: Connection,
+    finished: Sequence[FinishedRun],
+    *,
+    breaker: BreakerPolicy,
+    fill: Fill | None = None,
+    claim: Claim = NOBODY,
+    before: Callable[[], Awaitable[None]] | None = None,
+    also: Collection[uuid.UUID] = (),
+) -> Freed:
+    """End runs that are still held, and tell their triggers. What waits for a slot is launched (and claimed) by `fill`
+    in the same transaction; without it, it is made due.
+
+    Locks are taken in the order that every transaction keeps: sources, triggers, deliveries, runs. Unlocked names
+    triggers that turn out to matter and were not in `also`.
+    """
+    wanted = {run.trigger_id for run in finished if run.trigger_id is not None and run.matters_to_trigger} | {*also}
+    if wanted:  # also so that the triggers cannot be changed while we wait for their rows
+        await sources.share_all(connection)
+    locked = await trigger_gates.lock(connection, always=wanted)
+    if before is not None:
+        await before()  # what belongs to the same transaction and touches runs; `also` are triggers that it touches
+    if not finished:
+        return Freed()
+    ended = await runs.finish(connection, finished)
+    freed = {(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None}
+    late = {trigger_id for trigger_id, _ in freed} - locked.keys()
+    if late:  # a limit that came while the run was under way
+        raise Unlocked(late)
+    written = frozenset(run.id for run in ended)
+    moves = await _tell(connection, locked, ended, breaker)
+    if not freed:
+        return Freed(written, moves=moves)
+    if fill is None or moves:
+        return Freed(written, await trigger_gates.wake(connection, freed), moves=moves)
+    line = await trigger_gates.next_in_line(connection, freed)
+    filled = await fill(connection, locked, line, claim) if line is not None else None
+    return Freed(written, filled=filled)
+
+
+async def end_waiting(
+    connection: Connection,
+    trigger_id: uuid.UUID | None,
+    end: Callable[[], Awaitable[EndedRun | None]],
+    breaker: BreakerPolicy,
+) -> Freed | None:
+    """End a run that no worker holds (`end` does it), and tell its trigger; None when there was nothing to end."""
+
+    async def end_one() -> list[EndedRun]:
+        ended = await end()
+        return [ended] if ended is not None else []
+
+    freed = await end_all_waiting(connection, [trigger_id] if trigger_id is not None else [], end_one, breaker)
+    return freed if freed.written else None
+
+
+async def end_all_waiting(
+    connection: Connection,
+    trigger_ids: Collection[uuid.UUID],
+    end: Callable[[], Awaitable[Sequence[EndedRun]]],
+    breaker: BreakerPolicy,
+) -> Freed:
+    """End runs of these triggers that no worker holds (`end` does it), and tell the triggers."""
+    locked: Gates = {}
+    if trigger_ids:
+        await sources.share_all(connection)
+        locked = await trigger_gates.lock(connection, always=trigger_ids)
+    ended = await end()
+    if not ended:
+        return Freed()
+    cancelled = await steps.end_waiting(connection, [run.id for run in ended])
+    moves = await _tell(connection, locked, ended, breaker)
+    slots_of = [(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None]
+    woken = await trigger_gates.wake(connection, slots_of)
+    return Freed(frozenset(run.id for run in ended), woken, moves=moves, cancelled_retries=cancelled)
+
+
+async def _tell(
+    connection: Connection, locked: Gates, ended: Sequence[EndedRun], breaker: BreakerPolicy
+) -> list[TriggerMove]:
+    if not any(run.is_probe or run.status == "failed" for run in ended):
+        return []
+    now = await sources.now(connection)
+    moves = []
+    for trigger_id, one in locked.items():
+        mine = [run for run in ended if run.trigger_id == trigger_id]
+        policy, gate = one.breaker or breaker, one.gate
+        # While it is open, only the probe tells: what was launched before may still be failing.
+        failures = sum(run.status == "failed" and not run.is_probe for run in mine) * (gate.breaker_state == "closed")
+        found = [gate.end_probe(now, r.id, policy, is_good=r.status == "succeeded") for r in mine if r.is_probe]
+        found.append(gate.count_failures(now, failures, policy) if failures else None)
+        moves += [TriggerMove(trigger_id, move, gate.breaker_reason) for move in found if move]
+    await trigger_gates.save(connection, (one.gate for one in locked.values()))
+    for trigger_id in sorted({move.trigger_id for move in moves}):  # whoever waits gets a new time
+        await trigger_gates.replan(connection, trigger_id)
+    return moves
+
+
+async def rekey(connection: Connection, compiled: CompiledTrigger) -> None:
+    """A trigger's concurrency has changed: its unfinished runs hold slots by the new rule from now on.
+
+    The caller keeps everyone else from launching. An event that the new key cannot be had from holds a slot of no key.
+    """
+    trigger = compiled.trigger
+    await trigger_gates.lock(connection, always=[trigger.id])
+    after = uuid.UUID(int=0)
+    while page := await runs.list_unfinished(connection, trigger.id, after=after, limit=REKEY_BATCH):
+        found = await events.get_many(connection, [event_id for _, event_id in page if event_id is not None])
+        keys: list[str | None] = []
+        for _, event_id in page:
+            event = found.get(event_id) if event_id else None
+            try:
+                keys.append(compiled.keys(event.envelope()).concurrency_key if event else "")
+            except TemplateError:
+                keys.append("")
+        if trigger.max_concurrency is None:
+            keys = [None] * len(page)
+        await runs.set_concurrency_keys(connection, [run_id for run_id, _ in page], keys)
+        after = page[-1][0]

@@ -1,0 +1,94 @@
+"""Tell: the lines, counters and log entries about deliveries, the same whichever stage decided them."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from tidegate.model.event import Event
+from tidegate.model.run import ClaimedRun
+from tidegate.model.trigger import CompiledTrigger
+from tidegate.model.trigger_gate import TriggerMove
+from tidegate.store.decisions import Recorded
+from tidegate.store.deliveries import Decided
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+_log = logger("deliver")
+
+
+def trigger_name(trigger: CompiledTrigger) -> str:
+    """A trigger as metrics call it."""
+    return f"{trigger.trigger.workflow}/{trigger.trigger.name}"
+
+
+def held_line(one: Decided, now: datetime) -> Recorded:
+    """The line of the event's story about a delivery that waits, or waits no more."""
+    decision = "rescheduled" if one.retry_state == "scheduled" and one.retry_attempts > 1 else one.status
+    return Recorded(
+        one.event_id,
+        now,
+        "deliver",
+        decision,
+        one.last_error,
+        one.next_attempt_at,
+        one.retry_attempts or None,
+        trigger_id=one.trigger_id,
+    )
+
+
+def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newcomers: bool) -> None:
+    """Count and log, after the commit, what was decided about deliveries."""
+    for (trigger_id, status), count in Counter((d.trigger_id, d.status) for d in decided).items():
+        name = names.get(trigger_id, str(trigger_id))
+        metrics.evaluated(name, status, count)
+        if are_newcomers:
+            metrics.evaluated(name, "matched", count)
+    if are_newcomers and not _log.is_debug:  # of those that are launched at once, the run itself tells
+        decided = [d for d in decided if d.status != "launched"]
+    outcomes = Counter(_outcome(d, are_newcomers) for d in decided)
+    for outcome, count in outcomes.items():
+        if outcome is not None:
+            metrics.DELIVERY_RETRIES.labels(outcome).inc(count)
+    for one in decided:
+        log = _log.warning if one.status in ("failed", "exhausted") else _log.info
+        if are_newcomers and one.status == "launched":
+            log = _log.debug
+        log(
+            f"delivery.{one.status}",
+            delivery_id=one.id,
+            event_id=one.event_id,
+            trigger_id=one.trigger_id,
+            trigger=names.get(one.trigger_id),
+            run_id=one.run_id,
+            correlation_id=one.correlation_id,
+            source=one.source,
+            attempt=one.retry_attempts,
+            next_attempt_at=one.next_attempt_at,
+            reason=one.last_error,
+        )
+
+
+def tell_moves(moves: Iterable[TriggerMove]) -> None:
+    """Log, after the commit, the triggers whose breaker moved."""
+    for one in moves:
+        log = _log.info if one.move == "closed" else _log.error
+        log(f"trigger.breaker_{one.move}", trigger_id=str(one.trigger_id), reason=one.reason)
+
+
+def run_fields(run: ClaimedRun, event: Event | None) -> dict[str, Any]:
+    """What every line about a run says of it."""
+    source = None if event is None else event.source
+    return {"run_id": run.id, "workflow": run.workflow, "event_id": run.event_id, "correlation_id": run.correlation_id,
+            "source": source, "attempt": run.attempts}  # fmt: skip
+
+
+def _outcome(one: Decided, is_newcomer: bool) -> str | None:
+    if one.retry_state == "scheduled":
+        return "scheduled" if is_newcomer else "rescheduled"
+    if is_newcomer:
+        return None
+    return one.retry_state

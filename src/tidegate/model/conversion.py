@@ -1,0 +1,88 @@
+"""Decoded JSON as one of our types, strictly; a refusal names the place of the field and what was expected there."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from tidegate.clock import has_utc
+from tidegate.errors import FieldError, InvalidInput
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_SHOWN = 60
+
+_AT = re.compile(r"(?P<text>.*) - at `(?:key in )?\$(?P<path>[^`]*)`", re.DOTALL)
+_FIELD_NAMED = re.compile(r"Object (?P<how>missing required|contains unknown) field `(?P<field>.*)`", re.DOTALL)
+_EXPECTED = re.compile(r"Expected `(?P<expected>[^`]+)`(?:, got `(?P<got>[^`]+)`| (?P<more>.+))", re.DOTALL)
+_FIELD_FIRST = re.compile(r"(?P<field>[a-z_]+)(?P<text> .*)", re.DOTALL)
+_PART = re.compile(r"\.?([^.\[\]]+)|\[(?:\d+|\.\.\.)\]")
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "object": "an object",
+    "array": "a list",
+    "datetime": "a time such as 2026-01-31T09:30:00Z",
+    "null": "null",
+}
+
+
+def convert(plain: Any, kind: type[T], message: str) -> T:
+    """`plain` as `kind`: no conversion between types. InvalidInput names the field."""
+    try:
+        found = msgspec.convert(plain, kind)
+    except msgspec.ValidationError as exc:
+        raise InvalidInput(message, [field_error(str(exc), kind)]) from exc
+    times = [name for name in kind.__struct_fields__ if isinstance(getattr(found, name), datetime)]
+    wrong = [FieldError(name, "must lie in the years 1 to 9999") for name in times if not has_utc(getattr(found, name))]
+    if wrong:
+        raise InvalidInput(message, wrong)
+    return found
+
+
+def field_error(message: str, kind: type[msgspec.Struct]) -> FieldError:
+    """The decoder's sentence in our words, with the place of the field it is about."""
+    at = _AT.fullmatch(message)
+    place, text = (at["path"].lstrip("."), at["text"]) if at else ("", message)
+    named = _FIELD_NAMED.fullmatch(text)
+    if named and named["how"] == "missing required":
+        return FieldError(_inside(place, named["field"]), "is required")
+    if named:
+        known = ", ".join(_fields_at(place, kind)) or "none is taken here"
+        return FieldError(_inside(place, named["field"][:MAX_SHOWN]), f"unknown field; known are {known}")
+    expected = _EXPECTED.fullmatch(text)
+    if expected:
+        what = " or ".join(_WORDS.get(word, word) for word in expected["expected"].split(" | "))
+        got = f", not {expected['got']}" if expected["got"] else f" {expected['more']}"
+        return FieldError(place or "body", f"must be {what}{got}")
+    rule = _FIELD_FIRST.fullmatch(text)
+    if rule and rule["field"] in _fields_at(place, kind):  # a rule of the object's own: `max_ms must lie between …`
+        return FieldError(_inside(place, rule["field"]), rule["text"].strip())
+    return FieldError(place or "body", text[:1].lower() + text[1:])
+
+
+def _inside(place: str, field: str) -> str:
+    return f"{place}.{field}" if place else field
+
+
+def _fields_at(place: str, kind: type[msgspec.Struct]) -> list[str]:
+    """The names that the object at `place` may have."""
+    found: Any = inspect.type_info(kind)
+    for part in _PART.finditer(place):
+        found = _struct_in(found)
+        if part[1] is not None:
+            found = next((f.type for f in getattr(found, "fields", ()) if f.encode_name == part[1]), None)
+    return [field.encode_name for field in getattr(_struct_in(found), "fields", ())]
+
+
+def _struct_in(found: Any) -> Any:
+    """The object type in a type that may also be null, or a list of them."""
+    if isinstance(found, inspect.UnionType):
+        found = next((t for t in found.types if isinstance(t, inspect.StructType | inspect.ListType)), None)
+    return _struct_in(found.item_type) if isinstance(found, inspect.ListType) else found

@@ -1,0 +1,44 @@
+"""A delivery: the record of one decision about one trigger and one event."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from tidegate.model.retry import RetryState
+
+DeliveryStatus = Literal["matched", "launched", "throttled", "paused", "skipped", "failed", "exhausted", "cancelled"]
+DELIVERY_STATUSES: tuple[DeliveryStatus, ...] = get_args(DeliveryStatus)
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `workflow_trigger_deliveries`."""
+
+    id: uuid.UUID
+    trigger_id: uuid.UUID
+    event_id: uuid.UUID
+    workflow_run_id: uuid.UUID | None = None
+    trigger_version: int = 1
+    status: DeliveryStatus
+    attempts: int = 0
+    dedupe_key: str | None = None
+    launched_at: datetime | None = None
+    last_error: str | None = None
+    throttled_until: datetime | None = None
+    retry_state: RetryState = "none"
+    next_attempt_at: datetime | None = None
+    retry_attempts: int = 0
+    retry_metadata: dict[str, Any] = {}
+    claim_generation: int = 0
+    claimed_by: str | None = None
+    claim_expires_at: datetime | None = None
+    reason: str | None = None
+    source: str | None = None
+    concurrency_key: str | None = None
+    ingress_sequence: int = 0
+    plan_version: int = 0
+    created_at: datetime | None = None
+    updated_at: datetime | None = None

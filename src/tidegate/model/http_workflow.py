@@ -1,0 +1,155 @@
+"""Workflows of kind `http`: what their definitions hold, what users may say, and which secrets sign. No I/O."""
+
+from __future__ import annotations
+
+import base64
+import re
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tidegate.errors import FieldError
+from tidegate.model.addresses import url_problem
+
+KIND = "http"
+DEFAULT_TIMEOUT_MS, MIN_TIMEOUT_MS, MAX_TIMEOUT_MS = 30_000, 100, 600_000
+MAX_HEADERS, MAX_HEADER_VALUE = 20, 4000
+SECRET_PREFIX = "whsec_"  # noqa: S105 - a prefix, not a secret
+# How long a replaced secret goes on signing, beside the new one; and how many of them.
+DEFAULT_KEEP_MS, MAX_KEEP_MS = 86_400_000, 30 * 86_400_000
+MAX_OLD_SECRETS = 4
+
+_SLUG = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,100}", re.ASCII)  # `.` and `..` would not survive in a path
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_|~-]{1,100}", re.ASCII)
+_HEADER_VALUE = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_HEADER_VALUE - 2}}}[!-~])?", re.ASCII)
+# What we or the connection decide.
+_OUR_HEADERS = (
+    "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host",
+    "idempotency-key", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "user-agent",
+)  # fmt: skip
+_OUR_PREFIXES = ("webhook-", "proxy-")
+
+
+class OldSecret(msgspec.Struct, frozen=True):
+    """A replaced secret, and how long it still signs."""
+
+    secret: str
+    until: datetime
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the `config` of such a definition holds."""
+
+    url: str
+    secret: str
+    timeout_ms: int = DEFAULT_TIMEOUT_MS
+    headers: dict[str, str] = {}
+    allow_private: bool = False
+    old_secrets: list[OldSecret] = []
+
+
+class HttpWorkflowPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may be changed. Null has its default; a `secret` of null is made anew."""
+
+    url: str | UnsetType = UNSET
+    secret: str | UnsetType | None = UNSET
+    timeout_ms: int | UnsetType | None = UNSET
+    headers: dict[str, str] | UnsetType | None = UNSET
+    allow_private: bool | UnsetType | None = UNSET
+
+
+class HttpWorkflowBody(HttpWorkflowPatch, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new workflow that posts its runs to `url`. Without a `secret`, one is made and shown once."""
+
+    slug: str
+    kind: str
+    url: str
+
+
+class SecretRotation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new secret: the one given, or one that is made. The old one signs too for `keep_ms`; 0 ends all old ones."""
+
+    secret: str | None = None
+    keep_ms: int | None = None
+
+
+def changed(old: HttpConfig, body: HttpWorkflowPatch) -> HttpConfig:
+    """`old` with what `body` says, except for the secret."""
+    defaults = {"timeout_ms": DEFAULT_TIMEOUT_MS, "headers": {}, "allow_private": False}
+    names = ("url", *defaults)
+    said = {name: value for name in names if (value := getattr(body, name)) is not UNSET}
+    return msgspec.structs.replace(old, **{n: defaults[n] if v is None else v for n, v in said.items()})
+
+
+def rotated(old: HttpConfig, secret: str, keep_ms: int, now: datetime) -> HttpConfig:
+    """`old` with another secret. The one before it signs for `keep_ms` more; 0 ends all that were before."""
+    replaced = OldSecret(old.secret, now + timedelta(milliseconds=keep_ms))
+    former = [replaced, *old.old_secrets] if keep_ms else []
+    kept = [o for o in former if o.until > now and o.secret != secret][:MAX_OLD_SECRETS]
+    return msgspec.structs.replace(old, secret=secret, old_secrets=kept)
+
+
+def signing_secrets(config: HttpConfig, now: datetime) -> list[str]:
+    """The secrets that sign a request: the current one, then those that were replaced lately."""
+    return [config.secret, *(old.secret for old in config.old_secrets if old.until > now)]
+
+
+def is_same(one: HttpConfig, other: HttpConfig) -> bool:
+    """Whether they say the same, whatever secrets they had before."""
+    return msgspec.structs.replace(one, old_secrets=[]) == msgspec.structs.replace(other, old_secrets=[])
+
+
+def described(config: HttpConfig) -> dict[str, Any]:
+    """The config for others to see: without secrets and the values of headers, which often are secrets too."""
+    return {
+        "url": config.url,
+        "timeout_ms": config.timeout_ms,
+        "header_names": sorted(config.headers),
+        "allow_private": config.allow_private,
+        "has_secret": True,
+        "old_secrets_until": [old.until for old in config.old_secrets],
+    }
+
+
+def slug_errors(slug: str) -> list[FieldError]:
+    """What is wrong with a name."""
+    message = "must be 1 to 100 of A-Z a-z 0-9 . _ - and not only a dot or two"
+    return [] if _SLUG.fullmatch(slug) else [FieldError("slug", message)]
+
+
+def config_errors(config: HttpConfig) -> list[FieldError]:
+    """What is wrong with a config, field by field."""
+    errors = []
+    problem = url_problem(config.url, allow_private=config.allow_private)
+    if problem is not None:
+        errors.append(FieldError("url", problem))
+    if not _is_secret(config.secret):
+        errors.append(FieldError("secret", f"must be {SECRET_PREFIX} and the base64 of 24 to 64 bytes"))
+    if not MIN_TIMEOUT_MS <= config.timeout_ms <= MAX_TIMEOUT_MS:
+        errors.append(FieldError("timeout_ms", f"must lie between {MIN_TIMEOUT_MS} and {MAX_TIMEOUT_MS}"))
+    return errors + _header_errors(config.headers)
+
+
+def _header_errors(headers: dict[str, str]) -> list[FieldError]:
+    errors = []
+    if len(headers) > MAX_HEADERS or len({name.lower() for name in headers}) < len(headers):
+        errors.append(FieldError("headers", f"must be at most {MAX_HEADERS}, each name once"))
+    for name, value in headers.items():
+        place = f"headers.{name[:60]}"
+        if not _HEADER_NAME.fullmatch(name):
+            errors.append(FieldError(place, "is not a header's name"))
+        elif name.lower() in _OUR_HEADERS or name.lower().startswith(_OUR_PREFIXES):
+            errors.append(FieldError(place, "is decided by Tidegate; leave it out"))
+        if not _HEADER_VALUE.fullmatch(value):
+            errors.append(FieldError(place, f"must have a value of 1 to {MAX_HEADER_VALUE} printable ASCII characters"))
+    return errors
+
+
+def _is_secret(text: str) -> bool:
+    try:
+        key = base64.b64decode(text.removeprefix(SECRET_PREFIX), validate=True)
+        return text.startswith(SECRET_PREFIX) and 24 <= len(key) <= 64
+    except ValueError:
+        return False

@@ -1,0 +1,127 @@
+"""Again when, or give up: the one backoff policy that events, deliveries and steps share, and the retry states."""
+
+from __future__ import annotations
+
+import math
+import random as _random
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from tidegate.model.units import MAX_DURATION_MS, duration_ms
+
+RetryState = Literal["none", "scheduled", "running", "completed", "cancelled", "exhausted"]
+RETRY_STATES: tuple[RetryState, ...] = get_args(RetryState)
+FINAL_RETRY_STATES: tuple[RetryState, ...] = ("completed", "cancelled", "exhausted")
+
+MAX_ATTEMPTS = 1_000_000
+MAX_AGE_MS = 3650 * 86_400_000
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Exponential backoff: `base_ms * factor ** (attempt - 1)`, at most `max_ms`, spread by ± `jitter_ratio`.
+
+    What has used `max_attempts`, or has become older than `max_age_ms` (0: no bound), is given up.
+    """
+
+    base_ms: int = 10_000
+    factor: float = 2
+    max_ms: int = 900_000
+    jitter_ratio: float = 0.2
+    max_attempts: int = 50
+    max_age_ms: int = 7 * 86_400_000
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("base_ms", 1, MAX_DURATION_MS),
+            ("factor", 1, 100),
+            ("max_ms", 1, MAX_DURATION_MS),
+            ("jitter_ratio", 0, 1),
+            ("max_attempts", 1, MAX_ATTEMPTS),
+            ("max_age_ms", 0, MAX_AGE_MS),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:  # NaN fails every comparison
+                raise ValueError(f"{name} must lie between {low} and {high}, not {value!r}")
+        if self.max_ms < self.base_ms:
+            raise ValueError(f"max_ms ({self.max_ms}) must not be below base_ms ({self.base_ms})")
+
+
+class RetryChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A compare-and-set on one waiting row: it happens only if the row is still as the caller knew it."""
+
+    id: uuid.UUID
+    expected_state: RetryState
+    claim_generation: int
+    retry_state: RetryState
+    attempts: int
+    next_attempt_at: datetime | None = None
+    last_error: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+EVENT_RETRY = RetryPolicy(base_ms=5_000, factor=2, max_ms=600_000, jitter_ratio=0.2, max_attempts=50)
+TRIGGER_RETRY = RetryPolicy(base_ms=10_000, factor=2, max_ms=900_000, jitter_ratio=0.2, max_attempts=50)
+STEP_RETRY = RetryPolicy(base_ms=1_000, factor=2, max_ms=300_000, jitter_ratio=0.2, max_attempts=5)
+
+
+def Retry(  # noqa: N802 - read as a noun where it is used: retry=Retry(max_attempts=8)
+    *,
+    max_attempts: int = STEP_RETRY.max_attempts,
+    base: str | int | float = "1s",
+    factor: float = 2,
+    cap: str | int | float = "5m",
+    jitter: float = 0.2,
+    max_age: str | int | float = "7d",
+) -> RetryPolicy:
+    """A retry policy as people write it: `Retry(max_attempts=8, base="5s", factor=2, cap="10m")`."""
+    return RetryPolicy(
+        base_ms=duration_ms(base),
+        factor=factor,
+        max_ms=duration_ms(cap),
+        jitter_ratio=jitter,
+        max_attempts=max_attempts,
+        max_age_ms=duration_ms(max_age),
+    )
+
+
+def backoff_ms(policy: RetryPolicy, attempt: float, random: Callable[[], float] = _random.random) -> int:
+    """Milliseconds to wait before `attempt` (the first retry is attempt 1), always within 1 … `max_ms`.
+
+    An attempt below 1 or NaN counts as 1; whatever `random` returns is taken as a point of [0, 1].
+    """
+    exponent = attempt - 1 if attempt > 1 else 0  # NaN > 1 is false
+    if policy.factor == 1:
+        delay = float(policy.base_ms)
+    elif exponent >= math.log(policy.max_ms / policy.base_ms, policy.factor):
+        delay = float(policy.max_ms)
+    else:
+        delay = policy.base_ms * policy.factor**exponent
+    point = random()
+    point = min(max(point, 0.0), 1.0) if not math.isnan(point) else 0.5
+    delay *= 1 + policy.jitter_ratio * (2 * point - 1)
+    if delay > policy.max_ms:  # folded back: at the cap, waits are spread below it instead of all being equal
+        delay = 2 * policy.max_ms - delay
+    return max(1, min(policy.max_ms, round(delay)))
+
+
+def next_attempt_at(
+    policy: RetryPolicy, attempt: float, now: datetime, random: Callable[[], float] = _random.random
+) -> datetime:
+    """When `attempt` is due, counted from `now` (the database's clock)."""
+    return now + timedelta(milliseconds=backoff_ms(policy, attempt, random))
+
+
+def is_exhausted(policy: RetryPolicy, attempts: int) -> bool:
+    """Whether `attempts` made so far use the policy up."""
+    return attempts >= policy.max_attempts
+
+
+def why_given_up(policy: RetryPolicy, attempts: int, age: timedelta) -> str | None:
+    """What the policy says against another attempt; None: there may be one."""
+    if policy.max_age_ms and age > timedelta(milliseconds=policy.max_age_ms):
+        return f"older than {timedelta(milliseconds=policy.max_age_ms)}"
+    return f"{attempts} attempts" if is_exhausted(policy, attempts) else None

@@ -1,0 +1,104 @@
+"""A run of a workflow, and its steps."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from tidegate.model.retry import RetryState
+
+RunStatus = Literal["pending", "running", "succeeded", "failed", "cancelled"]
+RUN_STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
+FINAL_RUN_STATUSES: tuple[RunStatus, ...] = ("succeeded", "failed", "cancelled")
+
+StepStatus = Literal["pending", "running", "succeeded", "failed", "cancelled"]
+STEP_STATUSES: tuple[StepStatus, ...] = get_args(StepStatus)
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `workflow_runs`, with the slug of its workflow and the event that launched it."""
+
+    id: uuid.UUID
+    workflow: str
+    workflow_definition_id: uuid.UUID
+    delivery_id: uuid.UUID | None
+    event_id: uuid.UUID | None
+    correlation_id: str | None
+    status: RunStatus
+    parameters: dict[str, Any]
+    output: Any
+    error: str | None
+    warning: str | None
+    attempts: int
+    crashes: int
+    next_attempt_at: datetime | None
+    cancel_requested_at: datetime | None
+    cancelled_by: str | None
+    replayed_from: uuid.UUID | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run this worker holds until its lease ends; every write about it names `claim_generation`. `now` is the
+    database's time at the claim."""
+
+    id: uuid.UUID
+    workflow: str
+    event_id: uuid.UUID | None
+    correlation_id: str | None
+    parameters: dict[str, Any]
+    attempts: int
+    claim_generation: int
+    now: datetime
+    started_at: datetime
+    retry_attempts: int = 0
+    cancel_requested: bool = False
+    trigger_id: uuid.UUID | None = None
+    concurrency_key: str | None = None
+    is_probe: bool = False
+
+
+class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """How a claimed run ended; `output` is JSON text. `dead_step_id` is the step it failed with, if it was one."""
+
+    id: uuid.UUID
+    claim_generation: int
+    status: RunStatus
+    output: str | None = None
+    error: str | None = None
+    trigger_id: uuid.UUID | None = None
+    concurrency_key: str | None = None
+    is_probe: bool = False
+    dead_step_id: uuid.UUID | None = None
+    has_waiting_steps: bool = False
+
+    @property
+    def matters_to_trigger(self) -> bool:
+        """Whether a slot becomes free, a failure counts, or a probe ends."""
+        return self.concurrency_key is not None or self.is_probe or self.status == "failed"
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `workflow_run_steps`; a `sleep` is a timer."""
+
+    id: uuid.UUID
+    workflow_run_id: uuid.UUID
+    name: str
+    kind: str = "step"
+    status: StepStatus = "pending"
+    result: Any = None
+    error: str | None = None
+    retry_state: RetryState = "none"
+    next_attempt_at: datetime | None = None
+    retry_attempts: int = 0
+    retry_metadata: dict[str, Any] = {}
+    claim_generation: int = 0
+    claimed_by: str | None = None
+    claim_expires_at: datetime | None = None
+    created_at: datetime | None = None
+    updated_at: datetime | None = None

@@ -1,0 +1,181 @@
+"""A schedule: when a workflow runs by the clock. Pure: from a time to the next tick, and to the event of a tick."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from zoneinfo import ZoneInfo
+
+import msgspec
+from cronsim import CronSim, CronSimError
+
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.event import NewEvent
+from tidegate.model.units import duration_ms
+
+SOURCE = "tidegate.schedule"
+TRIGGER = "schedule"
+MIN_EVERY_MS = 1000
+MAX_CRON_LENGTH = 200
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MS = timedelta(milliseconds=1)
+_FORM = "expected five fields: minute hour day month weekday, such as 0 3 * * *; seconds are not supported"
+
+
+class ScheduleSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user says: a period, or a cron expression read in a timezone."""
+
+    every_ms: int | None = None
+    cron: str | None = None
+    timezone: str | None = None
+
+
+class Schedule(ScheduleSpec, frozen=True, kw_only=True):
+    """The schedule of a workflow; `last_at` is the tick that was published last."""
+
+    workflow: str
+    next_at: datetime
+    last_at: datetime | None
+
+
+def declared(every: str | int | float | None, cron: str | None, timezone: str | None) -> ScheduleSpec | None:
+    """The schedule that a declaration describes, or None. InvalidInput names the field that is wrong."""
+    if every is not None and cron is not None:
+        raise _wrong("cron", "goes without every: give one of them")
+    if cron is not None:
+        return _cron_spec(cron, "UTC" if timezone is None else timezone)
+    if timezone is not None:
+        raise _wrong("timezone", "goes with cron only; periods are counted in UTC")
+    if every is None:
+        return None
+    try:
+        every_ms = duration_ms(every)
+    except ValueError as exc:
+        raise _wrong("every", str(exc)) from exc
+    if every_ms < MIN_EVERY_MS:
+        raise _wrong("every", f"must be at least 1s, not {every!r}")
+    return ScheduleSpec(every_ms=every_ms)
+
+
+def next_after(spec: ScheduleSpec, after: datetime) -> datetime:
+    """The first tick later than `after`, in UTC.
+
+    Periods are counted from 1970-01-01T00:00Z, so a restart does not move them. ValueError: there is none.
+    """
+    if spec.every_ms is not None:
+        period = spec.every_ms * _MS
+        return _EPOCH + ((after - _EPOCH) // period + 1) * period
+    assert spec.cron is not None and spec.timezone is not None, "a schedule has a period or an expression"
+    zone = _zone(spec.timezone)
+    try:
+        return _next_of_cron(spec.cron, zone, after)
+    except CronSimError as exc:
+        raise ValueError(str(exc)) from exc
+
+
+def latest(spec: ScheduleSpec, first: datetime, now: datetime) -> datetime:
+    """The last tick that is not later than `now`, from the tick `first` on; by halves, however many lie between."""
+    low, high = first, now
+    while (following := next_after(spec, low)) <= now:
+        middle = low + (high - low) / 2
+        found = next_after(spec, middle)
+        if found <= now:
+            low = found
+        else:
+            low, high = max(low, following), middle
+    return low
+
+
+def event_type(workflow: str) -> str:
+    """The type of the events that a workflow's schedule publishes."""
+    return f"schedule.{workflow}"
+
+
+def tick_text(tick: datetime) -> str:
+    """A tick in RFC 3339, in UTC."""
+    text = tick.astimezone(UTC).isoformat(timespec="milliseconds" if tick.microsecond else "seconds")
+    return text.replace("+00:00", "Z")
+
+
+def tick_event(workflow: str, tick: datetime, new_id: uuid.UUID) -> NewEvent:
+    """The event of one tick; its producer's id is the tick's, so publishing it again is harmless."""
+    text = tick_text(tick)
+    return NewEvent(
+        id=new_id,
+        external_id=f"{workflow}:{text}",
+        type=event_type(workflow),
+        source=SOURCE,
+        occurred_at=tick,
+        payload=msgspec.json.encode({"scheduled_at": text, "workflow": workflow}).decode(),
+        correlation_id=None,
+        ttl_ms=None,
+        metadata="{}",
+    )
+
+
+def _cron_spec(cron: str, timezone: str) -> ScheduleSpec:
+    if not isinstance(cron, str) or len(cron) > MAX_CRON_LENGTH or len(cron.split()) != 5:
+        raise _wrong("cron", f"{_FORM}, not {cron!r:.220}")
+    try:
+        _zone(timezone)
+    except ValueError as exc:
+        raise _wrong("timezone", str(exc)) from exc
+    spec = ScheduleSpec(cron=" ".join(cron.split()), timezone=timezone)
+    try:
+        next_after(spec, _EPOCH)
+    except ValueError as exc:
+        raise _wrong("cron", f"{exc} in {spec.cron!r}; {_FORM}") from exc
+    return spec
+
+
+@lru_cache(maxsize=100)
+def _zone(name: str) -> ZoneInfo:
+    try:
+        if name == "localtime":  # every machine would mean another
+            raise ValueError(name)
+        return ZoneInfo(name)
+    except (LookupError, OSError, ValueError, TypeError) as exc:
+        raise ValueError(f"expected an IANA time zone such as Europe/Berlin or UTC, not {name!r:.100}") from exc
+
+
+def _next_of_cron(cron: str, zone: ZoneInfo, after: datetime) -> datetime:
+    """The expression means times on the wall.
+
+    With hours named, each happens once: a time that the clocks skip at the end of the gap, a time that comes twice the
+    first time. With every hour (`*`) the ticks go on as time does, through the repeated hour too.
+    """
+    local = after.astimezone(zone)
+    wall = local.replace(tzinfo=None, fold=0)
+    if len(CronSim(cron, wall).hours) < 24:
+        return _first(cron, wall, zone, after, fold=0, is_once=True)
+    # While the clocks show an hour for the first time, its second showing begins earlier on the wall.
+    again = wall - max(timedelta(0), _offset(local.replace(fold=0)) - _offset(local.replace(fold=1)))
+    return min(_first(cron, start, zone, after, fold=fold) for fold, start in enumerate((wall, again)))
+
+
+def _first(
+    cron: str, start: datetime, zone: ZoneInfo, after: datetime, *, fold: int, is_once: bool = False
+) -> datetime:
+    for wall in CronSim(cron, start):
+        shown = wall
+        while not _exists(shown, zone) and is_once:
+            shown += timedelta(minutes=1)
+        at = shown.replace(tzinfo=zone, fold=fold).astimezone(UTC)
+        if at > after and _exists(shown, zone):
+            return at
+    raise ValueError("no such time in the next 50 years")
+
+
+def _exists(wall: datetime, zone: ZoneInfo) -> bool:
+    """Whether the clocks ever show this time."""
+    return wall.replace(tzinfo=zone).astimezone(UTC).astimezone(zone).replace(tzinfo=None, fold=0) == wall
+
+
+def _offset(at: datetime) -> timedelta:
+    return at.utcoffset() or timedelta(0)
+
+
+def _wrong(field: str, message: str) -> InvalidInput:
+    return InvalidInput("the schedule is not valid", [FieldError(field, message)])

@@ -1,0 +1,315 @@
+"""A source: its limit, its pause, its breaker, and the pure rules of the gate.
+
+**Limit.** Admissions are counted in a ring of buckets, each 1/64 of the interval. A bucket counts until its *end* is
+older than the interval, so in any sliding interval at most `rate_limit` pass; at most 1/64 of the allowance is lost. A
+refusal spends nothing. The cost does not depend on the limit.
+
+**Pace.** What is refused gets a slot: the time at which there will be room for it, behind those that wait already.
+Slots lie `max(interval, pause) / limit` apart, so a backlog drains at the allowed rate, in arrival order, with one
+attempt each.
+
+**Breaker.** `threshold` failures within a window open it; when its pause is over, one event is let through as a probe.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from typing import Literal, get_args
+
+import msgspec
+
+from tidegate.model.units import duration_ms, written_duration
+
+BUCKETS = 64
+RING = BUCKETS + 2
+MAX_LIMIT = 10**9
+MAX_INTERVAL_MS = 366 * 86_400_000
+# How long a pause without an end is taken to last when slots are given; resuming plans them anew.
+OPEN_PAUSE = timedelta(days=1)
+# No slot lies further ahead: a long line at a slow limit would leave the calendar. Who gets there is given a new one.
+HORIZON = timedelta(days=3660)
+# Waiting for room this long is the ordinary unevenness of a drain; longer means that the slots do not hold. Whoever
+# waits for room takes one of the few places of a look, so even with a long interval it keeps it only for a moment.
+GRACE = timedelta(milliseconds=100)
+MAX_GRACE = timedelta(seconds=2)
+
+BreakerState = Literal["closed", "open", "half_open"]
+BREAKER_STATES: tuple[BreakerState, ...] = get_args(BreakerState)
+
+HoldReason = Literal["rate_limit", "paused", "breaker_open", "retry_after"]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_US = timedelta(microseconds=1)
+
+
+class RateLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`limit` events per `interval_ms`; once it is exceeded, a pause of `pause_ms`."""
+
+    limit: int
+    interval_ms: int
+    pause_ms: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("limit", 1, MAX_LIMIT), ("interval_ms", 1, MAX_INTERVAL_MS),
+                                ("pause_ms", 0, MAX_INTERVAL_MS)):  # fmt: skip
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} must lie between {low} and {high}, not {value}")
+
+    @property
+    def pace(self) -> timedelta:
+        """How far apart waiting events are let through: a little slower than room is freed, so that slots hold."""
+        interval_us = self.interval_ms * 1000 * (BUCKETS + 1) / BUCKETS
+        return timedelta(microseconds=math.ceil(max(interval_us, self.pause_ms * 1000) / self.limit))
+
+
+class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`threshold` failures within `window_ms` open the breaker for `pause_ms`."""
+
+    threshold: int = 5
+    window_ms: int = 300_000
+    pause_ms: int = 300_000
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("threshold", 1, 10_000), ("window_ms", 1, MAX_INTERVAL_MS),
+                                ("pause_ms", 1, MAX_INTERVAL_MS)):  # fmt: skip
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} must lie between {low} and {high}, not {value}")
+
+
+SOURCE_BREAKER = BreakerPolicy(threshold=5, window_ms=300_000, pause_ms=300_000)
+TRIGGER_BREAKER = BreakerPolicy(threshold=5, window_ms=300_000, pause_ms=300_000)
+
+
+def Breaker(  # noqa: N802 - read as a noun where it is used: breaker=Breaker(threshold=3)
+    *, threshold: int = 5, window: str | int | float = "5m", pause: str | int | float = "5m"
+) -> BreakerPolicy:
+    """A trigger's breaker as people write it: `Breaker(threshold=3, window="1m", pause="30s")`."""
+    return BreakerPolicy(threshold=threshold, window_ms=duration_ms(window), pause_ms=duration_ms(pause))
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """Why nothing of a source passes now, and until when (None: until someone resumes it)."""
+
+    reason: HoldReason
+    until: datetime | None
+    message: str
+
+
+class Gate:
+    """The state of one source under its row lock: asked, spent, and written back by the batch that holds the lock."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        limit: RateLimit | None = None,
+        ring: list[int] | None = None,
+        ring_at: int = 0,
+        ring_width_us: int = 0,
+        drain_at: datetime | None = None,
+        throttled_until: datetime | None = None,
+        paused_at: datetime | None = None,
+        paused_until: datetime | None = None,
+        pause_reason: str | None = None,
+        paused_by: str | None = None,
+        breaker_state: BreakerState = "closed",
+        breaker_until: datetime | None = None,
+        breaker_reason: str | None = None,
+        failures: list[datetime] | None = None,
+    ) -> None:
+        self.source = source
+        self.limit = limit
+        self.ring = [0] * RING
+        self.ring_at = ring_at
+        self.ring_width_us = ring_width_us
+        self._load_ring(ring or [])
+        self.drain_at = drain_at
+        self.throttled_until = throttled_until
+        self.paused_at = paused_at
+        self.paused_until = paused_until
+        self.pause_reason = pause_reason
+        self.paused_by = paused_by
+        self.breaker_state: BreakerState = breaker_state
+        self.breaker_until = breaker_until
+        self.breaker_reason = breaker_reason
+        self.failures = list(failures or [])
+        self.is_changed = False
+
+    def hold(self, now: datetime) -> Hold | None:
+        """Why nothing passes now, whatever the limit says; None when the limit alone decides."""
+        if self.paused_at is not None and (self.paused_until is None or self.paused_until > now):
+            by = f" by {self.paused_by}" if self.paused_by else ""
+            return Hold("paused", self.paused_until, f"paused{by}: {self.pause_reason or 'no reason given'}")
+        if self.breaker_state == "open" and self.breaker_until is not None and self.breaker_until > now:
+            return Hold("breaker_open", self.breaker_until, f"the breaker is open: {self.breaker_reason}")
+        if self.throttled_until is not None and self.throttled_until > now:
+            return Hold("rate_limit", self.throttled_until, "the pause after an exceeded limit")
+        return None
+
+    def is_probing(self, now: datetime) -> bool:
+        """Whether the breaker's pause is over and one event is to show whether the source has recovered."""
+        return self.breaker_state != "closed" and self.hold(now) is None
+
+    def room(self, now: datetime) -> int | None:
+        """How many may pass now; None when there is no limit."""
+        if self.hold(now) is not None:
+            return 0
+        free = None if self.limit is None else max(0, self.limit.limit - self._used(now))
+        if self.is_probing(now):
+            return min(1, free) if free is not None else 1
+        return free
+
+    def spend(self, now: datetime, count: int) -> None:
+        """Count admissions at `now`."""
+        if self.limit is None or count == 0:
+            return
+        self._roll(now)
+        self.ring[self.ring_at % RING] += count
+        self.ring_width_us = self._width_us()
+        self.is_changed = True
+
+    def spend_later(self, now: datetime, count: int) -> None:
+        """Count what this transaction has spent last at `now` instead: it went on only then."""
+        if self.limit is None or count == 0:
+            return
+        self.ring[self.ring_at % RING] -= count
+        self.spend(now, count)
+
+    def slots(self, now: datetime, count: int, *, is_refusal: bool = True) -> list[datetime]:
+        """Times for `count` events that must wait, behind those that wait already.
+
+        With a refusal of newcomers the limit's pause begins, unless a backlog is draining already.
+        """
+        hold = self.hold(now)
+        if is_refusal and hold is None and self._is_exceeded(now) and not self._is_draining(now):
+            assert self.limit is not None
+            if self.limit.pause_ms:
+                self.throttled_until = now + timedelta(milliseconds=self.limit.pause_ms)
+        last = now + HORIZON
+        start = min(max(self._opens_at(now), self.drain_at or now), last)
+        pace = self.limit.pace if self.limit is not None else timedelta(0)
+        ahead = (last - start) // pace if pace else count  # how many paces there are to the horizon
+        found = [start + pace * i if i <= ahead else last for i in range(count)]
+        if count:
+            self.drain_at = start + pace * count if count <= ahead else last
+            self.is_changed = True
+        return found
+
+    def forget_backlog(self) -> None:
+        """Nobody waits any more: the next one that must wait is first in line."""
+        if self.drain_at is not None:
+            self.drain_at = None
+            self.is_changed = True
+
+    def forget_plan(self) -> None:
+        """The places given so far count no more: who waits is about to get a new one. The limit's pause stays."""
+        self.drain_at = None
+
+    def record(self, now: datetime, *, failures: int, admitted: int, policy: BreakerPolicy) -> str | None:
+        """Count how admitted events fared; `opened`, `closed` or `reopened` when the breaker moved."""
+        if admitted and self.breaker_state != "closed":
+            self.is_changed = True
+            if failures:
+                self.breaker_state, self.breaker_until = "open", now + timedelta(milliseconds=policy.pause_ms)
+                return "reopened"
+            self.breaker_state, self.breaker_until, self.breaker_reason, self.failures = "closed", None, None, []
+            return "closed"
+        if not failures:
+            return None
+        since = now - timedelta(milliseconds=policy.window_ms)
+        self.failures = [at for at in (*self.failures, *[now] * failures) if at > since][-policy.threshold :]
+        self.is_changed = True
+        if len(self.failures) < policy.threshold:
+            return None
+        self.breaker_state, self.breaker_until = "open", now + timedelta(milliseconds=policy.pause_ms)
+        self.breaker_reason = f"{len(self.failures)} failures within {written_duration(policy.window_ms)}"
+        return "opened"
+
+    def room_at(self, now: datetime) -> datetime:
+        """When the limit has room for one more."""
+        if self.limit is None:
+            return now
+        width = self._width_us()
+        self._roll(now)
+        free = self.limit.limit - sum(self.ring)
+        if free > 0:
+            return now
+        for number in range(self.ring_at - RING + 1, self.ring_at + 1):
+            free += self.ring[number % RING]
+            if free > 0:
+                return _from_us((number + 1) * width + self.limit.interval_ms * 1000)
+        return now
+
+    def _opens_at(self, now: datetime) -> datetime:
+        hold = self.hold(now)
+        at = max(now, self.room_at(now))
+        if self.throttled_until is not None:
+            at = max(at, self.throttled_until)
+        if hold is not None:
+            at = max(at, hold.until if hold.until is not None else now + OPEN_PAUSE)
+        return at
+
+    def _is_exceeded(self, now: datetime) -> bool:
+        return self.limit is not None and self._used(now) >= self.limit.limit
+
+    def _is_draining(self, now: datetime) -> bool:
+        return self.drain_at is not None and self.drain_at > now
+
+    def _used(self, now: datetime) -> int:
+        self._roll(now)
+        return sum(self.ring)
+
+    def _load_ring(self, stored: list[int]) -> None:
+        """The stored ring, in buckets of the current limit's width: admissions under the old limit still count."""
+        if len(stored) != RING:
+            return
+        if self.limit is None:  # kept as it is for the day when there is a limit again
+            self.ring = list(stored)
+            return
+        old, new = self.ring_width_us, self._width_us()
+        self.ring_width_us = new  # what is written back from now on, whether or not anything is spent
+        if old == new:
+            self.ring = list(stored)
+            return
+        last = self.ring_at
+        self.ring_at = ((last + 1) * old - 1) // new
+        for number in range(last - RING + 1, last + 1):
+            moved = ((number + 1) * old - 1) // new  # as if at the bucket's end: never forgotten too early
+            if moved > self.ring_at - RING:
+                self.ring[moved % RING] += stored[number % RING]
+
+    def _width_us(self) -> int:
+        assert self.limit is not None
+        return max(1, math.ceil(self.limit.interval_ms * 1000 / BUCKETS))
+
+    def _roll(self, now: datetime) -> None:
+        """Move the ring to the bucket of `now` and clear what has expired; a clock that stepped back moves nothing."""
+        assert self.limit is not None
+        width = self._width_us()
+        number = max(_to_us(now) // width, self.ring_at)
+        for passed in range(max(self.ring_at + 1, number - RING + 1), number + 1):
+            self.ring[passed % RING] = 0
+        self.ring_at = number
+        oldest = (_to_us(now) - self.limit.interval_ms * 1000) // width  # its end is at or before now - interval
+        for expired in range(number - RING + 1, min(oldest, number - 1)):
+            self.ring[expired % RING] = 0
+
+
+def room_soon(gate: Gate, now: datetime) -> datetime | None:
+    """When room returns, if waiting for it is all that is needed."""
+    if gate.hold(now) is not None or gate.limit is None:
+        return None
+    grace = min(MAX_GRACE, max(GRACE, timedelta(milliseconds=gate.limit.interval_ms * 4 / BUCKETS)))
+    opens = gate.room_at(now)
+    return opens if opens - now <= grace else None
+
+
+def _to_us(at: datetime) -> int:
+    return (at - _EPOCH) // _US
+
+
+def _from_us(us: int) -> datetime:
+    return _EPOCH + timedelta(microseconds=us)

@@ -1,0 +1,277 @@
+"""Liquid templates over `event`: parameters and keys. Event text is only ever a value here, never a template."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from io import StringIO
+from typing import Any, TextIO
+
+import liquid
+import msgspec
+from liquid.builtin.expressions import FilteredExpression, LoopExpression, TernaryFilteredExpression
+from liquid.builtin.expressions.arguments import KeywordArgument
+from liquid.builtin.expressions.filtered import Filter
+from liquid.builtin.expressions.primitive import RangeLiteral
+from liquid.builtin.output import OutputNode
+from liquid.exceptions import LiquidError, LiquidValueError
+from liquid.filter import sequence_filter, string_filter, with_environment
+from liquid.output import LimitedStringIO
+
+from tidegate.errors import FieldError
+from tidegate.model.predicate import FIELDS, unknown_field
+
+MAX_LENGTH = 4000
+MAX_DEPTH = 16
+MAX_OUTPUT = 64 * 1024
+MAX_TEXT = 1 << 20
+MAX_DATE_LENGTH = 100
+# A step takes a microsecond or so.
+MAX_STEPS = 50_000
+_TEXT_STEPS = 10
+
+Render = Callable[[dict[str, Any]], Any]
+
+
+class TemplateError(Exception):
+    """A template failed on an event; the text says where and why."""
+
+
+class _Rendering:
+    """One event, and the work that may still be done on it; all texts of a template share it."""
+
+    def __init__(self, envelope: dict[str, Any]) -> None:
+        self.globals = {"event": envelope}
+        self._left = MAX_STEPS
+        # Kept with the values, lest another value get the same id.
+        self._sizes: dict[int, tuple[object, int]] = {}
+
+    def pay(self, steps: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise LiquidValueError(f"it would take more than {MAX_STEPS} steps on this event", token=None)
+
+    def size(self, value: Any) -> int:
+        """How many values there are in it, a long text counting as several."""
+        if issubclass(type(value), str):  # isinstance would ask the value itself, which raises when it is undefined
+            return len(value) // 64
+        if not issubclass(type(value), list | tuple | dict):
+            return 0
+        if id(value) not in self._sizes:
+            size, waiting = 0, [value]
+            while waiting and size <= MAX_STEPS * 2:
+                node: Any = waiting.pop()
+                size += 1 + (len(node) // 64 if isinstance(node, str) else 0)
+                if isinstance(node, list | tuple | dict):
+                    waiting += node.values() if isinstance(node, dict) else node
+            self._sizes[id(value)] = value, size
+        return self._sizes[id(value)][1]
+
+
+class _Context(liquid.RenderContext):
+    """A context that counts the work, and whose buffers keep line ends as they are (the library's own do not)."""
+
+    def __init__(self, template: liquid.BoundTemplate, rendering: _Rendering, nodes: int) -> None:
+        super().__init__(template, globals=rendering.globals)
+        self._rendering = rendering
+        self._nodes = nodes
+
+    def get_buffer(self, buf: TextIO | None = None) -> StringIO:
+        written = buf.size if isinstance(buf, LimitedStringIO) else 0
+        return LimitedStringIO(limit=MAX_OUTPUT - written, newline="")
+
+    def get(self, *args: Any, **more: Any) -> object:
+        value = super().get(*args, **more)
+        self._rendering.pay(1 + self._rendering.size(value) // 2)  # it may be compared or written out, which is fast
+        return value
+
+    def filter(self, name: str, token: Any) -> Callable[..., object]:
+        function = super().filter(name, token)
+
+        def counted(*args: object, **more: object) -> object:
+            self._rendering.pay(1 + sum(map(self._rendering.size, args)))
+            value = function(*args, **more)
+            self._rendering.pay(self._rendering.size(value))
+            return value
+
+        return counted
+
+    def raise_for_loop_limit(self, length: int = 1) -> None:
+        self._rendering.pay(length * self._nodes)
+
+
+@string_filter
+def _replace(text: str, old: object, new: object = "") -> str:
+    """`replace`, which could make a text of any size out of two small ones, within bounds."""
+    _bounded(len(text) + text.count(str(old)) * len(str(new)))
+    return text.replace(str(old), str(new))
+
+
+@sequence_filter
+def _join(items: Iterable[object], separator: object = " ") -> str:
+    """`join`, within the same bounds."""
+    texts = [str(item) for item in items]
+    _bounded(sum(map(len, texts)) + len(texts) * len(str(separator)))
+    return str(separator).join(texts)
+
+
+@string_filter
+def _split(text: str, separator: object) -> list[str]:
+    """`split`, into no more pieces than could be worked on."""
+    mark = str(separator)
+    if (text.count(mark) if mark else len(text)) > MAX_STEPS:
+        raise LiquidValueError(f"there would be more than {MAX_STEPS} pieces", token=None)
+    return list(_library_split(text, mark))
+
+
+@sequence_filter
+def _uniq(items: Iterable[Any], key: object = None) -> list[object]:
+    """`uniq` by one look at each; the library compares each with each."""
+    seen: dict[bytes, object] = {}
+    for item in items:
+        seen.setdefault(msgspec.json.encode(item if key is None else item.get(key), order="deterministic"), item)
+    return list(seen.values())
+
+
+@with_environment
+def _date(value: object, form: object, *, environment: liquid.Environment) -> object:
+    """`date` of a time that is short enough to be one. There is no clock here: rendering again gives the same."""
+    if isinstance(value, str) and (len(value) > MAX_DATE_LENGTH or value in ("now", "today")):
+        raise LiquidValueError(f"{value[:20]!r} is not a time", token=None)
+    return _library_date(value, form, environment=environment)
+
+
+def _bounded(size: int) -> None:
+    if size > MAX_TEXT:
+        raise LiquidValueError(f"the text would be longer than {MAX_TEXT} characters", token=None)
+
+
+_environment = liquid.Environment(undefined=liquid.StrictDefaultUndefined, strict_filters=True)
+_library_date, _library_split = _environment.filters["date"], _environment.filters["split"]
+_environment.filters |= {"replace": _replace, "join": _join, "split": _split, "uniq": _uniq, "date": _date}
+del _environment.filters["strip_html"]  # takes quadratic time on a text that only begins tags
+del _environment.tags["include"], _environment.tags["render"]
+
+
+def compile_template(source: Any, field: str, errors: list[FieldError], depth: int = 0) -> Render | None:
+    """A function from the envelope to the rendered value; strings in objects and arrays are templates too.
+
+    A string that is exactly one expression, `{{ event.payload.id }}`, keeps the JSON type of its value.
+    """
+    render = _compile(source, field, errors, depth)
+    return None if render is None else lambda envelope: render(_Rendering(envelope))
+
+
+def _compile(source: Any, field: str, errors: list[FieldError], depth: int) -> Callable[[_Rendering], Any] | None:
+    if depth > MAX_DEPTH:
+        errors.append(FieldError(field, f"is nested deeper than {MAX_DEPTH} levels"))
+        return None
+    if isinstance(source, dict):
+        parts = {k: _compile(v, f"{field}.{k}", errors, depth + 1) for k, v in source.items()}
+        return lambda rendering: {k: render(rendering) for k, render in parts.items() if render}
+    if isinstance(source, list):
+        items = [_compile(v, f"{field}[{i}]", errors, depth + 1) for i, v in enumerate(source)]
+        return lambda rendering: [render(rendering) for render in items if render]
+    if not isinstance(source, str) or ("{{" not in source and "{%" not in source):
+        return lambda _: source
+    return _compile_text(source, field, errors)
+
+
+def _compile_text(source: str, field: str, errors: list[FieldError]) -> Callable[[_Rendering], Any] | None:
+    if len(source) > MAX_LENGTH:
+        errors.append(FieldError(field, f"is longer than {MAX_LENGTH} characters"))
+        return None
+    try:
+        template = _environment.from_string(source)
+        analysis = template.analyze()
+        nodes, expressions = _parts(template)
+        mistake = _mistake(analysis, expressions)
+    except (LiquidError, RecursionError) as exc:
+        told = exc.message if isinstance(exc, LiquidError) else "it is nested too deeply"
+        token = getattr(exc, "token", None)
+        mistake = f"is not a Liquid template: {told}", len(source) if token is None else token.start_index
+    if mistake:
+        message, index = mistake
+        index = index if index >= 0 else len(source)
+        line, column = source.count("\n", 0, index) + 1, index - source.rfind("\n", 0, index)
+        errors.append(FieldError(field, f"{message} (line {line}, column {column})"))
+        return None
+    single = _single(template)
+    size = len(nodes) + len(expressions)
+
+    def render(rendering: _Rendering) -> Any:
+        try:
+            rendering.pay(_TEXT_STEPS)
+            context = _Context(template, rendering, size)
+            if isinstance(single, FilteredExpression) and not single.filters:
+                value = single.left.evaluate(liquid.RenderContext(template, globals=rendering.globals))
+            elif single is not None:
+                value = single.evaluate(context)
+            else:
+                buffer = context.get_buffer()
+                template.render_with_context(context, buffer)
+                return buffer.getvalue()
+        except Exception as exc:  # filters raise whatever the event makes of them
+            raise TemplateError(f"{field}: {(str(exc).splitlines() or [type(exc).__name__])[0][:200]}") from exc
+        if issubclass(type(value), liquid.Undefined):
+            raise TemplateError(f"{field}: {source} is not in the event")
+        return value
+
+    return render
+
+
+def _single(template: liquid.BoundTemplate) -> Any:
+    """The expression of a template that is nothing else, for its value keeps its type."""
+    node = template.nodes[0] if len(template.nodes) == 1 else None
+    return node.expression if isinstance(node, OutputNode) else None
+
+
+def _parts(template: liquid.BoundTemplate) -> tuple[list[Any], list[Any]]:
+    """All nodes, and all expressions but what loops run over: a range may stand there."""
+    context = liquid.RenderContext(template)
+    nodes, expressions = list[Any](template.nodes), list[Any]()
+    for node in nodes:
+        nodes += node.children(context, include_partials=False)
+        expressions += node.expressions()
+    for expression in expressions:
+        over = expression.iterable if isinstance(expression, LoopExpression) else None
+        expressions += (e for e in expression.children() if e is not over or not isinstance(e, RangeLiteral))
+        if isinstance(over, RangeLiteral):
+            expressions += over.children()
+    return nodes, expressions
+
+
+def _mistake(analysis: Any, expressions: list[Any]) -> tuple[str, int] | None:
+    """What is wrong with a template that is Liquid, and where."""
+    for name, variables in analysis.globals.items():
+        if name != "event":
+            return f"uses `{name}`; only `event` is known here", variables[0].span.index
+    if "event" in analysis.locals:
+        return "gives the name `event` to something else", analysis.locals["event"][0].span.index
+    for variable in analysis.globals.get("event", ()):
+        first = variable.segments[1] if len(variable.segments) > 1 else None
+        if isinstance(first, int) or (isinstance(first, str) and first not in FIELDS):
+            return unknown_field(first), variable.span.index
+    for used in _filters(expressions):
+        function = _environment.filters.get(used.name)
+        if function is None:
+            return f"uses the unknown filter `{used.name}`", used.token.start_index
+        named = {a.name: None for a in used.args if isinstance(a, KeywordArgument)}
+        given = [None] * (1 + len(used.args) - len(named))
+        inner = {n: None for n in ("environment", "context") if getattr(function, f"with_{n}", False)}
+        try:
+            inspect.signature(function).bind(*given, **named, **inner)
+        except TypeError as exc:
+            return f"uses the filter `{used.name}` with wrong arguments: {exc}", used.token.start_index
+    for expression in expressions:
+        if isinstance(expression, RangeLiteral):
+            return "uses a range such as (1..3) outside a `for`", expression.token.start_index
+    return None
+
+
+def _filters(expressions: list[Any]) -> Iterator[Filter]:
+    for expression in expressions:
+        if isinstance(expression, FilteredExpression | TernaryFilteredExpression):
+            yield from expression.filters or ()
+        if isinstance(expression, TernaryFilteredExpression):
+            yield from (*(expression.left.filters or ()), *(expression.tail_filters or ()))

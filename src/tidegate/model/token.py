@@ -1,0 +1,108 @@
+"""API tokens: what one may do, and the form of its secret.
+
+A secret is `tg_`, 43 random characters (256 bits) and 6 of checksum, so that a scanner for leaked secrets recognises it
+and a mistyped one is refused without a look. Only its SHA-256 is stored: what is random needs no slow hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+import zlib
+from datetime import datetime
+from typing import Annotated, Literal, get_args
+
+import msgspec
+
+from tidegate.errors import FieldError
+from tidegate.model.trigger import compile_pattern
+
+Scope = Literal["publish", "read", "operate", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+PREFIX = "tg_"
+SECRET_CHARACTERS = 43
+MAX_SOURCES = 50
+ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+_NAME = re.compile(r"[A-Za-z0-9._@+-]{1,64}", re.ASCII)
+_SECRET = re.compile(rf"{PREFIX}([0-9A-Za-z]{{{SECRET_CHARACTERS}}})([0-9A-Za-z]{{6}})", re.ASCII)
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True):
+    """A token as it may be shown. `sources` binds `publish` to patterns; null: any source."""
+
+    id: uuid.UUID
+    name: str
+    scopes: list[Scope]
+    sources: list[str] | None
+    created_by: str
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    last_used_at: datetime | None
+
+
+class TokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new token; it ends at `expires_at` or after `expires_in_ms`, or (neither) when it is revoked."""
+
+    name: str
+    scopes: list[Scope]
+    sources: list[str] | None = None
+    expires_at: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    expires_in_ms: int | None = None
+
+
+def allows(scopes: list[Scope], needed: Scope) -> bool:
+    """Whether one of the scopes is enough. `admin` may do everything; the others include nothing but themselves."""
+    return needed in scopes or "admin" in scopes
+
+
+def is_token_name(text: str) -> bool:
+    """Whether the text can be the name of a token, which the audit log shows for what it changed."""
+    return _NAME.fullmatch(text) is not None
+
+
+def token_errors(body: TokenBody) -> list[FieldError]:
+    """The rules that a new token breaks."""
+    errors = []
+    if not is_token_name(body.name):
+        errors.append(FieldError("name", "must be 1 to 64 letters, digits or . _ @ + -"))
+    elif body.name.startswith(PREFIX):
+        errors.append(FieldError("name", f"must not begin with {PREFIX}, as secrets do"))
+    if not body.scopes or len(set(body.scopes)) != len(body.scopes):
+        errors.append(FieldError("scopes", f"must be one or more of {', '.join(SCOPES)}, each once"))
+    if body.expires_at is not None and body.expires_in_ms is not None:
+        errors.append(FieldError("expires_in_ms", "goes without expires_at"))
+    if body.sources is None:
+        return errors
+    if "publish" not in body.scopes or "admin" in body.scopes:
+        errors.append(FieldError("sources", "bind the scope publish, and go without admin, which may do everything"))
+    if not 0 < len(body.sources) <= MAX_SOURCES:
+        errors.append(FieldError("sources", f"must be 1 to {MAX_SOURCES} names, exact or with *"))
+    for i, pattern in enumerate(body.sources[:MAX_SOURCES]):
+        if not pattern.isprintable():
+            errors.append(FieldError(f"sources[{i}]", "must be printable"))
+        compile_pattern(pattern, f"sources[{i}]", errors)
+    return errors
+
+
+def secret_of(characters: str) -> str:
+    """The secret with these random characters."""
+    return f"{PREFIX}{characters}{_checksum(characters)}"
+
+
+def secret_hash(secret: str) -> bytes | None:
+    """What is stored of a secret; None when it cannot be one."""
+    found = _SECRET.fullmatch(secret)
+    if found is None or _checksum(found[1]) != found[2]:
+        return None
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def _checksum(characters: str) -> str:
+    left, digits = zlib.crc32(characters.encode()), ""
+    for _ in range(6):
+        left, digit = divmod(left, len(ALPHABET))
+        digits = ALPHABET[digit] + digits
+    return digits

@@ -1,0 +1,138 @@
+"""A trial: what a trigger would make of an event, check by check. Nothing is stored or launched."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, TypeVar
+
+import msgspec
+
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.event import Event, EventLimits, check_event
+from tidegate.model.predicate import Operator
+from tidegate.model.template import TemplateError
+from tidegate.model.trigger import CompiledTrigger, Trigger
+
+T = TypeVar("T")
+
+# As for a real delivery.
+MAX_PARAMETER_BYTES = 256 * 1024
+
+
+class PatternTrial(msgspec.Struct, frozen=True):
+    """Whether the event's type or source is one that the trigger takes."""
+
+    pattern: str
+    value: str
+    holds: bool
+    reason: str | None
+
+
+class PredicateTrial(msgspec.Struct, frozen=True):
+    """What one predicate says; `reason` is why it does not hold."""
+
+    path: str
+    operator: Operator
+    holds: bool
+    reason: str | None
+
+
+class WhereTrial(msgspec.Struct, frozen=True):
+    """What the CEL expression says."""
+
+    expression: str
+    holds: bool
+    reason: str | None
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """`matches` when every check holds. Whatever is in `errors` would make the delivery fail, even so."""
+
+    trigger_id: uuid.UUID
+    version: int
+    matches: bool
+    reason: str | None
+    event_type: PatternTrial
+    event_source: PatternTrial
+    predicates: list[PredicateTrial]
+    where: WhereTrial | None
+    parameters: dict[str, Any] | None
+    idempotency_key: str | None
+    concurrency_key: str | None
+    errors: list[str]
+
+
+def sample_event(raw: Any, *, new_id: uuid.UUID, now: datetime, limits: EventLimits) -> Event:
+    """An event as it would be published, as if it had just been stored. InvalidInput names each field."""
+    errors: list[FieldError] = []
+    new = check_event(raw, new_id=new_id, now=now, limits=limits, errors=errors, prefix="event.")
+    if new is None:
+        raise InvalidInput("the sample event is not valid", errors)
+    return Event(
+        id=new.id,
+        external_id=new.external_id,
+        type=new.type,
+        source=new.source,
+        occurred_at=new.occurred_at or now,
+        received_at=now,
+        ingress_sequence=0,
+        payload=msgspec.json.decode(new.payload),
+        correlation_id=new.correlation_id or str(new.id),
+        ttl_ms=new.ttl_ms,
+        metadata=msgspec.json.decode(new.metadata),
+    )
+
+
+def attempt(trigger: Trigger, parameter_names: list[str], event: Event) -> Trial:
+    """Ask every check and render every template, whatever the others say."""
+    compiled = CompiledTrigger(trigger, parameter_names)
+    envelope = event.envelope()
+    results = compiled.results(envelope)
+    reason = compiled.why_not(event, envelope)
+    errors: list[str] = []
+    return Trial(
+        trigger_id=trigger.id,
+        version=trigger.version,
+        matches=reason is None,
+        reason=reason,
+        event_type=_pattern("type", trigger.event_type, event.type, compiled.takes_type(event.type)),
+        event_source=_pattern("source", trigger.event_source, event.source, compiled.takes_source(event.source)),
+        predicates=[
+            PredicateTrial(p.path, p.operator, why is None, why)
+            for p, why in zip(trigger.predicates, results, strict=False)
+        ],
+        where=None if trigger.where is None else WhereTrial(trigger.where, results[-1] is None, results[-1]),
+        parameters=_tried(lambda: _parameters(compiled, event, envelope), errors),
+        idempotency_key=_tried(lambda: _alone(compiled, "concurrency_key").keys(envelope).dedupe_key, errors),
+        concurrency_key=_tried(lambda: _alone(compiled, "idempotency_key").keys(envelope).concurrency_key, errors)
+        if trigger.concurrency_key is not None
+        else None,
+        errors=errors,
+    )
+
+
+def _pattern(what: str, pattern: str, value: str, holds: bool) -> PatternTrial:
+    return PatternTrial(pattern, value, holds, None if holds else f"the event's {what} is {value}, not {pattern}")
+
+
+def _parameters(compiled: CompiledTrigger, event: Event, envelope: dict[str, Any]) -> dict[str, Any]:
+    parameters = compiled.parameters(event, envelope)
+    size = len(msgspec.json.encode(parameters))
+    if size > MAX_PARAMETER_BYTES:
+        raise TemplateError(f"the parameters are {size} bytes; at most {MAX_PARAMETER_BYTES} are allowed")
+    return parameters
+
+
+def _alone(compiled: CompiledTrigger, without: str) -> CompiledTrigger:
+    """The trigger without one of its keys, so that a failure of that one does not hide the other."""
+    return CompiledTrigger(msgspec.structs.replace(compiled.trigger, **{without: None}), [])
+
+
+def _tried(render: Callable[[], T], errors: list[str]) -> T | None:
+    try:
+        return render()
+    except (TemplateError, TypeError, ValueError, RecursionError) as exc:
+        errors.append(str(exc))
+        return None

@@ -1,0 +1,276 @@
+"""A trigger: which events launch which workflow, compiled once and indexed by event type."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import re2
+
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.event import Event
+from tidegate.model.expression import compile_expression
+from tidegate.model.predicate import Predicate, compile_predicate
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.source import MAX_INTERVAL_MS, MAX_LIMIT, BreakerPolicy, RateLimit
+from tidegate.model.template import Render, TemplateError, compile_template
+
+TriggerStatus = Literal["active", "disabled"]
+MAX_PREDICATES = 50
+MAX_NAME = 100
+MAX_KEY = 500
+MAX_CONCURRENCY = 1_000_000
+MAX_IDEMPOTENCY_WINDOW_MS = 3650 * 86_400_000
+# So many event types are remembered with the triggers that take them; a producer of endless types must not grow us.
+MAX_CACHED_TYPES = 10_000
+# Paths of one value in the payload.
+_OF_PAYLOAD = re.compile(r"\$\.payload(\.[A-Za-z_]\w*|\[\d+\])*", re.ASCII)
+
+
+class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user says about a trigger; the rest of its row is ours."""
+
+    name: str
+    event_type: str
+    event_source: str = "*"
+    predicates: list[Predicate] = []
+    where: str | None = None
+    parameter_template: dict[str, Any] | None = None
+    idempotency_key: str | None = None
+    idempotency_window_ms: int = 86_400_000
+    concurrency_key: str | None = None
+    throttle_count: int | None = None
+    throttle_window_ms: int | None = None
+    max_concurrency: int | None = None
+    retry: RetryPolicy | None = None
+    breaker: BreakerPolicy | None = None
+
+    @property
+    def throttle(self) -> RateLimit | None:
+        """At most so many launches in any sliding window."""
+        if self.throttle_count is None or self.throttle_window_ms is None:
+            return None
+        return RateLimit(limit=self.throttle_count, interval_ms=self.throttle_window_ms)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a launch must be decided under the trigger's lock."""
+        return self.throttle_count is not None or self.max_concurrency is not None
+
+
+class Trigger(TriggerSpec, frozen=True, kw_only=True):
+    """A row of `workflow_event_triggers`, with the workflow it launches."""
+
+    id: uuid.UUID
+    workflow_definition_id: uuid.UUID
+    workflow: str
+    status: TriggerStatus = "active"
+    version: int = 1
+    created_by: str = ""
+    updated_by: str = ""
+    created_at: datetime | None = None
+    updated_at: datetime | None = None
+
+
+class WorkflowDefinition(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `workflow_definitions`; `parameters` are the argument names, `["*"]` for any."""
+
+    id: uuid.UUID
+    slug: str
+    kind: str
+    parameters: list[str]
+    config: dict[str, Any]
+    version: int
+    created_by: str
+    updated_by: str
+    created_at: datetime
+    updated_at: datetime
+
+
+class Keys(NamedTuple):
+    """What the key templates gave for an event; a concurrency key is empty when there is no template for it."""
+
+    dedupe_key: str | None
+    concurrency_key: str
+
+
+NO_KEYS = Keys(None, "")
+
+
+class CompiledTrigger:
+    """A trigger ready to judge events. Raises InvalidInput, naming each field, when it cannot be compiled."""
+
+    __slots__ = (
+        "_checks",
+        "_concurrency_key",
+        "_idempotency_key",
+        "_names",
+        "_parameters",
+        "_source",
+        "_type",
+        "of_payload",
+        "trigger",
+    )
+
+    def __init__(self, trigger: Trigger, parameter_names: list[str]) -> None:
+        errors: list[FieldError] = []
+        self.trigger = trigger
+        _check_numbers(trigger, errors)
+        self._source = compile_pattern(trigger.event_source, "event_source", errors)
+        self._type = compile_pattern(trigger.event_type, "event_type", errors)
+        if len(trigger.predicates) > MAX_PREDICATES:
+            errors.append(FieldError("predicates", f"are more than {MAX_PREDICATES}"))
+        compiled = [compile_predicate(p, f"predicates[{i}]", errors) for i, p in enumerate(trigger.predicates)]
+        where = compile_expression(trigger.where, "where", errors) if trigger.where is not None else None
+        self._checks = [check for check in (*compiled, where) if check is not None]
+        template = trigger.parameter_template
+        self._parameters = compile_template(template, "parameter_template", errors) if template is not None else None
+        self._names = parameter_names
+        self._idempotency_key = _compile_key(trigger.idempotency_key, "idempotency_key", errors)
+        self._concurrency_key = _compile_key(trigger.concurrency_key, "concurrency_key", errors)
+        # Whether it needs nothing of an event's envelope but the payload: the usual kind, for which less is to be made.
+        is_plain = all(
+            one is None for one in (template, trigger.where, trigger.idempotency_key, trigger.concurrency_key)
+        )
+        self.of_payload = is_plain and all(_OF_PAYLOAD.fullmatch(p.path) for p in trigger.predicates)
+        if errors:
+            raise InvalidInput(f"trigger {trigger.name} is not valid", errors)
+
+    def takes_type(self, event_type: str) -> bool:
+        return self._type is None or self._type.fullmatch(event_type) is not None
+
+    def takes_source(self, source: str) -> bool:
+        return self._source is None or self._source.fullmatch(source) is not None
+
+    def reason(self, envelope: dict[str, Any]) -> str | None:
+        """None when the event fires this trigger, else the check that stops it."""
+        for check in self._checks:
+            reason = check.reason(envelope)
+            if reason is not None:
+                return reason
+        return None
+
+    def results(self, envelope: dict[str, Any]) -> list[str | None]:
+        """What each predicate says, and last `where` if there is one: None when it holds, else why not."""
+        return [check.reason(envelope) for check in self._checks]
+
+    def why_not(self, event: Event, envelope: dict[str, Any]) -> str | None:
+        """None when the event fires this trigger as it is now, type and source included."""
+        if not self.takes_type(event.type):
+            return f"the trigger takes events of type {self.trigger.event_type}"
+        if not self.takes_source(event.source):
+            return f"the trigger takes events from {self.trigger.event_source}"
+        return self.reason(envelope)
+
+    def keys(self, envelope: dict[str, Any]) -> Keys:
+        """The rendered keys. TemplateError says which one cannot be had from the event."""
+        dedupe, concurrency = self._idempotency_key, self._concurrency_key
+        if dedupe is None and concurrency is None:
+            return NO_KEYS
+        return Keys(
+            _key(dedupe(envelope), "idempotency_key") if dedupe else None,
+            _key(concurrency(envelope), "concurrency_key") if concurrency else "",
+        )
+
+    def parameters(self, event: Event, envelope: dict[str, Any]) -> dict[str, Any]:
+        """The run's arguments: the rendered template, else the payload's fields by argument name."""
+        if self._parameters is not None:
+            rendered = self._parameters(envelope)
+            if not isinstance(rendered, dict):
+                raise TemplateError("parameter_template: must give an object")
+            return rendered
+        if self._names == ["*"]:
+            return event.payload
+        return {name: event.payload[name] for name in self._names if name in event.payload}
+
+
+def check_spec(spec: TriggerSpec, workflow: str, parameter_names: list[str]) -> None:
+    """Compile what a user wrote, to refuse it now rather than on the first event."""
+    nobody = uuid.UUID(int=0)
+    fields = {name: getattr(spec, name) for name in spec.__struct_fields__}
+    CompiledTrigger(Trigger(id=nobody, workflow_definition_id=nobody, workflow=workflow, **fields), parameter_names)
+
+
+class TriggerIndex:
+    """All active triggers; those of other event types cost an event nothing. `invalid` ones cannot be compiled here."""
+
+    def __init__(self, triggers: list[CompiledTrigger], invalid: frozenset[uuid.UUID] = frozenset()) -> None:
+        self.invalid = invalid
+        self._exact: dict[str, list[CompiledTrigger]] = {}
+        self._patterns: list[CompiledTrigger] = []
+        self._of_type: dict[str, list[CompiledTrigger]] = {}
+        self._by_id = {compiled.trigger.id: compiled for compiled in triggers}
+        for compiled in triggers:
+            event_type = compiled.trigger.event_type
+            if "*" in event_type:
+                self._patterns.append(compiled)
+            else:
+                self._exact.setdefault(event_type, []).append(compiled)
+
+    def get(self, trigger_id: uuid.UUID) -> CompiledTrigger | None:
+        """One trigger, if it is active."""
+        return self._by_id.get(trigger_id)
+
+    def candidates(self, event_type: str, source: str) -> list[CompiledTrigger]:
+        """The triggers whose type and source take the event, in a stable order."""
+        return [compiled for compiled in self._taking(event_type) if compiled.takes_source(source)]
+
+    def _taking(self, event_type: str) -> list[CompiledTrigger]:
+        found = self._of_type.get(event_type)
+        if found is None:
+            if len(self._of_type) >= MAX_CACHED_TYPES:
+                self._of_type.clear()
+            found = [*self._exact.get(event_type, ()), *(c for c in self._patterns if c.takes_type(event_type))]
+            self._of_type[event_type] = found
+        return found
+
+
+def compile_pattern(pattern: str, field: str, errors: list[FieldError]) -> Any:
+    """A name in which `*` stands for any run of characters, as a regex; None for `*` alone, which takes everything."""
+    if pattern == "*":
+        return None
+    if not 0 < len(pattern) <= 200 or pattern.isspace():
+        errors.append(FieldError(field, "must be 1 to 200 characters, exact or with *"))
+        return None
+    return re2.compile(".*".join(re2.escape(part) for part in pattern.split("*")))
+
+
+def _check_numbers(spec: TriggerSpec, errors: list[FieldError]) -> None:
+    if not 0 < len(spec.name.strip()) <= MAX_NAME or not spec.name.isprintable():
+        errors.append(FieldError("name", f"must be 1 to {MAX_NAME} printable characters"))
+    for field, low, high in (
+        ("throttle_count", 1, MAX_LIMIT),
+        ("throttle_window_ms", 1, MAX_INTERVAL_MS),
+        ("max_concurrency", 1, MAX_CONCURRENCY),
+        ("idempotency_window_ms", 0, MAX_IDEMPOTENCY_WINDOW_MS),
+    ):
+        value = getattr(spec, field)
+        if value is not None and not low <= value <= high:
+            errors.append(FieldError(field, f"must be a whole number from {low} to {high}"))
+    if (spec.throttle_count is None) != (spec.throttle_window_ms is None):
+        missing = "throttle_count" if spec.throttle_count is None else "throttle_window_ms"
+        errors.append(FieldError(missing, "is required: throttle_count and throttle_window_ms go together"))
+
+
+def _compile_key(source: str | None, field: str, errors: list[FieldError]) -> Render | None:
+    if source is None:
+        return None
+    if not source.strip():
+        errors.append(FieldError(field, "must not be empty; leave it out for none"))
+        return None
+    return compile_template(source, field, errors)
+
+
+def _key(value: Any, field: str) -> str:
+    """A key as text: numbers and texts as they are written, so that 7 and "7" are one key."""
+    if value is None:
+        raise TemplateError(f"{field}: gives null for this event")
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    if not text.strip():
+        raise TemplateError(f"{field}: gives an empty text for this event")
+    if len(text) > MAX_KEY:
+        raise TemplateError(f"{field}: gives {len(text)} characters for this event; at most {MAX_KEY} are allowed")
+    return text

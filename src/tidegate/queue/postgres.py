@@ -1,0 +1,106 @@
+"""Hints by LISTEN/NOTIFY. They are sent after the commit and never in the transaction that stores an event: a NOTIFY
+takes a lock that all notifying commits of the database share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from tidegate.queue.port import TOPICS, Topic, Wakeup
+from tidegate.store.db import Database
+from tidegate.telemetry.logs import logger
+
+_MIN_GAP_SECONDS = 0.005
+# A hint may be lost with the server; it is not worth a write to disk, for which commits that are would wait too.
+_UNFLUSHED = "set local synchronous_commit = off"
+_RECONNECT_SECONDS = 1.0
+_log = logger("queue")
+
+
+class PostgresQueue:
+    """Sends and receives hints on channels `tidegate_<topic>`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._wanted: set[Topic] = set()
+        self._sender: asyncio.Task[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._wakes: dict[Topic, asyncio.Event] = {topic: asyncio.Event() for topic in TOPICS}
+
+    @property
+    def holds_wakeups(self) -> bool:
+        """The rows are the wake-ups."""
+        return False
+
+    def wake(self, topic: Topic) -> asyncio.Event:
+        """Set whenever there may be work on the topic; who waits on it clears it before looking."""
+        return self._wakes[topic]
+
+    def hint(self, topic: Topic) -> None:
+        """Say that there is work; returns at once and never fails. Hints close together become one."""
+        self._wakes[topic].set()
+        self._wanted.add(topic)
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send())
+
+    def schedule(self, wakeups: Sequence[Wakeup]) -> None:
+        """Workers find due rows by themselves; this one looks up anew when the next is due."""
+        for topic in {wakeup.topic for wakeup in wakeups}:
+            self._wakes[topic].set()
+
+    async def missing(self, wakeups: Sequence[Wakeup]) -> list[Wakeup]:
+        """Nothing is kept here, so nothing can be missing."""
+        return []
+
+    async def trouble(self) -> str | None:
+        """Nothing beside the database is needed."""
+        return None
+
+    def start_listening(self) -> None:
+        self._listener = asyncio.create_task(self._listen())
+
+    async def close(self) -> None:
+        for task in (self._listener, self._sender):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        self._listener = self._sender = None
+
+    async def _send(self) -> None:
+        try:
+            while self._wanted:
+                topics, self._wanted = self._wanted, set()
+                try:
+                    async with self._database.connection(wait_seconds=1) as connection:
+                        await connection.execute("; ".join((_UNFLUSHED, *(f"notify tidegate_{t}" for t in topics))))
+                except Exception as exc:
+                    _log.debug("queue.hint_lost", error=exc)  # the next look finds the rows
+                await asyncio.sleep(_MIN_GAP_SECONDS)
+        finally:
+            self._sender = None
+
+    async def _listen(self) -> None:
+        while True:
+            connection: Any = None
+            try:
+                connection = await self._database.dedicated()
+                lost = asyncio.Event()
+                connection.add_termination_listener(lambda _, lost=lost: lost.set())
+                for topic in TOPICS:
+                    await connection.add_listener(f"tidegate_{topic}", self._received)
+                for wake in self._wakes.values():  # whatever was announced while nobody listened
+                    wake.set()
+                await lost.wait()
+                _log.warning("queue.listener_lost")
+            except Exception as exc:  # whatever it is, the workers' own look goes on
+                _log.warning("queue.listener_unavailable", error=exc)
+            finally:
+                if connection is not None and not connection.is_closed():
+                    connection.terminate()
+            await asyncio.sleep(_RECONNECT_SECONDS)
+
+    def _received(self, _: Any, __: int, channel: str, ___: str) -> None:
+        for topic in TOPICS:
+            if channel == f"tidegate_{topic}":
+                self._wakes[topic].set()

@@ -1,0 +1,328 @@
+"""One frozen Settings, checked at construction. This is the only module that reads the environment.
+
+Sources, the later wins: defaults, `tidegate.toml` in the working directory, environment variables `TIDEGATE_*`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tidegate import failpoints
+from tidegate.errors import SettingsError
+from tidegate.model.event import EventLimits, is_name
+from tidegate.model.health import HEALTH, HealthPolicy
+from tidegate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
+from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit
+
+TOML_FILE = "tidegate.toml"
+MAX_RETENTION_SECONDS = 100 * 366 * 86_400
+_OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+TRACE_QUEUE_SIZE = 20_000
+Policy = RetryPolicy | BreakerPolicy | HealthPolicy
+_POLICIES: dict[str, Policy] = {
+    "event_retry": EVENT_RETRY,
+    "trigger_retry": TRIGGER_RETRY,
+    "step_retry": STEP_RETRY,
+    "source_error": SOURCE_BREAKER,
+    "trigger_error": TRIGGER_BREAKER,
+    "health": HEALTH,
+}
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be set; `docs/settings.md` describes each."""
+
+    database_url: str | None = None
+    queue: Literal["postgres", "bullmq"] = "postgres"
+    redis_url: str | None = None
+    auth: Literal["auto", "on", "off"] = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+    event_retry: RetryPolicy = EVENT_RETRY
+    trigger_retry: RetryPolicy = TRIGGER_RETRY
+    step_retry: RetryPolicy = STEP_RETRY
+    source_rate_limits: dict[str, RateLimit] = {}
+    source_error: BreakerPolicy = SOURCE_BREAKER
+    trigger_error: BreakerPolicy = TRIGGER_BREAKER
+    health: HealthPolicy = HEALTH
+    host: str = "127.0.0.1"
+    port: int = 8700
+    url: str = "http://127.0.0.1:8700"
+    token: str | None = None
+    batch_size: int = 500
+    poll_ms: int = 1000
+    lease_ms: int = 15_000
+    worker_concurrency: int = 20
+    shutdown_ms: int = 20_000
+    max_body_bytes: int = 1024 * 1024
+    max_batch_events: int = 1000
+    max_payload_bytes: int = 256 * 1024
+    ingest_max_waiting: int = 20_000
+    allow_unsafe_durability: bool = False
+    metrics_port: int = 0
+    runbook_url: str = "docs/operations/event-scheduler.md"
+    http_allow_private: bool = False
+    retention_events_seconds: int = 0
+    retention_dead_letters_seconds: int = 0
+    retention_audit_seconds: int = 0
+    failpoints: str = ""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("batch_size", 1, 5000),
+            ("poll_ms", 10, 60_000),
+            ("lease_ms", 500, 3_600_000),
+            ("worker_concurrency", 1, 1000),
+            ("shutdown_ms", 0, 600_000),
+            ("max_body_bytes", 1024, 64 * 1024 * 1024),
+            ("max_batch_events", 1, 10_000),
+            ("max_payload_bytes", 1024, 16 * 1024 * 1024),
+            ("ingest_max_waiting", 1, 1_000_000),
+            ("metrics_port", 0, 65535),
+            ("retention_events_seconds", 0, MAX_RETENTION_SECONDS),
+            ("retention_dead_letters_seconds", 0, MAX_RETENTION_SECONDS),
+            ("retention_audit_seconds", 0, MAX_RETENTION_SECONDS),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise SettingsError(f"{_env(name)} must lie between {low} and {high}, not {value}")
+        if self.database_url is not None and not self.database_url.startswith(("postgresql://", "postgres://")):
+            scheme, found, _ = self.database_url.partition("://")  # the rest may hold a password
+            given = f"{scheme[:20]}://" if found else "text without a scheme"
+            raise SettingsError(f"{_env('database_url')} must start with postgresql://, not {given}")
+        if self.database_url is not None and not _has_readable_port(self.database_url):
+            raise SettingsError(  # without what was given: it may hold a password
+                f"{_env('database_url')} must be an address such as postgresql://user:password@host:5432/database; "
+                "characters such as / : @ # in a password are written %2F %3A %40 %23"
+            )
+        if self.redis_url is not None and not _is_redis_url(self.redis_url):
+            raise SettingsError(  # without what was given: it may hold a password
+                f"{_env('redis_url')} must be an address such as redis://localhost:6379/0, rediss://… or unix://…"
+            )
+        if self.queue == "bullmq":
+            self.require_redis_url()
+        if not re.fullmatch(r"[^\s#]+", self.runbook_url):
+            raise SettingsError(
+                f"{_env('runbook_url')} must be the address of the runbook's page without #section and spaces, such as "
+                f"https://wiki.example/tidegate, not {self.runbook_url!r}"
+            )
+        if self.auth == "off" and not self.is_loopback:
+            raise SettingsError(
+                f"{_env('host')} is {self.host!r}: without authentication ({_env('auth')}=off) the API listens on "
+                "loopback only (127.0.0.1, ::1 or localhost)"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the API."""
+        return _is_loopback(self.host)
+
+    @property
+    def limits(self) -> EventLimits:
+        return EventLimits(max_payload_bytes=self.max_payload_bytes)
+
+    def require_redis_url(self) -> str:
+        """The address of Redis; a clear refusal when none is set."""
+        if self.redis_url is None:
+            raise SettingsError(
+                "TIDEGATE_QUEUE is bullmq and TIDEGATE_REDIS_URL is not set; give it a Redis address such as "
+                "redis://localhost:6379/0"
+            )
+        return self.redis_url
+
+    def require_database_url(self) -> str:
+        """The database's address; a clear refusal when none is set."""
+        if self.database_url is None:
+            raise SettingsError(
+                "TIDEGATE_DATABASE_URL is not set; give it a Postgres address such as "
+                "postgresql://user@localhost/tidegate, or use `tidegate dev`, which brings its own"
+            )
+        return self.database_url
+
+
+def load(overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from `tidegate.toml` and the environment; `overrides` (by field name) win over both."""
+    return from_sources(os.environ, Path(TOML_FILE), overrides or {})
+
+
+def client_token() -> str | None:
+    """`TIDEGATE_TOKEN`, for clients that are given none."""
+    return os.environ.get(_env("token")) or None
+
+
+def is_tracing_disabled() -> bool:
+    """`OTEL_SDK_DISABLED`."""
+    return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+
+
+def trace_exporters() -> list[str]:
+    """The exporters that the environment asks for, as the packages that have them call them; none: no traces."""
+    given = os.environ.get("OTEL_TRACES_EXPORTER", "").strip()
+    if not given and any(os.environ.get(name) for name in _OTLP_ENDPOINTS):
+        given = "otlp"
+    protocol = next((text for name in _OTLP_PROTOCOLS if (text := os.environ.get(name))), "http/protobuf")
+    otlp = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+    names = [name.strip() for name in given.split(",")]
+    return [otlp if name == "otlp" else name for name in names if name not in ("", "none")]
+
+
+def trace_queue_size() -> int | None:
+    """How many spans may wait to be sent: a batch of events makes thousands at once. None: `OTEL_BSP_…` says it."""
+    return None if os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else TRACE_QUEUE_SIZE
+
+
+def from_sources(environ: Mapping[str, str], toml: Path, overrides: Mapping[str, Any]) -> Settings:
+    """Settings from the given sources. SettingsError names the setting, what was expected and what was given."""
+    values: dict[str, Any] = {}
+    if toml.is_file():
+        try:
+            values.update(_from_toml(tomllib.loads(toml.read_text(encoding="utf-8")), toml.name))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+            raise SettingsError(f"{toml.name} is not valid TOML: {exc}") from exc
+    values.update(_from_environment(environ, values))
+    unknown = set(overrides) - set(Settings.__struct_fields__)
+    if unknown:
+        raise SettingsError(f"unknown setting {sorted(unknown)[0]!r}; see docs/settings.md")
+    values.update({k: v for k, v in overrides.items() if v is not None})
+    settings = Settings(**values)
+    try:
+        failpoints.arm(settings.failpoints)
+    except ValueError as exc:
+        raise SettingsError(f"{_env('failpoints')}: {exc}") from exc
+    return settings
+
+
+def _from_environment(environ: Mapping[str, str], below: Mapping[str, Any]) -> dict[str, Any]:
+    """What the environment sets; a policy of which it sets a part keeps the rest from `below`."""
+    values: dict[str, Any] = {}
+    for name, hint in _plain_fields().items():
+        text = environ.get(_env(name))
+        if text is not None and text != "":
+            values[name] = _parse(_env(name), hint, text)
+    for name, default in _POLICIES.items():
+        names = {part: _env(f"{name}_{part}") for part in default.__struct_fields__}
+        given = {part: environ[variable] for part, variable in names.items() if environ.get(variable)}
+        if given:
+            values[name] = _policy(names, below.get(name, default), given)
+    if environ.get(_env("source_rate_limits")):
+        values["source_rate_limits"] = _rate_limits(_env("source_rate_limits"), environ[_env("source_rate_limits")])
+    return values
+
+
+def _from_toml(table: dict[str, Any], file: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    plain = _plain_fields()
+    for name, value in table.items():
+        where = f"{file}: {name}"
+        if name in _POLICIES:
+            parts = _POLICIES[name].__struct_fields__
+            if not isinstance(value, dict) or value.keys() - set(parts):
+                raise SettingsError(f"{where} must be a table with {', '.join(parts)}, not {value!r}")
+            names = {part: f"{where}.{part}" for part in parts}
+            values[name] = _policy(names, _POLICIES[name], {part: str(given) for part, given in value.items()})
+        elif name == "source_rate_limits":
+            values[name] = _rate_limits(where, msgspec.json.encode(value).decode())
+        elif name in plain:
+            values[name] = _parse(where, plain[name], str(value) if not isinstance(value, bool) else str(value).lower())
+        else:
+            raise SettingsError(f"{where} is not a setting; see docs/settings.md")
+    return values
+
+
+def _policy(names: dict[str, str], default: Policy, given: dict[str, str]) -> Policy:
+    """The default with the texts given in its place; `names` is what a refusal calls each field."""
+    hints = get_type_hints(type(default))
+    parsed = {part: _parse(names[part], hints[part], text) for part, text in given.items()}
+    try:
+        return msgspec.structs.replace(default, **parsed)
+    except ValueError as exc:
+        field = re.compile("|".join(rf"\b{part}\b" for part in names))
+        raise SettingsError(field.sub(lambda found: names[found[0]], str(exc))) from exc
+
+
+def _rate_limits(where: str, text: str) -> dict[str, RateLimit]:
+    """`[{"source", "limit", "interval_ms", "pause_ms"}, …]`; a refusal says which entry and why."""
+    try:
+        entries = msgspec.json.decode(text, type=list[dict[str, Any]])
+    except msgspec.MsgspecError as exc:
+        raise SettingsError(f"{where} must be a JSON list of objects: {exc}") from exc
+    limits: dict[str, RateLimit] = {}
+    for i, entry in enumerate(entries):
+        source = entry.pop("source", None)
+        if not isinstance(source, str) or not (source == "*" or is_name(source)):
+            raise SettingsError(f"{where}[{i}].source must be the name of a source or *, not {source!r}")
+        if source in limits:
+            raise SettingsError(f"{where}[{i}].source is {source!r}, which an earlier entry has already")
+        try:
+            limits[source] = msgspec.convert(entry, RateLimit)
+        except (ValueError, msgspec.ValidationError) as exc:
+            raise SettingsError(f"{where}[{i}] ({source}): {exc}") from exc
+    return limits
+
+
+def _plain_fields() -> dict[str, Any]:
+    special = {*_POLICIES, "source_rate_limits"}
+    return {name: hint for name, hint in get_type_hints(Settings).items() if name not in special}
+
+
+def _parse(where: str, hint: Any, text: str) -> Any:
+    """One value from its text, by the field's type."""
+    choices = [c for c in get_args(hint) if isinstance(c, str)]
+    if choices:
+        if text.lower() not in choices:
+            raise SettingsError(f"{where} must be {' or '.join(choices)}, not {text!r}")
+        return text.lower()
+    if hint is bool:
+        if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+            raise SettingsError(f"{where} must be true or false, not {text!r}")
+        return text.lower() in ("true", "1", "yes")
+    if hint in (int, float):
+        try:
+            return hint(text)
+        except ValueError as exc:
+            kind = "a whole number" if hint is int else "a number"
+            raise SettingsError(f"{where} must be {kind}, not {text!r}") from exc
+    return text
+
+
+def _has_readable_port(text: str) -> bool:
+    """A port that is no number is most likely a password with a / or # that is not encoded."""
+    try:
+        place = urlsplit(text).netloc.rpartition("@")[2]
+    except ValueError:
+        return False
+    ports = [host.rpartition("]")[2].partition(":")[2] for host in place.split(",")]  # several hosts may be named
+    return all(port == "" or port.isdecimal() for port in ports)
+
+
+def _is_redis_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # not a number: most likely a password with a / or # that is not encoded
+    except ValueError:
+        return False
+    return bool(parts.path) if parts.scheme == "unix" else parts.scheme in ("redis", "rediss") and bool(parts.hostname)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _env(name: str) -> str:
+    return f"TIDEGATE_{name.upper()}"

@@ -1,0 +1,235 @@
+"""`dead_letters`: what was given up, and what makes it alive again."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from tidegate.store.db import Connection
+from tidegate.store.sql import load
+
+_sql = load("dead_letters")
+
+LetterKind = Literal["event", "delivery", "run", "step"]
+LetterState = Literal["open", "scheduled", "replayed", "all"]
+LETTER_KINDS: tuple[LetterKind, ...] = get_args(LetterKind)
+LETTER_STATES: tuple[LetterState, ...] = get_args(LetterState)
+
+
+class Filters(NamedTuple):
+    """Which letters; None does not filter. `reason` is a part of the text, whatever its case."""
+
+    kind: LetterKind | None = None
+    source: str | None = None
+    trigger_id: uuid.UUID | None = None
+    workflow: str | None = None
+    reason: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """What was given up. `replay_at` is when it is to be replayed, `replay_error` why it could not be; `replayed_at`,
+    `replayed_by` and `replayed_into` (the event, delivery or run) say what became of it. `last_replayed_from` is the
+    letter that its subject was last replayed from: another one than this when it was given up once more."""
+
+    id: uuid.UUID
+    kind: LetterKind
+    subject_id: uuid.UUID
+    event_id: uuid.UUID | None
+    source: str | None
+    event_type: str | None
+    trigger_id: uuid.UUID | None
+    trigger: str | None
+    workflow: str | None
+    workflow_run_id: uuid.UUID | None
+    step: str | None
+    reason: str
+    detail: dict[str, Any]
+    created_at: datetime
+    replay_at: datetime | None
+    replay_by: str | None
+    replay_error: str | None
+    replayed_at: datetime | None
+    replayed_by: str | None
+    replayed_into: uuid.UUID | None
+    last_replayed_from: uuid.UUID | None
+
+
+class LockedLetter(NamedTuple):
+    """A letter that this transaction has locked; `newer_id` is a later one of the same subject."""
+
+    id: uuid.UUID
+    kind: LetterKind
+    subject_id: uuid.UUID
+    event_id: uuid.UUID | None
+    replay_at: datetime | None
+    replay_by: str | None
+    replayed_at: datetime | None
+    replayed_by: str | None
+    newer_id: uuid.UUID | None
+
+
+class Scheduled(NamedTuple):
+    """How many letters are to be replayed, and when the first and the last of them."""
+
+    total: int
+    first_at: datetime | None
+    last_at: datetime | None
+
+
+class DeadEvent(NamedTuple):
+    """An event that is to be decided anew."""
+
+    id: uuid.UUID
+    retry_state: str | None
+    is_undecided: bool
+    deliveries: int
+
+
+class LostDelivery(NamedTuple):
+    """A delivery that is to be judged anew, and its trigger."""
+
+    status: str
+    retry_state: str
+    trigger_id: uuid.UUID
+    trigger_status: str
+    is_trigger_deleted: bool
+
+
+class DeadRun(NamedTuple):
+    """A run that is to go on."""
+
+    id: uuid.UUID
+    status: str
+    trigger_id: uuid.UUID | None
+    concurrency_key: str | None
+    workflow: str
+    is_workflow_deleted: bool
+
+
+async def list_page(
+    connection: Connection,
+    filters: Filters,
+    *,
+    state: LetterState = "open",
+    before_id: uuid.UUID | None = None,
+    limit: int,
+) -> list[DeadLetter]:
+    """Letters, newest first."""
+    rows = await connection.fetch(_sql["list"], None, *filters, state, before_id, limit)
+    return [DeadLetter(**dict(row)) for row in rows]
+
+
+async def get(connection: Connection, letter_id: uuid.UUID) -> DeadLetter | None:
+    """One letter."""
+    rows = await connection.fetch(_sql["list"], letter_id, *Filters(), "all", None, 1)
+    return DeadLetter(**dict(rows[0])) if rows else None
+
+
+async def lock_matching(connection: Connection, filters: Filters) -> list[uuid.UUID]:
+    """Lock the letters that the filters describe and nobody has replayed or is to replay, oldest first."""
+    await connection.execute(_sql["take_time"])
+    return [row[0] for row in await connection.fetch(_sql["lock_matching"], *filters)]
+
+
+async def schedule(connection: Connection, ids: Sequence[uuid.UUID], *, apart_ms: float, actor: str) -> Scheduled:
+    """The locked letters are to be replayed one after the other."""
+    row = await connection.fetchrow(_sql["schedule"], list(ids), apart_ms, actor)
+    return Scheduled(*row) if row else Scheduled(0, None, None)
+
+
+async def unschedule(connection: Connection) -> int:
+    """Call off what is to be replayed and has not been yet; how many."""
+    await connection.execute(_sql["take_time"])
+    count: int = await connection.fetchval(_sql["unschedule"])
+    return count
+
+
+async def postpone(connection: Connection, *, late_ms: int) -> int:
+    """Keep the distances between letters whose time has passed by more than that; how many are later now."""
+    await connection.execute(_sql["take_time"])
+    count: int = await connection.fetchval(_sql["postpone"], late_ms)
+    return count
+
+
+async def lock(connection: Connection, letter_id: uuid.UUID) -> LockedLetter | None:
+    """Lock one letter."""
+    row = await connection.fetchrow(_sql["lock"], letter_id)
+    return LockedLetter(*row) if row else None
+
+
+async def lock_due(connection: Connection, letter_id: uuid.UUID) -> LockedLetter | None:
+    """Lock a letter that is due to be replayed; None when it is not any more, or another worker has it."""
+    row = await connection.fetchrow(_sql["lock_due"], letter_id)
+    return LockedLetter(*row) if row else None
+
+
+async def list_due(connection: Connection, limit: int) -> list[uuid.UUID]:
+    """Letters that are due to be replayed, the longest due first."""
+    return [row[0] for row in await connection.fetch(_sql["list_due"], limit)]
+
+
+async def next_due_seconds(connection: Connection) -> float | None:
+    """Seconds until the next letter is to be replayed."""
+    found: float | None = await connection.fetchval(_sql["next_due"])
+    return found
+
+
+async def mark_replayed(connection: Connection, letter_id: uuid.UUID, actor: str, into: uuid.UUID) -> None:
+    """The letter was replayed."""
+    await connection.execute(_sql["mark_replayed"], letter_id, actor, into)
+
+
+async def mark_refused(connection: Connection, letter_id: uuid.UUID, why: str) -> None:
+    """The letter cannot be replayed."""
+    await connection.execute(_sql["mark_refused"], letter_id, why)
+
+
+async def mark_waiting(connection: Connection, letter_id: uuid.UUID, *, delay_ms: int, actor: str, why: str) -> None:
+    """The letter is to be replayed after a while."""
+    await connection.execute(_sql["mark_waiting"], letter_id, delay_ms, actor, why)
+
+
+async def describe_event(connection: Connection, event_id: uuid.UUID) -> DeadEvent | None:
+    """An event that is to be decided anew."""
+    row = await connection.fetchrow(_sql["describe_event"], event_id)
+    return DeadEvent(*row) if row else None
+
+
+async def replay_event(connection: Connection, event_id: uuid.UUID, letter_id: uuid.UUID, actor: str) -> bool:
+    """Make an event that was given up due at its source's gate; whether it is."""
+    await connection.execute(_sql["count_anew"], event_id)
+    return await connection.fetchval(_sql["replay_event"], event_id, letter_id, actor) is not None
+
+
+async def describe_delivery(connection: Connection, delivery_id: uuid.UUID) -> LostDelivery | None:
+    """A delivery that is to be judged anew."""
+    row = await connection.fetchrow(_sql["describe_delivery"], delivery_id)
+    return LostDelivery(*row) if row else None
+
+
+async def replay_delivery(
+    connection: Connection, delivery_id: uuid.UUID, event_id: uuid.UUID, letter_id: uuid.UUID, actor: str
+) -> bool:
+    """Make a delivery that was given up due; whether it is."""
+    await connection.execute(_sql["count_anew"], event_id)
+    return await connection.fetchval(_sql["replay_delivery"], delivery_id, letter_id, actor) is not None
+
+
+async def describe_run(connection: Connection, subject_id: uuid.UUID) -> DeadRun | None:
+    """A run that is to go on, by its own id or that of one of its steps."""
+    row = await connection.fetchrow(_sql["describe_run"], subject_id)
+    return DeadRun(*row) if row else None
+
+
+async def replay_run(
+    connection: Connection, run: DeadRun, step_id: uuid.UUID | None, letter_id: uuid.UUID, concurrency_key: str | None
+) -> bool:
+    """Let a failed run go on after its finished steps; whether it does."""
+    await connection.execute(_sql["revive_steps"], run.id, step_id)
+    return await connection.fetchval(_sql["replay_run"], run.id, letter_id, concurrency_key) is not None

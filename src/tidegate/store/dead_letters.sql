@@ -1,0 +1,224 @@
+-- name: list
+-- A page of dead letters with whose they are, newest first; null filters do not filter. With an id, that one.
+select l.id, l.kind, l.subject_id, l.event_id, e.source, e.type as event_type, t.id as trigger_id, t.name as trigger,
+       w.slug as workflow, r.id as workflow_run_id, s.name as step, l.reason, l.detail, l.created_at, l.replay_at,
+       l.replay_by, l.replay_error, l.replayed_at, l.replayed_by, l.replayed_into,
+       coalesce(r.replayed_from, d.replayed_from, i.replayed_from) as last_replayed_from
+  from tidegate.dead_letters l
+  left join tidegate.workflow_events e on e.id = l.event_id
+  left join tidegate.event_ingress_retries i on l.kind = 'event' and i.event_id = l.subject_id
+  left join tidegate.workflow_trigger_deliveries d on l.kind = 'delivery' and d.id = l.subject_id
+  left join tidegate.workflow_run_steps s on l.kind = 'step' and s.id = l.subject_id
+  left join tidegate.workflow_runs r
+    on r.id = case l.kind when 'run' then l.subject_id when 'step' then s.workflow_run_id end
+  left join tidegate.workflow_event_triggers t on t.id = coalesce(d.trigger_id, r.trigger_id)
+  left join tidegate.workflow_definitions w on w.id = coalesce(r.workflow_definition_id, t.workflow_definition_id)
+ where ($1::uuid is null or l.id = $1)
+   and ($2::text is null or l.kind = $2)
+   and ($3::text is null or e.source = $3)
+   and ($4::uuid is null or t.id = $4)
+   and ($5::text is null or w.slug = $5)
+   and ($6::text is null or position(lower($6) in lower(l.reason)) > 0)
+   and ($7::timestamptz is null or l.created_at >= $7)
+   and ($8::timestamptz is null or l.created_at < $8)
+   and case $9::text when 'open' then l.replayed_at is null and l.replay_at is null
+                     when 'scheduled' then l.replay_at is not null
+                     when 'replayed' then l.replayed_at is not null else true end
+   and ($10::uuid is null or l.id < $10)
+ order by l.id desc
+ limit $11
+
+-- name: lock_matching
+-- Locks the letters that nobody has replayed or is to replay and that the filters (as in `list`) describe, oldest first.
+-- Returns the ids.
+select l.id
+  from tidegate.dead_letters l
+  left join tidegate.workflow_events e on e.id = l.event_id
+  left join tidegate.workflow_trigger_deliveries d on l.kind = 'delivery' and d.id = l.subject_id
+  left join tidegate.workflow_run_steps s on l.kind = 'step' and s.id = l.subject_id
+  left join tidegate.workflow_runs r
+    on r.id = case l.kind when 'run' then l.subject_id when 'step' then s.workflow_run_id end
+  left join tidegate.workflow_event_triggers t on t.id = coalesce(d.trigger_id, r.trigger_id)
+  left join tidegate.workflow_definitions w on w.id = coalesce(r.workflow_definition_id, t.workflow_definition_id)
+ where l.replayed_at is null and l.replay_at is null
+   and ($1::text is null or l.kind = $1)
+   and ($2::text is null or e.source = $2)
+   and ($3::uuid is null or t.id = $3)
+   and ($4::text is null or w.slug = $4)
+   and ($5::text is null or position(lower($5) in lower(l.reason)) > 0)
+   and ($6::timestamptz is null or l.created_at >= $6)
+   and ($7::timestamptz is null or l.created_at < $7)
+ order by l.id
+   for update of l
+
+-- name: schedule
+-- The locked letters are to be replayed one after the other, $2 ms apart, from now on. Returns how many, and when the first
+-- and the last.
+with clock as materialized (
+  select tidegate.now() as now
+), due as (
+  update tidegate.dead_letters l
+     set replay_at = clock.now + (u.n - 1) * $2::float8 * interval '1 ms', replay_by = $3, replay_error = null
+    from unnest($1::uuid[]) with ordinality as u (id, n), clock
+   where l.id = u.id
+  returning l.replay_at
+)
+select count(*), min(replay_at), max(replay_at) from due
+
+-- name: take_time
+-- This transaction may need longer than others.
+set local statement_timeout = '120s'
+
+-- name: unschedule
+-- The letters that are to be replayed and have not been yet stay where they are. Returns how many.
+with stopped as (
+  update tidegate.dead_letters l set replay_at = null, replay_by = null
+   where l.id in (select id from tidegate.dead_letters where replay_at is not null order by id for update)
+  returning l.id
+)
+select count(*) from stopped
+
+-- name: postpone
+-- When nobody has replayed for so long that the first letter is $1 ms late, all of them are as much later: the rate holds.
+-- Whoever waited for the locks sees what another worker has made of the times. Returns how many.
+with waiting as materialized (
+  select id, replay_at from tidegate.dead_letters where replay_at is not null order by id for update
+), late as materialized (
+  select tidegate.now() - min(replay_at) as by from waiting
+), moved as (
+  update tidegate.dead_letters l set replay_at = w.replay_at + late.by
+    from waiting w, late where l.id = w.id and late.by > $1::bigint * interval '1 ms'
+  returning l.id
+)
+select count(*) from moved
+
+-- name: lock
+-- Locks one letter, with the newer one of the same subject that is not replayed, if there is one.
+select l.id, l.kind, l.subject_id, l.event_id, l.replay_at, l.replay_by, l.replayed_at, l.replayed_by,
+       (select n.id from tidegate.dead_letters n
+         where n.subject_id = l.subject_id and n.kind = l.kind and n.replayed_at is null and n.id > l.id) as newer_id
+  from tidegate.dead_letters l where l.id = $1 for update of l
+
+-- name: lock_due
+-- Locks a letter that is due to be replayed; nothing when another worker has it, or it was replayed or called off meanwhile.
+select l.id, l.kind, l.subject_id, l.event_id, l.replay_at, l.replay_by, l.replayed_at, l.replayed_by,
+       null::uuid as newer_id
+  from tidegate.dead_letters l where l.id = $1 and l.replay_at <= tidegate.now() for update of l skip locked
+
+-- name: list_due
+-- The letters that are due to be replayed, the longest due first, not locked.
+select id from tidegate.dead_letters where replay_at <= tidegate.now() order by replay_at, id limit $1
+
+-- name: next_due
+-- Seconds until the next letter is to be replayed, or null.
+select extract(epoch from min(replay_at) - tidegate.now())::float8 from tidegate.dead_letters where replay_at is not null
+
+-- name: mark_replayed
+-- The letter was replayed, by whom and into what.
+update tidegate.dead_letters
+   set replayed_at = tidegate.now(), replayed_by = $2, replayed_into = $3, replay_at = null, replay_by = null,
+       replay_error = null
+ where id = $1
+
+-- name: mark_refused
+-- The letter cannot be replayed, and why; nobody tries again by himself.
+update tidegate.dead_letters set replay_at = null, replay_by = null, replay_error = $2 where id = $1
+
+-- name: mark_waiting
+-- The letter is to be replayed, but not before a while has passed.
+update tidegate.dead_letters
+   set replay_at = tidegate.now() + $2::bigint * interval '1 ms', replay_by = $3, replay_error = $4 where id = $1
+
+-- name: describe_event
+-- An event that is to be decided anew: in what state its retry is, and how many deliveries it has.
+select e.id, r.retry_state,
+       exists (select from tidegate.event_inbox i where i.ingress_sequence = e.ingress_sequence) as is_undecided,
+       (select count(*) from tidegate.workflow_trigger_deliveries d where d.event_id = e.id) as deliveries
+  from tidegate.workflow_events e left join tidegate.event_ingress_retries r on r.event_id = e.id
+ where e.id = $1
+
+-- name: count_anew
+-- The event's time to live and age are counted from now on.
+update tidegate.workflow_events set replayed_at = tidegate.now() where id = $1
+
+-- name: replay_event
+-- An event that was given up is due at its source's gate, in the source's current plan. Returns it when it is.
+insert into tidegate.event_ingress_retries as r
+  (event_id, source, ingress_sequence, retry_state, attempts, next_attempt_at, reason, last_error, metadata, plan_version,
+   replayed_from)
+select e.id, e.source, e.ingress_sequence, 'scheduled', 1, tidegate.now(), 'replay', 'replayed by ' || $3::text,
+       jsonb_build_object('reason', 'replay', 'dead_letter_id', $2::uuid),
+       coalesce((select s.plan_version from tidegate.event_scheduler_sources s where s.source = e.source), 0), $2::uuid
+  from tidegate.workflow_events e where e.id = $1
+on conflict (event_id) do update
+   set retry_state = 'scheduled', attempts = 1, next_attempt_at = excluded.next_attempt_at, reason = excluded.reason,
+       last_error = excluded.last_error, metadata = excluded.metadata, plan_version = excluded.plan_version,
+       replayed_from = excluded.replayed_from, claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
+ where r.retry_state not in ('scheduled', 'running')
+returning event_id
+
+-- name: describe_delivery
+-- A delivery that is to be judged anew, and its trigger.
+select d.status, d.retry_state, d.trigger_id, t.status as trigger_status, t.deleted_at is not null as is_trigger_deleted
+  from tidegate.workflow_trigger_deliveries d join tidegate.workflow_event_triggers t on t.id = d.trigger_id
+ where d.id = $1
+
+-- name: replay_delivery
+-- A delivery that was given up is due, in its trigger's current plan; attempts are counted anew. Returns it when it is.
+update tidegate.workflow_trigger_deliveries d
+   set status = 'matched', retry_state = 'scheduled', next_attempt_at = tidegate.now(), retry_attempts = 0,
+       throttled_until = null, workflow_run_id = null, reason = 'replay', last_error = 'replayed by ' || $3::text,
+       retry_metadata = jsonb_build_object('reason', 'replay', 'dead_letter_id', $2::uuid), replayed_from = $2::uuid,
+       source = e.source, ingress_sequence = e.ingress_sequence,
+       plan_version = coalesce((select g.plan_version from tidegate.event_scheduler_triggers g
+                                 where g.trigger_id = d.trigger_id), d.plan_version),
+       claim_generation = d.claim_generation + 1, updated_at = tidegate.now()
+  from tidegate.workflow_events e
+ where d.id = $1 and e.id = d.event_id and d.status in ('failed', 'exhausted', 'skipped', 'cancelled')
+   and d.retry_state not in ('scheduled', 'running')
+returning d.id
+
+-- name: describe_run
+-- A run that is to go on, by its own id or a step's: what it is, and whether its workflow still exists.
+select r.id, r.status, r.trigger_id, r.concurrency_key, w.slug as workflow, w.deleted_at is not null as is_workflow_deleted
+  from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
+ where r.id = $1 or r.id = (select s.workflow_run_id from tidegate.workflow_run_steps s where s.id = $1)
+
+-- name: revive_steps
+-- What a failed run had not finished is forgotten. The step that it failed with ($2, or if that is not known one after which
+-- none has succeeded) is pending again; those that waited, or were cut off with the failure, are begun anew. Finished steps
+-- stay, also those whose failure the function had caught.
+with failure as materialized (
+  select coalesce((select s.updated_at from tidegate.workflow_run_steps s where s.id = $2), r.finished_at)
+         - interval '1 second' as at
+    from tidegate.workflow_runs r where r.id = $1 and r.status = 'failed'
+), forgotten as (
+  delete from tidegate.workflow_run_steps s using failure f
+   where s.workflow_run_id = $1 and s.status in ('pending', 'running', 'cancelled')
+     and (s.error is distinct from 'cut off by the workflow' or s.updated_at >= f.at)
+)
+update tidegate.workflow_run_steps s
+   set status = 'pending', retry_state = 'none', next_attempt_at = null, retry_attempts = 0, error = null, result = null,
+       retry_metadata = '{}', claim_generation = s.claim_generation + 1, created_at = tidegate.now(),
+       updated_at = tidegate.now()
+  from failure
+ where s.workflow_run_id = $1 and s.status = 'failed'
+   and (s.id = $2 or ($2::uuid is null and not exists (
+         select from tidegate.workflow_run_steps o
+          where o.workflow_run_id = $1 and o.status = 'succeeded' and o.updated_at > s.updated_at)))
+
+-- name: replay_run
+-- A failed run goes on as the same run, not before its trigger or key is open again; its time and its attempts are counted
+-- anew (`attempts` is kept: it tells that there may be steps). Returns it when it does.
+update tidegate.workflow_runs r
+   set status = 'pending', error = null, output = null, warning = null, finished_at = null, started_at = null,
+       deadline_at = null, crashes = 0, retry_attempts = 0, cancel_requested_at = null, cancelled_by = null,
+       is_probe = false, concurrency_key = $3, replayed_from = $2::uuid, attempts = greatest(r.attempts, 1),
+       next_attempt_at = greatest(
+         tidegate.now(),
+         (select g.closed_until from tidegate.event_scheduler_triggers g where g.trigger_id = r.trigger_id),
+         (select h.until from tidegate.trigger_key_holds h
+           where h.trigger_id = r.trigger_id and h.concurrency_key = $3)),
+       claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
+ where r.id = $1 and r.status = 'failed'
+returning r.id

@@ -1,0 +1,359 @@
+"""`workflow_trigger_deliveries`: one row for each trigger and event. Batch-first, compare-and-set, fenced."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tidegate.model.delivery import Delivery, DeliveryStatus
+from tidegate.model.retry import RetryChange, RetryState
+from tidegate.store.columns import column, same
+from tidegate.store.db import Connection, Row
+from tidegate.store.retry_rows import change_columns, json_texts
+from tidegate.store.sources import DEFAULT
+from tidegate.store.sql import load
+from tidegate.store.totals import Totals
+
+_sql = load("deliveries")
+
+
+class Decided(NamedTuple):
+    """A delivery that was decided: launched with its run, skipped with the run that its key had launched before, failed
+    with the error, given up, or kept waiting until a time for a reason."""
+
+    id: uuid.UUID
+    trigger_id: uuid.UUID
+    event_id: uuid.UUID
+    trigger_version: int
+    status: DeliveryStatus
+    last_error: str | None
+    run_id: uuid.UUID | None
+    workflow_definition_id: uuid.UUID
+    correlation_id: str
+    parameters: str
+    dedupe_key: str | None = None
+    concurrency_key: str | None = None
+    is_probe: bool = False
+    retry_state: RetryState = "none"
+    next_attempt_at: datetime | None = None
+    retry_attempts: int = 0
+    reason: str | None = None
+    plan_version: int = 0
+    metadata: Mapping[str, Any] = MappingProxyType({})
+    source: str = ""
+    ingress_sequence: int = 0
+
+
+class Due(NamedTuple):
+    """A waiting delivery that is due, not locked."""
+
+    id: uuid.UUID
+    trigger_id: uuid.UUID
+    source: str | None
+
+
+class Taken(NamedTuple):
+    """A due delivery that this transaction has locked."""
+
+    id: uuid.UUID
+    trigger_id: uuid.UUID
+    event_id: uuid.UUID
+    status: DeliveryStatus
+    reason: str | None
+    retry_attempts: int
+    next_attempt_at: datetime
+    source: str | None
+    concurrency_key: str | None
+    trigger_version: int
+
+
+class Stale(NamedTuple):
+    """A waiting delivery, locked, whose time belongs to an older plan."""
+
+    id: uuid.UUID
+    event_id: uuid.UUID
+    retry_attempts: int
+    next_attempt_at: datetime
+    ingress_sequence: int
+    reason: str | None
+    concurrency_key: str | None
+    received_at: datetime
+
+
+class Moved(NamedTuple):
+    """The new time of a waiting delivery, or that it was given up."""
+
+    id: uuid.UUID
+    status: DeliveryStatus
+    retry_state: RetryState
+    next_attempt_at: datetime | None
+    retry_attempts: int
+    reason: str | None
+    last_error: str | None
+    metadata: dict[str, Any]
+    plan_version: int
+
+
+_LAUNCH = Decided._fields[: Decided._fields.index("retry_state")]
+_ID, _RUN_ID = _LAUNCH.index("id"), _LAUNCH.index("run_id")
+_LAUNCH_DEFAULTS = {
+    _LAUNCH.index(field): default
+    for field, default in (
+        ("status", "launched"), ("last_error", None), ("dedupe_key", None), ("concurrency_key", None),
+        ("is_probe", False),
+    )
+}  # fmt: skip
+_SETTLE = Decided._fields[: Decided._fields.index("metadata")]
+_HOLD = ("id", "trigger_id", "event_id", "trigger_version", "status", "dedupe_key", "last_error", "next_attempt_at",
+         "retry_attempts", "reason", "source", "concurrency_key", "ingress_sequence", "plan_version")  # fmt: skip
+
+
+class EventDelivery(NamedTuple):
+    """A delivery as `explain` shows it."""
+
+    delivery: Delivery
+    trigger_name: str
+    workflow: str
+
+
+class Claim(NamedTuple):
+    """A worker that claims the runs of these definitions in the transaction that creates them."""
+
+    worker: str | None
+    lease_ms: int
+    definitions: Sequence[uuid.UUID]
+    most: int
+
+    def wanted(self, decided: Sequence[Decided]) -> list[bool]:
+        """Which of the launches it claims: the first that it can run."""
+        if self.most == 0:
+            return [False] * len(decided)
+        if self.most >= len(decided) and all(one.status == "launched" for one in decided):
+            return [one.workflow_definition_id in self.definitions for one in decided]
+        left, found = self.most, []
+        for one in decided:
+            is_wanted = left > 0 and one.status == "launched" and one.workflow_definition_id in self.definitions
+            left -= is_wanted
+            found.append(is_wanted)
+        return found
+
+
+NOBODY = Claim(None, 0, (), 0)
+
+# The runs created; of those that are claimed, the parameters as the database keeps them: the order of keys may differ
+# from what was written, and must not between one attempt and the next.
+Created = dict[uuid.UUID, dict[str, Any] | None]
+
+
+async def launch(connection: Connection, decided: Sequence[Decided], now: datetime, claim: Claim = NOBODY) -> Created:
+    """Record the deliveries and create the runs of those that launch, stamped with `now`."""
+    if not decided:
+        return {}
+    rows = await connection.fetch(
+        _sql["launch"], *_launch_columns(decided), claim.wanted(decided), now, claim.worker, claim.lease_ms,
+        claim.definitions,
+    )  # fmt: skip
+    return {row[0]: row[1] for row in rows}
+
+
+async def launch_calm(
+    connection: Connection,
+    decided: Sequence[Decided],
+    now: datetime,
+    claim: Claim,
+    totals: Totals,
+    registry_version: int,
+) -> Created | None:
+    """Launch deliveries that are all new and that nothing limits, and count them, when there is nothing else to write.
+    Returns those runs alone that are claimed; None, and nothing is written, when the triggers are not of that version
+    or any of them, or of the sources, has a state that must be locked first."""
+    return await _launch_calm(connection, decided, now, claim, totals, registry_version)
+
+
+async def count(connection: Connection, totals: Totals) -> None:
+    """Add to the totals alone; last in a transaction, since the rows are shared."""
+    if totals.triggers or totals.sources:
+        await _launch_calm(connection, [], None, NOBODY, totals, None)
+
+
+async def _launch_calm(
+    connection: Connection,
+    decided: Sequence[Decided],
+    now: datetime | None,
+    claim: Claim,
+    totals: Totals,
+    registry_version: int | None,
+) -> Created | None:
+    rows = await connection.fetch(
+        _sql["launch_calm"],
+        [d.id for d in decided],
+        same([d.trigger_id for d in decided]),
+        [d.event_id for d in decided],
+        same([d.trigger_version for d in decided]),
+        same([d.workflow_definition_id for d in decided]),
+        [d.correlation_id for d in decided],
+        [d.parameters for d in decided],
+        same(claim.wanted(decided)),
+        now,
+        claim.worker,
+        claim.lease_ms,
+        claim.definitions,
+        *totals.columns(),
+        registry_version,
+        [*(one.source for one in totals.sources), DEFAULT],
+    )
+    if not all(row[0] for row in rows):
+        return None
+    return {row[1]: row[2] for row in rows if row[1] is not None}
+
+
+async def hold(connection: Connection, held: Sequence[Decided], now: datetime) -> None:
+    """Record deliveries that must wait."""
+    if held:
+        await connection.execute(_sql["hold"], *_columns(held, _HOLD), json_texts(dict(d.metadata) for d in held), now)
+
+
+async def due_triggers(connection: Connection, limit: int) -> list[uuid.UUID]:
+    """Triggers with due deliveries, the longest due first."""
+    return [row[0] for row in await connection.fetch(_sql["due_triggers"], limit)]
+
+
+async def list_due(connection: Connection, trigger_ids: Sequence[uuid.UUID], of_each: int) -> list[Due]:
+    """Due deliveries of the triggers, in the order of their times; not locked."""
+    return [Due(*row) for row in await connection.fetch(_sql["list_due"], trigger_ids, of_each)]
+
+
+async def take(connection: Connection, ids: Sequence[uuid.UUID]) -> list[Taken]:
+    """Lock those of the deliveries that are still due, oldest event first."""
+    return [Taken(*row) for row in await connection.fetch(_sql["take"], ids)] if ids else []
+
+
+async def settle(connection: Connection, decided: Sequence[Decided], now: datetime, claim: Claim = NOBODY) -> Created:
+    """Write what became of deliveries that this transaction has locked, and create the runs of those that launch."""
+    if not decided:
+        return {}
+    columns = _columns(decided, _SETTLE)
+    metadata = json_texts(dict(d.metadata) for d in decided)
+    return {row[0]: row[1] for row in await connection.fetch(_sql["settle"], *columns, metadata, now, *claim)}
+
+
+async def take_stale(
+    connection: Connection, trigger_id: uuid.UUID, *, plan_version: int, after: int, limit: int
+) -> list[Stale]:
+    """Lock waiting deliveries whose time belongs to an older plan, in the order of arrival."""
+    rows = await connection.fetch(_sql["take_stale"], trigger_id, plan_version, after, limit)
+    return [Stale(*row) for row in rows]
+
+
+async def move(connection: Connection, moved: Sequence[Moved]) -> None:
+    """Give waiting deliveries that this transaction has locked a new time, or give them up."""
+    if moved:
+        columns = _columns(moved, Moved._fields)
+        columns[7] = json_texts(m.metadata for m in moved)
+        await connection.execute(_sql["move"], *columns)
+
+
+async def keep_waiting(connection: Connection, ids: Sequence[uuid.UUID], plan_version: int) -> None:
+    """Deliveries that keep their place and time in a new plan."""
+    if ids:
+        await connection.execute(_sql["keep_waiting"], ids, plan_version)
+
+
+async def release_sources(connection: Connection, limit: int) -> int:
+    """Make deliveries due that waited for their source to be resumed, once it is; how many."""
+    return len(await connection.fetch(_sql["release_sources"], limit))
+
+
+async def next_due_seconds(connection: Connection) -> float | None:
+    """Seconds until the next waiting delivery that is not due yet."""
+    found: float | None = await connection.fetchval(_sql["next_due"])
+    return found
+
+
+async def bury(connection: Connection, letters: Sequence[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]) -> None:
+    """Dead letters (delivery, event, reason, detail) for deliveries that were given up."""
+    if letters:
+        ids, event_ids, reasons, details = zip(*letters, strict=True)
+        await connection.execute(_sql["bury"], list(ids), list(event_ids), list(reasons), json_texts(details))
+
+
+async def insert(connection: Connection, deliveries: Sequence[Delivery]) -> set[uuid.UUID]:
+    """Record deliveries with their retry state. The ids that are new for their trigger and event."""
+    rows = await connection.fetch(
+        _sql["insert"],
+        [d.id for d in deliveries],
+        [d.trigger_id for d in deliveries],
+        [d.event_id for d in deliveries],
+        [d.trigger_version for d in deliveries],
+        [d.workflow_run_id for d in deliveries],
+        [d.status for d in deliveries],
+        [d.attempts for d in deliveries],
+        [d.dedupe_key for d in deliveries],
+        [d.launched_at for d in deliveries],
+        [d.last_error for d in deliveries],
+        [d.throttled_until for d in deliveries],
+        [d.retry_state for d in deliveries],
+        [d.next_attempt_at for d in deliveries],
+        [d.retry_attempts for d in deliveries],
+        json_texts(d.retry_metadata for d in deliveries),
+    )
+    return {row[0] for row in rows}
+
+
+async def update(
+    connection: Connection, changes: Sequence[RetryChange], statuses: Sequence[DeliveryStatus | None] | None = None
+) -> set[uuid.UUID]:
+    """Change rows that are still as the caller knew them; a status of None stays. The ids changed."""
+    new = list(statuses) if statuses is not None else [None] * len(changes)
+    return {row[0] for row in await connection.fetch(_sql["update"], *change_columns(changes), new)}
+
+
+async def claim_due(connection: Connection, *, limit: int, worker: str, lease_ms: int) -> list[Delivery]:
+    """Claim rows that are due by the database's clock, until the lease ends."""
+    rows = await connection.fetch(_sql["claim_due"], limit, worker, lease_ms)
+    return sorted((_delivery(row) for row in rows), key=lambda d: (d.next_attempt_at, d.id))
+
+
+async def release_expired(connection: Connection, limit: int) -> list[uuid.UUID]:
+    """Make rows whose lease has run out due again."""
+    return [row[0] for row in await connection.fetch(_sql["release_expired"], limit)]
+
+
+async def list_scheduled(
+    connection: Connection,
+    *,
+    trigger_id: uuid.UUID | None = None,
+    after: tuple[datetime, uuid.UUID] | None = None,
+    limit: int = 500,
+) -> list[Delivery]:
+    """Waiting rows in due order, after `(next_attempt_at, id)`."""
+    at, last = after or (None, None)
+    return [_delivery(row) for row in await connection.fetch(_sql["list_scheduled"], trigger_id, at, last, limit)]
+
+
+async def list_of_event(connection: Connection, event_id: uuid.UUID) -> list[EventDelivery]:
+    """The deliveries of one event, in order."""
+    rows = await connection.fetch(_sql["list_of_event"], event_id)
+    return [EventDelivery(_delivery(row), row["trigger_name"], row["workflow"]) for row in rows]
+
+
+def _launch_columns(decided: Sequence[Decided]) -> list[Sequence[object]]:
+    columns: list[Sequence[object]] = list(zip(*decided, strict=True))[: len(_LAUNCH)] or [()] * len(_LAUNCH)
+    for place, default in _LAUNCH_DEFAULTS.items():
+        columns[place] = column(columns[place], default)
+    if columns[_RUN_ID] == columns[_ID]:
+        columns[_RUN_ID] = ()  # every one of them is launched
+    return columns
+
+
+def _columns(rows: Sequence[Any], fields: Sequence[str]) -> list[list[object]]:
+    return [[getattr(row, field) for row in rows] for field in fields]
+
+
+def _delivery(row: Row) -> Delivery:
+    return msgspec.convert(dict(row), Delivery)

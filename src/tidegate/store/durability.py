@@ -1,0 +1,43 @@
+"""Whether the database keeps what it acknowledges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tidegate.errors import SettingsError
+from tidegate.store.db import Connection, Database
+
+
+async def settings(connection: Connection) -> dict[str, str]:
+    """The server's durability settings."""
+    rows = await connection.fetch(
+        "select name, current_setting(name) as setting from unnest(array['fsync', 'full_page_writes']) as name"
+    )
+    return {row["name"]: row["setting"] for row in rows}
+
+
+def unsafe(found: Mapping[str, str]) -> str | None:
+    """What in these settings may lose acknowledged events in a crash, if anything."""
+    for name, value in found.items():
+        if value != "on":
+            return f"the database runs with {name}={value}: a crash could lose accepted events"
+    return None
+
+
+async def is_read_only(connection: Connection) -> bool:
+    """Whether nothing can be written: a standby, or a server that was set so."""
+    return bool(
+        await connection.fetchval("select pg_is_in_recovery() or current_setting('transaction_read_only')::boolean")
+    )
+
+
+async def require_safe(database: Database, *, allow_unsafe: bool) -> None:
+    """Refuse a server that may lose acknowledged events in a crash."""
+    if allow_unsafe:
+        return
+    async with database.connection() as connection:
+        found = unsafe(await settings(connection))
+    if found:
+        raise SettingsError(
+            f"{found}. Turn it on, or set TIDEGATE_ALLOW_UNSAFE_DURABILITY=true if that is what you want"
+        )

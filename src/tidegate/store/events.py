@@ -1,0 +1,171 @@
+"""Events and their inbox."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+import asyncpg
+
+from tidegate.model.event import Event, NewEvent
+from tidegate.store.columns import column, same
+from tidegate.store.db import Connection
+from tidegate.store.sql import load
+
+_sql = load("events")
+
+
+class Resolved(NamedTuple):
+    """The stored event that an event of the caller's turned out to repeat."""
+
+    id: uuid.UUID
+    same_body: bool
+
+
+class Quarantined(NamedTuple):
+    """An event that was given up."""
+
+    event_id: uuid.UUID
+    source: str
+    correlation_id: str
+
+
+class Claimed(NamedTuple):
+    """Events that a transaction has taken from the inbox, and the time when it held the locks of their sources."""
+
+    events: list[Event]
+    now: datetime | None
+
+
+async def insert(connection: Connection, events: Sequence[NewEvent]) -> set[uuid.UUID]:
+    """Store events with their inbox rows; the ids of those that are new."""
+    rows = await connection.fetch(_sql["insert"], *_insert_columns(events))
+    return {row[0] for row in rows}
+
+
+async def insert_new(connection: Connection, events: Sequence[NewEvent]) -> bool:
+    """The same, in less time, as a transaction of its own; False, and nothing is stored, when one of them is known."""
+    try:
+        await connection.execute(_sql["insert_new"], *_insert_columns(events))
+    except asyncpg.UniqueViolationError:
+        return False
+    return True
+
+
+async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[uuid.UUID, Resolved]:
+    """By the given id: the stored event with the same id, or the same producer's id and source."""
+    rows = await connection.fetch(_sql["resolve"], *_columns(events))
+    return {row["given_id"]: Resolved(row["id"], row["same_body"]) for row in rows}
+
+
+async def claim_inbox(connection: Connection, limit: int) -> Claimed:
+    """Take the oldest undecided events, for this transaction alone, and say that it may launch for their sources (as
+    `sources.share` does)."""
+    rows = await connection.fetch(_sql["claim_inbox"], limit)
+    # Metadata is null where there is none, as mostly; the last column is the time.
+    found = [Event(*[*row[:10], row[10] or {}, row[11]]) for row in rows]
+    return Claimed(found, rows[0]["now"] if rows else None)
+
+
+async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> list[Event]:
+    """Take one undecided event; empty when another worker has it or it is decided."""
+    return [Event(*row) for row in await connection.fetch(_sql["claim_inbox_one"], ingress_sequence)]
+
+
+async def list_inbox(connection: Connection, limit: int) -> list[int]:
+    """The sequence numbers of the oldest undecided events."""
+    return [row[0] for row in await connection.fetch(_sql["list_inbox"], limit)]
+
+
+async def quarantine(connection: Connection, ingress_sequence: int, reason: str) -> Quarantined | None:
+    """Move an event that cannot be processed from the inbox to the dead letters; which it was, if it was there."""
+    row = await connection.fetchrow(_sql["quarantine"], ingress_sequence, reason)
+    return Quarantined(*row) if row else None
+
+
+async def find(connection: Connection, event_id: str) -> list[Event]:
+    """The events that `event_id` may mean: ours by UUID, or a producer's id (several sources may share it)."""
+    ours = _as_uuid(event_id)
+    found = [Event(*row) for row in await connection.fetch(_sql["find"], ours, event_id)]
+    exact = [event for event in found if event.id == ours]
+    return exact or found
+
+
+async def get_many(connection: Connection, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, Event]:
+    """Events by our ids."""
+    return {row["id"]: Event(*row) for row in await connection.fetch(_sql["get_many"], list(ids))}
+
+
+async def correlation_id(connection: Connection, event_id: uuid.UUID) -> str | None:
+    """The correlation id of one event, also when the rest of it cannot be read."""
+    found: str | None = await connection.fetchval(_sql["correlation_id"], event_id)
+    return found
+
+
+async def set_traceparents(connection: Connection, traceparents: Mapping[uuid.UUID, str]) -> None:
+    """Name the traces of events that came without one."""
+    if traceparents:
+        await connection.execute(_sql["set_traceparents"], list(traceparents), list(traceparents.values()))
+
+
+async def is_waiting(connection: Connection, event_id: uuid.UUID) -> tuple[bool, str | None]:
+    """Whether the event is still undecided, and why it was quarantined, if it was."""
+    row = await connection.fetchrow(_sql["is_waiting"], event_id)
+    return (row["undecided"], row["dead_reason"]) if row else (False, None)
+
+
+async def list_page(
+    connection: Connection,
+    *,
+    event_type: str | None = None,
+    source: str | None = None,
+    correlation_id: str | None = None,
+    received_from: datetime | None = None,
+    received_to: datetime | None = None,
+    before_sequence: int | None = None,
+    limit: int = 50,
+) -> list[Event]:
+    """Events, newest first."""
+    rows = await connection.fetch(
+        _sql["list"], event_type, source, correlation_id, received_from, received_to, before_sequence, limit,
+        _as_uuid(correlation_id),
+    )  # fmt: skip
+    return [Event(*row) for row in rows]
+
+
+def _as_uuid(text: str | None) -> uuid.UUID | None:
+    try:
+        return None if text is None else uuid.UUID(text)
+    except ValueError:
+        return None
+
+
+def _insert_columns(events: Sequence[NewEvent]) -> tuple[Sequence[object], ...]:
+    ids, external_ids, types, sources, occurred_at, payloads, ttl_ms, metadata = _columns(events)
+    return (
+        ids,
+        column(external_ids),
+        same(types),
+        same(sources),
+        column(occurred_at),
+        payloads,
+        column(ttl_ms),
+        column(metadata, "{}"),
+        column([e.correlation_id for e in events]),
+        column([e.traceparent for e in events]),
+    )
+
+
+def _columns(events: Sequence[NewEvent]) -> tuple[list[object], ...]:
+    return (
+        [e.id for e in events],
+        [e.external_id for e in events],
+        [e.type for e in events],
+        [e.source for e in events],
+        [e.occurred_at for e in events],
+        [e.payload for e in events],
+        [e.ttl_ms for e in events],
+        [e.metadata for e in events],
+    )

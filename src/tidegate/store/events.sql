@@ -1,0 +1,176 @@
+-- name: insert
+-- Stores events and their inbox rows; returns the ids that are new. Rows go in by producer's id, so that two
+-- transactions with the same ids wait for each other instead of deadlocking; the sequence keeps the arrival order.
+-- Of columns that are empty in every row, the array is empty; a type or source that all share is given once.
+with input as materialized (
+  select u.id, u.external_id, coalesce(u.type, ($3::text[])[1]) as type, coalesce(u.source, ($4::text[])[1]) as source,
+         u.occurred_at, u.payload, u.ttl_ms, coalesce(u.metadata, '{}') as metadata, u.correlation_id, u.traceparent,
+         nextval('tidegate.ingress_sequence') as ingress_sequence
+    from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::bigint[],
+                $8::text[], $9::text[], $10::text[])
+      as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent)
+), clock as materialized (
+  select tidegate.now() as now
+), stored as (
+  insert into tidegate.workflow_events
+    (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
+     metadata, traceparent)
+  select id, external_id, type, source, coalesce(occurred_at, now), now, ingress_sequence, payload::jsonb,
+         coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent
+    from input, clock
+   order by external_id, source, ingress_sequence
+  on conflict do nothing
+  returning id, ingress_sequence
+), inboxed as (
+  insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from stored
+)
+select id from stored
+
+-- name: insert_new
+-- The same for events that are all expected to be new, which takes two thirds of the time; when one of them is not, it
+-- fails by a unique key, and nothing is stored.
+with input as materialized (
+  select u.id, u.external_id, coalesce(u.type, ($3::text[])[1]) as type, coalesce(u.source, ($4::text[])[1]) as source,
+         u.occurred_at, u.payload, u.ttl_ms, coalesce(u.metadata, '{}') as metadata, u.correlation_id, u.traceparent,
+         nextval('tidegate.ingress_sequence') as ingress_sequence
+    from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::bigint[],
+                $8::text[], $9::text[], $10::text[])
+      as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent)
+), clock as materialized (
+  select tidegate.now() as now
+), stored as (
+  insert into tidegate.workflow_events
+    (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
+     metadata, traceparent)
+  select id, external_id, type, source, coalesce(occurred_at, now), now, ingress_sequence, payload::jsonb,
+         coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent
+    from input, clock
+   order by external_id, source, ingress_sequence
+)
+insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from input
+
+-- name: resolve
+-- For events that were not new: the stored event with the same id or producer's id, and whether the bodies agree.
+-- The time counts only when the repeat carries one; the correlation id names the request, not the content.
+select u.id as given_id, e.id,
+       e.id = u.id or (
+         e.type = u.type and e.payload = u.payload::jsonb and e.metadata = u.metadata::jsonb
+         and e.ttl_ms is not distinct from u.ttl_ms
+         and (u.occurred_at is null or e.occurred_at = u.occurred_at)) as same_body
+  from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::bigint[],
+              $8::text[])
+    as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata),
+  lateral (
+    select * from tidegate.workflow_events where id = u.id
+    union all
+    select * from tidegate.workflow_events where external_id = u.external_id and source = u.source and id <> u.id
+    limit 1
+  ) e
+
+-- name: claim_inbox
+-- Takes the oldest undecided events out of the inbox, for this transaction alone; rolled back, they are there again.
+-- The array and `offset 0` keep to index look-ups: as joins, a plan made while the tables were small reads all history.
+-- The same statement says that this transaction may launch for their sources (the locks of `sources.share`, in its order).
+-- What those locks protect is read by a later statement: this one sees the tables as they were before it waited. What it
+-- reads itself does not change. The time is read once the locks are held, and is told with the first of them.
+with oldest as materialized (
+  select ingress_sequence from tidegate.event_inbox order by ingress_sequence limit $1 for update skip locked
+), claimed as (
+  delete from tidegate.event_inbox where ingress_sequence = any (array(select ingress_sequence from oldest))
+  returning event_id
+), found as materialized (
+  select e.*
+    from claimed, lateral (
+      select id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
+             nullif(metadata, '{}') as metadata, traceparent
+        from tidegate.workflow_events where id = claimed.event_id offset 0
+    ) e
+), shared as materialized (
+  select pg_advisory_xact_lock_shared(k.class, k.key)
+    from (select 8701 as class, hashtext(f.source) & 63 as key from found f
+          union select c.class, c.key from (values (8701, hashtext('*') & 63), (8702, 0)) as c (class, key)
+                 where exists (select from found)
+          order by 1, 2) k
+), moment as materialized (
+  select tidegate.now() as now where (select count(*) from shared) > 0
+)
+select f.*, case when f.ingress_sequence = (select min(ingress_sequence) from found) then m.now end as now
+  from found f, moment m order by f.ingress_sequence
+
+-- name: claim_inbox_one
+-- Takes one given event out of the inbox; nothing when it has been decided meanwhile.
+with given as materialized (
+  select ingress_sequence from tidegate.event_inbox where ingress_sequence = $1 for update skip locked
+), claimed as (
+  delete from tidegate.event_inbox where ingress_sequence in (select ingress_sequence from given) returning event_id
+)
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
+  from claimed join tidegate.workflow_events e on e.id = claimed.event_id
+
+-- name: list_inbox
+-- The oldest undecided events, without locking them.
+select ingress_sequence from tidegate.event_inbox order by ingress_sequence limit $1
+
+-- name: quarantine
+-- Takes an event that no batch can process out of the inbox and keeps it as a dead letter with the reason. Returns it
+-- when it was still there.
+with claimed as (
+  delete from tidegate.event_inbox where ingress_sequence = $1 returning event_id
+), buried as (
+  insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason)
+  select tidegate.uuid7(), 'event', event_id, event_id, $2 from claimed
+  on conflict (kind, subject_id) where replayed_at is null do nothing
+)
+select e.id, e.source, e.correlation_id from claimed join tidegate.workflow_events e on e.id = claimed.event_id
+
+-- name: find
+-- Events by our id or the producer's.
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+  from tidegate.workflow_events e where e.id = $1::uuid
+union all
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+  from tidegate.workflow_events e where e.external_id = $2 and e.id is distinct from $1::uuid
+ limit 20
+
+-- name: get_many
+-- Events by our ids.
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+  from tidegate.workflow_events e where e.id = any ($1::uuid[])
+
+-- name: correlation_id
+-- The correlation id of one event, also when the rest of it cannot be read.
+select e.correlation_id from tidegate.workflow_events e where e.id = $1
+
+-- name: set_traceparents
+-- Names the traces of events that came without one.
+update tidegate.workflow_events e set traceparent = u.traceparent
+  from unnest($1::uuid[], $2::text[]) as u (id, traceparent)
+ where e.id = u.id
+
+-- name: is_waiting
+-- Whether an event still waits in the inbox, and whether it was quarantined.
+select exists (select 1 from tidegate.event_inbox i
+                where i.ingress_sequence = e.ingress_sequence) as undecided,
+       (select d.reason from tidegate.dead_letters d where d.kind = 'event' and d.subject_id = e.id and d.replayed_at is null
+       ) as dead_reason
+  from tidegate.workflow_events e where e.id = $1
+
+-- name: list
+-- A page of events, newest first; null filters do not filter. $8 is the correlation id as an event's own id, if it may be one:
+-- only correlations with others are in the index.
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+  from tidegate.workflow_events e
+ where ($1::text is null or e.type = $1)
+   and ($2::text is null or e.source = $2)
+   and ($3::text is null or (e.id = $8::uuid and e.correlation_id = $3)
+        or (e.correlation_id = $3 and e.correlation_id <> e.id::text))
+   and ($4::timestamptz is null or e.received_at >= $4)
+   and ($5::timestamptz is null or e.received_at < $5)
+   and ($6::bigint is null or e.ingress_sequence < $6)
+ order by e.ingress_sequence desc
+ limit $7

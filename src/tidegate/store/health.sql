@@ -1,0 +1,142 @@
+-- name: held_events
+-- Held events by source and reason: how many, the first, how many of them are due at $1, and how many at $2. One pass over the
+-- index of what waits, to which nothing is joined: whether a source may go on is the same for all of its events.
+select source, reason, count(*) as total, min(next_attempt_at) as next_attempt_at,
+       count(*) filter (where next_attempt_at <= $1::timestamptz) as due,
+       count(*) filter (where next_attempt_at <= $2::timestamptz) as overdue
+  from tidegate.event_ingress_retries where retry_state = 'scheduled' group by source, reason
+
+-- name: held_deliveries
+-- The same for deliveries by trigger and reason; those that wait for a paused source by that source, too.
+select trigger_id, reason, case when reason = 'source_paused' then source end as source, count(*) as total,
+       min(next_attempt_at) as next_attempt_at, count(*) filter (where next_attempt_at <= $1::timestamptz) as due,
+       count(*) filter (where next_attempt_at <= $2::timestamptz) as overdue
+  from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' group by 1, 2, 3
+
+-- name: waiting_steps
+-- The same for steps by kind: a sleep, or a step that failed.
+select kind, count(*) as total, min(next_attempt_at) as next_attempt_at,
+       count(*) filter (where next_attempt_at <= $1::timestamptz) as due,
+       count(*) filter (where next_attempt_at <= $2::timestamptz) as overdue
+  from tidegate.workflow_run_steps where retry_state = 'scheduled' group by kind
+
+-- name: held_sources
+-- Sources of which nothing may go on at $1, and what holds them: a pause, an open breaker, the pause after an exceeded limit.
+select source,
+       case when paused_at is not null and (paused_until is null or paused_until > $1::timestamptz) then 'paused'
+            when breaker_state = 'open' and breaker_until > $1::timestamptz then 'breaker_open' else 'rate_limit' end as holds
+  from tidegate.event_scheduler_sources
+ where (paused_at is not null and (paused_until is null or paused_until > $1::timestamptz))
+    or (breaker_state = 'open' and breaker_until > $1::timestamptz) or throttled_until > $1::timestamptz
+
+-- name: held_triggers
+-- The same for triggers.
+select trigger_id,
+       case when paused_at is not null and (paused_until is null or paused_until > $1::timestamptz) then 'paused'
+            when breaker_state <> 'closed' then 'breaker_open' else 'throttle' end as holds
+  from tidegate.event_scheduler_triggers
+ where (paused_at is not null and (paused_until is null or paused_until > $1::timestamptz))
+    or (breaker_state = 'open' and breaker_until > $1::timestamptz) or breaker_state = 'half_open'
+    or closed_until > $1::timestamptz
+
+-- name: depths
+-- What else the queues hold at $1: undecided events and the oldest of them, runs that are due or wait for a time and the
+-- earliest, and what is claimed. Of a very long inbox only the first $2 are counted; for the rest the numbers that were
+-- given out since then stand, also those of events that were sent twice.
+with first as materialized (
+  select count(*) as counted, max(ingress_sequence) as last
+    from (select ingress_sequence from tidegate.event_inbox order by ingress_sequence limit $2) i
+), runs as (
+  select count(*) filter (where next_attempt_at <= $1::timestamptz) as due, count(*) as total,
+         min(next_attempt_at) as next_attempt_at
+    from tidegate.workflow_runs where status = 'pending'
+)
+select first.counted + case when first.counted < $2 then 0
+                            else (select max(ingress_sequence) from tidegate.event_inbox) - first.last end as inbox,
+       (select e.received_at from tidegate.event_inbox i join tidegate.workflow_events e on e.id = i.event_id
+         order by i.ingress_sequence limit 1) as inbox_since,
+       runs.due as runs_due, runs.total as runs_total, runs.next_attempt_at as runs_since,
+       (select count(*) from tidegate.event_ingress_retries where retry_state = 'running') as active_events,
+       (select count(*) from tidegate.workflow_trigger_deliveries where retry_state = 'running') as active_deliveries,
+       (select count(*) from tidegate.workflow_runs where status = 'running') as active_runs
+  from first, runs
+
+-- name: sources
+-- Every source that has a limit, a pause or an open breaker.
+select source, rate_limit, interval_ms, pause_ms, limit_set_by, paused_at, paused_until, pause_reason, paused_by,
+       breaker_state, breaker_until, breaker_reason, throttled_until, failures[cardinality(failures)] as failed_at
+  from tidegate.event_scheduler_sources
+ where rate_limit is not null or paused_at is not null or breaker_state <> 'closed'
+ order by source
+
+-- name: dead_letters
+-- What was given up and not replayed, by kind, how much of it in the last day before $1, and how much of late (after $2) since
+-- when.
+select kind, count(*) as total, count(*) filter (where created_at > $1::timestamptz - interval '24 hours') as last_24h,
+       count(*) filter (where created_at > $2::timestamptz) as recent,
+       min(created_at) filter (where created_at > $2::timestamptz) as recent_since
+  from tidegate.dead_letters where replayed_at is null group by kind order by kind
+
+-- name: paused_triggers
+-- Triggers whose pause is not over.
+select t.trigger_id, w.slug as workflow, e.name, t.paused_until as until, t.pause_reason as reason, t.paused_by,
+       t.paused_at as since
+  from tidegate.event_scheduler_triggers t
+  join tidegate.workflow_event_triggers e on e.id = t.trigger_id
+  join tidegate.workflow_definitions w on w.id = e.workflow_definition_id
+ where t.paused_at is not null and (t.paused_until is null or t.paused_until > tidegate.now())
+   and e.deleted_at is null
+ order by t.paused_at, t.trigger_id
+
+-- name: open_breakers
+-- Triggers whose breaker is not closed.
+select t.trigger_id, w.slug as workflow, e.name, t.breaker_state, t.breaker_until as until, t.breaker_reason as reason,
+       t.probe_run_id, t.failures[cardinality(t.failures)] as since
+  from tidegate.event_scheduler_triggers t
+  join tidegate.workflow_event_triggers e on e.id = t.trigger_id
+  join tidegate.workflow_definitions w on w.id = e.workflow_definition_id
+ where t.breaker_state <> 'closed' and e.deleted_at is null
+ order by t.trigger_id
+
+-- name: trigger_metrics
+-- The totals of every trigger that has any.
+select m.trigger_id, w.slug as workflow, m.filtered, m.matched, m.launched, m.throttled, m.skipped, m.failed, m.paused,
+       m.last_status, m.last_error, m.updated_at
+  from tidegate.event_scheduler_trigger_metrics m
+  join tidegate.workflow_event_triggers t on t.id = m.trigger_id
+  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+ order by w.slug, m.trigger_id
+
+-- name: last_processed
+-- When the gate last decided an event.
+select max(last_event_at) from tidegate.event_scheduler_source_metrics
+
+-- name: workers
+-- How many workers were seen within $1 ms, when the last of all was, and when one of the living last reconciled.
+select count(*) filter (where seen_at > tidegate.now() - $1::bigint * interval '1 ms') as alive, max(seen_at) as seen_at,
+       max(reconciled_at) filter (where seen_at > tidegate.now() - $1::bigint * interval '1 ms') as reconciled_at
+  from tidegate.workers
+
+-- name: expired_claims
+-- Claims whose lease is over and that nobody has released, by kind, and since when.
+with clock as materialized (
+  select tidegate.now() as now
+), expired as (
+  select 'runs' as kind, claim_expires_at from tidegate.workflow_runs, clock
+   where status = 'running' and claim_expires_at <= now
+  union all
+  select 'deliveries', claim_expires_at from tidegate.workflow_trigger_deliveries, clock
+   where retry_state = 'running' and claim_expires_at <= now
+  union all
+  select 'events', claim_expires_at from tidegate.event_ingress_retries, clock
+   where retry_state = 'running' and claim_expires_at <= now
+  union all
+  select 'steps', claim_expires_at from tidegate.workflow_run_steps, clock
+   where retry_state = 'running' and claim_expires_at <= now
+)
+select kind, count(*) as total, min(claim_expires_at) as since from expired group by kind order by kind
+
+-- name: totals
+-- How many events were decided and how many runs launched, over the whole cluster.
+select (select coalesce(sum(total), 0)::bigint from tidegate.event_scheduler_source_metrics) as decided,
+       (select coalesce(sum(launched), 0)::bigint from tidegate.event_scheduler_trigger_metrics) as launched

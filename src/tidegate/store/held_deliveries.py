@@ -1,0 +1,142 @@
+"""Deliveries as operators see them, and what they do to those that wait."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+import msgspec
+
+from tidegate.model.delivery import DeliveryStatus
+from tidegate.model.retry import RetryState
+from tidegate.store.db import Connection
+from tidegate.store.sql import load
+
+_sql = load("held_deliveries")
+
+
+class HeldDelivery(msgspec.Struct, frozen=True, kw_only=True):
+    """A delivery with its trigger and event. `eta_seconds` is null when it waits no more, or nobody can say."""
+
+    id: uuid.UUID
+    trigger_id: uuid.UUID
+    trigger: str
+    workflow: str
+    trigger_version: int
+    event_id: uuid.UUID
+    external_id: str | None
+    type: str
+    source: str
+    correlation_id: str
+    workflow_run_id: uuid.UUID | None
+    status: DeliveryStatus
+    retry_state: RetryState
+    reason: str | None
+    attempts: int
+    retry_attempts: int
+    next_attempt_at: datetime | None
+    dedupe_key: str | None
+    concurrency_key: str | None
+    last_error: str | None
+    launched_at: datetime | None
+    created_at: datetime
+    updated_at: datetime
+    eta_seconds: float | None = None
+
+
+class Filters(NamedTuple):
+    """Which deliveries of a list are wanted; None: all."""
+
+    trigger_id: uuid.UUID | None = None
+    workflow: str | None = None
+    source: str | None = None
+    reason: str | None = None
+
+
+class Changed(NamedTuple):
+    """A delivery that waited until now."""
+
+    id: uuid.UUID
+    event_id: uuid.UUID
+    retry_attempts: int
+    trigger_id: uuid.UUID
+    concurrency_key: str | None
+
+
+async def list_waiting(
+    connection: Connection,
+    filters: Filters = Filters(),  # noqa: B008 - it is immutable
+    *,
+    after: tuple[datetime, uuid.UUID] | None = None,
+    limit: int,
+) -> list[HeldDelivery]:
+    """Waiting deliveries in due order, after `(next_attempt_at, id)`."""
+    rows = await connection.fetch(_sql["list_waiting"], *filters, *(after or (None, None)), limit)
+    return [HeldDelivery(**dict(row)) for row in rows]
+
+
+async def list_settled(
+    connection: Connection,
+    state: RetryState,
+    filters: Filters = Filters(),  # noqa: B008 - it is immutable
+    *,
+    before_id: uuid.UUID | None = None,
+    limit: int,
+) -> list[HeldDelivery]:
+    """Deliveries in another retry state, newest first."""
+    rows = await connection.fetch(_sql["list_settled"], state, *filters, before_id, limit)
+    return [HeldDelivery(**dict(row)) for row in rows]
+
+
+async def list_of_trigger(
+    connection: Connection,
+    trigger_id: uuid.UUID,
+    *,
+    status: DeliveryStatus | None = None,
+    before_id: uuid.UUID | None = None,
+    limit: int,
+) -> list[HeldDelivery]:
+    """The deliveries of a trigger, newest first."""
+    rows = await connection.fetch(_sql["list_of_trigger"], trigger_id, status, before_id, limit)
+    return [HeldDelivery(**dict(row)) for row in rows]
+
+
+async def list_recent(
+    connection: Connection,
+    *,
+    status: DeliveryStatus | None = None,
+    before_id: uuid.UUID | None = None,
+    limit: int,
+) -> list[HeldDelivery]:
+    """The deliveries of all triggers, newest first."""
+    rows = await connection.fetch(_sql["list_recent"], status, before_id, limit)
+    return [HeldDelivery(**dict(row)) for row in rows]
+
+
+async def get(connection: Connection, delivery_id: uuid.UUID) -> HeldDelivery | None:
+    """One delivery."""
+    row = await connection.fetchrow(_sql["get"], delivery_id)
+    return HeldDelivery(**dict(row)) if row else None
+
+
+async def cancel(
+    connection: Connection, delivery_ids: Sequence[uuid.UUID], text: str, *, reason: str | None = None
+) -> list[Changed]:
+    """Cancel those of the deliveries that wait, for `reason` if one is given; those cancelled."""
+    return [Changed(*row) for row in await connection.fetch(_sql["cancel"], delivery_ids, text, reason)]
+
+
+async def force(
+    connection: Connection, delivery_ids: Sequence[uuid.UUID], *, reason: str | None = None
+) -> list[Changed]:
+    """Make those of the deliveries that wait, for `reason` if one is given, due now; those forced."""
+    return [Changed(*row) for row in await connection.fetch(_sql["force"], delivery_ids, reason)]
+
+
+async def cancel_of_trigger(connection: Connection, trigger_id: uuid.UUID, reason: str, actor: str) -> int:
+    """Cancel every delivery of a trigger that waits; how many. A long line may take a while."""
+    await connection.execute(_sql["take_time"])
+    count: int = await connection.fetchval(_sql["cancel_of_trigger"], trigger_id, reason, actor)
+    return count

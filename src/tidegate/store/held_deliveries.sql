@@ -1,0 +1,132 @@
+-- name: list_waiting
+-- A page of waiting deliveries in the order in which they become due. Nobody can say when one goes on whose trigger (or
+-- source, if that is why it waits) is paused without an end, that waits for a trial run to end, or for a slot: its ETA
+-- is null.
+select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at,
+       case when (g.paused_at is not null and g.paused_until is null) or g.breaker_state = 'half_open'
+              or (d.reason = 'source_paused' and s.paused_at is not null and s.paused_until is null)
+              or (d.reason = 'concurrency' and d.next_attempt_at > tidegate.now()) then null
+            else greatest(0, extract(epoch from d.next_attempt_at - tidegate.now()))::float8 end as eta_seconds
+  from tidegate.workflow_trigger_deliveries d
+  join tidegate.workflow_events e on e.id = d.event_id
+  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
+  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+  left join tidegate.event_scheduler_triggers g on g.trigger_id = d.trigger_id
+  left join tidegate.event_scheduler_sources s on s.source = e.source
+ where d.retry_state = 'scheduled'
+   and ($1::uuid is null or d.trigger_id = $1)
+   and ($2::text is null or w.slug = $2)
+   and ($3::text is null or e.source = $3)
+   and ($4::text is null or d.reason = $4)
+   and ($5::timestamptz is null or (d.next_attempt_at, d.id) > ($5, $6::uuid))
+ order by d.next_attempt_at, d.id
+ limit $7
+
+-- name: list_settled
+-- A page of deliveries in another retry state, newest first.
+select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       null::timestamptz as next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at,
+       d.created_at, d.updated_at, null::float8 as eta_seconds
+  from tidegate.workflow_trigger_deliveries d
+  join tidegate.workflow_events e on e.id = d.event_id
+  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
+  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+ where d.retry_state = $1
+   and ($2::uuid is null or d.trigger_id = $2)
+   and ($3::text is null or w.slug = $3)
+   and ($4::text is null or e.source = $4)
+   and ($5::text is null or d.reason = $5)
+   and ($6::uuid is null or d.id < $6)
+ order by d.id desc
+ limit $7
+
+-- name: list_of_trigger
+-- A page of the deliveries of one trigger, newest first, whatever became of them.
+select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
+  from tidegate.workflow_trigger_deliveries d
+  join tidegate.workflow_events e on e.id = d.event_id
+  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
+  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+ where d.trigger_id = $1
+   and ($2::text is null or d.status = $2)
+   and ($3::uuid is null or d.id < $3)
+ order by d.id desc
+ limit $4
+
+-- name: list_recent
+-- A page of the deliveries of all triggers, newest first.
+select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
+  from tidegate.workflow_trigger_deliveries d
+  join tidegate.workflow_events e on e.id = d.event_id
+  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
+  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+ where ($1::text is null or d.status = $1)
+   and ($2::uuid is null or d.id < $2)
+ order by d.id desc
+ limit $3
+
+-- name: get
+-- One delivery.
+select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
+  from tidegate.workflow_trigger_deliveries d
+  join tidegate.workflow_events e on e.id = d.event_id
+  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
+  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+ where d.id = $1
+
+-- name: cancel
+-- Cancels deliveries that wait, those with a given reason if one is given; locked in the order in which a new plan locks
+-- them. Returns what it cancelled.
+with waiting as materialized (
+  select id from tidegate.workflow_trigger_deliveries
+   where id = any ($1::uuid[]) and retry_state = 'scheduled' and ($3::text is null or reason = $3)
+   order by trigger_id, ingress_sequence for update
+)
+update tidegate.workflow_trigger_deliveries d
+   set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, last_error = $2,
+       claim_generation = d.claim_generation + 1, updated_at = tidegate.now()
+  from waiting w
+ where d.id = w.id
+returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key
+
+-- name: take_time
+-- This transaction may need longer than others.
+set local statement_timeout = '120s'
+
+-- name: cancel_of_trigger
+-- Cancels every delivery of a trigger that waits, with the line of its event's story. Returns how many.
+with cancelled as (
+  update tidegate.workflow_trigger_deliveries d
+     set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, last_error = $2,
+         claim_generation = d.claim_generation + 1, updated_at = tidegate.now()
+   where d.trigger_id = $1 and d.retry_state = 'scheduled'
+  returning d.event_id, d.retry_attempts
+), told as (
+  insert into tidegate.event_decisions (event_id, stage, decision, reason, attempt, actor, trigger_id)
+  select c.event_id, 'deliver', 'cancelled', $2, c.retry_attempts, $3, $1 from cancelled c
+)
+select count(*) from cancelled
+
+-- name: force
+-- Makes deliveries that wait due now, in their trigger's current plan; otherwise as `cancel`.
+with waiting as materialized (
+  select id from tidegate.workflow_trigger_deliveries
+   where id = any ($1::uuid[]) and retry_state = 'scheduled' and ($2::text is null or reason = $2)
+   order by trigger_id, ingress_sequence for update
+)
+update tidegate.workflow_trigger_deliveries d
+   set next_attempt_at = tidegate.now(), claim_generation = d.claim_generation + 1, updated_at = tidegate.now(),
+       plan_version = coalesce((select g.plan_version from tidegate.event_scheduler_triggers g
+                                 where g.trigger_id = d.trigger_id), d.plan_version)
+  from waiting w
+ where d.id = w.id
+returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key

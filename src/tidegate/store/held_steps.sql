@@ -1,0 +1,76 @@
+-- name: list_waiting
+-- A page of waiting steps and timers in the order in which they become due, with their run, trigger and event. The run of
+-- one may have to wait for longer: its trigger, or its key, may be closed.
+select s.id, s.name as step, s.workflow_run_id, w.slug as workflow, r.trigger_id, t.name as trigger, r.event_id,
+       e.external_id, e.type, e.source, r.correlation_id, s.retry_state, s.retry_metadata ->> 'reason' as reason,
+       s.retry_attempts as attempts, s.next_attempt_at, s.error as last_error, s.created_at, s.updated_at,
+       greatest(0, extract(epoch from greatest(s.next_attempt_at, case when r.status = 'pending' then r.next_attempt_at end)
+                                      - tidegate.now()))::float8 as eta_seconds
+  from tidegate.workflow_run_steps s
+  join tidegate.workflow_runs r on r.id = s.workflow_run_id
+  join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
+  left join tidegate.workflow_event_triggers t on t.id = r.trigger_id
+  left join tidegate.workflow_events e on e.id = r.event_id
+ where s.retry_state = 'scheduled'
+   and ($1::text is null or e.source = $1)
+   and ($2::text is null or s.retry_metadata ->> 'reason' = $2)
+   and ($3::uuid is null or r.trigger_id = $3)
+   and ($4::text is null or w.slug = $4)
+   and ($5::uuid is null or s.workflow_run_id = $5)
+   and ($6::timestamptz is null or (s.next_attempt_at, s.id) > ($6, $7::uuid))
+ order by s.next_attempt_at, s.id
+ limit $8
+
+-- name: list_settled
+-- A page of steps in another retry state, newest first.
+select s.id, s.name as step, s.workflow_run_id, w.slug as workflow, r.trigger_id, t.name as trigger, r.event_id,
+       e.external_id, e.type, e.source, r.correlation_id, s.retry_state, s.retry_metadata ->> 'reason' as reason,
+       s.retry_attempts as attempts, null::timestamptz as next_attempt_at, s.error as last_error, s.created_at,
+       s.updated_at, null::float8 as eta_seconds
+  from tidegate.workflow_run_steps s
+  join tidegate.workflow_runs r on r.id = s.workflow_run_id
+  join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
+  left join tidegate.workflow_event_triggers t on t.id = r.trigger_id
+  left join tidegate.workflow_events e on e.id = r.event_id
+ where s.retry_state = $1
+   and ($2::text is null or e.source = $2)
+   and ($3::text is null or s.retry_metadata ->> 'reason' = $3)
+   and ($4::uuid is null or r.trigger_id = $4)
+   and ($5::text is null or w.slug = $5)
+   and ($6::uuid is null or s.workflow_run_id = $6)
+   and ($7::uuid is null or s.id < $7)
+ order by s.id desc
+ limit $8
+
+-- name: get
+-- Steps with their runs, as far as the operator's verbs need them. Of a run that nobody holds, what waits is at rest; of
+-- one that a worker holds, a step whose time has come is being tried.
+select s.id, s.name, s.kind, s.status, s.retry_state, s.retry_metadata ->> 'reason' as reason, s.retry_attempts,
+       s.next_attempt_at, s.next_attempt_at <= tidegate.now() as is_due, s.workflow_run_id, r.status as run_status,
+       r.trigger_id, r.event_id, w.slug as workflow
+  from tidegate.workflow_run_steps s
+  join tidegate.workflow_runs r on r.id = s.workflow_run_id
+  join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
+ where s.id = any ($1::uuid[])
+ order by s.id
+
+-- name: force
+-- Makes waiting steps of resting runs due now, and their runs, but not before their trigger or key is open again. The
+-- caller holds the runs. Returns the steps.
+with forced as (
+  update tidegate.workflow_run_steps s
+     set next_attempt_at = tidegate.now(), claim_generation = s.claim_generation + 1, updated_at = tidegate.now()
+   where s.id = any ($1::uuid[]) and s.retry_state = 'scheduled'
+  returning s.id, s.workflow_run_id
+), due as (
+  update tidegate.workflow_runs r
+     set next_attempt_at = least(r.next_attempt_at, greatest(
+           tidegate.now(),
+           (select g.closed_until from tidegate.event_scheduler_triggers g where g.trigger_id = r.trigger_id),
+           (select h.until from tidegate.trigger_key_holds h
+             where h.trigger_id = r.trigger_id and h.concurrency_key = r.concurrency_key))),
+         updated_at = tidegate.now()
+   where r.id in (select workflow_run_id from forced) and r.status = 'pending'
+  returning r.id
+)
+select f.id from forced f join due on due.id = f.workflow_run_id

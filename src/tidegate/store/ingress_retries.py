@@ -1,0 +1,254 @@
+"""`event_ingress_retries`: events that the source gate holds back. Batch-first, compare-and-set, fenced."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tidegate.model.ingress_retry import IngressRetry
+from tidegate.model.retry import RetryChange, RetryState
+from tidegate.store.db import Connection, Row
+from tidegate.store.retry_rows import change_columns, json_texts
+from tidegate.store.sql import load
+
+_sql = load("ingress_retries")
+
+# An event that more than so many stand behind of came very late, and takes its place at the end.
+MAX_REORDERED = 2_000
+
+
+async def upsert(connection: Connection, retries: Sequence[IngressRetry]) -> set[uuid.UUID]:
+    """Schedule retries; running and final rows stay as they are. The ids written."""
+    rows = await connection.fetch(
+        _sql["upsert"],
+        [r.event_id for r in retries],
+        [r.source for r in retries],
+        [r.attempts for r in retries],
+        [r.next_attempt_at for r in retries],
+        [r.last_error for r in retries],
+        json_texts(r.metadata for r in retries),
+    )
+    return {row[0] for row in rows}
+
+
+async def update(connection: Connection, changes: Sequence[RetryChange]) -> set[uuid.UUID]:
+    """Change rows that are still as the caller knew them. The ids changed; the others were lost to someone else."""
+    return {row[0] for row in await connection.fetch(_sql["update"], *change_columns(changes))}
+
+
+async def delete(connection: Connection, known: Sequence[IngressRetry]) -> set[uuid.UUID]:
+    """Remove rows that are still as the caller knew them. The ids removed; the others were lost to someone else."""
+    rows = await connection.fetch(
+        _sql["delete"],
+        [r.event_id for r in known],
+        [r.retry_state for r in known],
+        [r.claim_generation for r in known],
+    )
+    return {row[0] for row in rows}
+
+
+async def claim_due(connection: Connection, *, limit: int, worker: str, lease_ms: int) -> list[IngressRetry]:
+    """Claim rows that are due by the database's clock, until the lease ends."""
+    rows = await connection.fetch(_sql["claim_due"], limit, worker, lease_ms)
+    return sorted((_retry(row) for row in rows), key=lambda r: (r.next_attempt_at, r.event_id))
+
+
+async def release_expired(connection: Connection, limit: int) -> list[uuid.UUID]:
+    """Make rows whose lease has run out due again."""
+    return [row[0] for row in await connection.fetch(_sql["release_expired"], limit)]
+
+
+async def list_scheduled(
+    connection: Connection,
+    *,
+    source: str | None = None,
+    after: tuple[datetime, uuid.UUID] | None = None,
+    limit: int = 500,
+) -> list[IngressRetry]:
+    """Waiting rows in due order, after `(next_attempt_at, event_id)`."""
+    at, event_id = after or (None, None)
+    return [_retry(row) for row in await connection.fetch(_sql["list_scheduled"], source, at, event_id, limit)]
+
+
+def _retry(row: Row) -> IngressRetry:
+    return msgspec.convert(dict(row), IngressRetry)
+
+
+class DueEvent(NamedTuple):
+    """A waiting event that this transaction has locked."""
+
+    event_id: uuid.UUID
+    attempts: int
+    reason: str | None
+    claim_generation: int
+    next_attempt_at: datetime
+
+
+class StaleEvent(NamedTuple):
+    """A waiting event, locked, whose slot belongs to an older plan."""
+
+    event_id: uuid.UUID
+    attempts: int
+    next_attempt_at: datetime
+    ingress_sequence: int
+    received_at: datetime
+    correlation_id: str
+
+
+class Settled(NamedTuple):
+    """What became of a locked row."""
+
+    event_id: uuid.UUID
+    retry_state: RetryState
+    attempts: int
+    next_attempt_at: datetime | None
+    reason: str | None
+    last_error: str | None
+    metadata: dict[str, Any]
+    plan_version: int
+
+
+async def hold(connection: Connection, retries: Sequence[IngressRetry]) -> None:
+    """Keep events that the gate refused, in the transaction that decided so."""
+    if retries:
+        await connection.execute(
+            _sql["hold"],
+            [r.event_id for r in retries],
+            [r.source for r in retries],
+            [r.ingress_sequence for r in retries],
+            [r.retry_state for r in retries],
+            [r.attempts for r in retries],
+            [r.next_attempt_at for r in retries],
+            [r.reason for r in retries],
+            [r.last_error for r in retries],
+            json_texts(r.metadata for r in retries),
+            [r.plan_version for r in retries],
+        )
+
+
+async def due_sources(connection: Connection, limit: int) -> list[str]:
+    """Sources with due events, the longest due first."""
+    return [row[0] for row in await connection.fetch(_sql["due_sources"], limit)]
+
+
+async def take_due(
+    connection: Connection, source: str, *, now: datetime, limit: int, only: uuid.UUID | None = None
+) -> list[DueEvent]:
+    """Lock due events of a source, in the order of their slots, or `only` that one of them."""
+    return [DueEvent(*row) for row in await connection.fetch(_sql["take_due"], source, now, limit, only)]
+
+
+async def first_due(connection: Connection, source: str) -> uuid.UUID | None:
+    """The event of a source whose slot has come first."""
+    found: uuid.UUID | None = await connection.fetchval(_sql["first_due"], source)
+    return found
+
+
+async def take_stale(
+    connection: Connection, source: str, *, plan_version: int, after: int, limit: int
+) -> list[StaleEvent]:
+    """Lock waiting events whose slot belongs to an older plan, in the order of arrival."""
+    rows = await connection.fetch(_sql["take_stale"], source, plan_version, after, limit)
+    return [StaleEvent(*row) for row in rows]
+
+
+async def keep_order(connection: Connection, source: str, since_sequence: int) -> None:
+    """Give the events of a source from `since_sequence` on their slots in the order of arrival."""
+    await connection.execute(_sql["keep_order"], source, since_sequence, MAX_REORDERED)
+
+
+async def settle(connection: Connection, settled: Sequence[Settled]) -> None:
+    """Write what became of rows that this transaction has locked."""
+    if settled:
+        columns = [list(column) for column in zip(*settled, strict=True)]
+        columns[6] = json_texts(columns[6])
+        await connection.execute(_sql["settle"], *columns)
+
+
+async def next_due_seconds(connection: Connection) -> float | None:
+    """Seconds until the next waiting event that is not due yet."""
+    found: float | None = await connection.fetchval(_sql["next_due"])
+    return found
+
+
+class Changed(NamedTuple):
+    """An event that waited until now."""
+
+    event_id: uuid.UUID
+    source: str
+    attempts: int
+
+
+async def cancel(
+    connection: Connection, event_ids: Sequence[uuid.UUID], text: str, *, reason: str | None = None
+) -> list[Changed]:
+    """Cancel those of the events that wait, for `reason` if one is given; those cancelled."""
+    return [Changed(*row) for row in await connection.fetch(_sql["cancel"], event_ids, text, reason)]
+
+
+async def force(connection: Connection, event_ids: Sequence[uuid.UUID], *, reason: str | None = None) -> list[Changed]:
+    """Make those of the events that wait, for `reason` if one is given, due now; those forced."""
+    return [Changed(*row) for row in await connection.fetch(_sql["force"], event_ids, reason)]
+
+
+async def get(connection: Connection, event_id: uuid.UUID) -> IngressRetry | None:
+    """The retry row of an event."""
+    row = await connection.fetchrow(_sql["get"], event_id)
+    return _retry(row) if row else None
+
+
+class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A held event as operators see it. `eta_seconds` is null when it waits no more, or for someone to resume it."""
+
+    event_id: uuid.UUID
+    external_id: str | None
+    type: str
+    source: str
+    correlation_id: str
+    retry_state: RetryState
+    reason: str | None
+    attempts: int
+    next_attempt_at: datetime | None
+    eta_seconds: float | None
+    last_error: str | None
+    metadata: dict[str, Any]
+    created_at: datetime
+    updated_at: datetime
+
+
+async def list_waiting(
+    connection: Connection,
+    *,
+    source: str | None = None,
+    reason: str | None = None,
+    after: tuple[datetime, uuid.UUID] | None = None,
+    limit: int,
+) -> list[HeldEvent]:
+    """Waiting events in due order, after `(next_attempt_at, event_id)`."""
+    rows = await connection.fetch(_sql["list_waiting"], source, reason, *(after or (None, None)), limit)
+    return [HeldEvent(**dict(row)) for row in rows]
+
+
+async def list_settled(
+    connection: Connection,
+    state: RetryState,
+    *,
+    source: str | None = None,
+    reason: str | None = None,
+    before_id: uuid.UUID | None = None,
+    limit: int,
+) -> list[HeldEvent]:
+    """Events that wait no more, newest first."""
+    rows = await connection.fetch(_sql["list_settled"], state, source, reason, before_id, limit)
+    return [HeldEvent(**dict(row)) for row in rows]
+
+
+async def bury(connection: Connection, letters: Sequence[tuple[uuid.UUID, str, dict[str, Any]]]) -> None:
+    """Dead letters for events that were given up."""
+    if letters:
+        ids, reasons, details = zip(*letters, strict=True)
+        await connection.execute(_sql["bury"], list(ids), list(reasons), json_texts(details))

@@ -1,0 +1,251 @@
+-- name: upsert
+-- Schedules events for a retry; a row that is running or final stays as it is. Returns the ids written.
+insert into tidegate.event_ingress_retries as r
+  (event_id, source, retry_state, attempts, next_attempt_at, last_error, metadata)
+select u.event_id, u.source, 'scheduled', u.attempts, u.next_attempt_at, u.last_error, u.metadata::jsonb
+  from unnest($1::uuid[], $2::text[], $3::bigint[], $4::timestamptz[], $5::text[], $6::text[])
+    as u (event_id, source, attempts, next_attempt_at, last_error, metadata)
+ order by u.event_id
+on conflict (event_id) do update
+   set retry_state = 'scheduled', attempts = greatest(r.attempts, excluded.attempts),
+       next_attempt_at = excluded.next_attempt_at, last_error = excluded.last_error, metadata = excluded.metadata,
+       claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
+ where r.retry_state in ('none', 'scheduled')
+returning event_id
+
+-- name: update
+-- Compare-and-set on state and generation: a worker that lost its claim changes nothing. Returns the ids changed.
+update tidegate.event_ingress_retries r
+   set retry_state = u.retry_state, attempts = greatest(r.attempts, u.attempts), next_attempt_at = u.next_attempt_at,
+       last_error = u.last_error, metadata = u.metadata::jsonb, claim_generation = r.claim_generation + 1,
+       claimed_by = null, claim_expires_at = null, updated_at = tidegate.now()
+  from unnest($1::uuid[], $2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::timestamptz[], $7::text[], $8::text[])
+    as u (id, expected_state, claim_generation, retry_state, attempts, next_attempt_at, last_error, metadata)
+ where r.event_id = u.id and r.retry_state = u.expected_state and r.claim_generation = u.claim_generation
+returning r.event_id
+
+-- name: delete
+-- Removes rows that are still in the state and generation that the caller knew. Returns the ids removed.
+delete from tidegate.event_ingress_retries r
+ using unnest($1::uuid[], $2::text[], $3::bigint[]) as u (id, expected_state, claim_generation)
+ where r.event_id = u.id and r.retry_state = u.expected_state and r.claim_generation = u.claim_generation
+returning r.event_id
+
+-- name: claim_due
+-- Claims due rows for a worker until its lease ends, oldest first. Whoever claimed a row before is fenced off.
+with due as materialized (
+  select event_id from tidegate.event_ingress_retries
+   where retry_state = 'scheduled' and next_attempt_at <= tidegate.now()
+   order by next_attempt_at, event_id limit $1 for update skip locked
+)
+update tidegate.event_ingress_retries r
+   set retry_state = 'running', claim_generation = r.claim_generation + 1, claimed_by = $2,
+       claim_expires_at = tidegate.now() + $3::bigint * interval '1 ms', updated_at = tidegate.now()
+ where r.event_id = any (array(select event_id from due))
+returning r.*
+
+-- name: release_expired
+-- Rows whose worker let the lease run out are due again; its late writes are fenced off. Returns the ids.
+with expired as materialized (
+  select event_id from tidegate.event_ingress_retries
+   where retry_state = 'running' and claim_expires_at <= tidegate.now()
+   order by claim_expires_at limit $1 for update skip locked
+)
+update tidegate.event_ingress_retries r
+   set retry_state = 'scheduled', next_attempt_at = tidegate.now(), claim_generation = r.claim_generation + 1,
+       claimed_by = null, claim_expires_at = null, updated_at = tidegate.now()
+ where r.event_id = any (array(select event_id from expired))
+returning r.event_id
+
+-- name: list_scheduled
+-- Waiting rows in the order in which they become due, after a given place; a null source means all.
+select r.* from tidegate.event_ingress_retries r
+ where r.retry_state = 'scheduled'
+   and ($1::text is null or r.source = $1)
+   and ($2::timestamptz is null or (r.next_attempt_at, r.event_id) > ($2, $3::uuid))
+ order by r.next_attempt_at, r.event_id
+ limit $4
+
+-- name: hold
+-- Keeps events that the gate refused, with their slots, in the transaction that decided so. Returns nothing to check: an
+-- event leaves the inbox once, so it has no row yet.
+insert into tidegate.event_ingress_retries
+  (event_id, source, ingress_sequence, retry_state, attempts, next_attempt_at, reason, last_error, metadata,
+   plan_version)
+select u.event_id, u.source, u.ingress_sequence, u.retry_state, u.attempts, u.next_attempt_at, u.reason, u.last_error,
+       u.metadata::jsonb, u.plan_version
+  from unnest($1::uuid[], $2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::timestamptz[], $7::text[],
+              $8::text[], $9::text[], $10::bigint[])
+    as u (event_id, source, ingress_sequence, retry_state, attempts, next_attempt_at, reason, last_error, metadata,
+          plan_version)
+
+-- name: due_sources
+-- Sources with due events, the longest due first. The first of what is due tells, unless a few sources have so much due
+-- that others may stand behind them: then the index is walked from source to source, and a backlog costs no more than a
+-- single event.
+with recursive first_due as materialized (
+  select r.source, r.next_attempt_at from tidegate.event_ingress_retries r
+   where r.retry_state = 'scheduled' and r.next_attempt_at <= tidegate.now()
+   order by r.next_attempt_at limit 500
+), enough as materialized (
+  select count(*) < 500 or count(distinct source) >= $1 as is_enough from first_due
+), waiting (source) as (
+  (select r.source from tidegate.event_ingress_retries r
+    where r.retry_state = 'scheduled' and not (select is_enough from enough) order by r.source limit 1)
+  union all
+  select (select r.source from tidegate.event_ingress_retries r
+           where r.retry_state = 'scheduled' and r.source > w.source order by r.source limit 1)
+    from waiting w where w.source is not null
+)
+select found.source
+  from (
+    select source, min(next_attempt_at) as due_at from first_due where (select is_enough from enough) group by source
+    union all
+    select w.source, first.next_attempt_at
+      from waiting w,
+           lateral (select r.next_attempt_at from tidegate.event_ingress_retries r
+                     where r.source = w.source and r.retry_state = 'scheduled'
+                     order by r.next_attempt_at limit 1) first
+     where first.next_attempt_at <= tidegate.now()
+  ) found
+ order by found.due_at
+ limit $1
+
+-- name: take_due
+-- Locks due events of a source, in the order of their slots, or that one of them ($4). The caller knows that no new plan is
+-- being made.
+select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
+  from tidegate.event_ingress_retries r
+ where r.source = $1 and r.retry_state = 'scheduled' and r.next_attempt_at <= $2 and ($4::uuid is null or r.event_id = $4)
+ order by r.next_attempt_at, r.ingress_sequence
+ limit $3
+   for update of r skip locked
+
+-- name: first_due
+-- The event of a source whose slot has come first, not locked.
+select r.event_id from tidegate.event_ingress_retries r
+ where r.source = $1 and r.retry_state = 'scheduled' and r.next_attempt_at <= tidegate.now()
+ order by r.next_attempt_at, r.ingress_sequence
+ limit 1
+
+-- name: take_stale
+-- Locks waiting events of a source whose slot belongs to an older plan, in the order of arrival, after a given one.
+-- What the event says is looked up row by row: as a join, a plan made while the tables were small reads all history.
+select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence,
+       (select coalesce(e.replayed_at, e.received_at) from tidegate.workflow_events e where e.id = r.event_id) as received_at,
+       (select e.correlation_id from tidegate.workflow_events e where e.id = r.event_id) as correlation_id
+  from tidegate.event_ingress_retries r
+ where r.source = $1 and r.retry_state = 'scheduled' and r.plan_version < $2 and r.ingress_sequence > $3
+ order by r.ingress_sequence
+ limit $4
+   for update of r
+
+-- name: keep_order
+-- Deals the slots of a source's waiting events out anew from a given one on, in the order of arrival: workers that took
+-- batches at once may have given the later events the earlier slots. Not when more than $3 stand behind it (it came very
+-- late). Only rows of the current plan take part: the others get new slots anyway. One that changes meanwhile stays.
+with waiting as materialized (
+  select r.event_id, r.claim_generation, r.next_attempt_at, r.ingress_sequence
+    from tidegate.event_ingress_retries r
+   where r.source = $1 and r.retry_state = 'scheduled' and r.ingress_sequence >= $2
+     and r.plan_version = (select s.plan_version from tidegate.event_scheduler_sources s where s.source = $1)
+   order by r.ingress_sequence limit $3::int + 1
+), line as materialized (
+  select w.*, row_number() over (order by w.ingress_sequence) as place,
+         row_number() over (order by w.next_attempt_at, w.ingress_sequence) as turn
+    from waiting w where (select count(*) from waiting) <= $3::int
+)
+update tidegate.event_ingress_retries r
+   set next_attempt_at = slot.next_attempt_at, claim_generation = r.claim_generation + 1, updated_at = tidegate.now(),
+       metadata = r.metadata || jsonb_build_object('until', slot.next_attempt_at)
+  from line mine join line slot on slot.turn = mine.place
+ where r.event_id = mine.event_id and r.claim_generation = mine.claim_generation and r.retry_state = 'scheduled'
+   and r.next_attempt_at <> slot.next_attempt_at
+
+-- name: settle
+-- Writes what became of rows that this transaction has locked.
+update tidegate.event_ingress_retries r
+   set retry_state = u.retry_state, attempts = u.attempts, next_attempt_at = u.next_attempt_at, reason = u.reason,
+       last_error = u.last_error, metadata = u.metadata::jsonb, plan_version = u.plan_version,
+       claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
+  from unnest($1::uuid[], $2::text[], $3::bigint[], $4::timestamptz[], $5::text[], $6::text[], $7::text[],
+              $8::bigint[])
+    as u (event_id, retry_state, attempts, next_attempt_at, reason, last_error, metadata, plan_version)
+ where r.event_id = u.event_id
+
+-- name: next_due
+-- Seconds until the next waiting event that is not due yet, or null.
+select extract(epoch from min(next_attempt_at) - tidegate.now())::float8
+  from tidegate.event_ingress_retries
+ where retry_state = 'scheduled' and next_attempt_at > tidegate.now()
+
+-- name: cancel
+-- Cancels events that wait, those with a given reason if one is given; locked in the order in which a new plan locks them.
+-- Returns what it cancelled.
+with waiting as materialized (
+  select event_id from tidegate.event_ingress_retries
+   where event_id = any ($1::uuid[]) and retry_state = 'scheduled' and ($3::text is null or reason = $3)
+   order by source, ingress_sequence for update
+)
+update tidegate.event_ingress_retries r
+   set retry_state = 'cancelled', last_error = $2, claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
+  from waiting w
+ where r.event_id = w.event_id
+returning r.event_id, r.source, r.attempts
+
+-- name: force
+-- Makes events that wait due now, in their source's current plan; otherwise as `cancel`.
+with waiting as materialized (
+  select event_id from tidegate.event_ingress_retries
+   where event_id = any ($1::uuid[]) and retry_state = 'scheduled' and ($2::text is null or reason = $2)
+   order by source, ingress_sequence for update
+)
+update tidegate.event_ingress_retries r
+   set next_attempt_at = tidegate.now(), claim_generation = r.claim_generation + 1, updated_at = tidegate.now(),
+       plan_version = coalesce((select s.plan_version from tidegate.event_scheduler_sources s where s.source = r.source),
+                               r.plan_version)
+  from waiting w
+ where r.event_id = w.event_id
+returning r.event_id, r.source, r.attempts
+
+-- name: get
+-- The retry row of an event.
+select r.* from tidegate.event_ingress_retries r where r.event_id = $1
+
+-- name: list_waiting
+-- A page of waiting rows in the order in which they become due. When a row's source is paused without an end, nobody can
+-- say when it goes on: its ETA is null.
+select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_state, r.reason, r.attempts,
+       r.next_attempt_at, r.last_error, r.metadata, r.created_at, r.updated_at,
+       case when s.paused_at is not null and s.paused_until is null then null
+            else greatest(0, extract(epoch from r.next_attempt_at - tidegate.now()))::float8 end as eta_seconds
+  from tidegate.event_ingress_retries r
+  join tidegate.workflow_events e on e.id = r.event_id
+  left join tidegate.event_scheduler_sources s on s.source = r.source
+ where r.retry_state = 'scheduled'
+   and ($1::text is null or r.source = $1)
+   and ($2::text is null or r.reason = $2)
+   and ($3::timestamptz is null or (r.next_attempt_at, r.event_id) > ($3, $4::uuid))
+ order by r.next_attempt_at, r.event_id
+ limit $5
+
+-- name: list_settled
+-- A page of rows that wait no more, newest event first.
+select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_state, r.reason, r.attempts,
+       null::timestamptz as next_attempt_at, r.last_error, r.metadata, r.created_at, r.updated_at,
+       null::float8 as eta_seconds
+  from tidegate.event_ingress_retries r
+  join tidegate.workflow_events e on e.id = r.event_id
+ where r.retry_state = $1
+   and ($2::text is null or r.source = $2)
+   and ($3::text is null or r.reason = $3)
+   and ($4::uuid is null or r.event_id < $4)
+ order by r.event_id desc
+ limit $5
+
+-- name: bury
+-- Dead letters for events that were given up.
+insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, detail)
+select tidegate.uuid7(), 'event', u.event_id, u.event_id, u.reason, u.detail::jsonb
+  from unnest($1::uuid[], $2::text[], $3::text[]) as u (event_id, reason, detail)
+on conflict (kind, subject_id) where replayed_at is null do nothing

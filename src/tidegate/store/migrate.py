@@ -1,0 +1,134 @@
+"""Numbered forward SQL files. Each runs in a transaction of its own; several starters may run them at once."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from tidegate import failpoints
+from tidegate.errors import SchemaError
+from tidegate.store.db import Connection, Database
+
+# The first key is ours alone, so that no other program's advisory lock can be in the way.
+_LOCK = "select pg_advisory_lock(hashtext('tidegate.migrations'), 8700)"
+_UNLOCK = "select pg_advisory_unlock(hashtext('tidegate.migrations'), 8700)"
+_LEDGER = """
+create schema if not exists tidegate;
+create table if not exists tidegate.schema_migrations (
+  version    bigint primary key,
+  name       text        not null,
+  checksum   text        not null,
+  applied_at timestamptz not null default clock_timestamp()
+);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    version: int
+    name: str
+    sql: str
+
+    @property
+    def checksum(self) -> str:
+        return hashlib.sha256(self.sql.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where the database is: the versions applied, and the migrations still to come."""
+
+    applied: list[int]
+    pending: list[Migration]
+
+    @property
+    def version(self) -> int:
+        return max(self.applied, default=0)
+
+
+@cache
+def migrations() -> tuple[Migration, ...]:
+    """Every migration of this version, in order."""
+    folder = resources.files("tidegate.store") / "migrations"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".sql")), key=lambda f: f.name)
+    return tuple(Migration(int(f.name[:4]), f.name.removesuffix(".sql"), f.read_text(encoding="utf-8")) for f in files)
+
+
+def latest() -> int:
+    """The schema version that this version of Tidegate writes and reads."""
+    return migrations()[-1].version
+
+
+async def status(database: Database) -> Status:
+    """What is applied and what is pending. Refuses a schema that this version does not know."""
+    async with database.connection() as connection:
+        return await status_on(connection)
+
+
+async def status_on(connection: Connection) -> Status:
+    """The same, on a connection that is there."""
+    if not await connection.fetchval("select to_regclass('tidegate.schema_migrations') is not null"):
+        return Status([], list(migrations()))
+    return _status(await connection.fetch("select version, checksum from tidegate.schema_migrations"))
+
+
+async def migrate(database: Database) -> list[Migration]:
+    """Bring the schema up to date; what was applied. Waits while another process does the same."""
+    connection: Any = await database.dedicated()
+    try:
+        # Waiting for another process's migrations is not a fault, however long they take.
+        await connection.execute("set lock_timeout = 0; set statement_timeout = 0")
+        await connection.execute(_LOCK)
+        try:
+            await connection.execute(_LEDGER)
+            found = _status(await connection.fetch("select version, checksum from tidegate.schema_migrations"))
+            for migration in found.pending:
+                async with connection.transaction():
+                    await connection.execute(migration.sql)
+                    failpoints.hit("migrate.mid_migration")
+                    await connection.execute(
+                        "insert into tidegate.schema_migrations (version, name, checksum) values ($1, $2, $3)",
+                        migration.version,
+                        migration.name,
+                        migration.checksum,
+                    )
+            return found.pending
+        finally:
+            await connection.execute(_UNLOCK)
+    finally:
+        await connection.close(timeout=5)
+
+
+async def require_current(database: Database) -> None:
+    """Refuse to work on a schema that is older or newer than this version."""
+    refuse_pending(await status(database))
+
+
+def refuse_pending(found: Status) -> None:
+    """Refuse a schema that is older than this version."""
+    if found.pending:
+        raise SchemaError(
+            f"the database's schema is at version {found.version}, this Tidegate needs {latest()}: "
+            "run `tidegate migrate` first"
+        )
+
+
+def _status(rows: Any) -> Status:
+    applied = {row["version"]: row["checksum"] for row in rows}
+    newest = max(applied, default=0)
+    if newest > latest():
+        raise SchemaError(
+            f"the database's schema is at version {newest}, but this Tidegate knows only up to {latest()}: "
+            "it was migrated by a newer Tidegate; upgrade this one"
+        )
+    for migration in migrations():
+        checksum = applied.get(migration.version, migration.checksum)
+        if checksum != migration.checksum:
+            raise SchemaError(
+                f"migration {migration.name} was applied with other content (checksum {checksum}, "
+                f"this Tidegate has {migration.checksum}); the schema is not what this version expects"
+            )
+    return Status(sorted(applied), [m for m in migrations() if m.version not in applied])

@@ -1,0 +1,57 @@
+"""What is finished and old, across the tables: found, locked and deleted in small parts."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tidegate.store.db import Connection
+from tidegate.store.sql import load
+
+_sql = load("retention")
+
+# In this order, so that nothing refers to what is gone.
+_TABLES = ("steps", "runs", "deliveries", "retries", "decisions", "events")
+
+
+class Page(NamedTuple):
+    """The next events in the order of arrival: the last of them, how many, and the numbers of the old ones."""
+
+    last: int | None
+    size: int
+    old: Sequence[int]
+
+
+async def page(connection: Connection, *, after: int, limit: int, older_seconds: int) -> Page:
+    """The next events after a given one."""
+    row = await connection.fetchrow(_sql["page"], after, limit, older_seconds)
+    return Page(*row) if row else Page(None, 0, [])
+
+
+async def lock_finished_events(
+    connection: Connection, sequences: Sequence[int], *, older_seconds: int
+) -> list[uuid.UUID]:
+    """Lock those of the given events with which nothing is alive and nothing has happened for so long."""
+    rows = await connection.fetch(_sql["lock_finished_events"], sequences, older_seconds)
+    return [row[0] for row in rows]
+
+
+async def delete_events(connection: Connection, ids: Sequence[uuid.UUID]) -> dict[str, int]:
+    """Delete locked events with all that came of them; how many rows of each."""
+    return {table: _count(await connection.execute(_sql[f"delete_{table}"], list(ids))) for table in _TABLES}
+
+
+async def delete_dead_letters(connection: Connection, *, older_seconds: int, limit: int) -> int:
+    """Delete old dead letters; how many."""
+    return _count(await connection.execute(_sql["delete_dead_letters"], older_seconds, limit))
+
+
+async def delete_audit(connection: Connection, *, older_seconds: int, limit: int) -> int:
+    """Delete old rows of the audit log; how many."""
+    count: int = await connection.fetchval(_sql["delete_audit"], older_seconds, limit)
+    return count
+
+
+def _count(answer: str) -> int:
+    return int(answer.rpartition(" ")[2])

@@ -1,0 +1,208 @@
+"""`workflow_runs`: claims with leases, fenced by a generation."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import asyncpg
+import msgspec
+
+from tidegate.model.run import ClaimedRun, FinishedRun, Run, RunStatus
+from tidegate.model.step import StepWrite, SuspendedRun
+from tidegate.store.columns import column, same
+from tidegate.store.db import Connection, Row
+from tidegate.store.sql import load
+
+_sql = load("runs")
+
+
+async def claim_due(
+    connection: Connection, *, definitions: Sequence[uuid.UUID], limit: int, worker: str, lease_ms: int
+) -> list[ClaimedRun]:
+    """Claim due runs of the given workflows until the lease ends."""
+    rows = await connection.fetch(_sql["claim_due"], definitions, limit, worker, lease_ms)
+    return sorted((msgspec.convert(dict(row), ClaimedRun) for row in rows), key=lambda r: r.id)
+
+
+async def cancel_requested(connection: Connection, run_ids: Sequence[uuid.UUID]) -> set[uuid.UUID]:
+    """Those of the runs whose cancellation was asked for and that a worker still holds."""
+    return {row[0] for row in await connection.fetch(_sql["cancel_requested"], run_ids)} if run_ids else set()
+
+
+async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: int) -> dict[uuid.UUID, bool]:
+    """Extend leases, without waiting for whoever writes a run just now. The runs still held, and whether their
+    cancellation was asked for; the others belong to someone else now."""
+    rows = await connection.fetch(_sql["renew"], [r.id for r in held], [r.claim_generation for r in held], lease_ms)
+    return {row[0]: row[1] for row in rows}
+
+
+class EndedRun(NamedTuple):
+    """A run that has just ended, as its row says: the limits of its trigger may have changed while it was running."""
+
+    id: uuid.UUID
+    status: RunStatus
+    trigger_id: uuid.UUID | None
+    concurrency_key: str | None
+    is_probe: bool
+
+
+async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> list[EndedRun]:
+    """End runs that are still held; those ended."""
+    rows = await connection.fetch(
+        _sql["finish"],
+        [f.id for f in finished],
+        [f.claim_generation for f in finished],
+        column([f.status for f in finished], "succeeded"),
+        column([f.output for f in finished]),
+        column([f.error for f in finished]),
+    )
+    return [EndedRun(*row) for row in rows]
+
+
+async def succeed(connection: Connection, finished: Sequence[FinishedRun], written: Sequence[StepWrite]) -> bool:
+    """End runs that succeeded, with their last steps, which did too and are new. If that was not all of them, the
+    caller must roll back: some are not held any more, or they, or their steps, are not so simple."""
+    try:
+        count = await connection.fetchval(
+            _sql["succeed"],
+            [f.id for f in finished],
+            same([f.claim_generation for f in finished]),
+            column([f.output for f in finished]),
+            [w.id for w in written],
+            [w.workflow_run_id for w in written],
+            same([w.name for w in written]),
+            column([w.result for w in written]),
+        )
+    except asyncpg.UniqueViolationError:
+        return False
+    return bool(count == len(finished))
+
+
+async def ended_by(connection: Connection, finished: Sequence[FinishedRun]) -> set[uuid.UUID]:
+    """Those of the runs that have ended already, by this very claim and in this way."""
+    if not finished:
+        return set()
+    columns = [f.id for f in finished], [f.claim_generation for f in finished], [f.status for f in finished]
+    return {row[0] for row in await connection.fetch(_sql["ended_by"], *columns)}
+
+
+async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> set[uuid.UUID]:
+    """Put runs that are still held to rest until a time. The ids that rest; the others are lost, or to be cancelled."""
+    rows = await connection.fetch(
+        _sql["suspend"],
+        [s.id for s in suspended],
+        [s.claim_generation for s in suspended],
+        [s.next_attempt_at for s in suspended],
+        [s.delay_ms for s in suspended],
+        [s.deadline_at for s in suspended],
+        [s.is_retry for s in suspended],
+        [s.warning for s in suspended],
+    )
+    return {row[0] for row in rows}
+
+
+async def cancel_waiting(connection: Connection, run_id: uuid.UUID, actor: str) -> EndedRun | None:
+    """End a run that no worker holds; None when it is not waiting."""
+    row = await connection.fetchrow(_sql["cancel_waiting"], run_id, actor, f"cancelled by {actor}")
+    return EndedRun(*row) if row else None
+
+
+async def list_crashing(connection: Connection, crashes: int, limit: int) -> list[tuple[uuid.UUID, uuid.UUID | None]]:
+    """Waiting runs, with their triggers, whose workers have died so often."""
+    return [(row[0], row[1]) for row in await connection.fetch(_sql["list_crashing"], crashes, limit)]
+
+
+async def fail_waiting(connection: Connection, run_id: uuid.UUID, error: str) -> EndedRun | None:
+    """End a run that no worker holds as failed; None when it is not waiting."""
+    row = await connection.fetchrow(_sql["fail_waiting"], run_id, error)
+    return EndedRun(*row) if row else None
+
+
+async def request_cancel(connection: Connection, run_id: uuid.UUID, actor: str) -> bool:
+    """Ask the worker that holds a run to stop it at its next step; False when nobody holds it."""
+    return await connection.fetchval(_sql["request_cancel"], run_id, actor) is not None
+
+
+async def lock(connection: Connection, run_ids: Sequence[uuid.UUID]) -> None:
+    """Lock runs. A statement of its own: one that waited for a lock still sees the tables as before it waited."""
+    await connection.fetch(_sql["lock"], run_ids)
+
+
+async def bury(connection: Connection, failed: Sequence[FinishedRun]) -> None:
+    """Dead letters for failed runs."""
+    if failed:
+        await connection.execute(
+            _sql["bury"],
+            [f.id for f in failed],
+            [f.dead_step_id for f in failed],
+            [(f.error or "failed").splitlines()[-1][:1000] for f in failed],
+        )
+
+
+async def hand_back(connection: Connection, held: Sequence[ClaimedRun]) -> set[uuid.UUID]:
+    """Make runs due again at once. The ids handed back."""
+    rows = await connection.fetch(_sql["hand_back"], [r.id for r in held], [r.claim_generation for r in held])
+    return {row[0] for row in rows}
+
+
+async def give_back(connection: Connection, unbegun: Sequence[ClaimedRun]) -> set[uuid.UUID]:
+    """Let others have runs that were claimed and not begun. The ids given back."""
+    rows = await connection.fetch(_sql["give_back"], [r.id for r in unbegun], [r.claim_generation for r in unbegun])
+    return {row[0] for row in rows}
+
+
+async def release_expired(connection: Connection, limit: int) -> list[uuid.UUID]:
+    """Make runs whose lease has run out due again."""
+    return [row[0] for row in await connection.fetch(_sql["release_expired"], limit)]
+
+
+async def next_due_seconds(connection: Connection, definitions: Sequence[uuid.UUID]) -> float | None:
+    """Seconds until the next pending run is due (negative when overdue), or None."""
+    seconds: float | None = await connection.fetchval(_sql["next_due"], definitions)
+    return seconds
+
+
+async def list_unfinished(
+    connection: Connection, trigger_id: uuid.UUID, *, after: uuid.UUID, limit: int
+) -> list[tuple[uuid.UUID, uuid.UUID | None]]:
+    """A trigger's unfinished runs with their events, in the order of their ids."""
+    return [(row[0], row[1]) for row in await connection.fetch(_sql["list_unfinished"], trigger_id, after, limit)]
+
+
+async def set_concurrency_keys(
+    connection: Connection, run_ids: Sequence[uuid.UUID], keys: Sequence[str | None]
+) -> None:
+    """Say whose concurrency slots unfinished runs hold; None: nobody's."""
+    await connection.execute(_sql["set_concurrency_keys"], run_ids, keys)
+
+
+async def trigger_of(connection: Connection, run_id: uuid.UUID) -> uuid.UUID | None:
+    """The trigger that launched a run."""
+    found: uuid.UUID | None = await connection.fetchval(_sql["trigger_of"], run_id)
+    return found
+
+
+async def get(connection: Connection, run_id: uuid.UUID) -> Run | None:
+    """One run."""
+    row = await connection.fetchrow(_sql["get"], run_id)
+    return _run(row) if row else None
+
+
+async def list_page(
+    connection: Connection,
+    *,
+    workflow: str | None = None,
+    status: RunStatus | None = None,
+    event_id: uuid.UUID | None = None,
+    before_id: uuid.UUID | None = None,
+    limit: int = 50,
+) -> list[Run]:
+    """Runs, newest first."""
+    rows = await connection.fetch(_sql["list"], workflow, status, event_id, before_id, limit)
+    return [_run(row) for row in rows]
+
+
+def _run(row: Row) -> Run:
+    return msgspec.convert(dict(row), Run)

@@ -1,0 +1,268 @@
+"""`event_scheduler_sources` and its metrics: the shared state that every worker decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tidegate.model.source import BreakerState, Gate, Hold, RateLimit
+from tidegate.store.db import Connection, Row, TransientConflict
+from tidegate.store.sql import load
+
+_sql = load("sources")
+
+DEFAULT = "*"
+
+
+class LockedSource(NamedTuple):
+    """A source whose row this transaction holds."""
+
+    gate: Gate
+    plan_version: int
+    is_replanning: bool
+    last_waiting: int | None
+    refused_at: datetime | None = None
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether any of its events wait."""
+        return self.last_waiting is not None
+
+
+class Look(NamedTuple):
+    """What a batch must know before anything else."""
+
+    now: datetime
+    registry_version: int
+    has_states: bool
+
+
+class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A source as operators see it."""
+
+    source: str
+    rate_limit: int | None
+    interval_ms: int | None
+    pause_ms: int | None
+    limit_set_by: str | None
+    paused_at: datetime | None
+    paused_until: datetime | None
+    pause_reason: str | None
+    paused_by: str | None
+    breaker_state: BreakerState
+    breaker_until: datetime | None
+    breaker_reason: str | None
+    throttled_until: datetime | None
+    waiting: int
+    next_attempt_at: datetime | None
+    version: int
+    updated_by: str
+    created_at: datetime
+    updated_at: datetime
+
+
+class SourceMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """The running totals of a source."""
+
+    source: str
+    total: int = 0
+    passed: int = 0
+    throttled: int = 0
+    dropped: int = 0
+    failures: int = 0
+    total_lag_ms: int = 0
+    last_lag_ms: int = 0
+    max_lag_ms: int = 0
+    last_event_at: datetime | None = None
+    updated_at: datetime | None = None
+
+
+async def share(connection: Connection, sources: Sequence[str]) -> None:
+    """Say that this transaction may launch for the sources, by the triggers as they are: a pause, or a change of a
+    trigger, waits for it, and it for them."""
+    await connection.fetch(_sql["share"], [*sources, DEFAULT])
+
+
+async def share_all(connection: Connection) -> None:
+    """Say that this transaction may launch for any source."""
+    await connection.fetch(_sql["share_all"])
+
+
+async def exclude(connection: Connection, source: str) -> None:
+    """Wait until no transaction that may launch for the source is under way, and keep new ones out."""
+    await connection.execute(_sql["exclude"], source)
+
+
+async def now(connection: Connection) -> datetime:
+    """The database's time."""
+    found: datetime = await connection.fetchval(_sql["now"])
+    return found
+
+
+async def moment(connection: Connection) -> tuple[datetime, int]:
+    """The database's time, and the version of the registry of triggers."""
+    row = await connection.fetchrow(_sql["moment"])
+    assert row is not None
+    return row[0], row[1]
+
+
+async def look(connection: Connection, sources: Sequence[str]) -> Look:
+    """Whether any of the sources has a state; after `share`."""
+    row = await connection.fetchrow(_sql["look"], [*sources, DEFAULT])
+    assert row is not None
+    return Look(*row)
+
+
+async def paused(connection: Connection, sources: Sequence[str]) -> dict[str, Hold]:
+    """Those of the sources that someone has paused; stable once this transaction shares their locks."""
+    rows = await connection.fetch(_sql["paused"], list(sources))
+    return {row["source"]: source_hold(row) for row in rows}
+
+
+def source_hold(row: Row) -> Hold:
+    """The pause of a source, as a row tells it."""
+    reason = row["pause_reason"] or "no reason given"
+    return Hold("paused", row["paused_until"], f"source {row['source']} is paused by {row['paused_by']}: {reason}")
+
+
+async def lock(connection: Connection, sources: Sequence[str]) -> dict[str, LockedSource]:
+    """The state of those sources that have any, locked until the commit. Sources without a row are unlimited."""
+    row = await connection.fetchrow(_sql["default_limit"])
+    default = _limit(row) if row else None
+    if default is not None:
+        await connection.fetch(_sql["ensure"], sorted(set(sources)))
+    rows = await connection.fetch(_sql["lock"], list(sources))
+    if not rows:
+        return {}
+    waiting = await connection.fetch(_sql["backlogs"], [row["source"] for row in rows])
+    last = {row["source"]: row["ingress_sequence"] for row in waiting}
+    return {row["source"]: _locked(row, default, last.get(row["source"])) for row in rows}
+
+
+async def create(connection: Connection, sources: Sequence[str]) -> dict[str, LockedSource]:
+    """Rows, locked until the commit, for sources that had none when this transaction locked its sources.
+
+    A row that someone else has made meanwhile would be locked out of order: the transaction begins again and finds it.
+    """
+    made = {row["source"] for row in await connection.fetch(_sql["ensure"], sorted(set(sources)))}
+    if made != set(sources):
+        raise TransientConflict(f"another worker has just made {', '.join(sorted(set(sources) - made))}")
+    return await lock(connection, sources)
+
+
+async def save(connection: Connection, gates: Sequence[Gate]) -> None:
+    """Write back what a batch changed in the sources it holds."""
+    changed = [gate for gate in gates if gate.is_changed]
+    if not changed:
+        return
+    await connection.execute(
+        _sql["save"],
+        [g.source for g in changed],
+        ["{" + ",".join(map(str, g.ring)) + "}" for g in changed],
+        [g.ring_at for g in changed],
+        [g.ring_width_us for g in changed],
+        [g.drain_at for g in changed],
+        [g.throttled_until for g in changed],
+        [g.breaker_state for g in changed],
+        [g.breaker_until for g in changed],
+        [g.breaker_reason for g in changed],
+        ["{" + ",".join(at.isoformat() for at in g.failures) + "}" for g in changed],
+    )
+
+
+async def begin_plan(connection: Connection, source: str, refused_at: datetime | None) -> None:
+    """Every waiting event of the source is to get a new slot, in order of arrival."""
+    await connection.execute(_sql["set_plan"], source, 1, True, None, refused_at)
+
+
+async def end_plan(connection: Connection, source: str, drain_at: datetime | None) -> None:
+    """Every waiting event has its slot."""
+    await connection.execute(_sql["set_plan"], source, 0, False, drain_at, None)
+
+
+async def list_replanning(connection: Connection) -> list[str]:
+    """Sources whose waiting events are to get new slots."""
+    return [row[0] for row in await connection.fetch(_sql["list_replanning"])]
+
+
+async def replan(connection: Connection, source: str) -> None:
+    """Whoever waits is to get a new slot; `*` means the events of every source."""
+    await connection.execute(_sql["replan"], source)
+
+
+async def end_throttle(connection: Connection, source: str) -> None:
+    """The pause after an exceeded limit is over; `*` means for every source that has no limit of its own."""
+    await connection.execute(_sql["end_throttle"], source)
+
+
+async def list_all(connection: Connection) -> list[SourceRecord]:
+    """Every source that has a limit, a pause, a breaker or waiting events."""
+    return [msgspec.convert(dict(row), SourceRecord) for row in await connection.fetch(_sql["list"], None)]
+
+
+async def get(connection: Connection, source: str) -> SourceRecord | None:
+    """One source."""
+    row = await connection.fetchrow(_sql["list"], source)
+    return msgspec.convert(dict(row), SourceRecord) if row else None
+
+
+async def unseeded(connection: Connection, limits: Mapping[str, RateLimit]) -> list[str]:
+    """The sources that `seed_limit` would change."""
+    given = list(limits.values())
+    columns = [one.limit for one in given], [one.interval_ms for one in given], [one.pause_ms for one in given]
+    return [row[0] for row in await connection.fetch(_sql["unseeded"], list(limits), *columns)]
+
+
+async def seed_limit(connection: Connection, source: str, limit: RateLimit) -> bool:
+    """A limit from the settings; False when it is there already or an operator's is in force."""
+    found = await connection.fetchval(_sql["seed_limit"], source, limit.limit, limit.interval_ms, limit.pause_ms)
+    return found is not None
+
+
+async def set_limit(connection: Connection, source: str, limit: RateLimit | None, actor: str) -> None:
+    """An operator's limit, or none; it wins over the settings from now on."""
+    values = (limit.limit, limit.interval_ms, limit.pause_ms) if limit else (None, None, None)
+    await connection.execute(_sql["set_limit"], source, *values, actor)
+
+
+async def pause(
+    connection: Connection,
+    source: str,
+    *,
+    until: datetime | None,
+    duration_ms: int | None,
+    reason: str | None,
+    actor: str,
+) -> datetime | None:
+    """Pause a source until a time, for a duration, or until it is resumed; the time, if there is one."""
+    found: datetime | None = await connection.fetchval(_sql["pause"], source, until, duration_ms, reason, actor)
+    return found
+
+
+async def resume(connection: Connection, source: str, actor: str) -> bool:
+    """Lift the pause and close the breaker; False when the source is not known."""
+    return await connection.fetchval(_sql["resume"], source, actor) is not None
+
+
+async def list_metrics(connection: Connection) -> list[SourceMetrics]:
+    """The totals of every source."""
+    return [msgspec.convert(dict(row), SourceMetrics) for row in await connection.fetch(_sql["list_metrics"])]
+
+
+def _limit(row: Row) -> RateLimit | None:
+    if row["rate_limit"] is None:
+        return None
+    return RateLimit(limit=row["rate_limit"], interval_ms=row["interval_ms"], pause_ms=row["pause_ms"])
+
+
+def _locked(row: Row, default: RateLimit | None, last_waiting: int | None) -> LockedSource:
+    fields: dict[str, Any] = dict(row)
+    for name in ("rate_limit", "interval_ms", "pause_ms"):
+        del fields[name]
+    plan_version, is_replanning = fields.pop("plan_version"), fields.pop("is_replanning")
+    refused_at = fields.pop("refused_at")
+    gate = Gate(limit=_limit(row) or default, **fields)
+    return LockedSource(gate, plan_version, is_replanning, last_waiting, refused_at)

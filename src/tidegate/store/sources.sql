@@ -1,0 +1,177 @@
+-- name: share
+-- Says that this transaction may launch for the sources. A pause, a resume and a change of limits take the same lock
+-- alone: when their call returns, no launch decided before them is still on its way. Sources share 64 locks, so that a
+-- batch of many sources cannot use up the server's lock table. The same for the triggers (8702): whoever changes or
+-- pauses one takes that lock alone.
+select pg_advisory_xact_lock_shared(k.class, k.key)
+  from (select distinct 8701 as class, hashtext(s) & 63 as key from unnest($1::text[]) as s
+        union all select 8702, 0 order by 1, 2) k
+
+-- name: share_all
+-- The same for whatever source: for a transaction that learns only later what it launches.
+select pg_advisory_xact_lock_shared(k.class, k.key)
+  from (select 8701 as class, generate_series(0, 63) as key union all select 8702, 0 order by 1, 2) k
+
+-- name: exclude
+-- Waits until no transaction that may launch for the source is under way, and keeps new ones out until the commit.
+select pg_advisory_xact_lock(8701, hashtext($1) & 63)
+
+-- name: default_limit
+-- The limit of sources that have none of their own.
+select rate_limit, interval_ms, pause_ms from tidegate.event_scheduler_sources
+ where source = '*' and rate_limit is not null
+
+-- name: ensure
+-- A row for each source that has none. Returns those made here.
+insert into tidegate.event_scheduler_sources (source, updated_by)
+select s, 'default' from unnest($1::text[]) as s order by s
+on conflict (source) do nothing
+returning source
+
+-- name: lock
+-- The state of sources, locked in a fixed order until the commit.
+select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.ring, s.ring_at, s.ring_width_us, s.drain_at, s.throttled_until,
+       s.paused_at, s.paused_until, s.pause_reason, s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.failures,
+       s.plan_version, s.is_replanning, s.refused_at
+  from tidegate.event_scheduler_sources s
+ where s.source = any ($1::text[]) and s.source <> '*'
+ order by s.source
+   for update of s
+
+-- name: backlogs
+-- The last event in line of each source that has any waiting. A statement of its own, after the locks: the one that
+-- waited for them still sees the tables as they were before it waited.
+select s.source, w.ingress_sequence
+  from unnest($1::text[]) as s (source),
+       lateral (select r.ingress_sequence from tidegate.event_ingress_retries r
+                 where r.source = s.source and r.retry_state = 'scheduled'
+                 order by r.ingress_sequence desc limit 1) w
+
+-- name: now
+-- The database's time, read after the locks are held.
+select tidegate.now()
+
+-- name: moment
+-- The database's time and the version of the registry of triggers, read after the locks are held.
+select tidegate.now(), (select version from tidegate.registry_version)
+
+-- name: look
+-- The time, the version of the registry, and whether any of the sources ($1, with `*`) has a state or there is a default
+-- limit; after `share`. Nothing is locked: where there is a state, the caller locks it and reads again.
+select tidegate.now(), (select version from tidegate.registry_version),
+       exists (select from tidegate.event_scheduler_sources s
+                where s.source = any ($1::text[]) and (s.source <> '*' or s.rate_limit is not null))
+
+-- name: paused
+-- Those of the sources that someone has paused, and until when. The caller has said that it may launch for them.
+select s.source, s.paused_until, s.pause_reason, s.paused_by from tidegate.event_scheduler_sources s
+ where s.source = any ($1::text[]) and s.paused_at is not null and (s.paused_until is null or s.paused_until > tidegate.now())
+
+-- name: save
+-- Writes back what a batch changed in the sources it holds.
+update tidegate.event_scheduler_sources s
+   set ring = u.ring::bigint[], ring_at = u.ring_at, ring_width_us = u.ring_width_us, drain_at = u.drain_at,
+       throttled_until = u.throttled_until, breaker_state = u.breaker_state, breaker_until = u.breaker_until, breaker_reason = u.breaker_reason,
+       failures = u.failures::timestamptz[], updated_at = tidegate.now()
+  from unnest($1::text[], $2::text[], $3::bigint[], $4::bigint[], $5::timestamptz[], $6::timestamptz[], $7::text[],
+              $8::timestamptz[], $9::text[], $10::text[])
+    as u (source, ring, ring_at, ring_width_us, drain_at, throttled_until, breaker_state, breaker_until, breaker_reason, failures)
+ where s.source = u.source
+
+-- name: set_plan
+-- Ends a plan, or begins a new one: every waiting event of the source gets a new slot. $5 is when due events were
+-- refused, if that is why: those due by then have used an attempt.
+update tidegate.event_scheduler_sources
+   set plan_version = plan_version + $2::bigint, is_replanning = $3, drain_at = $4, refused_at = $5,
+       updated_at = tidegate.now()
+ where source = $1
+
+-- name: replan
+-- A new plan for a source, or (`*`) for every source, if any of its events wait.
+update tidegate.event_scheduler_sources s
+   set plan_version = s.plan_version + 1, is_replanning = true, drain_at = null, refused_at = null,
+       updated_at = tidegate.now()
+ where (s.source = $1 or $1 = '*')
+   and exists (select 1 from tidegate.event_ingress_retries r
+                where r.source = s.source and r.retry_state = 'scheduled')
+
+-- name: end_throttle
+-- Ends the pause after an exceeded limit, of a source or (`*`) of every source without a limit of its own.
+update tidegate.event_scheduler_sources s
+   set throttled_until = null, updated_at = tidegate.now()
+ where s.throttled_until is not null and (s.source = $1 or ($1 = '*' and s.rate_limit is null))
+
+-- name: list_replanning
+-- Sources whose waiting events are to get new slots.
+select source from tidegate.event_scheduler_sources where is_replanning order by source
+
+-- name: list
+-- Every source that has a limit, a pause, a breaker or waiting events; or (not null) one of them.
+select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.limit_set_by, s.paused_at, s.paused_until, s.pause_reason,
+       s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.throttled_until, s.version, s.updated_by,
+       s.created_at, s.updated_at, w.waiting, w.next_attempt_at
+  from tidegate.event_scheduler_sources s,
+       lateral (select count(*) as waiting, min(next_attempt_at) as next_attempt_at
+                  from tidegate.event_ingress_retries r
+                 where r.source = s.source and r.retry_state = 'scheduled') w
+ where $1::text is null or s.source = $1
+ order by s.source
+
+-- name: seed_limit
+-- A limit from the settings: created, or changed unless an operator set it.
+insert into tidegate.event_scheduler_sources as s
+  (source, rate_limit, interval_ms, pause_ms, limit_set_by, updated_by)
+values ($1, $2, $3, $4, 'settings', 'settings')
+on conflict (source) do update
+   set rate_limit = excluded.rate_limit, interval_ms = excluded.interval_ms, pause_ms = excluded.pause_ms,
+       limit_set_by = 'settings', version = s.version + 1, updated_by = 'settings',
+       updated_at = tidegate.now()
+ where s.limit_set_by is distinct from 'operator'
+   and (s.rate_limit, s.interval_ms, s.pause_ms)
+       is distinct from (excluded.rate_limit, excluded.interval_ms, excluded.pause_ms)
+returning source
+
+-- name: unseeded
+-- Those of the limits from the settings that `seed_limit` would create or change.
+select u.source
+  from unnest($1::text[], $2::bigint[], $3::bigint[], $4::bigint[]) as u (source, rate_limit, interval_ms, pause_ms)
+  left join tidegate.event_scheduler_sources s on s.source = u.source
+ where s.source is null
+    or (s.limit_set_by is distinct from 'operator'
+        and (s.rate_limit, s.interval_ms, s.pause_ms) is distinct from (u.rate_limit, u.interval_ms, u.pause_ms))
+
+-- name: set_limit
+-- An operator's limit, or none (nulls).
+insert into tidegate.event_scheduler_sources as s
+  (source, rate_limit, interval_ms, pause_ms, limit_set_by, updated_by)
+values ($1, $2, $3, $4, 'operator', $5)
+on conflict (source) do update
+   set rate_limit = excluded.rate_limit, interval_ms = excluded.interval_ms, pause_ms = excluded.pause_ms,
+       limit_set_by = 'operator', version = s.version + 1, updated_by = excluded.updated_by,
+       updated_at = tidegate.now()
+
+-- name: pause
+-- Pauses a source until a time, for a duration from now, or until it is resumed (both null).
+insert into tidegate.event_scheduler_sources as s
+  (source, paused_at, paused_until, pause_reason, paused_by, updated_by)
+values ($1, tidegate.now(), coalesce($2, tidegate.now() + $3::bigint * interval '1 ms'), $4, $5, $5)
+on conflict (source) do update
+   set paused_at = excluded.paused_at, paused_until = excluded.paused_until, pause_reason = excluded.pause_reason,
+       paused_by = excluded.paused_by, version = s.version + 1, updated_by = excluded.updated_by,
+       updated_at = tidegate.now()
+returning paused_until
+
+-- name: resume
+-- Lifts the pause and closes the breaker. Returns the source when there was one to lift.
+update tidegate.event_scheduler_sources
+   set paused_at = null, paused_until = null, pause_reason = null, paused_by = null, breaker_state = 'closed',
+       breaker_until = null, breaker_reason = null, failures = '{}', version = version + 1, updated_by = $2,
+       updated_at = tidegate.now()
+ where source = $1
+returning source
+
+-- name: list_metrics
+-- The totals of every source.
+select source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at,
+       updated_at
+  from tidegate.event_scheduler_source_metrics order by source

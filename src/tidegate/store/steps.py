@@ -1,0 +1,125 @@
+"""`workflow_run_steps`: the durable steps of a run. Batch-first, compare-and-set, fenced."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+import msgspec
+
+from tidegate.model.retry import RetryChange
+from tidegate.model.run import Step, StepStatus
+from tidegate.model.step import StepWrite
+from tidegate.store.columns import column
+from tidegate.store.db import Connection, Row
+from tidegate.store.retry_rows import change_columns, json_texts
+from tidegate.store.sql import load
+
+_sql = load("steps")
+
+
+async def insert(connection: Connection, steps: Sequence[Step]) -> set[uuid.UUID]:
+    """Record steps with their retry state. The ids that are new for their run and name."""
+    rows = await connection.fetch(
+        _sql["insert"],
+        [s.id for s in steps],
+        [s.workflow_run_id for s in steps],
+        [s.name for s in steps],
+        [s.status for s in steps],
+        [None if s.result is None else msgspec.json.encode(s.result).decode() for s in steps],
+        [s.error for s in steps],
+        [s.retry_state for s in steps],
+        [s.next_attempt_at for s in steps],
+        [s.retry_attempts for s in steps],
+        json_texts(s.retry_metadata for s in steps),
+    )
+    return {row[0] for row in rows}
+
+
+async def update(
+    connection: Connection,
+    changes: Sequence[RetryChange],
+    statuses: Sequence[StepStatus | None] | None = None,
+    results: Sequence[str | None] | None = None,
+) -> set[uuid.UUID]:
+    """Change rows that are still as the caller knew them; a status or result (JSON text) of None stays."""
+    none: list[str | None] = [None] * len(changes)
+    rows = await connection.fetch(_sql["update"], *change_columns(changes), statuses or none, results or none)
+    return {row[0] for row in rows}
+
+
+class Recorded(NamedTuple):
+    """A step's row after a write."""
+
+    is_cancel_requested: bool
+    next_attempt_at: datetime | None
+
+
+async def write(
+    connection: Connection, writes: Sequence[StepWrite], ended: Collection[uuid.UUID] = ()
+) -> dict[tuple[uuid.UUID, str], Recorded]:
+    """Record the outcome of steps of runs that are still held, or `ended` in this transaction. By run and name; the
+    others were written in vain."""
+    if not writes:
+        return {}
+    rows = await connection.fetch(
+        _sql["write"],
+        [w.id for w in writes],
+        [w.workflow_run_id for w in writes],
+        [w.claim_generation for w in writes],
+        [w.name for w in writes],
+        column([w.status for w in writes], "succeeded"),
+        column([w.kind for w in writes], "step"),
+        column([w.result for w in writes]),
+        column([w.error for w in writes]),
+        column([w.retry_state for w in writes], "none"),
+        column([w.delay_ms for w in writes]),
+        column([w.retry_attempts for w in writes], 0),
+        column(json_texts(w.retry_metadata for w in writes), "{}"),
+        column([w.workflow_run_id in ended for w in writes], True),
+    )
+    return {(row[0], row[1]): Recorded(row[2], row[3]) for row in rows}
+
+
+async def end_waiting(connection: Connection, run_ids: Sequence[uuid.UUID]) -> int:
+    """The runs have ended: their waiting steps are not tried again; how many."""
+    return await connection.fetchval(_sql["end_waiting"], run_ids) if run_ids else 0
+
+
+async def list_of_runs(connection: Connection, run_ids: Sequence[uuid.UUID]) -> list[Step]:
+    """The steps of several runs."""
+    return [_step(row) for row in await connection.fetch(_sql["list_of_runs"], run_ids)] if run_ids else []
+
+
+async def claim_due(connection: Connection, *, limit: int, worker: str, lease_ms: int) -> list[Step]:
+    """Claim rows that are due by the database's clock, until the lease ends."""
+    rows = await connection.fetch(_sql["claim_due"], limit, worker, lease_ms)
+    return sorted((_step(row) for row in rows), key=lambda s: (s.next_attempt_at, s.id))
+
+
+async def release_expired(connection: Connection, limit: int) -> list[uuid.UUID]:
+    """Make rows whose lease has run out due again."""
+    return [row[0] for row in await connection.fetch(_sql["release_expired"], limit)]
+
+
+async def list_scheduled(
+    connection: Connection,
+    *,
+    run_id: uuid.UUID | None = None,
+    after: tuple[datetime, uuid.UUID] | None = None,
+    limit: int = 500,
+) -> list[Step]:
+    """Waiting rows in due order, after `(next_attempt_at, id)`."""
+    at, last = after or (None, None)
+    return [_step(row) for row in await connection.fetch(_sql["list_scheduled"], run_id, at, last, limit)]
+
+
+async def list_of_run(connection: Connection, run_id: uuid.UUID) -> list[Step]:
+    """The steps of one run, in order."""
+    return [_step(row) for row in await connection.fetch(_sql["list_of_run"], run_id)]
+
+
+def _step(row: Row) -> Step:
+    return msgspec.convert(dict(row), Step)

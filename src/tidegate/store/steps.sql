@@ -1,0 +1,131 @@
+-- name: insert
+-- Records steps as given, retry state included; a step of that name in the run stays as it is. Returns the ids.
+insert into tidegate.workflow_run_steps
+  (id, workflow_run_id, name, status, result, error, retry_state, next_attempt_at, retry_attempts, retry_metadata)
+select u.id, u.workflow_run_id, u.name, u.status, u.result::json, u.error, u.retry_state, u.next_attempt_at,
+       u.retry_attempts, u.retry_metadata::jsonb
+  from unnest($1::uuid[], $2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::text[], $8::timestamptz[],
+              $9::bigint[], $10::text[])
+    as u (id, workflow_run_id, name, status, result, error, retry_state, next_attempt_at, retry_attempts,
+          retry_metadata)
+ order by u.workflow_run_id, u.name
+on conflict (workflow_run_id, name) do nothing
+returning id
+
+-- name: update
+-- Compare-and-set on state and generation: a worker that lost its claim changes nothing. Returns the ids changed.
+update tidegate.workflow_run_steps r
+   set retry_state = u.retry_state, retry_attempts = greatest(r.retry_attempts, u.attempts),
+       next_attempt_at = u.next_attempt_at, error = u.last_error, retry_metadata = u.metadata::jsonb,
+       status = coalesce(u.status, r.status), result = coalesce(u.result::json, r.result),
+       claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null,
+       updated_at = tidegate.now()
+  from unnest($1::uuid[], $2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::timestamptz[], $7::text[], $8::text[],
+              $9::text[], $10::text[])
+    as u (id, expected_state, claim_generation, retry_state, attempts, next_attempt_at, last_error, metadata, status,
+          result)
+ where r.id = u.id and r.retry_state = u.expected_state and r.claim_generation = u.claim_generation
+returning r.id
+
+-- name: write
+-- Records the outcome of steps of runs that their worker still holds, or that this transaction has ended ($13); a step that
+-- is done stays as it is. Returns run, name, whether the run's cancellation was asked for, and when the step goes on; what
+-- is missing there was written by a worker that lost its claim, and changes nothing. One that the same claim has written
+-- before, by a commit whose answer was lost, is there. The runs are locked, so that nobody takes one over meanwhile. An empty
+-- array stands for: a step that succeeded at once, in a run that has ended.
+with input as materialized (
+  select u.id, u.workflow_run_id, u.claim_generation, u.name, coalesce(u.status, 'succeeded') as status,
+         coalesce(u.kind, 'step') as kind, u.result, u.error, coalesce(u.retry_state, 'none') as retry_state, u.delay_ms,
+         coalesce(u.retry_attempts, 0) as retry_attempts, coalesce(u.retry_metadata, '{}') as retry_metadata,
+         coalesce(u.has_ended, true) as has_ended
+    from unnest($1::uuid[], $2::uuid[], $3::bigint[], $4::text[], $5::text[], $6::text[], $7::text[], $8::text[],
+                       $9::text[], $10::bigint[], $11::bigint[], $12::text[], $13::boolean[])
+    as u (id, workflow_run_id, claim_generation, name, status, kind, result, error, retry_state, delay_ms,
+          retry_attempts, retry_metadata, has_ended)
+), clock as materialized (
+  select tidegate.now() as now
+), held as materialized (
+  select r.id, r.claim_generation, r.cancel_requested_at is not null as cancel_requested from tidegate.workflow_runs r
+   where r.id in (select workflow_run_id from input where not has_ended) and r.claim_expires_at is not null
+   order by r.id for no key update of r
+), written as (
+  insert into tidegate.workflow_run_steps as s
+    (id, workflow_run_id, name, kind, status, result, error, retry_state, next_attempt_at, retry_attempts,
+     retry_metadata, created_at, updated_at)
+  select u.id, u.workflow_run_id, u.name, u.kind, u.status, u.result::json, u.error, u.retry_state,
+         now + u.delay_ms * interval '1 ms', u.retry_attempts, u.retry_metadata::jsonb, now, now
+    from input u left join held h on h.id = u.workflow_run_id and h.claim_generation = u.claim_generation, clock
+   where u.has_ended or h.id is not null
+   order by u.workflow_run_id, u.name
+  on conflict (workflow_run_id, name) do update
+     set status = excluded.status, result = excluded.result, error = excluded.error, retry_state = excluded.retry_state,
+         next_attempt_at = excluded.next_attempt_at,
+         retry_attempts = greatest(s.retry_attempts, excluded.retry_attempts),
+         retry_metadata = excluded.retry_metadata, claim_generation = s.claim_generation + 1, updated_at = excluded.updated_at
+   where s.status not in ('succeeded', 'failed', 'cancelled')
+  returning workflow_run_id, name, next_attempt_at
+)
+select w.workflow_run_id, w.name, coalesce(h.cancel_requested, false), w.next_attempt_at
+  from written w left join held h on h.id = w.workflow_run_id
+union all
+select s.workflow_run_id, s.name, h.cancel_requested, s.next_attempt_at
+  from input u
+  join held h on h.id = u.workflow_run_id and h.claim_generation = u.claim_generation
+  join tidegate.workflow_run_steps s on s.workflow_run_id = u.workflow_run_id and s.name = u.name
+ where s.id = u.id and s.status = u.status and s.status in ('succeeded', 'failed', 'cancelled')
+
+-- name: end_waiting
+-- The runs have ended: what they do not wait for any more is not tried again. Returns how many retries (timers are none).
+with ended as (
+  update tidegate.workflow_run_steps
+     set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, claim_generation = claim_generation + 1,
+         updated_at = tidegate.now()
+   where workflow_run_id = any ($1::uuid[]) and retry_state = 'scheduled'
+  returning kind
+)
+select count(*) from ended where kind = 'step'
+
+-- name: list_of_runs
+-- The steps of several runs.
+select s.* from tidegate.workflow_run_steps s where s.workflow_run_id = any ($1::uuid[])
+
+-- name: claim_due
+-- Claims due rows for a worker until its lease ends, oldest first. Whoever claimed a row before is fenced off.
+with due as materialized (
+  select id from tidegate.workflow_run_steps
+   where retry_state = 'scheduled' and next_attempt_at <= tidegate.now()
+   order by next_attempt_at, id limit $1 for update skip locked
+)
+update tidegate.workflow_run_steps r
+   set retry_state = 'running', claim_generation = r.claim_generation + 1, claimed_by = $2,
+       claim_expires_at = tidegate.now() + $3::bigint * interval '1 ms', updated_at = tidegate.now()
+  from due
+ where r.id = due.id
+returning r.*
+
+-- name: release_expired
+-- Rows whose worker let the lease run out are due again; its late writes are fenced off. Returns the ids.
+with expired as materialized (
+  select id from tidegate.workflow_run_steps
+   where retry_state = 'running' and claim_expires_at <= tidegate.now()
+   order by claim_expires_at limit $1 for update skip locked
+)
+update tidegate.workflow_run_steps r
+   set retry_state = 'scheduled', next_attempt_at = tidegate.now(), claim_generation = r.claim_generation + 1,
+       claimed_by = null, claim_expires_at = null, updated_at = tidegate.now()
+  from expired
+ where r.id = expired.id
+returning r.id
+
+-- name: list_scheduled
+-- Waiting rows in the order in which they become due, after a given place; a null run means all.
+select r.* from tidegate.workflow_run_steps r
+ where r.retry_state = 'scheduled'
+   and ($1::uuid is null or r.workflow_run_id = $1)
+   and ($2::timestamptz is null or (r.next_attempt_at, r.id) > ($2, $3::uuid))
+ order by r.next_attempt_at, r.id
+ limit $4
+
+-- name: list_of_run
+-- The steps of one run, in order.
+select r.* from tidegate.workflow_run_steps r where r.workflow_run_id = $1 order by r.created_at, r.id

@@ -1,0 +1,227 @@
+"""`event_scheduler_triggers` and its metrics: the shared state that every worker launches by."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.source import BreakerPolicy, BreakerState, Hold, RateLimit
+from tidegate.model.trigger_gate import TriggerGate
+from tidegate.store.db import Connection, Row, TransientConflict
+from tidegate.store.deliveries import Taken
+from tidegate.store.sources import source_hold
+from tidegate.store.sql import load
+
+_sql = load("trigger_gates")
+
+# So many deliveries of a key are launched at most in the transaction that ends runs; it should be short.
+MAX_IN_LINE = 100
+
+# Triggers whose row exists, as far as this process has seen; rows are not removed.
+_known: set[uuid.UUID] = set()
+MAX_KNOWN = 100_000
+
+
+class LockedTrigger(NamedTuple):
+    """A trigger whose row this transaction holds."""
+
+    gate: TriggerGate
+    plan_version: int
+    is_replanning: bool
+    refused_at: datetime | None
+    max_concurrency: int | None
+    retry: RetryPolicy | None
+    breaker: BreakerPolicy | None
+
+
+class Slots(NamedTuple):
+    """The concurrency slots of one trigger and key."""
+
+    in_use: int
+    waiting: int
+    closed_until: datetime | None = None
+    closed_reason: str | None = None
+
+
+class NextInLine(NamedTuple):
+    """Deliveries for which a slot has become free, locked, with all that decides about them."""
+
+    now: datetime
+    registry_version: int
+    taken: list[Taken]
+    slots: dict[tuple[uuid.UUID, str], Slots]
+    paused_sources: dict[str, Hold]
+
+
+class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A trigger's pause, breaker and waiting deliveries as operators see them."""
+
+    trigger_id: uuid.UUID
+    paused_at: datetime | None
+    paused_until: datetime | None
+    pause_reason: str | None
+    paused_by: str | None
+    breaker_state: BreakerState
+    breaker_until: datetime | None
+    breaker_reason: str | None
+    probe_run_id: uuid.UUID | None
+    waiting: int
+    next_attempt_at: datetime | None
+
+
+async def exclude(connection: Connection) -> None:
+    """Wait until no transaction that decides by triggers is under way, and keep new ones out."""
+    await connection.execute(_sql["exclude"])
+
+
+async def lock(
+    connection: Connection, *, always: Iterable[uuid.UUID], others: Iterable[uuid.UUID] = ()
+) -> dict[uuid.UUID, LockedTrigger]:
+    """The state of triggers, locked until the commit: of all in `always`, of the others where it matters."""
+    wanted, rest = sorted(set(always)), sorted(set(others))
+    if not wanted and not rest:
+        return {}
+    # Rows are made before any is locked: made in between, they would be locked out of order.
+    if unknown := [trigger_id for trigger_id in wanted if trigger_id not in _known]:
+        await connection.execute(_sql["ensure"], unknown)
+    rows = await connection.fetch(_sql["lock"], wanted, rest)
+    found = {row["trigger_id"]: _locked(row) for row in rows}
+    if missing := set(wanted) - found.keys():  # made here before, by a transaction that was rolled back
+        _known.difference_update(missing)
+        raise TransientConflict("the state of a trigger is to be made again")
+    if len(_known) > MAX_KNOWN:
+        _known.clear()
+    _known.update(found)
+    return found
+
+
+async def lines(connection: Connection, trigger_ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, int]:
+    """The last in line of each of the triggers that has deliveries waiting for a throttle, a pause or a breaker."""
+    return {row[0]: row[1] for row in await connection.fetch(_sql["lines"], list(trigger_ids))}
+
+
+async def slots(connection: Connection, wanted: Iterable[tuple[uuid.UUID, str]]) -> dict[tuple[uuid.UUID, str], Slots]:
+    """The concurrency slots of each trigger and key."""
+    pairs = sorted(set(wanted))
+    rows = await connection.fetch(_sql["slots"], [t for t, _ in pairs], [k for _, k in pairs])
+    return {(row[0], row[1]): Slots(*row[2:]) for row in rows}
+
+
+async def next_in_line(connection: Connection, freed: Iterable[tuple[uuid.UUID, str]]) -> NextInLine | None:
+    """Lock the oldest deliveries that wait for a slot of these triggers and keys, as many as are free; None when nobody
+    waits."""
+    keys = sorted(set(freed))
+    rows = await connection.fetch(_sql["next_in_line"], [t for t, _ in keys], [k for _, k in keys], MAX_IN_LINE)
+    if not rows:
+        return None
+    return NextInLine(
+        now=rows[0]["now"],
+        registry_version=rows[0]["registry_version"],
+        taken=[Taken(*(row[field] for field in Taken._fields)) for row in rows],
+        slots={(row["trigger_id"], row["concurrency_key"]): Slots(row["in_use"], 0) for row in rows},
+        paused_sources={row["source"]: source_hold(row) for row in rows if row["is_source_paused"]},
+    )
+
+
+async def wake(connection: Connection, freed: Iterable[tuple[uuid.UUID, str]]) -> int:
+    """Make the oldest deliveries that wait for a slot of these triggers and keys due now, as many as are free; how
+    many."""
+    keys = sorted(set(freed))
+    if not keys:
+        return 0
+    rows = await connection.fetch(_sql["wake"], [t for t, _ in keys], [k for _, k in keys])
+    return len(rows)
+
+
+async def save(connection: Connection, gates: Iterable[TriggerGate]) -> None:
+    """Write back what a transaction changed in the triggers it holds."""
+    changed = [gate for gate in gates if gate.is_changed]
+    if not changed:
+        return
+    await connection.execute(
+        _sql["save"],
+        [g.trigger_id for g in changed],
+        ["{" + ",".join(map(str, g.ring)) + "}" for g in changed],
+        [g.ring_at for g in changed],
+        [g.ring_width_us for g in changed],
+        [g.drain_at for g in changed],
+        [g.breaker_state for g in changed],
+        [g.breaker_until for g in changed],
+        [g.breaker_reason for g in changed],
+        ["{" + ",".join(at.isoformat() for at in g.failures) + "}" for g in changed],
+        [g.probe_run_id for g in changed],
+    )
+
+
+async def begin_plan(connection: Connection, trigger_id: uuid.UUID, refused_at: datetime | None) -> None:
+    """Every waiting delivery of the trigger is to get a new slot, in order of arrival."""
+    await connection.execute(_sql["set_plan"], trigger_id, 1, True, None, refused_at)
+
+
+async def end_plan(connection: Connection, trigger_id: uuid.UUID, drain_at: datetime | None) -> None:
+    """Every waiting delivery has its slot."""
+    await connection.execute(_sql["set_plan"], trigger_id, 0, False, drain_at, None)
+
+
+async def replan(connection: Connection, trigger_id: uuid.UUID) -> None:
+    """Whoever waits for the trigger is to get a new slot."""
+    await connection.execute(_sql["ensure"], [trigger_id])
+    await connection.execute(_sql["replan"], trigger_id)
+
+
+async def list_replanning(connection: Connection) -> list[uuid.UUID]:
+    """Triggers whose waiting deliveries are to get new slots."""
+    return [row[0] for row in await connection.fetch(_sql["list_replanning"])]
+
+
+async def get(connection: Connection, trigger_id: uuid.UUID) -> TriggerState | None:
+    """One trigger's pause, breaker and waiting deliveries; deleted ones too."""
+    row = await connection.fetchrow(_sql["get"], trigger_id)
+    return msgspec.convert(dict(row), TriggerState) if row else None
+
+
+async def pause(
+    connection: Connection,
+    trigger_id: uuid.UUID,
+    *,
+    until: datetime | None,
+    duration_ms: int | None,
+    reason: str | None,
+    actor: str,
+) -> datetime | None:
+    """Pause a trigger until a time, for a duration, or until it is resumed; the time, if there is one."""
+    found: datetime | None = await connection.fetchval(_sql["pause"], trigger_id, until, duration_ms, reason, actor)
+    return found
+
+
+async def close(connection: Connection, trigger_id: uuid.UUID, *, key: str | None, delay_ms: int, reason: str) -> None:
+    """Nothing of a trigger, or of one of its keys, is launched or begun for a while. The caller holds the trigger."""
+    if key is None:
+        await connection.execute(_sql["close"], trigger_id, delay_ms, reason)
+    else:
+        await connection.execute(_sql["close_key"], trigger_id, delay_ms, reason, key)
+    await connection.execute(_sql["hold_runs"], trigger_id, delay_ms, reason, key)
+
+
+async def resume(connection: Connection, trigger_id: uuid.UUID) -> None:
+    """Lift the pause and close the breaker."""
+    await connection.execute(_sql["resume"], trigger_id)
+
+
+def _locked(row: Row) -> LockedTrigger:
+    fields: dict[str, Any] = dict(row)
+    count, window_ms = fields.pop("throttle_count"), fields.pop("throttle_window_ms")
+    rest = {name: fields.pop(name) for name in ("plan_version", "is_replanning", "refused_at", "max_concurrency")}
+    retry, breaker = fields.pop("retry"), fields.pop("breaker")
+    limit = RateLimit(limit=count, interval_ms=window_ms) if count is not None else None
+    return LockedTrigger(
+        TriggerGate(limit=limit, **fields),
+        retry=msgspec.convert(retry, RetryPolicy) if retry else None,
+        breaker=msgspec.convert(breaker, BreakerPolicy) if breaker else None,
+        **rest,
+    )

@@ -1,0 +1,45 @@
+"""`webhooks`: how the signed requests of a source are checked. Rows hold secrets; `model.webhook.shown` has none."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidegate.model.webhook import Webhook, WebhookConfig
+from tidegate.store.db import Connection, Row
+from tidegate.store.sql import load
+
+_sql = load("webhooks")
+
+
+async def lock(connection: Connection) -> None:
+    """Only one transaction changes webhooks at a time."""
+    await connection.execute(_sql["lock"])
+
+
+async def get(connection: Connection, source: str) -> Webhook | None:
+    """The webhook of a source."""
+    row = await connection.fetchrow(_sql["get"], source)
+    return _webhook(row) if row else None
+
+
+async def list_all(connection: Connection) -> list[Webhook]:
+    """Every webhook, by source."""
+    return [_webhook(row) for row in await connection.fetch(_sql["list"])]
+
+
+async def put(connection: Connection, source: str, config: WebhookConfig, actor: str) -> Webhook:
+    """Create or replace the webhook of a source."""
+    texts = msgspec.json.encode(config.secrets).decode()
+    columns = (source, config.scheme, config.event_type, config.tolerance_seconds, texts, actor)
+    return _webhook(await connection.fetchrow(_sql["put"], *columns))
+
+
+async def delete(connection: Connection, source: str) -> None:
+    """Delete the webhook of a source."""
+    await connection.execute(_sql["delete"], source)
+
+
+def _webhook(row: Row) -> Webhook:
+    config = {name: row[name] for name in WebhookConfig.__struct_fields__}
+    rest = {name: row[name] for name in Webhook.__struct_fields__ if name != "config"}
+    return Webhook(config=msgspec.convert(config, WebhookConfig), **rest)

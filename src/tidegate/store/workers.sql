@@ -1,0 +1,36 @@
+-- name: beat
+-- A worker is alive and has the code of these definitions. Of a new one it is said when it began, not that it has reconciled.
+insert into tidegate.workers as w (name, definitions, seen_at, reconciled_at)
+values ($1, $2::uuid[], tidegate.now(), tidegate.now())
+on conflict (name) do update set definitions = excluded.definitions, seen_at = excluded.seen_at
+
+-- name: reconciled
+-- A worker has looked for what dead workers held; written every five seconds at most.
+update tidegate.workers set reconciled_at = tidegate.now()
+ where name = $1 and (reconciled_at is null or reconciled_at <= tidegate.now() - interval '5 s')
+
+-- name: leave
+-- A worker has stopped.
+delete from tidegate.workers where name = $1
+
+-- name: forget
+-- Workers that have not been seen for so long ($1 ms) are gone.
+delete from tidegate.workers where seen_at < tidegate.now() - $1::bigint * interval '1 ms'
+
+-- name: unserved
+-- Workflows with due runs that no worker seen within $1 ms has the code of: how many, and since when. Where every workflow is
+-- served, no run is looked at.
+with unserved as materialized (
+  select d.id, d.slug from tidegate.workflow_definitions d
+   where not exists (select from tidegate.workers w
+                      where w.seen_at > tidegate.now() - $1::bigint * interval '1 ms' and d.id = any (w.definitions))
+), waiting as (
+  select r.workflow_definition_id, count(*) as waiting, min(r.next_attempt_at) as since
+    from tidegate.workflow_runs r
+   where (select count(*) from unserved) > 0
+     and r.status = 'pending' and r.next_attempt_at <= tidegate.now() - $2::bigint * interval '1 ms'
+   group by r.workflow_definition_id
+)
+select d.slug as workflow, sum(w.waiting)::bigint as waiting, min(w.since) as since
+  from unserved d join waiting w on w.workflow_definition_id = d.id
+ group by d.slug order by d.slug

@@ -1,0 +1,171 @@
+"""Structured logs: one line per decision that matters, with a stable `action`. Payloads and secrets never appear.
+
+Fields with a fixed meaning: `event_id`, `correlation_id`, `source`, `attempt`, `next_attempt_at`, `reason`, `run_id`,
+`workflow`, `trigger_id`; `trace_id` inside of a span. Every action is listed in docs/operations/logs.md.
+
+To log never fails: most lines are written after a commit, and whoever is told then that something failed would do it
+once more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import MutableMapping
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import msgspec
+import structlog
+
+from tidegate.model.event import trace_id
+from tidegate.model.masking import masked
+from tidegate.telemetry import traces
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_MAX_TEXT = 2000
+_level = 10
+
+
+def configure(level: str, log_format: str) -> None:
+    """Send log lines to standard error, as JSON or for people."""
+    global _level
+    _level = _LEVELS[level]
+    renderers: list[Any]
+    if log_format == "console":
+        console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), event_key="action")
+        renderers, lines = [_as_text, console], _Lines(sys.stderr, "\n")
+    else:
+        renderers = [structlog.processors.JSONRenderer(serializer=_json)]
+        lines = _Lines(sys.stderr.buffer, b"\n")
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            _add_trace,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.EventRenamer("action"),
+            _format_error,
+            structlog.processors.format_exc_info,
+            _mask,
+            *renderers,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_level),
+        logger_factory=lambda *_: lines,
+        cache_logger_on_first_use=True,
+    )
+    # Libraries that log through the standard module: only what is wrong, in our form.
+    logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
+
+
+class Logger:
+    """Its first argument is the `action`, everything else a field. A line that nobody wants costs next to nothing:
+    several are left unwritten for every event."""
+
+    __slots__ = ("_lines",)
+
+    def __init__(self, component: str) -> None:
+        self._lines = structlog.get_logger(component=component)
+
+    @property
+    def is_debug(self) -> bool:
+        """Whether lines for debugging are written; where there are many, ask before their fields are gathered."""
+        return _level <= 10
+
+    @property
+    def is_info(self) -> bool:
+        return _level <= 20
+
+    def debug(self, action: str, **fields: Any) -> None:
+        if _level <= 10:
+            self._lines.debug(action, **fields)
+
+    def info(self, action: str, **fields: Any) -> None:
+        if _level <= 20:
+            self._lines.info(action, **fields)
+
+    def warning(self, action: str, **fields: Any) -> None:
+        self._lines.warning(action, **fields)
+
+    def error(self, action: str, **fields: Any) -> None:
+        self._lines.error(action, **fields)
+
+    def bind(self, **fields: Any) -> Any:
+        """A structlog logger whose lines all have these fields."""
+        return self._lines.bind(**fields)
+
+
+def logger(component: str) -> Logger:
+    """The logger of a part of Tidegate."""
+    return Logger(component)
+
+
+class _Lines:
+    """Writes lines. One that cannot be written, since the disk is full or the reader has gone, is lost."""
+
+    def __init__(self, file: Any, newline: str | bytes) -> None:
+        self._file = file
+        self._newline = newline
+        self._lock = threading.Lock()
+
+    def msg(self, line: Any) -> None:
+        with self._lock, suppress(OSError, ValueError):  # ValueError: it is closed
+            self._file.write(line + self._newline)
+            self._file.flush()
+
+    log = debug = info = warning = error = critical = exception = msg
+
+
+class _Forward(logging.Handler):
+    """Standard-library records as our lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        structlog.get_logger(component=record.name).log(
+            max(record.levelno, 10), "library.log", message=record.getMessage(), **({"error": error} if error else {})
+        )
+
+
+def _add_trace(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    if traces.is_on and (found := trace_id(traces.current())) is not None:
+        fields.setdefault("trace_id", found)
+    return fields
+
+
+def _format_error(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    error = fields.get("error")
+    if isinstance(error, BaseException):
+        name = type(error).__name__
+        try:
+            fields["error"] = f"{name}: {error}"
+        except Exception:  # its __str__ fails
+            fields["error"] = name
+    return fields
+
+
+def _mask(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """No secret of an address, and nothing without end."""
+    for key, value in fields.items():
+        if isinstance(value, str):
+            most = _MAX_TEXT if key != "exception" else 4 * _MAX_TEXT
+            fields[key] = masked(value if len(value) <= most else f"{value[:most]}…")
+    return fields
+
+
+def _as_text(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Ids and times as people write them."""
+    for key, value in fields.items():
+        if isinstance(value, UUID | datetime):
+            fields[key] = str(value)
+    return fields
+
+
+def _json(fields: Any, **_: Any) -> bytes:
+    try:
+        return msgspec.json.encode(fields, enc_hook=str)
+    except (ValueError, OverflowError):  # half a character, or a number beyond 64 bits
+        return json.dumps(fields, default=str).encode()

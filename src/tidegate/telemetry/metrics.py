@@ -1,0 +1,246 @@
+"""Prometheus metrics: every name declared once.
+
+Counters and histograms tell what this process did. Gauges tell the state that all processes share: they are read from
+Postgres before a scrape (`flow.health`), so every process reports the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    generate_latest,
+)
+
+from tidegate.telemetry.distribution import Distribution
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+MAX_SOURCES = 200
+MAX_TRIGGERS = 200
+MAX_WORKFLOWS = 200
+OTHER = "other"
+REGISTRY = CollectorRegistry()
+
+EVENTS_RECEIVED = Counter("tidegate_events_received", "Events accepted", ["source"], registry=REGISTRY)
+SOURCE_DECISIONS = Counter(
+    "tidegate_source_decisions", "What the gate said: allowed, throttled, paused", ["source", "decision"],
+    registry=REGISTRY,
+)  # fmt: skip
+INGRESS_LAG = Distribution(
+    "tidegate_event_ingress_lag_seconds", "From the receipt of an event to the gate letting it through", "source",
+    registry=REGISTRY,
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300, 900, 3600, 21_600, 86_400),
+)  # fmt: skip
+EVENT_RETRIES = Counter(
+    "tidegate_event_retries", "Held events: scheduled, due, completed, rescheduled, cancelled, exhausted", ["outcome"],
+    registry=REGISTRY,
+)  # fmt: skip
+DELIVERY_RETRIES = Counter(
+    "tidegate_delivery_retries", "Held deliveries: scheduled, due, completed, rescheduled, cancelled, exhausted",
+    ["outcome"], registry=REGISTRY,
+)  # fmt: skip
+TRIGGER_EVALUATIONS = Counter(
+    "tidegate_trigger_evaluations",
+    "What triggers decided: filtered, matched, launched, throttled, skipped, failed, paused", ["trigger", "status"],
+    registry=REGISTRY,
+)  # fmt: skip
+STEP_RETRIES = Counter(
+    "tidegate_step_retries", "Failed steps: scheduled, due, completed, rescheduled, cancelled, exhausted", ["outcome"],
+    registry=REGISTRY,
+)  # fmt: skip
+RUNS = Counter("tidegate_runs", "Runs that ended: succeeded, failed, cancelled", ["workflow", "status"],
+               registry=REGISTRY)  # fmt: skip
+RUN_DURATION = Distribution(
+    "tidegate_run_duration_seconds", "From the first start of a run to its end", "workflow", registry=REGISTRY,
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300, 900, 3600, 21_600, 86_400),
+)  # fmt: skip
+RECONCILE_REQUEUED = Counter(
+    "tidegate_reconcile_requeued", "Wake-ups and claims recreated, by kind", ["kind"], registry=REGISTRY
+)
+WEBHOOKS = Counter(
+    "tidegate_webhooks", "Signed requests of senders: accepted, duplicate, unsigned, invalid, unavailable",
+    ["source", "outcome"], registry=REGISTRY,
+)  # fmt: skip
+HTTP_REQUESTS = Counter(
+    "tidegate_http_requests", "Requests that the API answered, by route and status", ["route", "code"],
+    registry=REGISTRY,
+)  # fmt: skip
+LOOP_FAILURES = Counter(
+    "tidegate_loop_failures", "Turns of a worker's loop that failed, such as reconcile", ["loop"], registry=REGISTRY
+)
+PAUSED_SOURCES = Gauge("tidegate_paused_sources", "Sources that an operator has paused", registry=REGISTRY)
+PAUSED_TRIGGERS = Gauge("tidegate_paused_triggers", "Triggers that are paused", registry=REGISTRY)
+DEFERRED = Gauge("tidegate_deferred", "What waits, by kind and reason", ["kind", "reason"], registry=REGISTRY)
+QUEUE_DEPTH = Gauge(
+    "tidegate_queue_depth", "Work by queue and state: ready, delayed, active", ["queue", "state"], registry=REGISTRY
+)
+OLDEST_DUE_AGE = Gauge(
+    "tidegate_oldest_due_age_seconds",
+    "How long the oldest work that may run now has been due",
+    ["queue"],
+    registry=REGISTRY,
+)
+DEAD_LETTERS = Gauge("tidegate_dead_letters", "What was given up and not replayed, by kind", ["kind"],
+                     registry=REGISTRY)  # fmt: skip
+OPEN_BREAKERS = Gauge(
+    "tidegate_open_breakers", "Breakers that are not closed, by kind: source, trigger", ["kind"], registry=REGISTRY
+)
+WORKERS_ALIVE = Gauge("tidegate_workers_alive", "Workers that were seen of late", registry=REGISTRY)
+UNSERVED_WORKFLOWS = Gauge(
+    "tidegate_unserved_workflows", "Workflows with due runs whose code no living worker has", registry=REGISTRY
+)
+OVERDUE_RETRIES = Gauge(
+    "tidegate_overdue_retries", "What waits, is not held on purpose and should have gone on by now", ["kind"],
+    registry=REGISTRY,
+)  # fmt: skip
+EXPIRED_CLAIMS = Gauge(
+    "tidegate_expired_claims", "Claims whose lease is over and that nobody has released", ["kind"], registry=REGISTRY
+)
+LAST_PROCESSED = Gauge(
+    "tidegate_last_processed_event_timestamp_seconds", "When the gate last decided an event", registry=REGISTRY
+)
+DATABASE_UP = Gauge("tidegate_database_up", "Whether the shared state could be read for this scrape", registry=REGISTRY)
+
+for _outcome in ("scheduled", "due", "completed", "rescheduled", "cancelled", "exhausted"):
+    EVENT_RETRIES.labels(_outcome)
+    DELIVERY_RETRIES.labels(_outcome)
+    STEP_RETRIES.labels(_outcome)
+for _kind in ("events", "deliveries", "steps", "runs"):
+    RECONCILE_REQUEUED.labels(_kind)
+for _loop in ("reconcile", "requeue"):
+    LOOP_FAILURES.labels(_loop)
+
+_DECISIONS = {"rate_limit": "throttled", "paused": "paused", "breaker_open": "paused"}
+_sources: set[str] = set()
+_triggers: set[str] = set()
+_workflows: set[str] = set()
+
+
+class SharedState(NamedTuple):
+    """What the gauges show."""
+
+    paused_sources: int
+    paused_triggers: int
+    open_breakers: Mapping[str, int]
+    workers_alive: int
+    unserved_workflows: int
+    overdue_retries: Mapping[str, int]
+    expired_claims: Mapping[str, int]
+    deferred: Mapping[tuple[str, str], int]
+    queue_depth: Mapping[tuple[str, str], int]
+    oldest_due_age_seconds: Mapping[str, float]
+    dead_letters: Mapping[str, int]
+    last_processed: float | None
+
+
+def source_label(source: str) -> str:
+    """The label of a source. The first `MAX_SOURCES` keep their name, so that no producer can grow us without end."""
+    return _capped(source, _sources, MAX_SOURCES)
+
+
+def trigger_label(trigger: str) -> str:
+    """The label of a trigger; the first `MAX_TRIGGERS` keep theirs."""
+    return _capped(trigger, _triggers, MAX_TRIGGERS)
+
+
+def workflow_label(workflow: str) -> str:
+    """The label of a workflow; the first `MAX_WORKFLOWS` keep theirs."""
+    return _capped(workflow, _workflows, MAX_WORKFLOWS)
+
+
+def _capped(name: str, known: set[str], limit: int) -> str:
+    if name in known:
+        return name
+    if len(known) < limit:
+        known.add(name)
+        return name
+    return OTHER
+
+
+def received(counts: Mapping[str, int]) -> None:
+    """Events accepted, by source."""
+    for source, count in counts.items():
+        EVENTS_RECEIVED.labels(source_label(source)).inc(count)
+
+
+def allowed(lags: Mapping[str, Sequence[float]]) -> None:
+    """Events that the gate let through: of each source the seconds since their receipt."""
+    for source, found in lags.items():
+        label = source_label(source)
+        SOURCE_DECISIONS.labels(label, "allowed").inc(len(found))
+        INGRESS_LAG.observe(label, found)
+
+
+def refused(holds: Iterable[tuple[str, str | None]]) -> None:
+    """Events that the gate holds back: the source, and the reason. An open breaker counts as a pause."""
+    for source, reason in holds:
+        SOURCE_DECISIONS.labels(source_label(source), _DECISIONS.get(reason or "", "throttled")).inc()
+
+
+_runs = cache(RUNS.labels)
+
+
+def ran(workflow: str, status: str, seconds: float | None = None) -> None:
+    """A run that ended, and the time since it first began; None: it never did."""
+    label = workflow_label(workflow)
+    _runs(label, status).inc()
+    if seconds is not None:
+        RUN_DURATION.observe(label, (max(0.0, seconds),))
+
+
+def evaluated(trigger: str, status: str, count: int = 1) -> None:
+    """What a trigger decided about events."""
+    TRIGGER_EVALUATIONS.labels(trigger_label(trigger), status).inc(count)
+
+
+_http_requests = cache(HTTP_REQUESTS.labels)
+
+
+def answered(route: str, code: int) -> None:
+    """A request was answered; the route is the pattern, never the address, which anyone can make up."""
+    _http_requests(route, str(code)).inc()
+
+
+def webhook(source: str | None, outcome: str) -> None:
+    """A signed request and what became of it; None: its source has no webhook, so anyone can make it up."""
+    WEBHOOKS.labels(OTHER if source is None else source_label(source), outcome).inc()
+
+
+def show(state: SharedState | None) -> None:
+    """Set the gauges; None (the database is away) shows none of them rather than old ones."""
+    for gauge in (DEFERRED, QUEUE_DEPTH, OLDEST_DUE_AGE, DEAD_LETTERS, OPEN_BREAKERS, OVERDUE_RETRIES, EXPIRED_CLAIMS):
+        gauge.clear()
+    DATABASE_UP.set(state is not None)
+    unknown = float("nan")
+    PAUSED_SOURCES.set(state.paused_sources if state else unknown)
+    PAUSED_TRIGGERS.set(state.paused_triggers if state else unknown)
+    WORKERS_ALIVE.set(state.workers_alive if state else unknown)
+    UNSERVED_WORKFLOWS.set(state.unserved_workflows if state else unknown)
+    LAST_PROCESSED.set(state.last_processed if state and state.last_processed is not None else unknown)
+    if state is None:
+        return
+    for (kind, reason), count in state.deferred.items():
+        DEFERRED.labels(kind, reason).set(count)
+    for (queue, depth), count in state.queue_depth.items():
+        QUEUE_DEPTH.labels(queue, depth).set(count)
+    for queue, seconds in state.oldest_due_age_seconds.items():
+        OLDEST_DUE_AGE.labels(queue).set(seconds)
+    for gauge, counts in (
+        (DEAD_LETTERS, state.dead_letters),
+        (OPEN_BREAKERS, state.open_breakers),
+        (OVERDUE_RETRIES, state.overdue_retries),
+        (EXPIRED_CLAIMS, state.expired_claims),
+    ):
+        for kind, count in counts.items():
+            gauge.labels(kind).set(count)
+
+
+def text() -> bytes:
+    """The exposition text of this process."""
+    return generate_latest(REGISTRY)

@@ -1,0 +1,73 @@
+"""A loop around `run_once`: again at once while there is work, else when woken or after the poll interval."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable
+
+from tidegate.errors import Unavailable
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+_PAUSE_SECONDS = 0.5
+MAX_FAILURES_IN_A_ROW = 20
+
+_log = logger("worker")
+
+
+class Loop:
+    """Runs `run_once` until stopped. It returns how much it did; 0 means that it may rest."""
+
+    def __init__(
+        self,
+        name: str,
+        run_once: Callable[[], Awaitable[int]],
+        *,
+        rest_seconds: float | Callable[[], float],
+        wake: asyncio.Event | None = None,
+    ) -> None:
+        self.name = name
+        self._run_once = run_once
+        self._rest_seconds = rest_seconds
+        self._wake = wake or asyncio.Event()
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Let the turn that is under way finish, and begin no other."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        failures = 0
+        while not self._stopping:
+            self._wake.clear()  # before looking: what arrives while we look wakes us again
+            try:
+                done = await self._run_once()
+                failures = 0
+            except Unavailable as exc:
+                metrics.LOOP_FAILURES.labels(self.name).inc()
+                _log.warning("worker.loop_waits", loop=self.name, error=exc)
+                await self._rest(_PAUSE_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311
+                continue
+            except Exception as exc:
+                failures += 1
+                metrics.LOOP_FAILURES.labels(self.name).inc()
+                _log.error("worker.loop_failed", loop=self.name, error=exc, failures=failures, exc_info=exc)
+                if failures >= MAX_FAILURES_IN_A_ROW:
+                    raise
+                await self._rest(_PAUSE_SECONDS)
+                continue
+            if not done:
+                rest = self._rest_seconds
+                await self._rest(rest() if callable(rest) else rest)
+
+    async def _rest(self, seconds: float) -> None:
+        if self._stopping:
+            return
+        try:
+            async with asyncio.timeout(None if seconds == math.inf else seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,349 @@
+"""A worker process, from start to stop, in reading order."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Literal, NamedTuple
+
+from tidegate.flow.batch import Batch
+from tidegate.flow.delivery_replan import DeliveryReplan
+from tidegate.flow.delivery_retry import DeliveryRetry
+from tidegate.flow.delivery_retry import Turn as DeliveryTurn
+from tidegate.flow.dispatch import Dispatch
+from tidegate.flow.http_workflow import HttpWorkflows
+from tidegate.flow.match import Matcher
+from tidegate.flow.prune import Prune, Retention
+from tidegate.flow.reconcile import Reconcile, Requeue
+from tidegate.flow.replan import Replan
+from tidegate.flow.replay import TOPICS as REPLAY_TOPICS
+from tidegate.flow.replay import Replay
+from tidegate.flow.retry import Retry
+from tidegate.flow.run import Runner
+from tidegate.flow.schedule import Schedule
+from tidegate.flow.slots import Freed
+from tidegate.flow.workflow import Workflow
+from tidegate.queue.choose import open_queue
+from tidegate.queue.wakeups import delivery_wakeups, event_wakeups, step_wakeups
+from tidegate.settings import Settings
+from tidegate.store import durability, migrate
+from tidegate.store.db import Database
+from tidegate.telemetry import traces
+from tidegate.telemetry.logs import logger
+from tidegate.worker.loop import Loop
+
+_log = logger("worker")
+
+RetryTopic = Literal["retries", "deliveries"]
+
+# While a backlog drains, a turn every so often takes what has come due since.
+DRAIN_SECONDS = 0.02
+# A pass over the waiting events, a page at a time so that a large backlog costs little; then a rest.
+REQUEUE_PAGE_SECONDS, REQUEUE_PASS_SECONDS = 0.25, 3.0
+# Old rows are deleted in small batches with a rest in between, so that nobody notices; then a longer rest.
+PRUNE_BATCH_SECONDS, PRUNE_PASS_SECONDS = 0.05, 60.0
+
+
+class Turn(NamedTuple):
+    """How much was done, and when there is more to do."""
+
+    done: int
+    next_at: datetime | None
+
+
+class Worker:
+    """Decides events and runs the workflows of one application until `stop` is called."""
+
+    def __init__(self, settings: Settings, workflows: Mapping[str, Workflow], definitions: list[uuid.UUID]) -> None:
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self.settings = settings
+        self._database = Database(settings.require_database_url(), "worker", size=8)
+        self._queue = open_queue(settings, self._database)
+        matcher = Matcher()  # one for all stages: a thousand triggers are compiled once
+        self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
+        self._rests = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0, "replays": 0.0, "prune": 0.0}
+        self._definitions, self._served = definitions, dict(workflows)  # http workflows join as they appear
+        self._http_workflows = HttpWorkflows(self._database, allow_private=settings.http_allow_private)
+        self._runner = Runner(
+            self._database,
+            self._served,
+            worker=self.name,
+            concurrency=settings.worker_concurrency,
+            lease_ms=settings.lease_ms,
+            policy=settings.step_retry,
+            breaker=settings.trigger_error,
+            fill=self._delivery_retry.fill,
+            after_free=self._after_free,
+            after_wait=lambda waiting: self._queue.schedule(step_wakeups(waiting)),
+        )
+        self._runner.serve(definitions)
+        self._inbox_is_full = asyncio.Event()
+        self._dispatch, self._retry, self._replan = self._event_stages(matcher)
+        self._reconcile = Reconcile(
+            self._database, batch_size=settings.batch_size, breaker=settings.trigger_error, worker=self.name
+        )
+        self._requeue = Requeue(self._database, self._queue, batch_size=settings.batch_size)
+        self._schedule = Schedule(
+            self._database,
+            definitions,
+            batch_size=settings.batch_size,
+            after_publish=lambda: self._queue.hint("inbox"),
+        )
+        self._replay = Replay(self._database, batch_size=settings.batch_size, after_replay=self._after_replay)
+        kept = (settings.retention_events_seconds, settings.retention_dead_letters_seconds)
+        self._prune = Prune(self._database, Retention(*kept, settings.retention_audit_seconds))
+        self._workflows = sorted(workflows)
+        self._stopping = asyncio.Event()
+
+    def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, Retry, Replan]:
+        settings, queue = self.settings, self._queue
+        new_batch = partial(
+            Batch,
+            settings.source_error,
+            matcher=matcher,
+            trigger_breaker=settings.trigger_error,
+            trigger_retry=settings.trigger_retry,
+            after_hold=lambda held: queue.schedule(delivery_wakeups(held)),
+        )
+        new_dispatch = partial(
+            Dispatch,
+            self._database,
+            batch_size=settings.batch_size,
+            after_launch=self._after_launch,
+            after_hold=lambda held: queue.schedule(event_wakeups(held)),
+        )
+        batch = new_batch(claim=self._runner.claim, after_claim=self._runner.start)
+        dispatch = new_dispatch(batch=batch, after_full=self._inbox_is_full.set)
+        self._second_dispatch = new_dispatch(batch=new_batch())  # claims nothing: the room is the first one's
+        retry = Retry(
+            self._database,
+            batch_size=settings.batch_size,
+            after_launch=lambda: queue.hint("runs"),
+            after_plan=lambda: queue.hint("plans"),
+            batch=batch,
+        )
+        replan = Replan(
+            self._database,
+            policy=settings.event_retry,
+            after_move=lambda moved: queue.schedule(event_wakeups(moved)),
+        )
+        return dispatch, retry, replan
+
+    def _delivery_stages(self, matcher: Matcher) -> tuple[DeliveryRetry, DeliveryReplan]:
+        settings, queue = self.settings, self._queue
+        retry = DeliveryRetry(
+            self._database,
+            batch_size=settings.batch_size,
+            after_launch=lambda: queue.hint("runs"),
+            after_hold=lambda held: queue.schedule(delivery_wakeups(held)),
+            after_plan=lambda: queue.hint("plans"),
+            after_wake=lambda: queue.hint("deliveries"),
+            matcher=matcher,
+            breaker=settings.trigger_error,
+            policy=settings.trigger_retry,
+        )
+        replan = DeliveryReplan(
+            self._database,
+            policy=settings.trigger_retry,
+            after_move=lambda moved: queue.schedule(delivery_wakeups(moved)),
+        )
+        return retry, replan
+
+    def stop(self) -> None:
+        """Begin to stop; `run` returns when everything is finished or handed back."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Work until stopped. A loop that dies stops the worker with its error."""
+        await self._database.open()
+        await migrate.require_current(self._database)
+        await durability.require_safe(self._database, allow_unsafe=self.settings.allow_unsafe_durability)
+        self._queue.start_listening()
+        poll = self.settings.poll_ms / 1000
+        lease = self.settings.lease_ms / 1000
+        claiming = [
+            Loop("dispatch", self._dispatch_once, rest_seconds=poll, wake=self._queue.wake("inbox")),
+            Loop("dispatch", self._dispatch_more, rest_seconds=math.inf, wake=self._inbox_is_full),
+            self._retry_loop("retries", self._retry),
+            self._retry_loop("deliveries", self._delivery_retry),
+            Loop("replan", self._replan_once, rest_seconds=poll, wake=self._queue.wake("plans")),
+            Loop("definitions", self._definitions_once, rest_seconds=poll),
+            Loop("run", self._run_once, rest_seconds=lambda: self._rests["runs"], wake=self._queue.wake("runs")),
+            Loop("schedule", self._schedule_once, rest_seconds=lambda: self._rests["schedules"]),
+            Loop("replay", self._replay_once, rest_seconds=lambda: self._rests["replays"]),
+            Loop("prune", self._prune_once, rest_seconds=lambda: self._rests["prune"]),
+            Loop("reconcile", self._reconcile_once, rest_seconds=min(lease / 3, 1.0)),
+            Loop("requeue", self._requeue_once, rest_seconds=self._requeue_rest),
+        ]
+        _log.info("worker.started", worker=self.name, workflows=self._workflows)
+        claims = [asyncio.create_task(loop.run(), name=loop.name) for loop in claiming]
+        self._runner.keep_leases()
+        stopped = asyncio.create_task(self._stopping.wait(), name="stop")
+        try:
+            done, _ = await asyncio.wait([*claims, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for loop in claiming:  # claim nothing more; leases go on being renewed while runs finish
+                loop.stop()
+            self._runner.stop_claiming()
+            await asyncio.gather(*claims, return_exceptions=True)
+            await self._runner.stop(self.settings.shutdown_ms / 1000)
+            for task in done - {stopped}:
+                task.result()
+        finally:
+            stopped.cancel()
+            await asyncio.gather(stopped, return_exceptions=True)
+            await self._queue.close()
+            await self._database.close()
+            await traces.flush()
+            _log.info("worker.stopped", worker=self.name)
+
+    async def turn(self, now: datetime) -> Turn:
+        """Every stage once, and wait until nothing runs: for whoever turns a worker by hand instead of `run`."""
+        ticks = await self._schedule.run_once()
+        done = await self._replay.run_once() + ticks.published + (await self._dispatch.run_once()).events
+        events, deliveries = await self._retry.run_once(), await self._delivery_retry.run_once()
+        done += events.due + len(events.replanned) + deliveries.due + len(deliveries.replanned)
+        done += await self._replan.run_once() + await self._delivery_replan.run_once()
+        done += sum((await self._reconcile.run_once()).values())
+        done += await self._runner.run_once()
+        await self._runner.idle()
+        waits = [
+            await self._runner.next_due_seconds(),
+            await self._retry.next_look_seconds(),
+            await self._delivery_retry.next_look_seconds(),
+            await self._replay.next_look_seconds(),
+            ticks.next_seconds,
+        ]
+        # When there is room again for those that are due and found none, and when something is due or ticks.
+        times = [at for at in (events.look_at, deliveries.look_at) if at is not None]
+        times += [now + timedelta(seconds=seconds) for seconds in waits if seconds is not None]
+        return Turn(done, min((at for at in times if at > now), default=None))
+
+    async def close(self) -> None:
+        """End a worker that was turned by hand; what still runs is handed back."""
+        self._runner.stop_claiming()
+        await self._runner.stop(0)
+        await self._queue.close()
+        await self._database.close()
+
+    async def _dispatch_once(self) -> int:
+        await self._runner.breathe()
+        outcome = await self._dispatch.run_once()
+        return outcome.events if self._dispatch.has_more else 0
+
+    async def _dispatch_more(self) -> int:
+        """A second batch while the first is decided, so that neither we nor the database wait for each other. Where
+        runs are begun as they are created there is enough to do meanwhile."""
+        if not self._dispatch.is_behind or not self._runner.claims_nothing:
+            return 0
+        return (await self._second_dispatch.run_once()).events
+
+    def _retry_loop(self, topic: RetryTopic, retry: Retry | DeliveryRetry) -> Loop:
+        """Looks at what is due, and rests until the next slot."""
+
+        async def once() -> int:
+            turn = await retry.run_once()
+            if turn.due == 0 and not turn.replanned:
+                self._rests[topic] = await self._until_next_slot(retry, turn.look_at, turn.now)
+            else:
+                # Slots of a drain lie close together: let some come due, so that each turn is a batch.
+                self._rests[topic] = 0 if turn.due >= self.settings.batch_size else DRAIN_SECONDS
+            return 0
+
+        return Loop(topic, once, rest_seconds=lambda: self._rests[topic], wake=self._queue.wake(topic))
+
+    async def _until_next_slot(
+        self, retry: Retry | DeliveryRetry, look_at: datetime | None, now: datetime | None
+    ) -> float:
+        poll = self.settings.poll_ms / 1000
+        if look_at is not None and now is not None:
+            return min(poll, max(DRAIN_SECONDS, (look_at - now).total_seconds()))
+        seconds = await retry.next_look_seconds()
+        return poll if seconds is None else min(poll, max(DRAIN_SECONDS, seconds))
+
+    async def _replan_once(self) -> int:
+        moved, deliveries_moved = await self._replan.run_once(), await self._delivery_replan.run_once()
+        if moved:
+            self._queue.hint("retries")
+        if deliveries_moved:
+            self._queue.hint("deliveries")
+        return moved + deliveries_moved
+
+    def _after_launch(self) -> None:
+        self._runner.expect()
+        self._queue.hint("runs")
+
+    def _after_free(self, freed: Freed) -> None:
+        if isinstance(freed.filled, DeliveryTurn):
+            self._delivery_retry.committed(freed.filled)
+        if freed.woken:
+            self._queue.hint("deliveries")
+        if freed.moves:
+            self._queue.hint("plans")
+
+    async def _definitions_once(self) -> int:
+        found = await self._http_workflows.refresh(self._served)
+        if found is not None:
+            self._runner.serve([*self._definitions, *found])
+            self._queue.wake("runs").set()  # they may have runs already
+        return 0
+
+    async def _run_once(self) -> int:
+        started = await self._runner.run_once()
+        if started == 0 and self._runner.room == 0:
+            # Wait for room, not for a hint: there may be plenty to do already.
+            await self._runner.wait_for_room()
+            return 1
+        if started == 0:
+            seconds = await self._runner.next_due_seconds()
+            poll = self.settings.poll_ms / 1000
+            self._rests["runs"] = poll if seconds is None else min(poll, max(0.005, seconds))
+        return started
+
+    async def _schedule_once(self) -> int:
+        turn = await self._schedule.run_once()
+        poll = self.settings.poll_ms / 1000
+        next_tick = poll if turn.next_seconds is None else max(DRAIN_SECONDS, turn.next_seconds)
+        self._rests["schedules"] = min(poll, next_tick)
+        return turn.published
+
+    async def _replay_once(self) -> int:
+        done = await self._replay.run_once()
+        if done == 0:
+            seconds = await self._replay.next_look_seconds()
+            poll = self.settings.poll_ms / 1000
+            self._rests["replays"] = poll if seconds is None else min(poll, max(DRAIN_SECONDS, seconds))
+        return done
+
+    def _after_replay(self, kinds: set[str]) -> None:
+        for kind, topic in REPLAY_TOPICS.items():
+            if kind in kinds:
+                self._queue.hint(topic)
+
+    async def _prune_once(self) -> int:
+        self._rests["prune"] = PRUNE_PASS_SECONDS
+        if self._prune.is_on:
+            pruned = await self._prune.run_once()
+            if pruned.deleted:
+                _log.info("prune.deleted", **pruned.deleted)
+            if not pruned.is_done:
+                self._rests["prune"] = PRUNE_BATCH_SECONDS
+        return 0
+
+    async def _reconcile_once(self) -> int:
+        released = await self._reconcile.run_once()
+        if released["runs"]:
+            self._queue.hint("runs")
+        return 0
+
+    async def _requeue_once(self) -> int:
+        await self._requeue.run_once()
+        return 0
+
+    def _requeue_rest(self) -> float:
+        return REQUEUE_PAGE_SECONDS if self._requeue.is_between_pages else REQUEUE_PASS_SECONDS
