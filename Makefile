@@ -8,7 +8,7 @@ OTHERS := $(VENV)/others
 
 JOBS   ?= 2
 
-.PHONY: dev test check fmt bench chaos clean
+.PHONY: dev test check fmt bench chaos wheel clean
 
 dev: $(READY)
 	@exec $(BIN)/tidegate dev examples/demo.py
@@ -41,8 +41,13 @@ chaos: $(READY)
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.hostile --out chaos/results/hostile.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.fences
 
+# Tidegate as one file, to install on other machines (docs/installing.md).
+wheel: $(READY)
+	@$(BIN)/python -m build --wheel --no-isolation --outdir dist . >/dev/null
+	@ls dist/tidegate-*.whl
+
 clean:
-	rm -rf $(VENV) .tidegate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) dist .tidegate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Tidegate needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }

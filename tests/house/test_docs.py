@@ -69,8 +69,6 @@ def test_public_names() -> None:
         "Client",
         "Conflict",
         "Context",
-        "Tidegate",
-        "TidegateError",
         "InvalidInput",
         "NonRetryable",
         "NotFound",
@@ -80,6 +78,8 @@ def test_public_names() -> None:
         "RetryAfter",
         "StepFailed",
         "SyncContext",
+        "Tidegate",
+        "TidegateError",
         "Unavailable",
     ]
     for name in tidegate.__all__:

@@ -31,5 +31,6 @@ def _bullmq() -> Any:
         return import_module("tidegate.queue.bullmq")
     except ImportError as exc:
         raise SettingsError(
-            f"TIDEGATE_QUEUE=bullmq needs packages that are not installed ({exc.name}): pip install 'tidegate[bullmq]'"
+            f"TIDEGATE_QUEUE=bullmq needs packages that are not installed ({exc.name}): "
+            "install Tidegate with its extra `bullmq`, as docs/installing.md says"
         ) from exc
