@@ -2,7 +2,9 @@
 
 **Limit.** Admissions are counted in a ring of buckets, each 1/64 of the interval. A bucket counts until its *end* is
 older than the interval, so in any sliding interval at most `rate_limit` pass; at most 1/64 of the allowance is lost. A
-refusal spends nothing. The cost does not depend on the limit.
+refusal spends nothing. The cost does not depend on the limit. When the limit changes, what passed under the old one goes
+to the buckets of the new one as late as it can have been, but not later than the last admission: so it holds nobody up
+for longer than one new interval.
 
 **Pace.** What is refused gets a slot: the time at which there will be room for it, behind those that wait already.
 Slots lie `max(interval, pause) / limit` apart, so a backlog drains at the allowed rate, in arrival order, with one
@@ -109,6 +111,7 @@ class Gate:
         ring: list[int] | None = None,
         ring_at: int = 0,
         ring_width_us: int = 0,
+        spent_at: datetime | None = None,
         drain_at: datetime | None = None,
         throttled_until: datetime | None = None,
         paused_at: datetime | None = None,
@@ -125,6 +128,7 @@ class Gate:
         self.ring = [0] * RING
         self.ring_at = ring_at
         self.ring_width_us = ring_width_us
+        self.spent_at = spent_at
         self._load_ring(ring or [])
         self.drain_at = drain_at
         self.throttled_until = throttled_until
@@ -169,6 +173,7 @@ class Gate:
         self._roll(now)
         self.ring[self.ring_at % RING] += count
         self.ring_width_us = self._width_us()
+        self.spent_at = max(now, self.spent_at or now)
         self.is_changed = True
 
     def spend_later(self, now: datetime, count: int) -> None:
@@ -275,11 +280,15 @@ class Gate:
             self.ring = list(stored)
             return
         last = self.ring_at
-        self.ring_at = ((last + 1) * old - 1) // new
-        for number in range(last - RING + 1, last + 1):
-            moved = ((number + 1) * old - 1) // new  # as if at the bucket's end: never forgotten too early
-            if moved > self.ring_at - RING:
-                self.ring[moved % RING] += stored[number % RING]
+        # As if at the bucket's end, so that nothing is forgotten too early; but nothing has passed after `spent_at`. Its
+        # bucket may end long after: counted from there, a day's window would close one of a second for many minutes.
+        ends = [(number + 1) * old - 1 for number in range(last - RING + 1, last + 1)]
+        if self.spent_at is not None:
+            ends = [min(end, _to_us(self.spent_at)) for end in ends]
+        self.ring_at = ends[-1] // new
+        for number, end in zip(range(last - RING + 1, last + 1), ends, strict=True):
+            if end // new > self.ring_at - RING:
+                self.ring[end // new % RING] += stored[number % RING]
 
     def _width_us(self) -> int:
         assert self.limit is not None

@@ -170,6 +170,7 @@ async def save(connection: Connection, gates: Sequence[Gate]) -> None:
         [g.breaker_until for g in changed],
         [g.breaker_reason for g in changed],
         ["{" + ",".join(at.isoformat() for at in g.failures) + "}" for g in changed],
+        [g.spent_at for g in changed],
     )
 
 

@@ -30,7 +30,7 @@ returning source
 
 -- name: lock
 -- The state of sources, locked in a fixed order until the commit.
-select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.ring, s.ring_at, s.ring_width_us, s.drain_at, s.throttled_until,
+select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.ring, s.ring_at, s.ring_width_us, s.spent_at, s.drain_at, s.throttled_until,
        s.paused_at, s.paused_until, s.pause_reason, s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.failures,
        s.plan_version, s.is_replanning, s.refused_at
   from tidegate.event_scheduler_sources s
@@ -72,10 +72,11 @@ select s.source, s.paused_until, s.pause_reason, s.paused_by from tidegate.event
 update tidegate.event_scheduler_sources s
    set ring = u.ring::bigint[], ring_at = u.ring_at, ring_width_us = u.ring_width_us, drain_at = u.drain_at,
        throttled_until = u.throttled_until, breaker_state = u.breaker_state, breaker_until = u.breaker_until, breaker_reason = u.breaker_reason,
-       failures = u.failures::timestamptz[], updated_at = tidegate.now()
+       failures = u.failures::timestamptz[], spent_at = u.spent_at, updated_at = tidegate.now()
   from unnest($1::text[], $2::text[], $3::bigint[], $4::bigint[], $5::timestamptz[], $6::timestamptz[], $7::text[],
-              $8::timestamptz[], $9::text[], $10::text[])
-    as u (source, ring, ring_at, ring_width_us, drain_at, throttled_until, breaker_state, breaker_until, breaker_reason, failures)
+              $8::timestamptz[], $9::text[], $10::text[], $11::timestamptz[])
+    as u (source, ring, ring_at, ring_width_us, drain_at, throttled_until, breaker_state, breaker_until, breaker_reason, failures,
+          spent_at)
  where s.source = u.source
 
 -- name: set_plan

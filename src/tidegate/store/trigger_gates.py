@@ -155,6 +155,7 @@ async def save(connection: Connection, gates: Iterable[TriggerGate]) -> None:
         [g.breaker_reason for g in changed],
         ["{" + ",".join(at.isoformat() for at in g.failures) + "}" for g in changed],
         [g.probe_run_id for g in changed],
+        [g.spent_at for g in changed],
     )
 
 

@@ -12,7 +12,7 @@ on conflict (trigger_id) do nothing
 -- name: lock
 -- The state of triggers with their limits, locked in a fixed order until the commit: those asked for ($1), and of the
 -- others ($2) those that are paused or whose breaker is not closed.
-select g.trigger_id, g.ring, g.ring_at, g.ring_width_us, g.drain_at, g.paused_at, g.paused_until, g.pause_reason,
+select g.trigger_id, g.ring, g.ring_at, g.ring_width_us, g.spent_at, g.drain_at, g.paused_at, g.paused_until, g.pause_reason,
        g.paused_by, g.breaker_state, g.breaker_until, g.breaker_reason, g.failures, g.probe_run_id, g.closed_until,
        g.closed_reason, g.plan_version, g.is_replanning, g.refused_at, t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker
   from tidegate.event_scheduler_triggers g
@@ -112,11 +112,12 @@ returning d.id
 update tidegate.event_scheduler_triggers g
    set ring = u.ring::bigint[], ring_at = u.ring_at, ring_width_us = u.ring_width_us, drain_at = u.drain_at,
        breaker_state = u.breaker_state, breaker_until = u.breaker_until, breaker_reason = u.breaker_reason,
-       failures = u.failures::timestamptz[], probe_run_id = u.probe_run_id, updated_at = tidegate.now()
+       failures = u.failures::timestamptz[], probe_run_id = u.probe_run_id, spent_at = u.spent_at,
+       updated_at = tidegate.now()
   from unnest($1::uuid[], $2::text[], $3::bigint[], $4::bigint[], $5::timestamptz[], $6::text[], $7::timestamptz[],
-              $8::text[], $9::text[], $10::uuid[])
+              $8::text[], $9::text[], $10::uuid[], $11::timestamptz[])
     as u (trigger_id, ring, ring_at, ring_width_us, drain_at, breaker_state, breaker_until, breaker_reason, failures,
-          probe_run_id)
+          probe_run_id, spent_at)
  where g.trigger_id = u.trigger_id
 
 -- name: set_plan
