@@ -1,4 +1,4 @@
-"""Limits that change while events wait, on a real database with a moved clock: for sources and for triggers alike, the new
+"""Limits that change while events wait, on a real database with a moved clock: for sources and triggers alike, the new
 rate is there within one new window, the line keeps its order, and no limit is exceeded."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Limits that change: whatever the limit was before, the new one holds at once and is used fully within its window.
 
-The rule (`docs/sources.md`, "Changing a limit"): after an edit at `t`, in any sliding window of the new limit at most its
-number passes, and what passed before `t` counts as far as the ring knows it; one new window after `t` all of the new
-rate is there to be used.
+The rule (`docs/sources.md`, "Changing a limit"): after an edit at `t`, in any sliding window of the new limit at most
+its number passes, and what passed before `t` counts as far as the ring knows it; one new window after `t` all of the
+new rate is there to be used.
 """
 
 from __future__ import annotations

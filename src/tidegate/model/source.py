@@ -2,9 +2,9 @@
 
 **Limit.** Admissions are counted in a ring of buckets, each 1/64 of the interval. A bucket counts until its *end* is
 older than the interval, so in any sliding interval at most `rate_limit` pass; at most 1/64 of the allowance is lost. A
-refusal spends nothing. The cost does not depend on the limit. When the limit changes, what passed under the old one goes
-to the buckets of the new one as late as it can have been, but not later than the last admission: so it holds nobody up
-for longer than one new interval.
+refusal spends nothing. The cost does not depend on the limit. When the limit changes, what passed under the old one
+goes to the buckets of the new one as late as it can have been, but not later than the last admission: so it holds
+nobody up for longer than one new interval.
 
 **Pace.** What is refused gets a slot: the time at which there will be room for it, behind those that wait already.
 Slots lie `max(interval, pause) / limit` apart, so a backlog drains at the allowed rate, in arrival order, with one
@@ -280,8 +280,8 @@ class Gate:
             self.ring = list(stored)
             return
         last = self.ring_at
-        # As if at the bucket's end, so that nothing is forgotten too early; but nothing has passed after `spent_at`. Its
-        # bucket may end long after: counted from there, a day's window would close one of a second for many minutes.
+        # As if at the bucket's end, so that nothing is forgotten too early; but nothing has passed after `spent_at`:
+        # counted from the end of a day's bucket, it would close a window of a second for many minutes.
         ends = [(number + 1) * old - 1 for number in range(last - RING + 1, last + 1)]
         if self.spent_at is not None:
             ends = [min(end, _to_us(self.spent_at)) for end in ends]
