@@ -159,6 +159,7 @@ class Stage:
         own = {
             "TIDEGATE_DATABASE_URL": database_url,
             "TIDEGATE_PORT": "0",
+            "TIDEGATE_AUTH": "off",
             "TIDEGATE_LOG_LEVEL": "warning",
         }
         program = Path(sys.executable).parent / "tidegate"

@@ -177,7 +177,7 @@ class Cluster:
             "CHAOS_SINK": str(self.folder / "sink"),
             "TIDEGATE_DATABASE_URL": self.database_url,
             "TIDEGATE_QUEUE": self.queue,
-            "TIDEGATE_AUTH": "off",  # a token that a hostile request happens to make would shut out the others
+            "TIDEGATE_AUTH": "off",  # all who ask are here, on this machine
             "TIDEGATE_LEASE_MS": str(LEASE_MS),
             "TIDEGATE_POLL_MS": "200",
             "TIDEGATE_SHUTDOWN_MS": "5000",

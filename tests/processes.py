@@ -99,15 +99,16 @@ def tidegate(*arguments: str, cwd: Path | None = None, **env: str) -> Iterator[P
 
 @contextlib.contextmanager
 def api(database_url: str, **env: str) -> Iterator[tuple[Process, str]]:
-    """An API process that is ready, and its address."""
-    with tidegate("serve", "--port", "0", TIDEGATE_DATABASE_URL=database_url, **env) as process:
+    """An API process that is ready, and its address; an open one, unless `TIDEGATE_AUTH` says otherwise."""
+    settings = {"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_AUTH": "off", **env}
+    with tidegate("serve", "--port", "0", **settings) as process:
         yield process, process.wait_for_line(r"API on (http://\S+)")[1]
 
 
 @contextlib.contextmanager
 def worker(database_url: str, app: Path | str, **env: str) -> Iterator[Process]:
-    """A worker process that is ready."""
-    settings = {"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_POLL_MS": "100", **env}
+    """A worker process that is ready; its metrics are open, unless `TIDEGATE_AUTH` says otherwise."""
+    settings = {"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_POLL_MS": "100", "TIDEGATE_AUTH": "off", **env}
     with tidegate("worker", str(app), **settings) as process:
         process.wait_for_line("worker.started")
         yield process

@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     database_url: str | None = None
     queue: Literal["postgres", "bullmq"] = "postgres"
     redis_url: str | None = None
-    auth: Literal["auto", "on", "off"] = "auto"
+    auth: Literal["on", "off"] = "on"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     event_retry: RetryPolicy = EVENT_RETRY
@@ -119,8 +119,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.auth == "off" and not self.is_loopback:
             raise SettingsError(
-                f"{_env('host')} is {self.host!r}: without authentication ({_env('auth')}=off) the API listens on "
-                "loopback only (127.0.0.1, ::1 or localhost)"
+                f"{_env('host')} is {self.host!r}: without tokens ({_env('auth')}=off, the default of `tidegate dev`) "
+                f"the API listens on loopback only (127.0.0.1, ::1 or localhost); {_env('auth')}=on asks "
+                "for them, and `tidegate token create` makes them"
             )
 
     @property
@@ -151,9 +152,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.database_url
 
 
-def load(overrides: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from `tidegate.toml` and the environment; `overrides` (by field name) win over both."""
-    return from_sources(os.environ, Path(TOML_FILE), overrides or {})
+def load(overrides: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from `tidegate.toml` and the environment; `overrides` (by field name) win over both.
+
+    `defaults` are a command's own, where nobody says otherwise.
+    """
+    return from_sources(os.environ, Path(TOML_FILE), overrides or {}, defaults or {})
 
 
 def client_token() -> str | None:
@@ -182,9 +186,11 @@ def trace_queue_size() -> int | None:
     return None if os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else TRACE_QUEUE_SIZE
 
 
-def from_sources(environ: Mapping[str, str], toml: Path, overrides: Mapping[str, Any]) -> Settings:
+def from_sources(
+    environ: Mapping[str, str], toml: Path, overrides: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> Settings:
     """Settings from the given sources. SettingsError names the setting, what was expected and what was given."""
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(defaults or {})
     if toml.is_file():
         try:
             values.update(_from_toml(tomllib.loads(toml.read_text(encoding="utf-8")), toml.name))

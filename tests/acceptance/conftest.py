@@ -45,7 +45,7 @@ def address(shared_url: str) -> Iterator[str]:
 @pytest.fixture
 async def served(database_url: str) -> AsyncIterator[tuple[Api, Server]]:
     """An API in this process, on its socket."""
-    settings = Settings(database_url=database_url, port=0)
+    settings = Settings(database_url=database_url, port=0, auth="off")
     api = Api(settings)
     await api.open()
     server = Server(api.app, bind(settings), api.publish)

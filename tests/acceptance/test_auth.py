@@ -12,13 +12,14 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import asyncpg
 import httpx
 import pytest
 
 from tests.acceptance.conftest import DEMO, ROOT
-from tests.processes import PATIENCE_SECONDS, Process, api, run, worker
+from tests.processes import PATIENCE_SECONDS, Process, api, run, tidegate, worker
 from tidegate.client import AsyncClient, Client
 from tidegate.embedded import EmbeddedPostgres
 from tidegate.errors import InvalidInput, RequestRefused
@@ -242,16 +243,53 @@ def test_commands_and_clients_send_the_token(
         Client(url, "tg_\N{SNOWMAN}")
 
 
-def test_the_first_token_closes_an_open_api(http: httpx.Client, database_url: str, tmp_path: Path) -> None:
-    with api(database_url) as (_, url):
-        assert http.get(f"{url}/v1/runs").status_code == 200
+def passed_on_by_nginx(url: str, method: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    """What a stranger gets through nginx on the same machine whose only line is `proxy_pass URL`: it speaks HTTP/1.0
+    and names the API itself as `Host`, with nothing of the stranger but the rest of the head."""
+    target, content = urlsplit(url), json.dumps(body).encode()
+    head = (
+        f"{method} {path} HTTP/1.0\r\nHost: {target.netloc}\r\nConnection: close\r\nContent-Length: {len(content)}\r\n"
+        "User-Agent: curl/8.5.0\r\nAccept: */*\r\nContent-Type: application/json\r\n\r\n"
+    )
+    answer = b""
+    with socket.create_connection((target.hostname, target.port), timeout=PATIENCE_SECONDS) as nginx:
+        nginx.sendall(head.encode() + content)
+        while part := nginx.recv(65536):
+            answer += part
+    return int(answer.split()[1]), answer
+
+
+def test_a_stranger_behind_a_proxy_on_this_machine_gets_nothing(
+    http: httpx.Client, database_url: str, tmp_path: Path
+) -> None:
+    """With no setting at all, and no token yet: nobody but the owner of the database makes the first."""
+    with tidegate("serve", "--port", "0", cwd=tmp_path, TIDEGATE_DATABASE_URL=database_url) as process:
+        url = process.wait_for_line(r"API on (http://\S+)")[1]
+        body = {"name": "mine", "scopes": ["admin"]}
+        wanted = (("/admin/tokens", body), ("/v1/events", BODIES["/v1/events"]), ("/admin/sources/x/pause", {}))
+        for path, given in wanted:
+            status, answer = passed_on_by_nginx(url, "POST", path, given)
+            assert status == 401 and b"tidegate token create" in answer, answer
+        assert http.post(f"{url}/admin/tokens", json=body).status_code == 401
+        assert run("token", "create", "x", "--scope", "admin", env={"TIDEGATE_URL": url}, cwd=tmp_path).returncode == 1
+        assert rows(database_url, "select name from tidegate.api_tokens") == []
+        ready = http.get(f"{url}/readyz").json()
+        assert (ready["status"], ready["warnings"]) == ("ok", []) and "process.notice" not in process.output
+        first = bearer(create(database_url, "first", "--scope", "admin"))
+        assert http.get(f"{url}/v1/runs", headers=first).status_code == 200
+        assert http.get(f"{url}/admin/event-health", headers=first).json()["warnings"] == []
+
+
+def test_an_open_api_says_so(http: httpx.Client, database_url: str) -> None:
+    with api(database_url, TIDEGATE_AUTH="off") as (process, url):
         assert http.get(f"{url}/v1/runs", headers=bearer(UNKNOWN)).status_code == 200
-        first = run("token", "create", "first", "--scope", "admin", env={"TIDEGATE_URL": url}, cwd=tmp_path)
-        assert first.returncode == 0, first.stderr
-        assert http.get(f"{url}/v1/runs").status_code == 401
-        assert http.get(f"{url}/v1/runs", headers=bearer(first.stdout.strip())).status_code == 200
-        assert http.get(f"{url}/livez").status_code == http.get(f"{url}/readyz").status_code == 200
-    with api(database_url, TIDEGATE_AUTH="off") as (_, url):
+        line = json.loads(process.wait_for_line(r".*process\.notice.*")[0])
+        assert (line["code"], line["level"]) == ("open_access", "warning") and "TIDEGATE_AUTH=on" in line["message"]
+        for path in ("/readyz", "/admin/event-health"):
+            [warning] = http.get(url + path).json()["warnings"]
+            assert warning["code"] == "open_access" and "without a token" in warning["message"], path
+        assert "warning: the API is open" in run("health", env={"TIDEGATE_URL": url}).stdout
+        create(database_url, "first", "--scope", "admin")  # it was said to be open, and stays so
         assert http.get(f"{url}/v1/runs").status_code == 200
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.acceptance.conftest import DEMO
@@ -52,6 +53,10 @@ def test_first_start_restart_and_ctrl_c(tmp_path: Path) -> None:
         with Client(address) as client:
             receipt = client.publish("order.created", source="shop.api", payload={"id": 7, "amount": 120}, id="o-7")
         assert finished_run(address, receipt.id)["output"]["receipt"] == "r-7"
+        assert "the API is open" in process.output
+        assert httpx.get(f"{address}/readyz").json()["warnings"][0]["code"] == "open_access"
+        for headers in ({"host": "rebound.example"}, {"x-forwarded-for": "203.0.113.7"}, {"via": "1.1 proxy"}):
+            assert httpx.get(f"{address}/v1/runs", headers=headers).status_code == 401, headers
         children = children_of(process.pid)
         assert children
         process.signal(signal.SIGINT)
@@ -104,7 +109,8 @@ def test_an_unusable_data_directory(tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"TIDEGATE_PORT": "eight"}, "TIDEGATE_PORT must be a whole number, not 'eight'"),
-        ({"TIDEGATE_HOST": "0.0.0.0", "TIDEGATE_AUTH": "off"}, "TIDEGATE_HOST is '0.0.0.0': without authentication"),
+        ({"TIDEGATE_HOST": "0.0.0.0", "TIDEGATE_AUTH": "off"}, "TIDEGATE_HOST is '0.0.0.0': without tokens"),
+        ({"TIDEGATE_HOST": "0.0.0.0"}, "TIDEGATE_HOST is '0.0.0.0': without tokens"),
         ({"TIDEGATE_EVENT_RETRY_FACTOR": "0.5"}, "TIDEGATE_EVENT_RETRY_FACTOR must lie between 1 and 100, not 0.5"),
         ({"TIDEGATE_DATABASE_URL": "mysql://x"}, "TIDEGATE_DATABASE_URL must start with postgresql://"),
         ({"TIDEGATE_QUEUE": "kafka"}, "TIDEGATE_QUEUE must be postgres"),

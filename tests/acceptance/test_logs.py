@@ -71,6 +71,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(shared_url: str, tmp_path: P
     """A full disk under the log: what is committed is acknowledged all the same, and what is due goes on."""
     (tmp_path / "app.py").write_text(APP.replace("order.created", "disk.full"))
     env = {"TIDEGATE_DATABASE_URL": shared_url, "TIDEGATE_POLL_MS": "100", "TIDEGATE_LOG_LEVEL": "debug"}
+    env |= {"TIDEGATE_AUTH": "off"}
     env |= {"TIDEGATE_STEP_RETRY_BASE_MS": "50", "TIDEGATE_STEP_RETRY_JITTER_RATIO": "0"}
     full = Path("/dev/full")
     with (
@@ -150,7 +151,7 @@ def test_the_calm_way_is_told_by_two_lines_at_info(lines: list[dict[str, Any]]) 
 
 
 def test_for_people(shared_url: str, tmp_path: Path) -> None:
-    env = {"TIDEGATE_DATABASE_URL": shared_url, "TIDEGATE_LOG_FORMAT": "console"}
+    env = {"TIDEGATE_DATABASE_URL": shared_url, "TIDEGATE_LOG_FORMAT": "console", "TIDEGATE_AUTH": "off"}
     with logging(tmp_path / "api.log", "serve", "--port", "0", **env) as api:
         assert api.stdout is not None
         url = api.stdout.readline().split()[-1]
@@ -158,5 +159,6 @@ def test_for_people(shared_url: str, tmp_path: Path) -> None:
         event = {"type": "a.b", "source": "shop.web", "correlation_id": "for-people"}
         httpx.post(f"{url}/v1/events", json=event, trust_env=False)
         until(lambda: "for-people" in (tmp_path / "api.log").read_text())
-    [line] = (tmp_path / "api.log").read_text().splitlines()
+    notice, line = (tmp_path / "api.log").read_text().splitlines()
+    assert "process.notice" in notice and "the API is open" in notice
     assert "event.accepted" in line and "UUID(" not in line and not line.startswith("{")

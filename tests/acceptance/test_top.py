@@ -173,7 +173,8 @@ def test_a_restarting_api_is_survived(database_url: str) -> None:
             process.end()
             away = shown.until(lambda lines: any(line.startswith("not reachable since") for line in lines))
             assert any("QUEUE" in line for line in away)  # the last look stays
-            with tidegate("serve", "--port", port, TIDEGATE_DATABASE_URL=database_url) as again:
+            env = {"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_AUTH": "off"}
+            with tidegate("serve", "--port", port, **env) as again:
                 again.wait_for_line("API on")
                 with Client(url) as client:
                     client.request("POST", "/admin/sources/shop.d/pause", {})

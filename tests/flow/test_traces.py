@@ -110,7 +110,7 @@ async def workers(app: Tidegate) -> AsyncIterator[list[Worker]]:
 
 @pytest.fixture
 async def address(database_url: str, clock: Clock) -> AsyncIterator[str]:
-    settings = Settings(database_url=database_url, port=0)
+    settings = Settings(database_url=database_url, port=0, auth="off")
     async with serving(settings, bind(settings)) as server:
         yield f"http://127.0.0.1:{server.port}"
 

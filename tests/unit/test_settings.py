@@ -41,7 +41,7 @@ def test_defaults_are_the_contracts() -> None:
     for kind, numbers in DEFAULT_RETRIES.items():
         assert getattr(settings, f"{kind}_retry") == RetryPolicy(**dict(zip(PARTS, numbers, strict=True)))
     assert (settings.host, settings.port, settings.url) == ("127.0.0.1", 8700, "http://127.0.0.1:8700")
-    assert (settings.queue, settings.auth, settings.token, settings.database_url) == ("postgres", "auto", None, None)
+    assert (settings.queue, settings.auth, settings.token, settings.database_url) == ("postgres", "on", None, None)
     assert (settings.log_level, settings.log_format) == ("info", "json")
     assert settings.limits.max_payload_bytes == 256 * 1024
     assert settings.allow_unsafe_durability is False
@@ -149,7 +149,7 @@ def test_variable(name: str, text: str, value: Any) -> None:
         ("log_level", "loud", "debug or info or warning or error"),
         ("log_format", "xml", "json or console"),
         ("allow_unsafe_durability", "maybe", "true or false"),
-        ("auth", "maybe", "auto or on or off"),
+        ("auth", "maybe", "on or off"),
         ("runbook_url", "https://wiki.example/page#section", "without #section"),
         ("runbook_url", "two words", "without #section and spaces"),
     ],
@@ -267,10 +267,19 @@ def test_settings_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "localhost.example.com"])
 def test_without_authentication_only_loopback(host: str) -> None:
-    for auth in ("auto", "on"):
-        assert not load({"TIDEGATE_HOST": host, "TIDEGATE_AUTH": auth}).is_loopback
+    for given in ({}, {"TIDEGATE_AUTH": "on"}):
+        settings = load({"TIDEGATE_HOST": host} | given)
+        assert (settings.auth, settings.is_loopback) == ("on", False)
     message = refusal({"TIDEGATE_HOST": host, "TIDEGATE_AUTH": "off"})
     assert "TIDEGATE_HOST" in message and "loopback only" in message and host in message
+    assert "TIDEGATE_AUTH must be on or off, not 'auto'" in refusal({"TIDEGATE_AUTH": "auto"})
+
+
+def test_a_commands_own_defaults_give_way() -> None:
+    defaults = {"auth": "off", "log_level": "warning"}
+    assert from_sources({}, Path("none.toml"), {}, defaults).auth == "off"
+    given = from_sources({"TIDEGATE_AUTH": "on", "TIDEGATE_LOG_LEVEL": "info"}, Path("none.toml"), {}, defaults)
+    assert (given.auth, given.log_level) == ("on", "info")
 
 
 @pytest.mark.parametrize(

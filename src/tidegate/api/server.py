@@ -46,7 +46,7 @@ from tidegate.api.admission import Admission
 from tidegate.api.problems import Problem
 from tidegate.api.routes import Route, Services, json_response
 from tidegate.errors import NotFound, SettingsError
-from tidegate.flow import control
+from tidegate.flow import control, notices
 from tidegate.flow.access import Access
 from tidegate.flow.health import Exposition, Snapshots
 from tidegate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
@@ -141,7 +141,7 @@ class Api:
         )
         access = Access(settings, self._database)
         exposition = Exposition(self._database, settings.health)
-        snapshots = Snapshots(self._database, settings.health, settings.runbook_url)
+        snapshots = Snapshots(self._database, settings.health, settings.runbook_url, notices.notices(settings))
         readiness = Readiness(settings, self._database, self._queue)
         received = Webhooks(self._database, ingest)
         self.services = Services(
@@ -181,6 +181,7 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
     try:
         await api.open()
         await server.start()
+        notices.tell(settings)
         yield server
     finally:
         await server.stop()

@@ -53,6 +53,8 @@ def _print(found: dict[str, Any]) -> None:
     for cause in found["causes"]:
         click.echo("")
         _print_cause(cause, now, width)
+    for warning in found["warnings"]:
+        click.echo("\n" + _wrapped(f"warning: {warning['message']}", "", width))
     rows = [
         (name, str(q["ready"]), str(q["delayed"]), str(q["active"]), short_eta(q["oldest_due_age_seconds"]))
         for name, q in found["queues"].items()

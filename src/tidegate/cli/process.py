@@ -46,7 +46,8 @@ def dev(app: str | None, port: int | None, data: Path) -> None:
     APP is module:name or a Python file holding a Tidegate object. With TIDEGATE_DATABASE_URL set, that database is
     used instead.
     """
-    settings = _settings(port=port, log_format="console", log_level="warning")
+    # Open: for trying things out on one's own machine, which is all that it listens to.
+    settings = _settings({"port": port}, {"auth": "off", "log_format": "console", "log_level": "warning"})
     application = load_app(app) if app else Tidegate()
     listening = bind(settings)
     if settings.database_url is not None:
@@ -66,7 +67,7 @@ def dev(app: str | None, port: int | None, data: Path) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=None, help="Port to listen on [8700].")
 def serve(host: str | None, port: int | None) -> None:
     """Run the API."""
-    settings = _settings(host=host, port=port)
+    settings = _settings({"host": host, "port": port})
     _run(lambda stop: _serve(settings, stop))
 
 
@@ -75,22 +76,15 @@ def serve(host: str | None, port: int | None) -> None:
 @click.option("--concurrency", type=click.IntRange(1, 1000), default=None, help="Runs at the same time [20].")
 def worker(app: str, concurrency: int | None) -> None:
     """Decide events and run the workflows of APP (module:name or a Python file)."""
-    settings = _settings(worker_concurrency=concurrency)
+    settings = _settings({"worker_concurrency": concurrency})
     application = load_app(app)
     _run(lambda stop: _worker(application, settings, stop))
     _leave_threads_behind()
 
 
-def _settings(log_format: str | None = None, log_level: str | None = None, **overrides: Any) -> Settings:
-    """The settings; a command's own defaults for logs give way to what the user set."""
-    settings = settings_module.load(overrides)
-    defaults = Settings()
-    changes: dict[str, Any] = {}
-    if log_format and settings.log_format == defaults.log_format:
-        changes["log_format"] = log_format
-    if log_level and settings.log_level == defaults.log_level:
-        changes["log_level"] = log_level
-    settings = msgspec.structs.replace(settings, **changes)
+def _settings(overrides: dict[str, Any], defaults: dict[str, Any] | None = None) -> Settings:
+    """The settings; a command's own defaults give way to what the user set."""
+    settings = settings_module.load(overrides, defaults)
     logs.configure(settings.log_level, settings.log_format)
     return settings
 

@@ -53,11 +53,8 @@ class Access:
 
     def __init__(self, settings: Settings, database: Database) -> None:
         self._database = database
-        self._is_off = settings.auth == "off"
-        # On loopback, whoever reaches the API is on this machine: it is open until the first token is made.
-        self._may_be_open = settings.auth == "auto" and settings.is_loopback
+        self._is_open = settings.auth == "off"
         self._hosts = _hosts(settings)
-        self._open_until = 0.0
         self._kept: dict[bytes, _Kept] = {}
         self._strangers = Strangers()
 
@@ -67,8 +64,8 @@ class Access:
         Where no token is needed, `headers` must show that the request was made on this machine.
         """
         foreign = None
-        if self._is_off or (self._may_be_open and await self._is_open()):
-            foreign = why_foreign(headers, self._hosts, by_proxy=self._is_off)
+        if self._is_open:
+            foreign = why_foreign(headers, self._hosts)
             if foreign is None:
                 return None
         principal = await self._principal(authorization, foreign)
@@ -80,24 +77,6 @@ class Access:
     def forget(self) -> None:
         """Look again at the next request: tokens have changed."""
         self._kept.clear()
-        self._open_until = 0.0
-
-    async def _is_open(self) -> bool:
-        now = asyncio.get_running_loop().time()
-        if now < self._open_until:
-            return True
-        try:
-            async with self._database.connection() as connection:
-                has_tokens = await tokens.is_any(connection)
-        except Unavailable as exc:
-            if not self._open_until:
-                raise _cannot_be_asked() from exc
-            return True  # as it was when the database could last be asked
-        if has_tokens:
-            self._may_be_open = False  # for good: a token that was made is never deleted
-            return False
-        self._open_until = now + KEEP_SECONDS
-        return True
 
     async def _principal(self, authorization: str | None, foreign: str | None) -> Principal:
         if not authorization:

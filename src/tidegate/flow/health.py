@@ -16,6 +16,7 @@ from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
 from tidegate.flow import backlog
 from tidegate.flow.backlog import Held, judge
+from tidegate.flow.notices import Notice
 from tidegate.flow.verdict import RUNBOOK, Cause, Facts, is_paused, verdict
 from tidegate.model.health import HEALTH, HealthPolicy
 from tidegate.store import health, sources, workers
@@ -97,6 +98,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     paused_triggers: list[PausedTrigger]
     retries: dict[str, RetrySummary]
     dead_letters: DeadLetterCount
+    warnings: list[Notice] = []
 
 
 async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH, runbook: str = RUNBOOK) -> Snapshot:
@@ -157,10 +159,17 @@ class Snapshots:
     So nobody gets a state from before its question, and a crowd costs the database no more than two.
     """
 
-    def __init__(self, database: Database, policy: HealthPolicy = HEALTH, runbook: str = RUNBOOK) -> None:
+    def __init__(
+        self,
+        database: Database,
+        policy: HealthPolicy = HEALTH,
+        runbook: str = RUNBOOK,
+        warnings: Sequence[Notice] = (),
+    ) -> None:
         self._database = database
         self._policy = policy
         self._runbook = runbook
+        self._warnings = list(warnings)
         self._one_at_a_time = asyncio.Lock()
         self._next: asyncio.Task[Snapshot] | None = None
 
@@ -174,7 +183,8 @@ class Snapshots:
         async with self._one_at_a_time:
             self._next = None
             async with self._database.transaction() as connection:
-                return await snapshot(connection, self._policy, self._runbook)
+                found = await snapshot(connection, self._policy, self._runbook)
+            return msgspec.structs.replace(found, warnings=self._warnings)
 
 
 class Exposition:

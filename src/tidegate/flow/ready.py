@@ -12,6 +12,7 @@ import msgspec
 
 from tidegate.clock import monotonic
 from tidegate.errors import SchemaError, SettingsError, TidegateError, Unavailable
+from tidegate.flow.notices import Notice, notices
 from tidegate.queue.port import Queue
 from tidegate.settings import Settings
 from tidegate.store import durability, migrate
@@ -31,6 +32,7 @@ class Ready(msgspec.Struct, frozen=True):
 
     status: Literal["ok", "degraded", "unavailable"]
     checks: dict[str, str]
+    warnings: list[Notice] = []
 
 
 class Readiness:
@@ -40,6 +42,7 @@ class Readiness:
         self._settings = settings
         self._database = database
         self._queue = queue
+        self._notices = notices(settings)
         self._fresh_until = 0.0
         self._found = Ready("unavailable", {})
         self._looking = asyncio.Lock()
@@ -65,7 +68,7 @@ class Readiness:
             checks["redis"] = trouble or OK
             if trouble and status == OK:  # workers look by themselves: losing Redis costs latency, never work
                 status = "degraded"
-        return Ready(status, checks)
+        return Ready(status, checks, self._notices)
 
     async def _database_checks(self) -> tuple[dict[str, str], bool]:
         """What is wrong with the database; whether unsafe settings of it are allowed."""

@@ -20,14 +20,11 @@ _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b
 _TELLING = _FORWARDED | {b"host", b"origin"}
 
 
-def why_foreign(headers: Headers, hosts: Collection[str], *, by_proxy: bool) -> str | None:
-    """Why a request may come from elsewhere; None when it was made here, for one of our names or one of `hosts`.
-
-    `by_proxy` takes those that a proxy passed on.
-    """
+def why_foreign(headers: Headers, hosts: Collection[str]) -> str | None:
+    """Why a request may come from elsewhere; None when it was made here, for one of our names or one of `hosts`."""
     telling = [header for header in headers if header[0] in _TELLING]
     given = [value.decode("latin-1") for name, value in telling if name == b"host"]
-    if len(telling) > len(given) and not by_proxy:
+    if len(telling) > len(given):
         proxied = next((name.decode() for name, _ in telling if name in _FORWARDED), None)
         if proxied is not None:
             return f"it came through a proxy ({proxied})"

@@ -60,12 +60,6 @@ async def revoke(connection: Connection, token_id: uuid.UUID) -> None:
     await connection.execute(_sql["revoke"], token_id)
 
 
-async def is_any(connection: Connection) -> bool:
-    """Whether a token has ever been created."""
-    found: bool = await connection.fetchval(_sql["any"])
-    return found
-
-
 async def list_all(connection: Connection) -> list[Token]:
     """Every token, newest first."""
     return [_token(row) for row in await connection.fetch(_sql["list"])]

@@ -34,10 +34,6 @@ update tidegate.api_tokens set last_used_at = tidegate.now() where id = $1
 -- Ends a token for good.
 update tidegate.api_tokens set revoked_at = tidegate.now() where id = $1 and revoked_at is null
 
--- name: any
--- Whether a token has ever been created.
-select exists (select from tidegate.api_tokens)
-
 -- name: list
 -- Every token, newest first.
 select id, name, scopes, sources, created_by, created_at, expires_at, revoked_at, last_used_at

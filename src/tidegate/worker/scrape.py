@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from tidegate.errors import Forbidden, SettingsError, TidegateError, Unauthorized
+from tidegate.flow import notices
 from tidegate.flow.access import Access
 from tidegate.flow.health import Exposition
 from tidegate.flow.ready import Readiness
@@ -42,6 +43,7 @@ async def scrapable(settings: Settings) -> AsyncIterator[None]:
             "stop what uses it, or choose another"
         ) from exc
     _log.info("worker.metrics_served", host=settings.host, port=settings.metrics_port)
+    notices.tell(settings)
     try:
         yield
     finally:

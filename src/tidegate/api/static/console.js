@@ -171,13 +171,14 @@ function drawCounts() {
 
 // What is wrong, since when, and where to read what to do; nothing is shown while nothing is
 
-function drawCauses({ causes, dead_letters: letters }) {
+function drawCauses({ causes, warnings, dead_letters: letters }) {
   const section = $("#causes");
-  section.hidden = !causes.length && !letters.total;
+  section.hidden = !causes.length && !warnings.length && !letters.total;
   const page = (where) => (/^https?:/.test(where) ? el("a", { href: where, rel: "noreferrer" }, "runbook") : code(visible(where)));
   const lines = causes.map((cause) => el("li", {},
     pill(cause.severity), el("b", {}, visible(`${cause.code.replaceAll("_", " ")}${cause.code.startsWith("trigger_") ? "" : `: ${cause.subject}`}`)),
     el("span", {}, visible(cause.message)), cause.since && el("span", {}, "since ", time(cause.since)), page(cause.runbook)));
+  lines.push(...warnings.map((warning) => el("li", {}, el("b", {}, visible(warning.code.replaceAll("_", " "))), el("span", {}, visible(warning.message)))));
   const fresh = el("ul", {}, ...lines);
   if (!$("ul", section).isEqualNode(fresh) && !section.contains(document.activeElement)) $("ul", section).replaceWith(fresh);
   $("#letters").textContent = letters.total
