@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
@@ -39,6 +39,9 @@ class Ahead:
 
     def __len__(self) -> int:
         return len(self._ready)
+
+    def __iter__(self) -> Iterator[Execution]:
+        return iter(self._ready)
 
     @property
     def most(self) -> int:

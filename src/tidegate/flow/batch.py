@@ -275,7 +275,7 @@ def _claimed(
     return [
         (deliver.claimed_run(d, c.trigger, parameters, now), c.event)
         for c, d in zip(candidates, decided, strict=True)
-        if d.run_id is not None and (parameters := launched.get(d.run_id)) is not None
+        if (parameters := launched.get(d.id)) is not None
     ]
 
 

@@ -8,7 +8,8 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -45,25 +46,61 @@ def called(call: Callable[[], Any]) -> Any:
         raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc
 
 
-async def called_in(threads: Executor, call: Callable[[], Any], function: Callable[..., Any]) -> Any:
+class Threads:
+    """The calls of one execution that are in threads. Whoever waits for one may leave; the thread cannot be told to."""
+
+    __slots__ = ("_busy",)
+
+    def __init__(self) -> None:
+        self._busy: set[Future[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._busy)
+
+    async def call(self, executor: Executor, call: Callable[[], Any]) -> Any:
+        """Call a plain function, in a copy of this context."""
+        future = executor.submit(contextvars.copy_context().run, called, call)
+        self._busy.add(future)
+        future.add_done_callback(self._busy.discard)
+        return await asyncio.wrap_future(future)
+
+    async def gone(self) -> None:
+        """Wait until all of them are over."""
+        loop = asyncio.get_running_loop()
+        for future in tuple(self._busy):
+            over = asyncio.Event()
+            future.add_done_callback(partial(_tell, loop, over))
+            await over.wait()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, over: asyncio.Event, _: Future[Any]) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(over.set)
+
+
+async def called_in(executor: Executor, threads: Threads, call: Callable[[], Any], function: Callable[..., Any]) -> Any:
     """Call a function, by `call`, in a thread, unless it is async."""
     if _is_async(function):
         try:  # as `guarded` does, which would be one more for every step
             return await call()
         except (SystemExit, KeyboardInterrupt) as exc:
             raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc
-    context, loop = contextvars.copy_context(), asyncio.get_running_loop()
-    value = await loop.run_in_executor(threads, partial(context.run, called, call))
+    value = await threads.call(executor, call)
     return await guarded(value) if inspect.isawaitable(value) else value
 
 
 async def called_within(
-    duration: str | int | float, name: str, threads: Executor, call: Callable[[], Any], function: Callable[..., Any]
+    duration: str | int | float,
+    name: str,
+    executor: Executor,
+    threads: Threads,
+    call: Callable[[], Any],
+    function: Callable[..., Any],
 ) -> Any:
     """The same, for so long; TimeoutError, which names the step, when it takes longer."""
     try:
         async with asyncio.timeout(duration_ms(duration) / 1000):
-            return await called_in(threads, call, function)
+            return await called_in(executor, threads, call, function)
     except TimeoutError as exc:
         if not isinstance(exc.__cause__, asyncio.CancelledError):
             raise

@@ -116,7 +116,7 @@ def render(
 
 def claimed_run(one: Decided, trigger: CompiledTrigger, parameters: dict[str, Any], now: datetime) -> ClaimedRun:
     """The run of a launched delivery, as the worker that claimed it with its creation holds it."""
-    assert one.run_id is not None, "it was launched"
+    assert one.status == "launched" and one.run_id is not None, f"delivery {one.id} is {one.status}"
     return ClaimedRun(
         id=one.run_id,
         workflow=trigger.trigger.workflow,

@@ -216,7 +216,7 @@ class DeliveryRetry:
             claimed=[
                 (_claimed(d, parameters, look), found[d.event_id])
                 for d in decided
-                if d.run_id and (parameters := launched.get(d.run_id)) is not None
+                if (parameters := launched.get(d.id)) is not None
             ],
             woken=woken,
             decided=decided,

@@ -42,6 +42,11 @@ class Endings:
         timeout_ms = self._workflow.timeout_ms
         return None if timeout_ms is None else self._run.started_at + timedelta(milliseconds=timeout_ms)
 
+    def seconds_left(self, now: datetime) -> float | None:
+        """How long the run may go on; None: as long as it likes."""
+        deadline = self.deadline
+        return None if deadline is None else (deadline - now).total_seconds()
+
     def succeeded(self, output: str | None) -> FinishedRun:
         return self._finished("succeeded", output=output)
 

@@ -8,7 +8,6 @@ committed before the next step begins; so a step's effect repeats only if the pr
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Callable
 from concurrent.futures import Executor
 from datetime import datetime, timedelta
@@ -21,7 +20,7 @@ from tidegate import failpoints
 from tidegate.clock import monotonic, uuid7
 from tidegate.errors import NonRetryable, RetryAfter, StepFailed
 from tidegate.flow import calls
-from tidegate.flow.calls import Failure, called_in, called_within, error_text, guarded, retry_after_ms
+from tidegate.flow.calls import Failure, Threads, called_in, called_within, error_text, guarded, retry_after_ms
 from tidegate.flow.endings import End, Endings, Then, hand_in
 from tidegate.flow.journal import Cancelled, Journal, LeaseLost, Put, Soon, Stop, Written
 from tidegate.flow.leaving import Leaving
@@ -79,6 +78,7 @@ class Execution:
         self._used: set[str] = set()
         self._sleeps = self._active = 0
         self._leaving = Leaving()
+        self._threads = Threads()
         self._stopped: Callable[[], End] | None = None
         self._abandon = abandon
         self._is_resting = self.is_abandoned = False
@@ -91,11 +91,27 @@ class Execution:
         """Stop at the next step."""
         self._journal.is_cancelled = True
 
+    @property
+    def is_to_be_called(self) -> bool:
+        """Whether its function has anything to do: the run is not to be cancelled, and its time is not over."""
+        left = self._endings.seconds_left(self.now())
+        return not self._journal.is_cancelled and (left is None or left > 0)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing of its function is left: neither in its task nor in a thread."""
+        return self._leaving.task is None and not self._threads
+
+    async def gone(self) -> None:
+        """Wait until nothing is left of its function."""
+        if self._leaving.task is not None:
+            await asyncio.wait([self._leaving.task])
+        await self._threads.gone()
+
     async def go(self) -> End:
         """Call the function in this task; how the run ended, or until when it waits. LeaseLost when it belongs to
         someone else, CancelledError when it was told to `leave`."""
-        deadline = self._endings.deadline
-        left = None if deadline is None else (deadline - self.now()).total_seconds()
+        left = self._endings.seconds_left(self.now())
         if left is not None and left <= 0:
             return self._endings.timed_out()
         result, error = await self._leaving.through(self._call(), left, self._time_out)
@@ -231,9 +247,9 @@ class Execution:
             self.spans.begin_step(name, attempts + 1)
         try:
             if timeout is None:
-                value = await called_in(self._step_threads, call, function)
+                value = await called_in(self._step_threads, self._threads, call, function)
             else:
-                value = await called_within(timeout, name, self._step_threads, call, function)
+                value = await called_within(timeout, name, self._step_threads, self._threads, call, function)
             result = encode_output(value, "the result", name)
         except (Stop, GeneratorExit):
             raise
@@ -356,8 +372,7 @@ class Execution:
             ctx.called_here()
             return self._workflow.function(ctx, **arguments)
 
-        context = contextvars.copy_context()
-        return await loop.run_in_executor(self._workflow_threads, partial(context.run, calls.called, call))
+        return await self._threads.call(self._workflow_threads, call)
 
     async def _ended(self, result: Any, error: BaseException | None) -> End:
         """What the end of the function means. Of a run that was told to stop, it is that, whatever came of it."""

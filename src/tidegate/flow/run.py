@@ -14,6 +14,7 @@ from typing import Any
 from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.flow.ahead import Ahead
+from tidegate.flow.claims import Claims
 from tidegate.flow.endings import End
 from tidegate.flow.execution import Execution
 from tidegate.flow.journal import LeaseLost, Soon, Written
@@ -34,6 +35,8 @@ from tidegate.telemetry.logs import logger
 
 # When so many are claimed ahead, new events wait a little for them: their runs are then claimed as they are created.
 BUSY, BREATH_SECONDS = 50, 0.25
+# So often is said that a run waits for its earlier execution, and asked whether it is to be cancelled.
+BEHIND_SECONDS = 5.0
 
 _log = logger("run")
 
@@ -69,10 +72,12 @@ class Runner:
         self._definitions: list[uuid.UUID] = []
         self._free = asyncio.Event()
         self._ahead = Ahead(database, concurrency, after_return=self._free.set)
+        self._claims = Claims(lambda: [execution.run for execution in (*self._ahead, *self._held())])
         self._tasks: dict[Execution, asyncio.Task[None]] = {}  # begun
         self._executing: set[Execution] = set()  # those of them that hold a slot
         self._writing: set[Execution] = set()  # ended, and that is on its way into the database
         self._stuck: set[asyncio.Task[None]] = set()  # functions that do not leave
+        self._leaving: dict[uuid.UUID, asyncio.Task[None]] = {}  # by run: until its earlier executions are gone
         self._has_backlog = False
         self._soon = Soon()
         self._context = contextvars.copy_context()  # of every run: none sees what another one has set
@@ -183,9 +188,9 @@ class Runner:
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_seconds):
                 await self.idle()
-        left: list[ClaimedRun] = []
+        left: list[Execution] = []
         while self._tasks or self._outcomes.is_busy:  # a commit that is under way may still begin what fills a slot
-            left += [execution.run for execution in self._held()]
+            left += self._held()
             for execution in self._held():
                 self._leave(execution)
             await self.idle()
@@ -194,13 +199,20 @@ class Runner:
         await self._ahead.settle()
         if left:
             async with self._database.transaction() as connection:
-                back = await runs.hand_back(connection, left)
+                back = await runs.hand_back(connection, [one.run for one in left if one.is_gone])
+                # A function that has not left ends with the process: nobody is to begin anew before that.
+                later = [one.run for one in left if not one.is_gone]
+                back |= await runs.hand_back(connection, later, delay_ms=self._lease_ms)
             _log.info("run.handed_back", count=len(back))
         await self._leases.stop()
         for threads in (self._workflow_threads, self._step_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, run: ClaimedRun, event: Event | None, known: list[Step]) -> None:
+        if not self._claims.take(run):
+            metrics.EXECUTIONS_REFUSED.inc()
+            _log.error("run.refused", **run_fields(run, event), reason="this claim was taken up here before")
+            return
         execution = Execution(
             run,
             self._workflows[run.workflow],
@@ -236,6 +248,8 @@ class Runner:
             _log.debug("run.started", **run_fields(execution.run, execution.event))
         began_at = monotonic()
         try:
+            if self._leaving and (earlier := self._leaving.get(execution.run.id)) is not None:
+                await self._behind(execution, earlier)
             ended = await execution.go()
         except BaseException as exc:
             if not execution.is_abandoned:
@@ -299,14 +313,31 @@ class Runner:
         return [*self._tasks, *self._writing]
 
     def _leave(self, execution: Execution) -> None:
-        """Have a run end here, unwritten."""
+        """Have a run end here, unwritten. Should it go on here, that waits until nothing is left of this."""
         if execution in self._writing:
             self._writing.remove(execution)
             self._free.set()
             if execution.spans is not None:
                 execution.spans.end(None, is_kept=False)
-        elif not execution.leave():
+            return
+        if not execution.leave():
             self._tasks[execution].cancel()
+        run_id = execution.run.id
+        self._leaving[run_id] = asyncio.create_task(self._gone(execution, self._leaving.get(run_id)))
+
+    async def _gone(self, execution: Execution, earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None:
+            await earlier
+        await execution.gone()
+        if self._leaving.get(execution.run.id) is asyncio.current_task():
+            del self._leaving[execution.run.id]
+
+    async def _behind(self, execution: Execution, earlier: asyncio.Task[None]) -> None:
+        """Wait until the run's earlier executions have left: a run is never executed twice at a time in one process."""
+        while not earlier.done() and execution.is_to_be_called:
+            _log.warning("run.waits_behind", **run_fields(execution.run, execution.event),
+                         reason="an earlier execution, whose lease ended, has not left its function")  # fmt: skip
+            await asyncio.wait([earlier], timeout=BEHIND_SECONDS)
 
     def _free_slot(self, execution: Execution) -> None:
         if execution in self._executing:

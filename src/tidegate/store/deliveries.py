@@ -145,8 +145,9 @@ class Claim(NamedTuple):
 
 NOBODY = Claim(None, 0, (), 0)
 
-# The runs created; of those that are claimed, the parameters as the database keeps them: the order of keys may differ
-# from what was written, and must not between one attempt and the next.
+# The deliveries that have created a run, and no other that names it, as one that was skipped names the run of its key.
+# Of runs that are claimed, the parameters as the database keeps them: the order of keys may differ from what was
+# written, and must not between one attempt and the next.
 Created = dict[uuid.UUID, dict[str, Any] | None]
 
 
@@ -170,7 +171,7 @@ async def launch_calm(
     registry_version: int,
 ) -> Created | None:
     """Launch deliveries that are all new and that nothing limits, and count them, when there is nothing else to write.
-    Returns those runs alone that are claimed; None, and nothing is written, when the triggers are not of that version
+    Returns those alone whose runs are claimed; None, and nothing is written, when the triggers are not of that version
     or any of them, or of the sources, has a state that must be locked first."""
     return await _launch_calm(connection, decided, now, claim, totals, registry_version)
 

@@ -3,8 +3,8 @@
 -- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($15), which
 -- limits are counted by. The runs marked in $14 are claimed by the worker $16 (null: by nobody) for $17 ms at once, unless
 -- runs of its definitions $18 are among the oldest that are due. Of columns that have the same in every row, the array is
--- empty: launched, no error, no key, no probe, and a run with the id of its delivery. Returns the runs created, and the
--- parameters, as they are kept, of those that are claimed.
+-- empty: launched, no error, no key, no probe, and a run with the id of its delivery. Returns the deliveries whose runs were
+-- created, and the parameters, as they are kept, of those that are claimed.
 with input as materialized (
   select u.id, u.trigger_id, u.event_id, u.trigger_version, coalesce(u.status, 'launched') as status, u.last_error,
          case when u.status <> 'launched' then u.run_id else coalesce(u.run_id, u.id) end as run_id,
@@ -40,7 +40,7 @@ select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key
        case when c.is_claimed then now + $17::bigint * interval '1 ms' end, case when c.is_claimed then now end
   from input join recorded using (id), clock, worker, lateral (select is_wanted and is_free as is_claimed) c
  where status = 'launched'
-returning id, case when status = 'running' then parameters end as parameters
+returning delivery_id, case when status = 'running' then parameters end as parameters
 
 -- name: launch_calm
 -- Launches new deliveries that nothing limits, and adds what the batch saw to the totals of triggers ($13 and on) and
@@ -51,7 +51,7 @@ returning id, case when status = 'running' then parameters end as parameters
 -- a statement after the one that took the locks of `sources.share`, so it holds until the commit, as if read on its own.
 -- Launches are stamped with $9; those marked in $8 are claimed as by `launch` ($10 to $12). What all rows have in common is
 -- given once. A delivery that exists already is not expected, and looking for it would take as long as writing it: it fails
--- by its unique key. Returns whether it was calm, with each of the runs that are claimed (null: none) and its parameters, as
+-- by its unique key. Returns whether it was calm, with each delivery whose run is claimed (null: none) and its parameters, as
 -- they are kept.
 with calm as materialized (
   select $33::bigint is null or (
@@ -125,9 +125,9 @@ with calm as materialized (
          case when c.is_claimed then $10 end, case when c.is_claimed then now + $11::bigint * interval '1 ms' end,
          case when c.is_claimed then now end
     from input, clock, worker, lateral (select is_wanted and is_free as is_claimed) c
-  returning id, case when status = 'running' then parameters end as parameters
+  returning delivery_id, case when status = 'running' then parameters end as parameters
 )
-select c.is_calm, r.id, r.parameters from calm c left join created r on r.parameters is not null
+select c.is_calm, r.delivery_id, r.parameters from calm c left join created r on r.parameters is not null
 
 -- name: hold
 -- Keeps deliveries that must wait, with their time, in the transaction that decided so ($16 is its time). One that exists
@@ -189,7 +189,8 @@ select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.n
 -- name: settle
 -- Writes what became of deliveries that this transaction has locked, and creates the runs of those that launch, stamped
 -- with the time of the decision ($20). Up to $24 runs of the definitions $23 are claimed by the worker $21 for $22 ms at
--- once, unless older runs of these wait for it. Returns the runs created, and of those that are claimed the parameters.
+-- once, unless older runs of these wait for it. Returns the deliveries whose runs were created, and of those that are claimed the
+-- parameters.
 with input as materialized (
   select * from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
                        $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::text[],
@@ -228,7 +229,7 @@ select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key
        is_claimed::int, case when is_claimed then $21 end,
        case when is_claimed then now + $22::bigint * interval '1 ms' end, case when is_claimed then now end
   from launched, clock
-returning id, case when status = 'running' then parameters end
+returning delivery_id, case when status = 'running' then parameters end
 
 -- name: take_stale
 -- Locks waiting deliveries of a trigger whose time belongs to an older plan, in the order of arrival, after a given one.

@@ -141,9 +141,11 @@ async def bury(connection: Connection, failed: Sequence[FinishedRun]) -> None:
         )
 
 
-async def hand_back(connection: Connection, held: Sequence[ClaimedRun]) -> set[uuid.UUID]:
-    """Make runs due again at once. The ids handed back."""
-    rows = await connection.fetch(_sql["hand_back"], [r.id for r in held], [r.claim_generation for r in held])
+async def hand_back(connection: Connection, held: Sequence[ClaimedRun], delay_ms: int = 0) -> set[uuid.UUID]:
+    """Make runs due again, after a while. The ids handed back."""
+    if not held:
+        return set()
+    rows = await connection.fetch(_sql["hand_back"], [r.id for r in held], [r.claim_generation for r in held], delay_ms)
     return {row[0] for row in rows}
 
 

@@ -138,10 +138,10 @@ select tidegate.uuid7(), case when u.step_id is null then 'run' else 'step' end,
 on conflict (kind, subject_id) where replayed_at is null do nothing
 
 -- name: hand_back
--- Gives runs that a stopping worker holds back, due at once. Returns the ids.
+-- Gives runs that a stopping worker holds back, due after $3 ms. Returns the ids.
 update tidegate.workflow_runs r
-   set status = 'pending', next_attempt_at = tidegate.now(), claim_generation = r.claim_generation + 1,
-       claimed_by = null, claim_expires_at = null, updated_at = tidegate.now()
+   set status = 'pending', next_attempt_at = tidegate.now() + $3::bigint * interval '1 ms',
+       claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null, updated_at = tidegate.now()
   from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
  where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
 returning r.id

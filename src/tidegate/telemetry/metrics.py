@@ -56,6 +56,10 @@ STEP_RETRIES = Counter(
 )  # fmt: skip
 RUNS = Counter("tidegate_runs", "Runs that ended: succeeded, failed, cancelled", ["workflow", "status"],
                registry=REGISTRY)  # fmt: skip
+EXECUTIONS_REFUSED = Counter(
+    "tidegate_executions_refused", "Claims that a worker had taken up before: a fault of Tidegate's own",
+    registry=REGISTRY,
+)  # fmt: skip
 RUN_DURATION = Distribution(
     "tidegate_run_duration_seconds", "From the first start of a run to its end", "workflow", registry=REGISTRY,
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300, 900, 3600, 21_600, 86_400),
