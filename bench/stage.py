@@ -24,7 +24,7 @@ import msgspec
 
 from bench.app import app
 from bench.client import Enqueue, Job, Report
-from tidegate.embedded import EmbeddedPostgres
+from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.store import migrate
 from tidegate.store.db import Database
 
@@ -50,7 +50,7 @@ class Stage:
         self._child_environment = dict(child_environment)
 
     async def prepare(self) -> None:
-        await self._admin(f"create database {_TEMPLATE}")
+        await self._admin(f"create database {_TEMPLATE} owner {ROLE}")
         database = Database(self._postgres.url(_TEMPLATE), "bench", size=1)
         try:
             await migrate.migrate(database)
@@ -69,7 +69,7 @@ class Stage:
     async def database(self) -> AsyncIterator[str]:
         """The address of a fresh database; dropped at the end. The last figure's writes are flushed before."""
         name = f"bench_{next(self._numbers)}"
-        await self._admin(f"create database {name} template {_TEMPLATE}")
+        await self._admin(f"create database {name} template {_TEMPLATE} owner {ROLE}")
         await self.flush()
         try:
             yield self._postgres.url(name)
@@ -80,7 +80,7 @@ class Stage:
         """The address of a database that stays until the end, and whether it is new."""
         is_new = name not in self._kept
         if is_new:
-            await self._admin(f"create database {name} template {_TEMPLATE}")
+            await self._admin(f"create database {name} template {_TEMPLATE} owner {ROLE}")
             self._kept.add(name)
         return self._postgres.url(name), is_new
 
@@ -149,7 +149,7 @@ class Stage:
             _stop(process)
 
     async def _admin(self, statement: str) -> None:
-        await execute(self._postgres.url(), statement=statement)
+        await execute(self._postgres.admin_url(), statement=statement)
 
     @contextlib.contextmanager
     def _tidegate(

@@ -1,4 +1,8 @@
-"""One real Postgres for the test session; each test gets its own database, cloned from a migrated template."""
+"""One real Postgres for the test session; each test gets its own database, cloned from a migrated template.
+
+Databases belong to an ordinary role, and tests log in as it. Whatever needs more (making databases and roles) asks for
+`postgres.admin_url()`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ import asyncpg
 import pytest
 
 from tidegate import failpoints
-from tidegate.embedded import EmbeddedPostgres
+from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.store import migrate
 from tidegate.store.db import Connection, Database
 
@@ -57,7 +61,7 @@ def template(postgres: EmbeddedPostgres) -> str:
     """The name of a migrated database that others are cloned from."""
 
     async def make() -> None:
-        await _admin(postgres.url(), "create database tidegate_template")
+        await _admin(postgres.admin_url(), f"create database tidegate_template owner {ROLE}")
         database = Database(postgres.url("tidegate_template"), "test", size=1)
         await migrate.migrate(database)
         await database.close()
@@ -70,18 +74,18 @@ def template(postgres: EmbeddedPostgres) -> str:
 async def empty_database_url(postgres: EmbeddedPostgres) -> AsyncIterator[str]:
     """A database without Tidegate's schema."""
     name = f"empty_{next(_numbers)}"
-    await _admin(postgres.url(), f"create database {name}")
+    await _admin(postgres.admin_url(), f"create database {name} owner {ROLE}")
     yield postgres.url(name)
-    await _admin(postgres.url(), f"drop database {name} with (force)")
+    await _admin(postgres.admin_url(), f"drop database {name} with (force)")
 
 
 @pytest.fixture
 async def database_url(postgres: EmbeddedPostgres, template: str) -> AsyncIterator[str]:
     """A migrated database of this test's own."""
     name = f"test_{next(_numbers)}"
-    await _admin(postgres.url(), f"create database {name} template {template}")
+    await _admin(postgres.admin_url(), f"create database {name} template {template} owner {ROLE}")
     yield postgres.url(name)
-    await _admin(postgres.url(), f"drop database {name} with (force)")
+    await _admin(postgres.admin_url(), f"drop database {name} with (force)")
 
 
 @pytest.fixture

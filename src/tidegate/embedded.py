@@ -27,6 +27,9 @@ _START_SECONDS = 60
 _STOP_SECONDS = 20
 _MAX_SOCKET_PATH = 90
 _PR_SET_PDEATHSIG = 1
+# Everything of Tidegate is done as an ordinary role that owns its database, as on a managed Postgres.
+ROLE = "tidegate"
+_OWN_DATABASE = f"create role {ROLE} login\ncreate database {ROLE} owner {ROLE}\n"
 
 
 class EmbeddedPostgres:
@@ -45,12 +48,16 @@ class EmbeddedPostgres:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    def url(self, database: str = "postgres") -> str:
-        """The address of a database on this server."""
+    def url(self, database: str = ROLE) -> str:
+        """The address of a database on this server, for the ordinary role that owns it."""
+        return f"postgresql://{ROLE}@/{database}?host={self._sockets}"
+
+    def admin_url(self, database: str = "postgres") -> str:
+        """The same for the superuser, who makes and drops databases."""
         return f"postgresql://postgres@/{database}?host={self._sockets}"
 
     def start(self, progress: Callable[[str], None] = lambda _: None) -> str:
-        """Start the server, creating its data on the first time; the address of its default database.
+        """Start the server, creating its data on the first time; the address of Tidegate's database on it.
 
         SettingsError when the directory cannot be used; TidegateError with the log's end when Postgres does not start.
         """
@@ -119,11 +126,15 @@ class EmbeddedPostgres:
         fresh.mkdir(mode=0o700)
         if self._owner is not None:
             os.chown(fresh, self._owner.pw_uid, self._owner.pw_gid)
+        locale = ("--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--locale=C")
+        self._make(fresh, binaries / "initdb", "-D", str(fresh), "-U", "postgres", "-A", "trust", "-E", "UTF8", *locale)
+        self._make(fresh, binaries / "postgres", "--single", "-D", str(fresh), "postgres", says=_OWN_DATABASE)
+        fresh.rename(self.pgdata)
+
+    def _make(self, fresh: Path, program: Path, *arguments: str, says: str = "") -> None:
         made = subprocess.run(  # noqa: S603
-            [
-                *(str(binaries / "initdb"), "-D", str(fresh), "-U", "postgres", "-A", "trust", "-E", "UTF8"),
-                *("--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--locale=C"),
-            ],
+            [str(program), *arguments],
+            input=says,
             capture_output=True,
             text=True,
             check=False,
@@ -135,7 +146,6 @@ class EmbeddedPostgres:
             shutil.rmtree(fresh, ignore_errors=True)
             last = (made.stderr.strip().splitlines() or ["no message"])[-1]
             raise SettingsError(f"no database could be created in {self.data}: {last}")
-        fresh.rename(self.pgdata)
 
     def _refuse_other_version(self, binaries: Path) -> None:
         found = (self.pgdata / "PG_VERSION").read_text().strip()

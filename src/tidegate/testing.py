@@ -30,7 +30,7 @@ import msgspec
 
 from tidegate.app import Tidegate
 from tidegate.clock import utc_now, uuid7
-from tidegate.embedded import EmbeddedPostgres
+from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.errors import AppError
 from tidegate.flow import control
 from tidegate.flow.ingest import Accepted
@@ -184,7 +184,7 @@ class Harness:
         if self._app in _inside_harness:
             raise AppError("this application is in another harness already; each needs its own Tidegate object")
         server = await asyncio.to_thread(_server)
-        await _admin(server, f"create database {self._name} template {_TEMPLATE}")
+        await _admin(server, f"create database {self._name} template {_TEMPLATE} owner {ROLE}")
         url = server.url(self._name)
         changes = {"queue": "postgres", **self._overrides, "database_url": url}
         self._outside = self._app.settings
@@ -289,7 +289,7 @@ def _prepare(server: EmbeddedPostgres) -> None:
 
 
 async def _make_template(server: EmbeddedPostgres) -> None:
-    await _admin(server, f"create database {_TEMPLATE}")
+    await _admin(server, f"create database {_TEMPLATE} owner {ROLE}")
     database = Database(server.url(_TEMPLATE), "harness", size=1)
     try:
         await migrate.migrate(database)
@@ -300,7 +300,7 @@ async def _make_template(server: EmbeddedPostgres) -> None:
 
 
 async def _admin(server: EmbeddedPostgres, statement: str) -> None:
-    database = Database(server.url(), "harness", size=1)
+    database = Database(server.admin_url(), "harness", size=1)
     try:
         async with database.connection() as connection:
             await connection.execute(statement)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import Process, api, worker
 from tidegate.api.server import Api, Server, bind
-from tidegate.embedded import EmbeddedPostgres
+from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,13 +24,13 @@ def shared_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
     name = f"shared_{next(_numbers)}"
 
     async def admin(statement: str) -> None:
-        connection = await asyncpg.connect(postgres.url())
+        connection = await asyncpg.connect(postgres.admin_url())
         try:
             await connection.execute(statement)
         finally:
             await connection.close()
 
-    asyncio.run(admin(f"create database {name} template {template}"))
+    asyncio.run(admin(f"create database {name} template {template} owner {ROLE}"))
     yield postgres.url(name)
     asyncio.run(admin(f"drop database {name} with (force)"))
 

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.processes import PATIENCE_SECONDS, api, run, tidegate, worker
+from tidegate.embedded import ROLE
 from tidegate.model.masking import masked
 
 SECRETS = {
@@ -74,7 +75,7 @@ COMMANDS = (
 
 
 def with_password(url: str, password: str) -> str:
-    return url.replace("postgres@", f"postgres:{password}@", 1)
+    return url.replace(f"{ROLE}@", f"{ROLE}:{password}@", 1)
 
 
 def until(question: Callable[[], Any]) -> Any:

@@ -19,7 +19,7 @@ from tests.processes import api, run, worker
 from tests.redis_server import RedisServer, RunningRedis
 from tests.redis_server import client_fixture as client_fixture  # noqa: PLC0414 - a fixture
 from tests.redis_server import server_fixture as server_fixture  # noqa: PLC0414 - a fixture
-from tidegate.embedded import EmbeddedPostgres
+from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.store import migrate
 from tidegate.store.db import Database
 
@@ -55,7 +55,7 @@ def app(tmp_path: Path) -> Path:
 
 
 def with_password(server: EmbeddedPostgres) -> str:
-    return server.url().replace("postgres@", "postgres:hunter2@", 1)
+    return server.url().replace(f"{ROLE}@", f"{ROLE}:hunter2@", 1)
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def both(url: str, app: Path, **settings: str) -> Iterator[list[str]]:
 
 def execute(server: EmbeddedPostgres, *statements: str) -> None:
     async def go() -> None:
-        connection = await asyncpg.connect(server.url())
+        connection = await asyncpg.connect(server.admin_url(ROLE))
         for statement in statements:
             await connection.execute(statement)
         await connection.close()

@@ -31,7 +31,7 @@ from tests.conftest import Clock
 from tests.flow.checker import Epoch, carry_breaches, limit_breaches
 from tidegate import failpoints
 from tidegate.app import Tidegate
-from tidegate.embedded import EmbeddedPostgres
+from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.flow import control, replan
 from tidegate.flow.dispatch import Dispatch
 from tidegate.flow.replan import Replan
@@ -429,12 +429,12 @@ def world(postgres: EmbeddedPostgres, template: str, monkeypatch: pytest.MonkeyP
     name = "gate_machine"
 
     async def admin(statement: str) -> None:
-        connection = await asyncpg.connect(postgres.url())
+        connection = await asyncpg.connect(postgres.admin_url())
         await connection.execute(statement)
         await connection.close()
 
     async def prepare() -> tuple[Database, Clock]:
-        await admin(f"create database {name} template {template}")
+        await admin(f"create database {name} template {template} owner {ROLE}")
         database = Database(postgres.url(name), "test", size=4)
         app = Tidegate()
 

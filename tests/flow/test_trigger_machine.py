@@ -51,7 +51,7 @@ from tests.flow.trigger_model import (
 )
 from tests.flow.trigger_worker import BREAKER, POLICY, TriggerWorker
 from tidegate import failpoints
-from tidegate.embedded import EmbeddedPostgres
+from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.flow import control, delivery_replan, slots
 from tidegate.model.run import ClaimedRun, FinishedRun, RunStatus
 from tidegate.model.source import RateLimit
@@ -658,7 +658,7 @@ def world(postgres: EmbeddedPostgres, template: str, monkeypatch: pytest.MonkeyP
     name = "trigger_machine"
 
     async def admin(statement: str) -> None:
-        connection = await asyncpg.connect(postgres.url())
+        connection = await asyncpg.connect(postgres.admin_url())
         await connection.execute(statement)
         await connection.close()
 
@@ -668,7 +668,7 @@ def world(postgres: EmbeddedPostgres, template: str, monkeypatch: pytest.MonkeyP
         )
 
     async def prepare() -> tuple[Database, Clock, uuid.UUID]:
-        await admin(f"create database {name} template {template}")
+        await admin(f"create database {name} template {template} owner {ROLE}")
         database = Database(postgres.url(name), "test", size=4)
         definition = await database.run(define)
         clock = Clock(database)

@@ -120,6 +120,19 @@ async def test_fresh_database_is_current(database: Database) -> None:
     assert await applied(database) == VERSIONS
 
 
+async def test_an_ordinary_role_that_owns_its_database_installs_everything(empty: Database) -> None:
+    """As on a managed Postgres; every test logs in as this role."""
+    async with empty.connection() as connection:
+        role = await connection.fetchrow("select * from pg_roles where rolname = current_user")
+        owner = "select datdba::regrole::text from pg_database where datname = current_database()"
+        assert role is not None and role["rolname"] == await connection.fetchval(owner)
+        more = "rolsuper rolcreaterole rolcreatedb rolreplication rolbypassrls"
+        assert [right for right in more.split() if role[right]] == []
+        memberships = "select count(*) from pg_auth_members where member = current_user::regrole"
+        assert await connection.fetchval(memberships) == 0
+    assert await migrate.migrate(empty) == list(migrate.migrations())
+
+
 async def test_empty_database_has_everything_before_it(empty: Database) -> None:
     status = await migrate.status(empty)
     assert (status.version, status.applied, status.pending) == (0, [], list(migrate.migrations()))

@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from tidegate.embedded import EmbeddedPostgres
+from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.store.db import Connection, Database
 
 
 @pytest.fixture(scope="session")
 def shared_database_url(postgres: EmbeddedPostgres, template: str) -> str:
     async def make() -> None:
-        admin = await asyncpg.connect(postgres.url())
-        await admin.execute(f"create database store_tests template {template}")
+        admin = await asyncpg.connect(postgres.admin_url())
+        await admin.execute(f"create database store_tests template {template} owner {ROLE}")
         await admin.close()
 
     asyncio.run(make())

@@ -16,7 +16,7 @@ import pytest
 from bench import history
 
 from tests.store.test_plans import MODES, STATISTICS, Undone, rows_read
-from tidegate.embedded import EmbeddedPostgres
+from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.flow import health
 from tidegate.model.health import HEALTH
 from tidegate.store import retention
@@ -73,8 +73,8 @@ def history_url(request: pytest.FixtureRequest, postgres: EmbeddedPostgres, temp
     name = f"history_{request.param}"
 
     async def make() -> None:
-        admin = await asyncpg.connect(postgres.url())
-        await admin.execute(f"create database {name} template {template}")
+        admin = await asyncpg.connect(postgres.admin_url())
+        await admin.execute(f"create database {name} template {template} owner {ROLE}")
         await admin.close()
         connection = await asyncpg.connect(postgres.url(name))
         for table in LARGE:
@@ -86,7 +86,7 @@ def history_url(request: pytest.FixtureRequest, postgres: EmbeddedPostgres, temp
         await connection.close()
 
     async def drop() -> None:
-        admin = await asyncpg.connect(postgres.url())
+        admin = await asyncpg.connect(postgres.admin_url())
         await admin.execute(f"drop database {name} with (force)")
         await admin.close()
 

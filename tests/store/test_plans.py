@@ -17,7 +17,7 @@ import asyncpg
 import msgspec
 import pytest
 
-from tidegate.embedded import EmbeddedPostgres
+from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.store import deliveries, idempotency, trigger_gates
 from tidegate.store.db import TransientConflict
 from tidegate.store.deliveries import Claim, Decided
@@ -75,13 +75,13 @@ def filled(
     name: str, postgres: EmbeddedPostgres, template: str, tables: tuple[str, ...], fill: list[tuple[str, Any]]
 ) -> Iterator[str]:
     async def admin(statement: str) -> None:
-        connection = await asyncpg.connect(postgres.url())
+        connection = await asyncpg.connect(postgres.admin_url())
         await connection.execute(statement)
         await connection.close()
 
     async def make() -> None:
-        await admin(f"create database {name} template {template}")
-        connection = await asyncpg.connect(postgres.url(name))
+        await admin(f"create database {name} template {template} owner {ROLE}")
+        connection = await asyncpg.connect(postgres.admin_url(name))  # who may turn checks off
         for table in tables:
             await connection.execute(f"alter table tidegate.{table} set (autovacuum_enabled = false)")
         for statement, arguments in fill:

@@ -4,11 +4,13 @@ import asyncio
 import uuid
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import asyncpg
 import msgspec
 import pytest
 
+from tidegate.embedded import EmbeddedPostgres
 from tidegate.store import events
 from tidegate.store.db import Connection, Database
 
@@ -240,7 +242,8 @@ async def test_accepted_at_its_bounds_and_readable(connection: Connection, accep
     msgspec.json.encode(event)
 
 
-async def test_producer_needs_only_the_right_to_call(database: Database) -> None:
+async def test_producer_needs_only_the_right_to_call(postgres: EmbeddedPostgres, database_url: str) -> None:
+    database = Database(postgres.admin_url(urlsplit(database_url).path[1:]), "test", size=1)
     async with database.transaction() as connection:
         await connection.execute(
             "create role tidegate_test_producer; grant usage on schema tidegate to tidegate_test_producer"
@@ -255,3 +258,4 @@ async def test_producer_needs_only_the_right_to_call(database: Database) -> None
             await connection.execute("reset role")
         assert await count(connection) == 2
         await connection.execute("drop owned by tidegate_test_producer; drop role tidegate_test_producer")
+    await database.close()

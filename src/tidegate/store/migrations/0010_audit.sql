@@ -21,7 +21,6 @@ create trigger audit_log_not_truncated before truncate on tidegate.audit_log
 -- Deletes rows that are older than so many seconds, the oldest first, at most `most`; how many.
 create function tidegate.prune_audit(older_seconds bigint, most bigint) returns bigint
 language plpgsql
-set tidegate.is_pruning_audit = 'on'
 as $$
 declare
   deleted bigint;
@@ -29,10 +28,13 @@ begin
   if older_seconds is null or older_seconds < 0 then
     raise exception 'older_seconds: must be 0 or more' using errcode = 'invalid_parameter_value';
   end if;
+  -- Set here and not on the function, which only a superuser may do. If the delete fails, this is undone with it.
+  perform set_config('tidegate.is_pruning_audit', 'on', true);
   delete from tidegate.audit_log
    where id in (select a.id from tidegate.audit_log a where a.at < tidegate.now() - older_seconds * interval '1 s'
                  order by a.at limit most for update skip locked);
   get diagnostics deleted = row_count;
+  perform set_config('tidegate.is_pruning_audit', 'off', true);
   return deleted;
 end
 $$;
