@@ -39,6 +39,7 @@ chaos: $(READY)
 	@$(BIN)/python -m chaos $(or $(ARGS),--both --out chaos/results/latest.json)
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.overload --out chaos/results/overload.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.hostile --out chaos/results/hostile.json
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.wire --out chaos/results/wire.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.fences
 
 # Tidegate as one file, to install on other machines (docs/installing.md).

@@ -2,7 +2,7 @@
 
 The server below keeps whatever comes until a request's head is complete (64 MB of headers cost it 700 MB), waits for it
 without end, goes on reading a body whose request is long answered, and closes while one comes in, which takes away the
-answer.
+answer. Its parser takes the body of a request that asks for another protocol (`Upgrade`) for the next request.
 
 Most requests publish an event and arrive whole. What the server and the framework do for one that comes bit by bit
 takes several times as long as looking at the event; these are answered here.
@@ -11,23 +11,27 @@ takes several times as long as looking at the event; these are answered here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
+import httptools
 from starlette.responses import Response
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from tidegate.api import problems
+from tidegate.api import heads, problems
+from tidegate.api.heads import MAX_HEAD_BYTES
 from tidegate.api.problems import Problem
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
-MAX_HEAD_BYTES = 32 * 1024
 # For a head to be complete, and for the rest of a body that nobody waits for.
 PATIENCE_SECONDS = 20
 # Of what a client still sends after its last answer, before it has read it.
 LEAVING_SECONDS = 5
 MAX_LEFT_BYTES = 64 * 1024 * 1024
+# Of requests that were sent before the one before them was answered. Whoever sends more is answered so many.
+MAX_PIPELINED = 64
 
 PUBLISH_URL = b"/v1/events"
 # Many clients send a head and then its body: so long the short way waits for the rest, for so much, in so many parts.
@@ -54,7 +58,7 @@ class Connection(HttpToolsProtocol):
         self._rest: asyncio.TimerHandle | None = None
         self._is_in_head = False
         self._is_in_message = False
-        self._is_too_large = False
+        self._asks_for_upgrade = False
         self._is_deaf = False
         # What came since the parser last made something of it: the beginning of a head, of a chunk's or of a trailer.
         self._unread_bytes = 0
@@ -67,6 +71,8 @@ class Connection(HttpToolsProtocol):
         self._socket = transport
         self._way_out = _WayOut(transport, self)
         super().connection_made(self._way_out)  # type: ignore[arg-type]
+        self.flow = _Flow(self._way_out, self.pipeline)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=False)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -87,10 +93,14 @@ class Connection(HttpToolsProtocol):
         if self.is_leaving or self._socket.is_closing():
             return
         self._parts_are_over()
+        if self.cycle is not None and not self.cycle.response_complete:  # it has nobody to answer to
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if not self._is_in_message:
             self._socket.close()
             return
         self.is_leaving = True
+        self.pipeline.clear()
         self.flow.resume_reading()
         self._socket.write_eof()
         self._stop_timer()
@@ -103,38 +113,68 @@ class Connection(HttpToolsProtocol):
                 self._socket.close()
             return
         self._is_read = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as exc:
+            cause = exc.__context__  # what one of the methods below raised
+            self._refuse(cause if isinstance(cause, Problem) else Problem(400, "this is no request of HTTP/1.1"))
+            return
         if self.transport.is_closing():
             return
         if self._parts is not None and self._rest is None:
             self._rest = self.loop.call_later(SHORT_SECONDS, self._take_long_way)
         self._unread_bytes = 0 if self._is_read else self._unread_bytes + len(data)
         if self._unread_bytes > MAX_HEAD_BYTES:
-            self._is_too_large = True
-            self.send_400_response("")
+            self._refuse(heads.too_large())
         elif self._is_in_head and self._timer is None:
             self._start_timer()
 
+    def _parse(self, data: bytes) -> None:
+        """No other protocol is spoken here: a request that asks for one is read once more as if it had not.
+
+        The parser ends such a request with its head and tells where; what follows would be the next one to it.
+        """
+        rest: bytes | memoryview = data
+        while True:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                end: int = upgrade.args[0]
+            rest = memoryview(rest)[end:]
+            head = heads.without_upgrade(*self._head())
+            self._asks_for_upgrade = False
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(head)
+
+    def _head(self) -> tuple[bytes, str, bytes, heads.Headers]:
+        return self.parser.get_method(), self.parser.get_http_version(), self.url, self.headers
+
     def on_message_begin(self) -> None:
         self._is_read = self._is_in_head = self._is_in_message = True
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise Problem(400, "too many requests were sent without waiting for an answer")
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_in_head:
-            raise ValueError("trailers are not taken")  # they would be added to headers that were checked already
+            raise Problem(400, "trailers are not taken")  # they would be added to headers that were checked already
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_read = True
         self._stop_timer()
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
-            self._is_too_large = True
-            raise ValueError("the head is too large")  # the parser stops, and the server calls `send_400_response`
-        self._is_in_head = False
+        if (problem := heads.refusal(*self._head())) is not None:
+            raise problem
+        if self.parser.should_upgrade():
+            self._asks_for_upgrade = True
+            return
         if self._may_be_short():
             self._parts = []
         else:
             super().on_headers_complete()
+        self._is_in_head = False
 
     def on_body(self, body: bytes) -> None:
         self._is_read = True
@@ -147,6 +187,8 @@ class Connection(HttpToolsProtocol):
             self._take_long_way()
 
     def on_message_complete(self) -> None:
+        if self._asks_for_upgrade:
+            return
         self._is_read, self._is_in_message = True, False
         self._stop_timer()
         if self._parts is not None:
@@ -168,7 +210,6 @@ class Connection(HttpToolsProtocol):
             and (self.cycle is None or self.cycle.response_complete)
             and self.parser.get_http_version() == "1.1"
             and self.parser.should_keep_alive()
-            and not self.parser.should_upgrade()
             and not self.expect_100_continue
         )
 
@@ -223,25 +264,23 @@ class Connection(HttpToolsProtocol):
         if self._is_in_message and self._timer is None:
             self._start_timer()
 
-    def send_400_response(self, msg: str) -> None:
-        """What cannot be read is refused by the server; a head that is too large by us."""
+    def _refuse(self, problem: Problem) -> None:
+        """What came cannot be read, and so nothing behind it. A request before it is answered and is the last one.
+
+        It is answered itself only where nobody would take that for the answer to another.
+        """
         cycle = self.cycle
         is_under_way = cycle is not None and not cycle.response_complete
-        if is_under_way and (self._is_in_head or not self._is_in_message):
-            cycle.keep_alive = False  # what is no request follows one, which is answered; then it is over
+        has_own_cycle = self._is_in_message and not self._is_in_head and self._parts is None
+        if is_under_way and not has_own_cycle:
+            cycle.keep_alive = False
             self._is_deaf = True
-        elif is_under_way and (cycle.response_started or self.pipeline):
-            self.transport.close()  # whoever waits for the answer to an earlier request would take this one for it
-        elif not self._is_too_large:
-            super().send_400_response(msg)
+        elif has_own_cycle and (cycle.response_started or self.pipeline):
+            self.transport.close()
         else:
-            metrics.answered(metrics.OTHER, 431)
-            text = f"the address and the headers are larger than {MAX_HEAD_BYTES} bytes"
-            body = bytes(problems.response(Problem(431, text)).body)
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/problem+json\r\n"
-                b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
-            )
+            answer = problems.response(problem)
+            metrics.answered(metrics.OTHER, answer.status_code)
+            self.transport.write(b"%bconnection: close\r\n\r\n%b" % (_head(answer), bytes(answer.body)))
             self.transport.close()
 
     def _start_timer(self) -> None:
@@ -291,6 +330,18 @@ class _WayOut:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+class _Flow(FlowControl):
+    """While requests wait for their turn, no more are read."""
+
+    def __init__(self, transport: Any, pipeline: Collection[Any]) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        if not self._pipeline:
+            super().resume_reading()
 
 
 def _head(answer: Response) -> bytes:

@@ -1,0 +1,129 @@
+"""One request, one answer, whatever the bytes and however they are cut; on the short way as on the long one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from chaos import wire
+from chaos.wire import Sent
+
+from tidegate.api.server import Api, Server, bind
+from tidegate.settings import Settings
+from tidegate.store.db import Connection
+
+AT_ONCE = 16
+
+
+@pytest.fixture
+async def ways(served: tuple[Api, Server]) -> AsyncIterator[tuple[int, int]]:
+    """The ports of two servers of one API: one that has the short way, one that has not."""
+    api, short = served
+    long = Server(api.app, bind(Settings(port=0)))
+    await long.start()
+    yield short.port, long.port
+    await long.stop()
+
+
+def alike(answers: Sequence[wire.Answer]) -> list[wire.Answer]:
+    """Without what is another each time: ids, times, and the mark of the way."""
+    names = rb'[0-9a-f]{8}-[0-9a-f-]{27}|\d{4}-\d\d-\d\dT[0-9:.]+Z|way[01]|wire-\d|(?<="version":)\d+'
+    return [answer._replace(body=re.sub(names, b"*", answer.body)) for answer in answers]
+
+
+async def both(ways: tuple[int, int], make: object, cut: object) -> str | None:
+    """What is wrong with the answers to the same bytes on the two ways, or between them."""
+    found = []
+    for n, port in enumerate(ways):
+        sent: list[Sent] = make(b"way%d" % n)  # type: ignore[operator]
+        parts: list[bytes] = cut(b"".join(one.raw for one in sent))  # type: ignore[operator]
+        async with asyncio.timeout(60):
+            answers = await wire.answers(port, parts)
+        if (wrong := wire.complaint(sent, answers)) is not None:
+            return f"{wrong}: {parts}"
+        found.append((alike(answers), [one.is_whole for one in sent]))
+    (short, is_whole), (long, _) = found
+    # A request that cannot be read is answered, or not, as the other one before it was done with in time or not.
+    whole = is_whole.index(False) if False in is_whole else len(is_whole)
+    differ = [pair for pair in zip(short[:whole], long[:whole], strict=True) if pair[0] != pair[1]]
+    return f"{differ}" if differ else None
+
+
+async def judged(cases: Sequence[object]) -> None:
+    """All of them, a few at a time."""
+    left = iter(cases)
+    wrong: list[str] = []
+
+    async def some() -> None:
+        for case in left:
+            if (found := await case) is not None:  # type: ignore[misc]
+                wrong.append(found)
+
+    await asyncio.gather(*(some() for _ in range(AT_ONCE)))
+    assert not wrong, wrong[0]
+
+
+async def smuggled(connection: Connection) -> int:
+    count: int = await connection.fetchval("select count(*) from tidegate.workflow_events where source = 'smuggled'")
+    return count
+
+
+CASES = [
+    (target, framing, upgrade, expect)
+    for target in wire.TARGETS
+    for framing in (*wire.FRAMINGS, *wire.BROKEN)
+    for upgrade in (wire.UPGRADES if framing in wire.FRAMINGS else ("none", "h2c"))
+    for expect in (wire.EXPECTS if upgrade in ("none", "h2c") and framing == "length" else ("none",))
+]
+
+
+async def test_every_target_framing_and_upgrade_gets_its_own_answer(
+    ways: tuple[int, int], connection: Connection
+) -> None:
+    chance = random.Random(1)
+
+    def case(n: int) -> object:
+        target, framing, upgrade, expect = CASES[n]
+        at = chance.random()
+
+        def make(way: bytes) -> list[Sent]:
+            mark = b"%b-%d" % (way, n)
+            return [wire.request(mark, target, framing, upgrade, expect), wire.last(mark + b"-last")]
+
+        def cut(raw: bytes) -> list[bytes]:
+            middle = int(at * len(raw))
+            return [raw[:middle], raw[middle:]] if n % 2 else [raw]
+
+        return both(ways, make, cut)
+
+    await judged([case(n) for n in range(len(CASES))])
+    assert await smuggled(connection) == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "framing"),
+    [("publish", "length"), ("publish", "small chunks"), ("admin verb", "length"), ("webhook", "small chunks")],
+)
+async def test_an_upgrade_is_read_alike_wherever_it_is_cut(
+    ways: tuple[int, int], connection: Connection, target: str, framing: str
+) -> None:
+    def make(way: bytes, n: int = 0) -> list[Sent]:
+        mark = b"%b-%04d" % (way, n)
+        return [wire.request(mark, target, framing, "h2c"), wire.last(mark + b"-last")]
+
+    length = len(b"".join(one.raw for one in make(b"way0")))
+
+    def case(n: int) -> object:
+        return both(ways, lambda way: make(way, n), lambda raw: [raw[:n], raw[n:]])
+
+    await judged([case(n) for n in range(1, length)])
+    assert await smuggled(connection) == 0
+
+
+async def test_random_connections(address: str, shared_url: str) -> None:
+    found = await wire.attack(int(address.rpartition(":")[2]), shared_url, 2000, random.randrange(1_000_000))
+    assert found.is_clean, wire.table(found)
+    assert found.requests >= 2000
