@@ -74,7 +74,7 @@ async def published(connection: Connection) -> list[str]:
 
 
 async def only(connection: Connection) -> Shown:
-    [found] = await schedules.list_all(connection)
+    [found] = await schedules.list_page(connection, limit=50)
     return found
 
 

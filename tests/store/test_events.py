@@ -242,7 +242,7 @@ async def test_pages_newest_first_neither_skip_nor_repeat(connection: Connection
     ids = await make_events(connection, 5)
     seen: list[Any] = []
     while page := await events.list_page(
-        connection, before_sequence=seen[-1].ingress_sequence if seen else None, limit=2
+        connection, before=events.Place(seen[-1].ingress_sequence, None) if seen else None, limit=2
     ):
         seen += page
         await make_events(connection)  # what arrives meanwhile is newer

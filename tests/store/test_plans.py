@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 import asyncpg
@@ -18,9 +18,10 @@ import msgspec
 import pytest
 
 from tidegate.embedded import ROLE, EmbeddedPostgres
-from tidegate.store import deliveries, idempotency, trigger_gates
+from tidegate.store import deliveries, events, idempotency, trigger_gates
 from tidegate.store.db import TransientConflict
 from tidegate.store.deliveries import Claim, Decided
+from tidegate.store.events import Place
 from tidegate.store.sql import load
 from tidegate.store.totals import Totals
 
@@ -123,14 +124,14 @@ async def test_no_turn_reads_the_whole_backlog(filled_url: str, mode: str, has_s
         await connection.close()
 
 
-async def check(connection: Any, name: str, text: str, arguments: Any, tables: set[str]) -> None:
+async def check(connection: Any, name: str, text: str, arguments: Any, tables: set[str], most: int = MOST_ROWS) -> None:
     """The statement, run and undone, reads few rows of each of the tables."""
     attempt = connection.transaction()
     await attempt.start()
     found = await connection.fetchval(f"explain (analyze, format json) {text}", *arguments)
     await attempt.rollback()
     for scan, rows in rows_read(msgspec.json.decode(found)[0]["Plan"], tables):
-        assert rows <= MOST_ROWS, f"{name} reads {rows:.0f} rows: {scan}"
+        assert rows <= most, f"{name} reads {rows:.0f} rows: {scan}"
 
 
 # Deliveries ---------------------------------------------------------------------------------------------------------
@@ -331,3 +332,69 @@ STATISTICS = pytest.mark.parametrize("has_statistics", [False, True], ids=["with
 @STATISTICS
 async def test_no_decision_reads_every_delivery(waiting_url: str, mode: str, has_statistics: bool) -> None:
     await check_all(waiting_url, TRIGGER_STATEMENTS, mode, has_statistics)
+
+
+# Lists --------------------------------------------------------------------------------------------------------------
+
+# A hundred events in each second since noon, in commits of ten.
+FILL_BY_TIME = """
+insert into tidegate.workflow_events
+  (id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, metadata)
+select tidegate.uuid7(), 'tick', 's' || n % 7, now(), $1::timestamptz + n / 10 * interval '100 ms', n, '{}', 'c', '{}'
+  from generate_series(1, $2::int) n
+"""
+NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
+SPANS = {
+    "the first minute": (None, NOON + timedelta(minutes=1)),
+    "a second long ago": (NOON + timedelta(seconds=30), NOON + timedelta(seconds=31)),
+    "before all": (None, NOON - timedelta(days=1)),
+    "after all": (NOON + timedelta(days=1), None),
+    "since the first minute": (NOON + timedelta(minutes=1), None),
+    "everything": (NOON - timedelta(days=1), NOON + timedelta(days=1)),
+}
+
+
+@pytest.fixture(scope="module")
+def events_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
+    yield from filled("plans_of_lists", postgres, template, ("workflow_events",), [(FILL_BY_TIME, (NOON, ROWS))])
+
+
+@MODES
+@pytest.mark.parametrize("span", SPANS)
+async def test_events_of_a_span_of_time_are_found_by_an_index(events_url: str, span: str, mode: str) -> None:
+    received_from, received_to = SPANS[span]
+    places = [None, Place(ROWS // 2, NOON + timedelta(milliseconds=ROWS // 2 // 10 * 100))]
+    connection = await asyncpg.connect(events_url)
+    try:
+        async with connection.transaction():
+            await connection.execute("analyze tidegate.workflow_events")
+            await connection.execute(f"set local plan_cache_mode = {mode}")
+            for before in places:
+                recorder = Recorder()
+                await events.list_page(
+                    recorder, received_from=received_from, received_to=received_to, before=before, limit=51
+                )
+                [(text, arguments)] = recorder.asked
+                await check(connection, span, text, arguments, {"workflow_events"}, most=200)
+            raise Undone
+    except Undone:
+        pass
+    finally:
+        await connection.close()
+
+
+async def test_pages_of_a_span_of_time_have_every_event_once(events_url: str) -> None:
+    connection = await asyncpg.connect(events_url)
+    await connection.set_type_codec("jsonb", schema="pg_catalog", encoder=str, decoder=msgspec.json.decode)
+    try:
+        seen: list[int] = []
+        before: Place | None = None
+        received_from, received_to = SPANS["a second long ago"]
+        while page := await events.list_page(
+            connection, received_from=received_from, received_to=received_to, before=before, limit=7
+        ):
+            seen += [event.ingress_sequence for event in page]
+            before = Place(page[-1].ingress_sequence, page[-1].received_at)
+    finally:
+        await connection.close()
+    assert seen == list(range(3099, 2999, -1))

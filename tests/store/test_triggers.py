@@ -55,7 +55,11 @@ async def test_a_trigger_comes_back_as_it_was_written(connection: Connection) ->
     made = await required(connection, await triggers.create(connection, definition, FULL, "disabled", "ann"))
     assert said(made) == FULL
     assert (made.workflow, made.status, made.version, made.created_by) == ("fulfil", "disabled", 1, "ann")
-    assert await triggers.list_of_workflow(connection, "fulfil") == [made] == await triggers.list_all(connection)
+    assert (
+        await triggers.list_of_workflow(connection, "fulfil")
+        == [made]
+        == await triggers.list_page(connection, limit=50)
+    )
     assert await triggers.list_active(connection) == []
     assert await triggers.create(connection, definition, FULL, "active", "bob") is None  # the name is taken
     assert await triggers.update(connection, made.id, FULL, "active", "bob")
@@ -75,7 +79,7 @@ async def test_every_change_is_a_version(connection: Connection) -> None:
     assert not await triggers.delete(connection, trigger_id, "carol")
     assert not await triggers.update(connection, trigger_id, FULL, "active", "dave")
     assert await triggers.get(connection, trigger_id) is None
-    assert await triggers.list_all(connection) == [] == await triggers.list_of_workflow(connection, "fulfil")
+    assert await triggers.list_page(connection, limit=50) == [] == await triggers.list_of_workflow(connection, "fulfil")
     versions = await triggers.list_versions(connection, trigger_id)
     assert [(v.version, v.changed_by, v.definition["name"]) for v in versions] == [
         (3, "carol", "short"), (2, "bob", "short"), (1, "ann", "full"),

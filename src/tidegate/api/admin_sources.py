@@ -9,13 +9,14 @@ import msgspec
 from starlette.requests import Request
 
 from tidegate.api import bodies
-from tidegate.api.routes import Route, Services
+from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, page_query, parameters
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import control
-from tidegate.flow.verdict import is_paused
 from tidegate.model.source import BreakerState, RateLimit
 from tidegate.store import sources
 from tidegate.store.sources import SourceRecord
+
+LIST_QUERY = page_query()
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,10 +43,12 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: datetime
 
 
-class SourceList(msgspec.Struct, frozen=True):
-    """Every source that has a limit, a pause, a breaker or waiting events; `*` is the default limit."""
+class SourcePage(msgspec.Struct, frozen=True):
+    """Sources that have a limit, a pause, a breaker or waiting events, by name; `*` is the default limit. `next_cursor`
+    is null on the last page."""
 
     sources: list[Source]
+    next_cursor: str | None
 
 
 class LimitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,10 +67,14 @@ class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reason: str | None = None
 
 
-async def list_sources(_: Request, services: Services) -> SourceList:
+async def list_sources(request: Request, services: Services) -> SourcePage:
+    given = parameters(request, LIST_QUERY)
+    limit = given.get("limit", DEFAULT_PAGE)
     async with services.database.connection() as connection:
         now = await sources.now(connection)
-        return SourceList([_source(record, now) for record in await sources.list_all(connection)])
+        found = await sources.list_page(connection, after=given.get("cursor"), limit=limit + 1)
+    page, next_cursor = cut(found, limit, lambda record: record.source)
+    return SourcePage([_source(record, now) for record in page], next_cursor)
 
 
 async def set_limit(request: Request, services: Services) -> Source:
@@ -122,7 +129,7 @@ def _actor(request: Request) -> str:
 
 
 def _source(record: SourceRecord, now: datetime) -> Source:
-    paused = is_paused(record, now)
+    paused = record.paused_at is not None and (record.paused_until is None or record.paused_until > now)
     return Source(
         source=record.source,
         limit=record.rate_limit,
@@ -149,8 +156,8 @@ def _source(record: SourceRecord, now: datetime) -> Source:
 _REFUSALS = (400, 408, 413, 415, 422)
 
 ROUTES = (
-    Route("GET", "/admin/sources", list_sources, "Every source with a limit, a pause, a breaker or waiting events",
-          (SourceList,), scope="read"),
+    Route("GET", "/admin/sources", list_sources, "List sources with a limit, a pause, a breaker or waiting events",
+          (SourcePage,), scope="read", query=LIST_QUERY, errors=(422,)),
     Route("PUT", "/admin/sources/{source:path}/limit", set_limit, "Set a source's limit (`*`: the default)", (Source,),
           scope="admin", body=bodies.schema(LimitBody), errors=_REFUSALS),
     Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit, "Remove a source's limit", (Source,),

@@ -6,16 +6,20 @@ from starlette.requests import Request
 
 from tidegate.api import bodies
 from tidegate.api.admin_sources import PauseBody
-from tidegate.api.routes import Route, Services, path_uuid
-from tidegate.api.triggers import TriggerAnswer, TriggerList, answers, changed
+from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, parameters, path_uuid
+from tidegate.api.triggers import LIST_QUERY, TriggerAnswer, TriggerPage, answers, changed
 from tidegate.flow import control
 from tidegate.flow.control.triggers import find_trigger
 from tidegate.store import triggers
 
 
-async def list_all_triggers(_: Request, services: Services) -> TriggerList:
+async def list_all_triggers(request: Request, services: Services) -> TriggerPage:
+    given = parameters(request, LIST_QUERY)
+    limit = given.get("limit", DEFAULT_PAGE)
     async with services.database.connection() as connection:
-        return TriggerList(await answers(connection, await triggers.list_all(connection)))
+        found = await triggers.list_page(connection, after=given.get("cursor"), limit=limit + 1)
+        page, next_cursor = cut(found, limit, lambda trigger: trigger.id)
+        return TriggerPage(await answers(connection, page), next_cursor)
 
 
 async def show_any_trigger(request: Request, services: Services) -> TriggerAnswer:
@@ -53,8 +57,8 @@ async def _done(request: Request, services: Services) -> TriggerAnswer:
 _REFUSALS = (400, 404, 408, 413, 415, 422)
 
 ROUTES = (
-    Route("GET", "/admin/triggers", list_all_triggers, "Every trigger, with its pause, breaker and waiting deliveries",
-          (TriggerList,), scope="read"),
+    Route("GET", "/admin/triggers", list_all_triggers, "List all triggers, with pause, breaker and waiting deliveries",
+          (TriggerPage,), scope="read", query=LIST_QUERY, errors=(422,)),
     Route("GET", "/admin/triggers/{trigger_id}", show_any_trigger, "One trigger, whichever workflow it launches",
           (TriggerAnswer,), scope="read", errors=(404,)),
     Route("POST", "/admin/triggers/{trigger_id}/pause", pause_trigger, "Pause a trigger", (TriggerAnswer,),

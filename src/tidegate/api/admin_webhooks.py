@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 
 from tidegate.api import bodies
-from tidegate.api.routes import Route, Services
+from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, page_query, parameters
 from tidegate.clock import utc_now
 from tidegate.errors import NotFound
 from tidegate.flow import control
@@ -14,18 +14,24 @@ from tidegate.flow.control import WebhookWritten
 from tidegate.model.webhook import ShownWebhook, WebhookBody, WebhookRotation, no_webhook, shown
 from tidegate.store import webhooks
 
+LIST_QUERY = page_query()
 
-class WebhookList(msgspec.Struct, frozen=True):
-    """Every webhook, by source; none with its secrets."""
+
+class WebhookPage(msgspec.Struct, frozen=True):
+    """Webhooks, by source; none with its secrets. `next_cursor` is null on the last page."""
 
     webhooks: list[ShownWebhook]
+    next_cursor: str | None
 
 
-async def list_webhooks(_: Request, services: Services) -> WebhookList:
+async def list_webhooks(request: Request, services: Services) -> WebhookPage:
+    given = parameters(request, LIST_QUERY)
+    limit = given.get("limit", DEFAULT_PAGE)
     async with services.database.connection() as connection:
-        found = await webhooks.list_all(connection)
+        found = await webhooks.list_page(connection, after=given.get("cursor"), limit=limit + 1)
+    page, next_cursor = cut(found, limit, lambda webhook: webhook.source)
     now = utc_now()
-    return WebhookList([shown(webhook, now) for webhook in found])
+    return WebhookPage([shown(webhook, now) for webhook in page], next_cursor)
 
 
 async def show_webhook(request: Request, services: Services) -> ShownWebhook:
@@ -74,7 +80,8 @@ _ONE = "/admin/sources/{source:path}/webhook"
 _REFUSALS = (400, 408, 413, 415, 422)
 
 ROUTES = (
-    Route("GET", "/admin/webhooks", list_webhooks, "Every webhook, without secrets", (WebhookList,), scope="read"),
+    Route("GET", "/admin/webhooks", list_webhooks, "List webhooks by source, without secrets", (WebhookPage,),
+          scope="read", query=LIST_QUERY, errors=(422,)),
     Route("GET", _ONE, show_webhook, "A source's webhook, without secrets", (ShownWebhook,), scope="read",
           errors=(404,)),
     Route("PUT", _ONE, set_webhook, "Set a source's webhook; a secret that is made is shown this once",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 from starlette.requests import Request
 
-from tidegate.api.routes import Query, Route, Services, parameters
+from tidegate.api.routes import DEFAULT_PAGE, Query, Route, Services, cut, page_query, parameters
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import explain as explaining
 from tidegate.flow.explain import Explanation
 from tidegate.model.event import Event
 from tidegate.store import events
+from tidegate.store.events import Place
 
 LIST_QUERY = (
     Query("type", "string", "only events of this type"),
@@ -21,9 +23,9 @@ LIST_QUERY = (
     Query("correlation_id", "string", "only events with this correlation id"),
     Query("from", "date-time", "received at or after"),
     Query("to", "date-time", "received before"),
-    Query("limit", "integer", "at most so many; 50 unless told"),
-    Query("cursor", "string", "`next_cursor` of the page before"),
+    *page_query(),
 )
+_EPOCH, _US = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
 
 
 class EventPage(msgspec.Struct, frozen=True):
@@ -35,7 +37,7 @@ class EventPage(msgspec.Struct, frozen=True):
 
 async def list_events(request: Request, services: Services) -> EventPage:
     given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", 50)
+    limit = given.get("limit", DEFAULT_PAGE)
     async with services.database.connection() as connection:
         found = await events.list_page(
             connection,
@@ -44,11 +46,10 @@ async def list_events(request: Request, services: Services) -> EventPage:
             correlation_id=given.get("correlation_id"),
             received_from=given.get("from"),
             received_to=given.get("to"),
-            before_sequence=_from_cursor(given.get("cursor")),
+            before=_from_cursor(given.get("cursor")),
             limit=limit + 1,
         )
-    more = len(found) > limit
-    return EventPage(found[:limit], _to_cursor(found[limit - 1].ingress_sequence) if more else None)
+    return EventPage(*cut(found, limit, lambda event: _to_cursor(Place(event.ingress_sequence, event.received_at))))
 
 
 async def show_event(request: Request, services: Services) -> Event:
@@ -71,17 +72,21 @@ ROUTES = (
 )  # fmt: skip
 
 
-def _to_cursor(sequence: int) -> str:
-    return base64.urlsafe_b64encode(str(sequence).encode()).decode().rstrip("=")
+def _to_cursor(place: Place) -> str:
+    assert place.received_at is not None
+    text = f"{place.ingress_sequence}.{(place.received_at - _EPOCH) // _US}"
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
-def _from_cursor(cursor: str | None) -> int | None:
+def _from_cursor(cursor: str | None) -> Place | None:
     if cursor is None:
         return None
     try:
-        sequence = int(base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)))
-        if not 0 <= sequence < 2**63 or _to_cursor(sequence) != cursor:
+        text = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)).decode()
+        sequence, _, received_us = text.partition(".")
+        place = Place(int(sequence), _EPOCH + int(received_us) * _US)
+        if not 0 <= int(sequence) < 2**63 or _to_cursor(place) != cursor:
             raise ValueError("tampered")
-        return sequence
-    except (ValueError, binascii.Error) as exc:
+        return place
+    except (ValueError, OverflowError, binascii.Error) as exc:
         raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "is not one of ours")]) from exc

@@ -7,22 +7,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidegate.api import bodies
-from tidegate.api.routes import Route, Services, json_response
+from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, json_response, page_query, parameters
 from tidegate.flow import control
 from tidegate.flow.control import NewToken
 from tidegate.model.token import Token, TokenBody
 from tidegate.store import tokens
 
+LIST_QUERY = page_query("uuid")
 
-class TokenList(msgspec.Struct, frozen=True):
-    """Every token, newest first, revoked ones too; none with its secret."""
+
+class TokenPage(msgspec.Struct, frozen=True):
+    """Tokens, newest first, revoked ones too; none with its secret. `next_cursor` is null on the last page."""
 
     tokens: list[Token]
+    next_cursor: str | None
 
 
-async def list_tokens(_: Request, services: Services) -> TokenList:
+async def list_tokens(request: Request, services: Services) -> TokenPage:
+    given = parameters(request, LIST_QUERY)
+    limit = given.get("limit", DEFAULT_PAGE)
     async with services.database.connection() as connection:
-        return TokenList(await tokens.list_all(connection))
+        found = await tokens.list_page(connection, before_id=given.get("cursor"), limit=limit + 1)
+    return TokenPage(*cut(found, limit, lambda token: token.id))
 
 
 async def create_token(request: Request, services: Services) -> Response:
@@ -43,7 +49,8 @@ async def revoke_token(request: Request, services: Services) -> Token:
 _REFUSALS = (400, 408, 413, 415, 422)
 
 ROUTES = (
-    Route("GET", "/admin/tokens", list_tokens, "Every token, without secrets", (TokenList,), scope="admin"),
+    Route("GET", "/admin/tokens", list_tokens, "List tokens, newest first, without secrets", (TokenPage,),
+          scope="admin", query=LIST_QUERY, errors=(422,)),
     Route("POST", "/admin/tokens", create_token, "Create a token; its secret is shown this once", (NewToken,),
           scope="admin", status=201, body=bodies.schema(TokenBody), errors=(*_REFUSALS, 409)),
     Route("DELETE", "/admin/tokens/{token}", revoke_token, "Revoke a token, by its name or id", (Token,),

@@ -11,7 +11,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidegate.api import bodies
-from tidegate.api.routes import Query, Route, Services, json_response, parameters, path_uuid
+from tidegate.api.routes import (
+    DEFAULT_PAGE,
+    Query,
+    Route,
+    Services,
+    cut,
+    json_response,
+    page_query,
+    parameters,
+    path_uuid,
+)
 from tidegate.api.workflows import show_workflow
 from tidegate.clock import uuid7
 from tidegate.errors import FieldError, InvalidInput, NotFound
@@ -35,15 +45,12 @@ from tidegate.store.triggers import TriggerVersion
 
 MAX_SAMPLE_BYTES = 1024 * 1024
 
+LIST_QUERY = page_query("uuid")
 DELIVERIES_QUERY = (
     Query("status", "string", "only deliveries in this status", DELIVERY_STATUSES),
-    Query("limit", "integer", "at most so many; 50 unless told"),
-    Query("cursor", "uuid", "`next_cursor` of the page before"),
+    *page_query("uuid"),
 )
-VERSIONS_QUERY = (
-    Query("limit", "integer", "at most so many; 50 unless told"),
-    Query("cursor", "string", "`next_cursor` of the page before"),
-)
+VERSIONS_QUERY = page_query()
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,10 +97,11 @@ class TriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     state: State
 
 
-class TriggerList(msgspec.Struct, frozen=True):
-    """Triggers, oldest first."""
+class TriggerPage(msgspec.Struct, frozen=True):
+    """Triggers: of one workflow oldest first, of all by workflow and name. `next_cursor` is null on the last page."""
 
     triggers: list[TriggerAnswer]
+    next_cursor: str | None
 
 
 class TriggerDeleted(msgspec.Struct, frozen=True):
@@ -126,10 +134,14 @@ class VersionPage(msgspec.Struct, frozen=True):
     next_cursor: str | None
 
 
-async def list_triggers(request: Request, services: Services) -> TriggerList:
+async def list_triggers(request: Request, services: Services) -> TriggerPage:
+    given = parameters(request, LIST_QUERY)
+    limit, after = given.get("limit", DEFAULT_PAGE), given.get("cursor")
     workflow = await show_workflow(request, services)
     async with services.database.connection() as connection:
-        return TriggerList(await answers(connection, await triggers.list_of_workflow(connection, workflow.slug)))
+        found = await triggers.list_of_workflow(connection, workflow.slug, after=after, limit=limit + 1)
+        page, next_cursor = cut(found, limit, lambda trigger: trigger.id)
+        return TriggerPage(await answers(connection, page), next_cursor)
 
 
 async def create_trigger(request: Request, services: Services) -> Response:
@@ -273,7 +285,8 @@ _ONE = f"{_ALL}/{{trigger_id}}"
 _REFUSALS = (400, 404, 408, 413, 415, 422)
 
 ROUTES = (
-    Route("GET", _ALL, list_triggers, "A workflow's triggers", (TriggerList,), scope="read", errors=(404,)),
+    Route("GET", _ALL, list_triggers, "A workflow's triggers", (TriggerPage,), scope="read", query=LIST_QUERY,
+          errors=(404, 422)),
     Route("POST", _ALL, create_trigger, "Create a trigger", (TriggerAnswer,), scope="admin", status=201,
           body=bodies.schema(TriggerBody, ("name", "event_type")), errors=(*_REFUSALS, 409)),
     Route("GET", _ONE, show_trigger, "One trigger", (TriggerAnswer,), scope="read", errors=(404,)),

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidegate.api import bodies
-from tidegate.api.routes import Route, Services, json_response
+from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, json_response, page_query, parameters
 from tidegate.errors import NotFound
 from tidegate.flow import control
 from tidegate.flow.control import Changed
@@ -16,12 +16,14 @@ from tidegate.model.trigger import WorkflowDefinition
 from tidegate.store import triggers
 
 MAX_BYTES = 256 * 1024
+LIST_QUERY = page_query()
 
 
-class WorkflowList(msgspec.Struct, frozen=True):
-    """Every workflow, by slug."""
+class WorkflowPage(msgspec.Struct, frozen=True):
+    """Workflows, by slug; `next_cursor` is null on the last page."""
 
     workflows: list[WorkflowDefinition]
+    next_cursor: str | None
 
 
 class WorkflowWritten(WorkflowDefinition, frozen=True, kw_only=True):
@@ -31,9 +33,13 @@ class WorkflowWritten(WorkflowDefinition, frozen=True, kw_only=True):
     changed: bool
 
 
-async def list_workflows(_: Request, services: Services) -> WorkflowList:
+async def list_workflows(request: Request, services: Services) -> WorkflowPage:
+    given = parameters(request, LIST_QUERY)
+    limit = given.get("limit", DEFAULT_PAGE)
     async with services.database.connection() as connection:
-        return WorkflowList([control.shown_workflow(found) for found in await triggers.list_definitions(connection)])
+        found = await triggers.list_definitions(connection, after=given.get("cursor"), limit=limit + 1)
+    page, next_cursor = cut(found, limit, lambda workflow: workflow.slug)
+    return WorkflowPage([control.shown_workflow(workflow) for workflow in page], next_cursor)
 
 
 async def show_workflow(request: Request, services: Services) -> WorkflowDefinition:
@@ -84,7 +90,8 @@ _ALL, _ONE = "/v1/workflows", "/v1/workflows/{slug}"
 _REFUSALS = (400, 408, 409, 413, 415, 422)
 
 ROUTES = (
-    Route("GET", _ALL, list_workflows, "List workflows", (WorkflowList,), scope="read"),
+    Route("GET", _ALL, list_workflows, "List workflows by slug", (WorkflowPage,), scope="read", query=LIST_QUERY,
+          errors=(422,)),
     Route("POST", _ALL, create_workflow, "Create a workflow that posts its runs to a URL", (WorkflowWritten,),
           scope="admin", status=201, also=(200,), body=bodies.schema(HttpWorkflowBody), errors=_REFUSALS),
     Route("GET", _ONE, show_workflow, "One workflow", (WorkflowDefinition,), scope="read", errors=(404,)),

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
+from urllib.parse import quote
 
 import click
 import msgspec
@@ -19,6 +20,7 @@ from tidegate.client import Client
 
 # Between two columns; before the lines of a row that follow its first.
 _GAP, _INDENT = "  ", "  "
+_PAGE = 500
 
 
 def client() -> Client:
@@ -34,6 +36,18 @@ def user() -> str | None:
     except (OSError, KeyError):  # a container's user may have no name
         return None
     return name if name.isascii() and name.isprintable() else None
+
+
+def all_pages(api: Client, path: str, name: str) -> list[Any]:
+    """Everything that a list has, page by page; `name` is what the answer calls it."""
+    found: list[Any] = []
+    cursor = ""
+    while True:
+        page = api.request("GET", f"{path}?limit={_PAGE}{cursor}")
+        found += page[name]
+        if page["next_cursor"] is None:
+            return found
+        cursor = f"&cursor={quote(page['next_cursor'], safe='')}"
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tidegate.cli.output import client, json_option, print_json, print_table, short_time
+from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
 from tidegate.model.units import written_duration
 
 
@@ -18,7 +18,7 @@ def schedules() -> None:
 def list_schedules(as_json: bool) -> None:
     """List schedules with their last and next ticks (UTC)."""
     with client() as api:
-        found = api.request("GET", "/v1/schedules")["schedules"]
+        found = all_pages(api, "/v1/schedules", "schedules")
     if as_json:
         print_json(found)
         return

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import click
 
-from tidegate.cli.output import client, json_option, print_json, print_table, short_time
+from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
 from tidegate.cli.pauses import parsed, pause_body, pause_options
 from tidegate.model import units
 from tidegate.model.units import written_duration, written_rate
@@ -23,13 +23,13 @@ def sources() -> None:
 def list_sources(as_json: bool) -> None:
     """List sources that have a limit, a pause, a breaker or waiting events."""
     with client() as api:
-        found = api.request("GET", "/admin/sources")
+        found = all_pages(api, "/admin/sources", "sources")
     if as_json:
-        print_json(found)
+        print_json({"sources": found})
         return
     rows = [
         (s["source"], _limit(s), str(s["waiting"]), short_time(s["next_attempt_at"]), s["updated_by"], _state(s))
-        for s in found["sources"]
+        for s in found
     ]
     empty = "No source has a limit, a pause, a breaker or waiting events."
     print_table(("SOURCE", "LIMIT", "WAITING", "NEXT", "CHANGED BY", "STATE"), rows, empty)

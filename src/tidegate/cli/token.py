@@ -11,11 +11,12 @@ import click
 import msgspec
 
 from tidegate import settings
-from tidegate.cli.output import client, json_option, print_json, print_table, short_time, user
+from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time, user
 from tidegate.cli.pauses import parsed
+from tidegate.client import Client
 from tidegate.flow import control
 from tidegate.model import units
-from tidegate.model.token import SCOPES
+from tidegate.model.token import SCOPES, Token
 from tidegate.store import migrate, tokens
 from tidegate.store.db import Database
 from tidegate.telemetry import logs
@@ -49,7 +50,7 @@ def create(name: str, scopes: tuple[str, ...], sources: tuple[str, ...], expires
         body["expires_in_ms"] = parsed(units.duration_ms, expires)
     made = _done(
         lambda database: control.create_token(database, body, actor=user() or DEFAULT_ACTOR),
-        ("POST", "/admin/tokens", body),
+        lambda api: api.request("POST", "/admin/tokens", body),
     )
     if as_json:
         print_json(made)
@@ -62,9 +63,9 @@ def create(name: str, scopes: tuple[str, ...], sources: tuple[str, ...], expires
 @json_option
 def list_tokens(as_json: bool) -> None:
     """List tokens, revoked ones too."""
-    found = _done(_listed, ("GET", "/admin/tokens", None))
+    found = _done(_listed, lambda api: all_pages(api, "/admin/tokens", "tokens"))
     if as_json:
-        print_json(found)
+        print_json({"tokens": found})
         return
     rows = [
         (
@@ -76,7 +77,7 @@ def list_tokens(as_json: bool) -> None:
             t["created_by"],
             t["id"],
         )
-        for t in found["tokens"]
+        for t in found
     ]
     print_table(("NAME", "SCOPES", "SOURCES", "ENDS", "LAST USED", "CREATED BY", "ID"), rows, "No tokens yet.")
 
@@ -88,7 +89,7 @@ def revoke(name_or_id: str, as_json: bool) -> None:
     """Revoke a token; every API refuses it within a second."""
     revoked = _done(
         lambda database: control.revoke_token(database, name_or_id, actor=user() or DEFAULT_ACTOR),
-        ("DELETE", f"/admin/tokens/{quote(name_or_id, safe='')}", None),
+        lambda api: api.request("DELETE", f"/admin/tokens/{quote(name_or_id, safe='')}"),
     )
     if as_json:
         print_json(revoked)
@@ -96,17 +97,17 @@ def revoke(name_or_id: str, as_json: bool) -> None:
     click.echo(f"token {revoked['name']} is revoked")
 
 
-async def _listed(database: Database) -> dict[str, Any]:
+async def _listed(database: Database) -> list[Token]:
     async with database.connection() as connection:
-        return {"tokens": await tokens.list_all(connection)}
+        return await tokens.list_page(connection)
 
 
-def _done(on_database: Callable[[Database], Awaitable[Any]], request: tuple[str, str, Any]) -> Any:
+def _done(on_database: Callable[[Database], Awaitable[Any]], over_api: Callable[[Client], Any]) -> Any:
     """What the database or else the API answers, as plain values."""
     given = settings.load()
     if given.database_url is None:
         with client() as api:
-            return api.request(*request)
+            return over_api(api)
     logs.configure("error", given.log_format)  # the command says itself what it did
 
     async def work(url: str) -> Any:

@@ -9,6 +9,7 @@ from urllib.parse import quote
 import click
 
 from tidegate.cli.output import (
+    all_pages,
     client,
     json_option,
     print_json,
@@ -34,9 +35,9 @@ def triggers() -> None:
 def list_triggers(workflow: str | None, as_json: bool) -> None:
     """List the triggers of WORKFLOW, or all."""
     with client() as api:
-        found = api.request("GET", _of_workflow(workflow) if workflow else "/admin/triggers")
+        found = all_pages(api, _of_workflow(workflow) if workflow else "/admin/triggers", "triggers")
     if as_json:
-        print_json(found)
+        print_json({"triggers": found})
         return
     rows = [
         (
@@ -48,7 +49,7 @@ def list_triggers(workflow: str | None, as_json: bool) -> None:
             f"v{t['version']} by {t['updated_by']}",
             _state(t),
         )
-        for t in found["triggers"]
+        for t in found
     ]
     columns = ("ID", "TRIGGER", "ON", "LIMITS", "WAITING", "VERSION", "STATE")
     print_table(columns, rows, "No triggers yet.")
@@ -188,7 +189,7 @@ def find_trigger(api: Client, trigger_id: str) -> Any:
         workflow, slash, name = trigger_id.partition("/")
     if not slash:
         raise click.UsageError(f"ID is a trigger's id or WORKFLOW/NAME, not {trigger_id!r}; see tidegate triggers list")
-    found = api.request("GET", _of_workflow(workflow))["triggers"]
+    found = all_pages(api, _of_workflow(workflow), "triggers")
     named = [t for t in found if t["name"] == name]
     if not named:
         known = ", ".join(t["name"] for t in found) or "none"

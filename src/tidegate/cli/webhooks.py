@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import click
 
-from tidegate.cli.output import client, json_option, print_json, print_table, short_time
+from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
 from tidegate.cli.pauses import parsed
 from tidegate.model.units import duration_ms
 from tidegate.model.webhook import SCHEMES
@@ -36,9 +36,9 @@ def _secret_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def list_webhooks(as_json: bool) -> None:
     """List webhooks, without secrets."""
     with client() as api:
-        found = api.request("GET", "/admin/webhooks")
+        found = all_pages(api, "/admin/webhooks", "webhooks")
     if as_json:
-        print_json(found)
+        print_json({"webhooks": found})
         return
     rows = [
         (
@@ -49,7 +49,7 @@ def list_webhooks(as_json: bool) -> None:
             w["updated_by"],
             short_time(w["updated_at"]),
         )
-        for w in found["webhooks"]
+        for w in found
     ]
     print_table(("SOURCE", "SCHEME", "TYPE", "SECRETS", "CHANGED BY", "CHANGED"), rows, "No webhooks yet.")
 

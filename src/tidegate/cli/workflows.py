@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import click
 
-from tidegate.cli.output import client, json_option, print_json, print_table, short_time
+from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
 from tidegate.cli.trigger_files import read_object
 from tidegate.model.units import duration_ms
 
@@ -26,9 +26,9 @@ def workflows() -> None:
 def list_workflows(as_json: bool) -> None:
     """List workflows with the events that launch them."""
     with client() as api:
-        found = api.request("GET", "/v1/workflows")["workflows"]
+        found = all_pages(api, "/v1/workflows", "workflows")
         for workflow in found:
-            workflow["triggers"] = api.request("GET", f"/v1/workflows/{workflow['slug']}/triggers")["triggers"]
+            workflow["triggers"] = all_pages(api, f"/v1/workflows/{workflow['slug']}/triggers", "triggers")
     if as_json:
         print_json(found)
         return

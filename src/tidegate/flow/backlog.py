@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Literal, NamedTuple
 
-from tidegate.store.health import Depths, HeldDeliveries, HeldEvents, QueueDepth, RetrySummary, Waiting, WaitingSteps
+from tidegate.store.health import Depths, Group, QueueDepth, RetrySummary
 
 Kind = Literal["events", "deliveries", "steps"]
 KINDS: tuple[Kind, ...] = ("events", "deliveries", "steps")
-
-
-class Group(NamedTuple):
-    """Rows of one kind that wait for the same reason, and whether something holds them back on purpose."""
-
-    kind: Kind
-    reason: str
-    is_held: bool
-    rows: Waiting
-
-
-class Held(NamedTuple):
-    """The sources and triggers of which nothing may go on now, and what holds each."""
-
-    sources: Mapping[str, str]
-    triggers: Mapping[uuid.UUID, str]
-
-
-def judge(
-    events: Iterable[HeldEvents], deliveries: Iterable[HeldDeliveries], steps: Iterable[WaitingSteps], held: Held
-) -> list[Group]:
-    """Everything that waits. The reason is the pause or breaker that holds it now, if there is one."""
-    groups: list[Group] = []
-    for event in events:
-        holds = held.sources.get(event.source)
-        groups.append(Group("events", holds or event.reason or "unknown", holds is not None, event))
-    for delivery in deliveries:
-        holds = held.triggers.get(delivery.trigger_id)
-        is_held = holds is not None or delivery.source in held.sources
-        groups.append(Group("deliveries", holds or delivery.reason or "unknown", is_held, delivery))
-    for step in steps:
-        groups.append(Group("steps", "sleep" if step.kind == "sleep" else "failed", False, step))
-    return groups
 
 
 def retries(groups: Sequence[Group]) -> dict[str, RetrySummary]:
@@ -70,22 +36,22 @@ class _Due(NamedTuple):
 
 
 def _summary(groups: Sequence[Group]) -> RetrySummary:
-    late = [group.rows for group in groups if group.rows.overdue and not group.is_held]
+    late = [group for group in groups if group.overdue and not group.is_held]
     by_reason: dict[str, int] = {}
     for group in sorted(groups, key=lambda group: group.reason):
-        by_reason[group.reason] = by_reason.get(group.reason, 0) + group.rows.total
+        by_reason[group.reason] = by_reason.get(group.reason, 0) + group.total
     return RetrySummary(
         total=sum(by_reason.values()),
         overdue=sum(rows.overdue for rows in late),
         overdue_since=min((rows.next_attempt_at for rows in late), default=None),
-        next_attempt_at=min((group.rows.next_attempt_at for group in groups), default=None),
+        next_attempt_at=min((group.next_attempt_at for group in groups), default=None),
         by_reason=by_reason,
     )
 
 
 def _due(groups: Sequence[Group], kind: Kind) -> _Due:
-    rows = [group.rows for group in groups if group.kind == kind]
-    due = [group.rows for group in groups if group.kind == kind and group.rows.due and not group.is_held]
+    rows = [group for group in groups if group.kind == kind]
+    due = [group for group in groups if group.kind == kind and group.due and not group.is_held]
     oldest = min((one.next_attempt_at for one in due), default=None)
     return _Due(sum(one.due for one in due), sum(one.total for one in rows), oldest)
 

@@ -6,29 +6,31 @@ Both are read from Postgres, so every process gives the same answer; the verdict
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
 from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
 from tidegate.flow import backlog
-from tidegate.flow.backlog import Held, judge
 from tidegate.flow.notices import Notice
-from tidegate.flow.verdict import RUNBOOK, Cause, Facts, is_paused, verdict
+from tidegate.flow.verdict import RUNBOOK, Cause, Facts, verdict
 from tidegate.model.health import HEALTH, HealthPolicy
 from tidegate.store import health, sources, workers
 from tidegate.store.db import Connection, Database
 from tidegate.store.health import (
     DeadLetterCount,
-    HeldEvents,
+    Group,
+    LimitHealth,
+    PausedSource,
     PausedTrigger,
     QueueDepth,
     RetrySummary,
-    SourceState,
+    SourceBreaker,
     Totals,
+    TriggerBreaker,
     TriggerMetrics,
 )
 from tidegate.store.sources import SourceMetrics
@@ -39,6 +41,8 @@ from tidegate.telemetry.metrics import SharedState
 GAUGES_SECONDS = 1.0
 # A run that has been due for so long with nobody to run it is worth a word.
 UNSERVED_MS = 5000
+# Each list of a snapshot has at most so many entries: it is read every two seconds by every open console.
+SHOWN = 100
 
 _log = logger("health")
 
@@ -58,32 +62,12 @@ class SourceHealth(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: datetime | None
 
 
-class LimitHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """A source's limit, and how many wait for it."""
-
-    source: str
-    limit: int
-    interval_ms: int
-    pause_ms: int
-    set_by: str | None
-    throttled_until: datetime | None
-    waiting: int
-    next_attempt_at: datetime | None
-
-
-class PausedSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A source that is paused; `until` null means until it is resumed."""
-
-    source: str
-    until: datetime | None
-    reason: str | None
-    paused_by: str | None
-    since: datetime
-    waiting: int
-
-
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the whole cluster at one moment of the database's clock."""
+    """The state of the whole cluster at one moment of the database's clock.
+
+    Each list has at most 100 entries, however many there are; `…_total` says how many. `sources`, `triggers` and
+    `rate_limits` begin with the last changed, pauses and breakers with the oldest.
+    """
 
     status: Literal["ok", "degraded", "critical"]
     causes: list[Cause]
@@ -92,10 +76,19 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     queues: dict[str, QueueDepth]
     totals: Totals
     sources: list[SourceHealth]
+    sources_total: int
     triggers: list[TriggerMetrics]
+    triggers_total: int
     rate_limits: list[LimitHealth]
+    rate_limits_total: int
     paused_sources: list[PausedSource]
+    paused_sources_total: int
     paused_triggers: list[PausedTrigger]
+    paused_triggers_total: int
+    source_breakers: list[SourceBreaker]
+    source_breakers_total: int
+    trigger_breakers: list[TriggerBreaker]
+    trigger_breakers_total: int
     retries: dict[str, RetrySummary]
     dead_letters: DeadLetterCount
     warnings: list[Notice] = []
@@ -103,10 +96,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH, runbook: str = RUNBOOK) -> Snapshot:
     """The state of everything, and the verdict."""
-    found = await facts(connection, policy)
+    limits = await health.limits(connection, SHOWN)
+    found = await facts(connection, policy, of_sources=[limit.source for limit in limits])
     causes = verdict(found, policy, runbook)
     letters = found.dead_letters.values()
-    waiting = _waiting(found.held_events)
+    counts = found.counts
     return Snapshot(
         status=_status(causes),
         causes=causes,
@@ -114,11 +108,20 @@ async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH, runboo
         last_processed_event_at=found.last_processed,
         queues=found.queues,
         totals=await health.totals(connection, found.depths),
-        sources=[_source(totals) for totals in await sources.list_metrics(connection)],
-        triggers=await health.trigger_metrics(connection),
-        rate_limits=[limit for state in found.sources if (limit := _limit(state, waiting))],
-        paused_sources=[_paused(state, waiting) for state in found.sources if is_paused(state, found.now)],
+        sources=[_source(totals) for totals in await health.source_metrics(connection, SHOWN)],
+        sources_total=counts.sources,
+        triggers=await health.trigger_metrics(connection, SHOWN),
+        triggers_total=counts.triggers,
+        rate_limits=[_limit(limit, found.waiting.get(limit.source)) for limit in limits],
+        rate_limits_total=counts.rate_limits,
+        paused_sources=[_paused(source, found.waiting.get(source.source)) for source in found.paused_sources],
+        paused_sources_total=counts.paused_sources,
         paused_triggers=found.paused_triggers,
+        paused_triggers_total=counts.paused_triggers,
+        source_breakers=found.source_breakers,
+        source_breakers_total=counts.source_breakers,
+        trigger_breakers=found.trigger_breakers,
+        trigger_breakers_total=counts.trigger_breakers,
         retries=found.retries,
         dead_letters=DeadLetterCount(
             total=sum(letter.total for letter in letters), last_24h=sum(letter.last_24h for letter in letters)
@@ -126,23 +129,25 @@ async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH, runboo
     )
 
 
-async def facts(connection: Connection, policy: HealthPolicy) -> Facts:
-    """What the verdict and the gauges are made of. Every statement reads what waits or is claimed, nothing finished."""
+async def facts(connection: Connection, policy: HealthPolicy, of_sources: Sequence[str] = ()) -> Facts:
+    """What the verdict and the gauges are made of. Every statement reads what waits or is claimed, nothing finished,
+    and its answer does not grow with the number of sources; `of_sources` is whose waiting events are counted too."""
     now = await sources.now(connection)
     late = now - timedelta(milliseconds=policy.overdue_ms)
-    held = Held(await health.held_sources(connection, now), await health.held_triggers(connection, now))
-    held_events = await health.held_events(connection, now, late)
-    held_deliveries = await health.held_deliveries(connection, now, late)
-    groups = judge(held_events, held_deliveries, await health.waiting_steps(connection, now, late), held)
+    paused_sources = await health.paused_sources(connection, now, SHOWN)
+    names = {*of_sources, *(paused.source for paused in paused_sources)}
+    groups, waiting = await health.waiting(connection, now, late, names)
     depths = await health.depths(connection, now)
     recent = now - timedelta(milliseconds=policy.dead_letters_window_ms)
     return Facts(
         now=now,
         last_processed=await health.last_processed(connection),
-        sources=await health.sources(connection),
-        held_events=held_events,
-        paused_triggers=await health.paused_triggers(connection),
-        trigger_breakers=await health.open_breakers(connection),
+        counts=await health.counts(connection, now),
+        paused_sources=paused_sources,
+        paused_triggers=await health.paused_triggers(connection, SHOWN),
+        source_breakers=await health.source_breakers(connection, SHOWN),
+        trigger_breakers=await health.trigger_breakers(connection, SHOWN),
+        waiting=waiting,
         depths=depths,
         queues=backlog.queues(groups, depths, now),
         retries=backlog.retries(groups),
@@ -225,12 +230,9 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
     expired = dict.fromkeys(("events", "deliveries", "steps", "runs"), 0)
     expired |= {claims.kind: claims.total for claims in found.expired_claims}
     return SharedState(
-        paused_sources=sum(is_paused(state, found.now) for state in found.sources),
-        paused_triggers=len(found.paused_triggers),
-        open_breakers={
-            "source": sum(state.breaker_state != "closed" for state in found.sources),
-            "trigger": len(found.trigger_breakers),
-        },
+        paused_sources=found.counts.paused_sources,
+        paused_triggers=found.counts.paused_triggers,
+        open_breakers={"source": found.counts.source_breakers, "trigger": found.counts.trigger_breakers},
         workers_alive=found.workers.alive,
         unserved_workflows=len(found.unserved),
         overdue_retries={kind: summary.overdue for kind, summary in found.retries.items()},
@@ -245,21 +247,6 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
         dead_letters=letters,
         last_processed=found.last_processed.timestamp() if found.last_processed else None,
     )
-
-
-class _Waiting(NamedTuple):
-    events: int = 0
-    next_attempt_at: datetime | None = None
-
-
-def _waiting(groups: Sequence[HeldEvents]) -> dict[str, _Waiting]:
-    """How many events of each source wait, and the next of them."""
-    found: dict[str, _Waiting] = {}
-    for group in groups:
-        before = found.get(group.source, _Waiting())
-        earliest = min(before.next_attempt_at or group.next_attempt_at, group.next_attempt_at)
-        found[group.source] = _Waiting(before.events + group.total, earliest)
-    return found
 
 
 def _status(causes: Sequence[Cause]) -> Literal["ok", "degraded", "critical"]:
@@ -283,29 +270,11 @@ def _source(totals: SourceMetrics) -> SourceHealth:
     )
 
 
-def _limit(record: SourceState, waiting: Mapping[str, _Waiting]) -> LimitHealth | None:
-    if record.rate_limit is None or record.interval_ms is None:
-        return None
-    held = waiting.get(record.source, _Waiting())
-    return LimitHealth(
-        source=record.source,
-        limit=record.rate_limit,
-        interval_ms=record.interval_ms,
-        pause_ms=record.pause_ms or 0,
-        set_by=record.limit_set_by,
-        throttled_until=record.throttled_until,
-        waiting=held.events,
-        next_attempt_at=held.next_attempt_at,
-    )
+def _limit(limit: LimitHealth, waiting: Group | None) -> LimitHealth:
+    if waiting is None:
+        return limit
+    return msgspec.structs.replace(limit, waiting=waiting.total, next_attempt_at=waiting.next_attempt_at)
 
 
-def _paused(record: SourceState, waiting: Mapping[str, _Waiting]) -> PausedSource:
-    assert record.paused_at is not None
-    return PausedSource(
-        source=record.source,
-        until=record.paused_until,
-        reason=record.pause_reason,
-        paused_by=record.paused_by,
-        since=record.paused_at,
-        waiting=waiting.get(record.source, _Waiting()).events,
-    )
+def _paused(source: PausedSource, waiting: Group | None) -> PausedSource:
+    return source if waiting is None else msgspec.structs.replace(source, waiting=waiting.total)

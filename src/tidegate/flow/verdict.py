@@ -11,17 +11,18 @@ import msgspec
 from tidegate.model.health import HealthPolicy, Severity, severity
 from tidegate.store.health import (
     Alive,
+    Counts,
     DeadLetters,
     Depths,
     ExpiredClaims,
-    HeldEvents,
-    OpenBreaker,
+    Group,
+    PausedSource,
     PausedTrigger,
     QueueDepth,
     RetrySummary,
-    SourceState,
+    SourceBreaker,
+    TriggerBreaker,
 )
-from tidegate.store.sources import SourceRecord
 from tidegate.store.workers import Unserved
 
 RUNBOOK = "docs/operations/event-scheduler.md"
@@ -39,14 +40,17 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Facts(NamedTuple):
-    """What was read at one moment of the database's clock."""
+    """What was read at one moment of the database's clock. Of pauses and breakers it has those that a snapshot shows,
+    and `counts` of all; `waiting` is what waits of some sources."""
 
     now: datetime
     last_processed: datetime | None
-    sources: Sequence[SourceState]
-    held_events: Sequence[HeldEvents]
+    counts: Counts
+    paused_sources: list[PausedSource]
     paused_triggers: list[PausedTrigger]
-    trigger_breakers: Sequence[OpenBreaker]
+    source_breakers: list[SourceBreaker]
+    trigger_breakers: list[TriggerBreaker]
+    waiting: Mapping[str, Group]
     depths: Depths
     queues: dict[str, QueueDepth]
     retries: dict[str, RetrySummary]
@@ -72,22 +76,17 @@ def verdict(facts: Facts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[
     return [msgspec.structs.replace(cause, runbook=f"{runbook}#{cause.runbook}") for cause in found]
 
 
-def is_paused(record: SourceState | SourceRecord, now: datetime) -> bool:
-    """Whether a person's pause is in force."""
-    return record.paused_at is not None and (record.paused_until is None or record.paused_until > now)
-
-
 def _sources(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
     now = facts.now
-    for record in facts.sources:
-        if is_paused(record, now) and (level := _pause_level(record.paused_at, now, policy)):
-            text = f"paused{_by(record.paused_by)}{_until(record.paused_until)}: {_reason(record.pause_reason)}"
-            yield _cause("source_paused", level, record.source, text, record.paused_at)
-        if record.breaker_state != "closed":
-            over = record.breaker_until is not None and record.breaker_until <= now
-            text = f"the breaker is open after {record.breaker_reason}"
-            text += "; the next event is the probe" if over else _until(record.breaker_until)
-            yield _cause("source_breaker_open", "degraded", record.source, text, record.failed_at)
+    for source in facts.paused_sources:
+        if level := _pause_level(source.since, now, policy):
+            text = f"paused{_by(source.paused_by)}{_until(source.until)}: {_reason(source.reason)}"
+            yield _cause("source_paused", level, source.source, text, source.since)
+    for breaker in facts.source_breakers:
+        over = breaker.until is not None and breaker.until <= now
+        text = f"the breaker is open after {breaker.reason}"
+        text += "; the next event is the probe" if over else _until(breaker.until)
+        yield _cause("source_breaker_open", "degraded", breaker.source, text, breaker.since)
 
 
 def _triggers(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
@@ -168,7 +167,7 @@ def _cause(
     return Cause(code=code, severity=level, subject=subject, message=message, since=since, runbook=anchor)
 
 
-def _state(breaker: OpenBreaker) -> str:
+def _state(breaker: TriggerBreaker) -> str:
     return f"half open (run {breaker.probe_run_id} is the trial)" if breaker.probe_run_id else "open"
 
 

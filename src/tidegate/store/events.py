@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 import asyncpg
@@ -15,6 +15,8 @@ from tidegate.store.db import Connection
 from tidegate.store.sql import load
 
 _sql = load("events")
+# No event was received before or after.
+_FIRST, _LAST = datetime(1900, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
 
 
 class Resolved(NamedTuple):
@@ -116,6 +118,13 @@ async def is_waiting(connection: Connection, event_id: uuid.UUID) -> tuple[bool,
     return (row["undecided"], row["dead_reason"]) if row else (False, None)
 
 
+class Place(NamedTuple):
+    """Where a page of events ended."""
+
+    ingress_sequence: int | None
+    received_at: datetime | None
+
+
 async def list_page(
     connection: Connection,
     *,
@@ -124,14 +133,17 @@ async def list_page(
     correlation_id: str | None = None,
     received_from: datetime | None = None,
     received_to: datetime | None = None,
-    before_sequence: int | None = None,
+    before: Place | None = None,
     limit: int = 50,
 ) -> list[Event]:
-    """Events, newest first."""
-    rows = await connection.fetch(
-        _sql["list"], event_type, source, correlation_id, received_from, received_to, before_sequence, limit,
-        _as_uuid(correlation_id),
-    )  # fmt: skip
+    """Events, newest first; those of a span of time in the order of their receipt."""
+    place = before or Place(None, None)
+    given = (event_type, source, correlation_id, place.ingress_sequence, limit, _as_uuid(correlation_id))
+    if received_from is None and received_to is None:
+        rows = await connection.fetch(_sql["list"], *given)
+    else:
+        between = (received_from or _FIRST, received_to or _LAST, place.received_at)
+        rows = await connection.fetch(_sql["list_between"], *given, *between)
     return [Event(*row) for row in rows]
 
 

@@ -160,17 +160,31 @@ select exists (select 1 from tidegate.event_inbox i
   from tidegate.workflow_events e where e.id = $1
 
 -- name: list
--- A page of events, newest first; null filters do not filter. $8 is the correlation id as an event's own id, if it may be one:
+-- A page of events, newest first; null filters do not filter. $6 is the correlation id as an event's own id, if it may be one:
 -- only correlations with others are in the index.
 select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
        e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
   from tidegate.workflow_events e
  where ($1::text is null or e.type = $1)
    and ($2::text is null or e.source = $2)
-   and ($3::text is null or (e.id = $8::uuid and e.correlation_id = $3)
+   and ($3::text is null or (e.id = $6::uuid and e.correlation_id = $3)
         or (e.correlation_id = $3 and e.correlation_id <> e.id::text))
-   and ($4::timestamptz is null or e.received_at >= $4)
-   and ($5::timestamptz is null or e.received_at < $5)
-   and ($6::bigint is null or e.ingress_sequence < $6)
+   and ($4::bigint is null or e.ingress_sequence < $4)
  order by e.ingress_sequence desc
- limit $7
+ limit $5
+
+-- name: list_between
+-- The same for events received at or after $7 and before $8, by the time of their receipt. The cursor has that time ($9), too:
+-- the page before ended within the events that share it.
+select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+  from tidegate.workflow_events e
+ where ($1::text is null or e.type = $1)
+   and ($2::text is null or e.source = $2)
+   and ($3::text is null or (e.id = $6::uuid and e.correlation_id = $3)
+        or (e.correlation_id = $3 and e.correlation_id <> e.id::text))
+   and e.received_at >= $7::timestamptz and e.received_at < $8::timestamptz
+   and e.received_at <= coalesce($9::timestamptz, 'infinity')
+   and ($9::timestamptz is null or (e.received_at, e.ingress_sequence) < ($9, $4::bigint))
+ order by e.received_at desc, e.ingress_sequence desc
+ limit $5

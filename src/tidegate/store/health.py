@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from datetime import datetime
 
 import msgspec
 
+from tidegate.model.source import BreakerState
 from tidegate.store.db import Connection
+from tidegate.store.sources import SourceMetrics
 from tidegate.store.sql import load
 
 _sql = load("health")
@@ -88,17 +91,65 @@ class PausedTrigger(msgspec.Struct, frozen=True, kw_only=True):
     since: datetime
 
 
-class OpenBreaker(msgspec.Struct, frozen=True, kw_only=True):
-    """A trigger whose breaker is open, or half open while its trial run lasts."""
+class PausedSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A source that is paused; `until` null means until it is resumed."""
+
+    source: str
+    until: datetime | None
+    reason: str | None
+    paused_by: str | None
+    since: datetime
+    waiting: int = 0
+
+
+class SourceBreaker(msgspec.Struct, frozen=True, kw_only=True):
+    """A source whose breaker is open; after `until` the next event is the trial."""
+
+    source: str
+    state: BreakerState
+    until: datetime | None
+    reason: str | None
+    since: datetime | None = None
+
+
+class TriggerBreaker(msgspec.Struct, frozen=True, kw_only=True):
+    """A trigger whose breaker is open (after `until` the next delivery is the trial), or half open while the trial run
+    `probe_run_id` lasts."""
 
     trigger_id: uuid.UUID
     workflow: str
     name: str
-    breaker_state: str
+    state: BreakerState
     until: datetime | None
     reason: str | None
     probe_run_id: uuid.UUID | None
     since: datetime | None = None
+
+
+class LimitHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """A source's limit, and how many wait for it; `updated_at` is when its row last changed."""
+
+    source: str
+    limit: int
+    interval_ms: int
+    pause_ms: int
+    set_by: str | None
+    throttled_until: datetime | None
+    updated_at: datetime
+    waiting: int = 0
+    next_attempt_at: datetime | None = None
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """How many there are of what is listed in part."""
+
+    sources: int
+    triggers: int
+    rate_limits: int
+    paused_sources: int
+    paused_triggers: int
+    source_breakers: int
+    trigger_breakers: int
 
 
 class TriggerCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,25 +184,12 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     next_attempt_at: datetime
 
 
-class HeldEvents(Waiting, frozen=True, kw_only=True):
-    """Events of one source."""
-
-    source: str
-    reason: str | None
-
-
-class HeldDeliveries(Waiting, frozen=True, kw_only=True):
-    """Deliveries of one trigger; `source` is the one that they wait for, if that is paused."""
-
-    trigger_id: uuid.UUID
-    reason: str | None
-    source: str | None
-
-
-class WaitingSteps(Waiting, frozen=True, kw_only=True):
-    """Steps of one kind."""
+class Group(Waiting, frozen=True, kw_only=True):
+    """Rows of one kind that wait for the same reason, and whether something holds them back on purpose."""
 
     kind: str
+    reason: str
+    is_held: bool
 
 
 class Depths(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,48 +205,14 @@ class Depths(msgspec.Struct, frozen=True, kw_only=True):
     active_runs: int
 
 
-class SourceState(msgspec.Struct, frozen=True, kw_only=True):
-    """A source that has a limit, a pause or an open breaker; `failed_at` is its last failure."""
-
-    source: str
-    rate_limit: int | None
-    interval_ms: int | None
-    pause_ms: int | None
-    limit_set_by: str | None
-    paused_at: datetime | None
-    paused_until: datetime | None
-    pause_reason: str | None
-    paused_by: str | None
-    breaker_state: str
-    breaker_until: datetime | None
-    breaker_reason: str | None
-    throttled_until: datetime | None
-    failed_at: datetime | None
-
-
-async def held_events(connection: Connection, now: datetime, late: datetime) -> list[HeldEvents]:
-    """Held events by source and reason; what was to go on by `late` is overdue."""
-    return [HeldEvents(**dict(row)) for row in await connection.fetch(_sql["held_events"], now, late)]
-
-
-async def held_deliveries(connection: Connection, now: datetime, late: datetime) -> list[HeldDeliveries]:
-    """Held deliveries by trigger and reason."""
-    return [HeldDeliveries(**dict(row)) for row in await connection.fetch(_sql["held_deliveries"], now, late)]
-
-
-async def waiting_steps(connection: Connection, now: datetime, late: datetime) -> list[WaitingSteps]:
-    """Waiting steps by kind."""
-    return [WaitingSteps(**dict(row)) for row in await connection.fetch(_sql["waiting_steps"], now, late)]
-
-
-async def held_sources(connection: Connection, now: datetime) -> dict[str, str]:
-    """Sources of which nothing may go on now, and what holds them."""
-    return {row["source"]: row["holds"] for row in await connection.fetch(_sql["held_sources"], now)}
-
-
-async def held_triggers(connection: Connection, now: datetime) -> dict[uuid.UUID, str]:
-    """Triggers of which nothing may go on now, and what holds them."""
-    return {row["trigger_id"]: row["holds"] for row in await connection.fetch(_sql["held_triggers"], now)}
+async def waiting(
+    connection: Connection, now: datetime, late: datetime, of_sources: Iterable[str] = ()
+) -> tuple[list[Group], dict[str, Group]]:
+    """Everything that waits; what was to go on by `late` is overdue. And what waits of each of the given sources."""
+    rows = await connection.fetch(_sql["waiting"], now, late, list(of_sources))
+    found = [Group(**dict(row)) for row in rows]
+    by_source = {group.reason: group for group in found if group.kind == "source"}
+    return [group for group in found if group.kind != "source"], by_source
 
 
 async def depths(connection: Connection, now: datetime) -> Depths:
@@ -216,9 +220,29 @@ async def depths(connection: Connection, now: datetime) -> Depths:
     return Depths(**dict(await connection.fetchrow(_sql["depths"], now, INBOX_COUNTED) or {}))
 
 
-async def sources(connection: Connection) -> list[SourceState]:
-    """Every source that has a limit, a pause or an open breaker."""
-    return [SourceState(**dict(row)) for row in await connection.fetch(_sql["sources"])]
+async def limits(connection: Connection, most: int) -> list[LimitHealth]:
+    """Sources that have a limit, the last changed first."""
+    return [LimitHealth(**dict(row)) for row in await connection.fetch(_sql["limits"], most)]
+
+
+async def paused_sources(connection: Connection, now: datetime, most: int) -> list[PausedSource]:
+    """Sources whose pause is not over, the longest paused first."""
+    return [PausedSource(**dict(row)) for row in await connection.fetch(_sql["paused_sources"], now, most)]
+
+
+async def source_breakers(connection: Connection, most: int) -> list[SourceBreaker]:
+    """Sources whose breaker is not closed."""
+    return [SourceBreaker(**dict(row)) for row in await connection.fetch(_sql["source_breakers"], most)]
+
+
+async def counts(connection: Connection, now: datetime) -> Counts:
+    """How many there are of what is listed in part."""
+    return Counts(**dict(await connection.fetchrow(_sql["counts"], now) or {}))
+
+
+async def source_metrics(connection: Connection, most: int) -> list[SourceMetrics]:
+    """The totals of sources, the last seen first."""
+    return [SourceMetrics(**dict(row)) for row in await connection.fetch(_sql["source_metrics"], most)]
 
 
 async def dead_letters(connection: Connection, now: datetime, since: datetime) -> dict[str, DeadLetters]:
@@ -241,20 +265,20 @@ async def expired_claims(connection: Connection) -> list[ExpiredClaims]:
     return [ExpiredClaims(**dict(row)) for row in await connection.fetch(_sql["expired_claims"])]
 
 
-async def paused_triggers(connection: Connection) -> list[PausedTrigger]:
-    """Triggers whose pause is not over."""
-    return [PausedTrigger(**dict(row)) for row in await connection.fetch(_sql["paused_triggers"])]
+async def paused_triggers(connection: Connection, most: int) -> list[PausedTrigger]:
+    """Triggers whose pause is not over, the longest paused first."""
+    return [PausedTrigger(**dict(row)) for row in await connection.fetch(_sql["paused_triggers"], most)]
 
 
-async def open_breakers(connection: Connection) -> list[OpenBreaker]:
+async def trigger_breakers(connection: Connection, most: int) -> list[TriggerBreaker]:
     """Triggers whose breaker is not closed."""
-    return [OpenBreaker(**dict(row)) for row in await connection.fetch(_sql["open_breakers"])]
+    return [TriggerBreaker(**dict(row)) for row in await connection.fetch(_sql["trigger_breakers"], most)]
 
 
-async def trigger_metrics(connection: Connection) -> list[TriggerMetrics]:
-    """The totals of every trigger that has any."""
+async def trigger_metrics(connection: Connection, most: int) -> list[TriggerMetrics]:
+    """The totals of triggers, the last changed first."""
     found = []
-    for row in await connection.fetch(_sql["trigger_metrics"]):
+    for row in await connection.fetch(_sql["trigger_metrics"], most):
         fields = dict(row)
         counts = TriggerCounts(**{name: fields.pop(name) for name in TriggerCounts.__struct_fields__})
         found.append(TriggerMetrics(counts=counts, **fields))

@@ -1,43 +1,55 @@
--- name: held_events
--- Held events by source and reason: how many, the first, how many of them are due at $1, and how many at $2. One pass over the
--- index of what waits, to which nothing is joined: whether a source may go on is the same for all of its events.
-select source, reason, count(*) as total, min(next_attempt_at) as next_attempt_at,
-       count(*) filter (where next_attempt_at <= $1::timestamptz) as due,
-       count(*) filter (where next_attempt_at <= $2::timestamptz) as overdue
-  from tidegate.event_ingress_retries where retry_state = 'scheduled' group by source, reason
-
--- name: held_deliveries
--- The same for deliveries by trigger and reason; those that wait for a paused source by that source, too.
-select trigger_id, reason, case when reason = 'source_paused' then source end as source, count(*) as total,
-       min(next_attempt_at) as next_attempt_at, count(*) filter (where next_attempt_at <= $1::timestamptz) as due,
-       count(*) filter (where next_attempt_at <= $2::timestamptz) as overdue
-  from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' group by 1, 2, 3
-
--- name: waiting_steps
--- The same for steps by kind: a sleep, or a step that failed.
-select kind, count(*) as total, min(next_attempt_at) as next_attempt_at,
-       count(*) filter (where next_attempt_at <= $1::timestamptz) as due,
-       count(*) filter (where next_attempt_at <= $2::timestamptz) as overdue
-  from tidegate.workflow_run_steps where retry_state = 'scheduled' group by kind
-
--- name: held_sources
--- Sources of which nothing may go on at $1, and what holds them: a pause, an open breaker, the pause after an exceeded limit.
-select source,
-       case when paused_at is not null and (paused_until is null or paused_until > $1::timestamptz) then 'paused'
-            when breaker_state = 'open' and breaker_until > $1::timestamptz then 'breaker_open' else 'rate_limit' end as holds
-  from tidegate.event_scheduler_sources
- where (paused_at is not null and (paused_until is null or paused_until > $1::timestamptz))
-    or (breaker_state = 'open' and breaker_until > $1::timestamptz) or throttled_until > $1::timestamptz
-
--- name: held_triggers
--- The same for triggers.
-select trigger_id,
-       case when paused_at is not null and (paused_until is null or paused_until > $1::timestamptz) then 'paused'
-            when breaker_state <> 'closed' then 'breaker_open' else 'throttle' end as holds
-  from tidegate.event_scheduler_triggers
- where (paused_at is not null and (paused_until is null or paused_until > $1::timestamptz))
-    or (breaker_state = 'open' and breaker_until > $1::timestamptz) or breaker_state = 'half_open'
-    or closed_until > $1::timestamptz
+-- name: waiting
+-- Everything that waits, by kind and reason: how many, the first, how many of them are due at $1, and how many at $2; and whether
+-- something holds them back on purpose, which then is the reason. One pass over each index of what waits: whether a source or a
+-- trigger may go on is the same for all that wait for it. Rows of kind `source` say how much waits of each of the sources $3.
+with held_sources as materialized (
+  select source,
+         case when paused_at is not null and (paused_until is null or paused_until > $1::timestamptz) then 'paused'
+              when breaker_state = 'open' and breaker_until > $1::timestamptz then 'breaker_open' else 'rate_limit' end as holds
+    from tidegate.event_scheduler_sources
+   where (paused_at is not null and (paused_until is null or paused_until > $1::timestamptz))
+      or (breaker_state = 'open' and breaker_until > $1::timestamptz) or throttled_until > $1::timestamptz
+), held_triggers as materialized (
+  select trigger_id,
+         case when paused_at is not null and (paused_until is null or paused_until > $1::timestamptz) then 'paused'
+              when breaker_state <> 'closed' then 'breaker_open' else 'throttle' end as holds
+    from tidegate.event_scheduler_triggers
+   where (paused_at is not null and (paused_until is null or paused_until > $1::timestamptz))
+      or (breaker_state = 'open' and breaker_until > $1::timestamptz) or breaker_state = 'half_open'
+      or closed_until > $1::timestamptz
+), events as materialized (
+  select source, reason, count(*) as total, min(next_attempt_at) as next_attempt_at,
+         count(*) filter (where next_attempt_at <= $1::timestamptz) as due,
+         count(*) filter (where next_attempt_at <= $2::timestamptz) as overdue
+    from tidegate.event_ingress_retries where retry_state = 'scheduled' group by source, reason
+), deliveries as materialized (
+  select trigger_id, reason, case when reason = 'source_paused' then source end as source, count(*) as total,
+         min(next_attempt_at) as next_attempt_at, count(*) filter (where next_attempt_at <= $1::timestamptz) as due,
+         count(*) filter (where next_attempt_at <= $2::timestamptz) as overdue
+    from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' group by 1, 2, 3
+), steps as materialized (
+  select case when kind = 'sleep' then 'sleep' else 'failed' end as reason, next_attempt_at
+    from tidegate.workflow_run_steps where retry_state = 'scheduled'
+)
+select 'events' as kind, coalesce(h.holds, g.reason, 'unknown') as reason, h.holds is not null as is_held,
+       sum(g.total)::bigint as total, min(g.next_attempt_at) as next_attempt_at, sum(g.due)::bigint as due,
+       sum(g.overdue)::bigint as overdue
+  from events g left join held_sources h on h.source = g.source
+ group by 1, 2, 3
+union all
+select 'deliveries', coalesce(h.holds, g.reason, 'unknown'), h.holds is not null or s.source is not null,
+       sum(g.total)::bigint, min(g.next_attempt_at), sum(g.due)::bigint, sum(g.overdue)::bigint
+  from deliveries g
+  left join held_triggers h on h.trigger_id = g.trigger_id
+  left join held_sources s on s.source = g.source
+ group by 1, 2, 3
+union all
+select 'steps', reason, false, count(*), min(next_attempt_at),
+       count(*) filter (where next_attempt_at <= $1::timestamptz), count(*) filter (where next_attempt_at <= $2::timestamptz)
+  from steps group by 1, 2, 3
+union all
+select 'source', source, false, sum(total)::bigint, min(next_attempt_at), sum(due)::bigint, sum(overdue)::bigint
+  from events where source = any ($3::text[]) group by source
 
 -- name: depths
 -- What else the queues hold at $1: undecided events and the oldest of them, runs that are due or wait for a time and the
@@ -61,13 +73,47 @@ select first.counted + case when first.counted < $2 then 0
        (select count(*) from tidegate.workflow_runs where status = 'running') as active_runs
   from first, runs
 
--- name: sources
--- Every source that has a limit, a pause or an open breaker.
-select source, rate_limit, interval_ms, pause_ms, limit_set_by, paused_at, paused_until, pause_reason, paused_by,
-       breaker_state, breaker_until, breaker_reason, throttled_until, failures[cardinality(failures)] as failed_at
+-- name: limits
+-- Sources that have a limit, the last changed first, $1 of them.
+select source, rate_limit as limit, interval_ms, coalesce(pause_ms, 0) as pause_ms, limit_set_by as set_by, throttled_until, updated_at
+  from tidegate.event_scheduler_sources where rate_limit is not null
+ order by updated_at desc, source limit $1
+
+-- name: paused_sources
+-- Sources whose pause is not over at $1, the longest paused first, $2 of them.
+select source, paused_until as until, pause_reason as reason, paused_by, paused_at as since
   from tidegate.event_scheduler_sources
- where rate_limit is not null or paused_at is not null or breaker_state <> 'closed'
- order by source
+ where paused_at is not null and (paused_until is null or paused_until > $1::timestamptz)
+ order by paused_at, source limit $2
+
+-- name: source_breakers
+-- Sources whose breaker is not closed, $1 of them.
+select source, breaker_state as state, breaker_until as until, breaker_reason as reason,
+       failures[cardinality(failures)] as since
+  from tidegate.event_scheduler_sources where breaker_state <> 'closed'
+ order by breaker_until, source limit $1
+
+-- name: counts
+-- How many there are of what the snapshot lists, at $1.
+select (select count(*) from tidegate.event_scheduler_source_metrics) as sources,
+       (select count(*) from tidegate.event_scheduler_trigger_metrics) as triggers,
+       s.rate_limits, s.paused_sources, s.source_breakers, t.paused_triggers, t.trigger_breakers
+  from (select count(*) filter (where rate_limit is not null) as rate_limits,
+               count(*) filter (where paused_at is not null and (paused_until is null or paused_until > $1::timestamptz))
+                 as paused_sources,
+               count(*) filter (where breaker_state <> 'closed') as source_breakers
+          from tidegate.event_scheduler_sources) s,
+       (select count(*) filter (where g.paused_at is not null and (g.paused_until is null or g.paused_until > $1::timestamptz))
+                 as paused_triggers,
+               count(*) filter (where g.breaker_state <> 'closed') as trigger_breakers
+          from tidegate.event_scheduler_triggers g
+          join tidegate.workflow_event_triggers e on e.id = g.trigger_id
+         where e.deleted_at is null) t
+
+-- name: source_metrics
+-- The totals of sources, the last seen first, $1 of them.
+select source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at, updated_at
+  from tidegate.event_scheduler_source_metrics order by updated_at desc, source limit $1
 
 -- name: dead_letters
 -- What was given up and not replayed, by kind, how much of it in the last day before $1, and how much of late (after $2) since
@@ -78,7 +124,7 @@ select kind, count(*) as total, count(*) filter (where created_at > $1::timestam
   from tidegate.dead_letters where replayed_at is null group by kind order by kind
 
 -- name: paused_triggers
--- Triggers whose pause is not over.
+-- Triggers whose pause is not over, the longest paused first, $1 of them.
 select t.trigger_id, w.slug as workflow, e.name, t.paused_until as until, t.pause_reason as reason, t.paused_by,
        t.paused_at as since
   from tidegate.event_scheduler_triggers t
@@ -86,26 +132,26 @@ select t.trigger_id, w.slug as workflow, e.name, t.paused_until as until, t.paus
   join tidegate.workflow_definitions w on w.id = e.workflow_definition_id
  where t.paused_at is not null and (t.paused_until is null or t.paused_until > tidegate.now())
    and e.deleted_at is null
- order by t.paused_at, t.trigger_id
+ order by t.paused_at, t.trigger_id limit $1
 
--- name: open_breakers
--- Triggers whose breaker is not closed.
-select t.trigger_id, w.slug as workflow, e.name, t.breaker_state, t.breaker_until as until, t.breaker_reason as reason,
+-- name: trigger_breakers
+-- Triggers whose breaker is not closed, $1 of them.
+select t.trigger_id, w.slug as workflow, e.name, t.breaker_state as state, t.breaker_until as until, t.breaker_reason as reason,
        t.probe_run_id, t.failures[cardinality(t.failures)] as since
   from tidegate.event_scheduler_triggers t
   join tidegate.workflow_event_triggers e on e.id = t.trigger_id
   join tidegate.workflow_definitions w on w.id = e.workflow_definition_id
  where t.breaker_state <> 'closed' and e.deleted_at is null
- order by t.trigger_id
+ order by t.breaker_until, t.trigger_id limit $1
 
 -- name: trigger_metrics
--- The totals of every trigger that has any.
+-- The totals of triggers, the last changed first, $1 of them.
 select m.trigger_id, w.slug as workflow, m.filtered, m.matched, m.launched, m.throttled, m.skipped, m.failed, m.paused,
        m.last_status, m.last_error, m.updated_at
   from tidegate.event_scheduler_trigger_metrics m
   join tidegate.workflow_event_triggers t on t.id = m.trigger_id
   join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
- order by w.slug, m.trigger_id
+ order by m.updated_at desc, m.trigger_id limit $1
 
 -- name: last_processed
 -- When the gate last decided an event.

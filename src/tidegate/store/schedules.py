@@ -65,6 +65,6 @@ async def next_due_seconds(connection: Connection, definitions: Iterable[uuid.UU
     return seconds
 
 
-async def list_all(connection: Connection) -> list[Schedule]:
-    """Every schedule, by workflow."""
-    return [msgspec.convert(dict(row), Schedule) for row in await connection.fetch(_sql["list"])]
+async def list_page(connection: Connection, *, after: str | None = None, limit: int) -> list[Schedule]:
+    """Schedules, by workflow."""
+    return [msgspec.convert(dict(row), Schedule) for row in await connection.fetch(_sql["list"], after, limit)]

@@ -40,8 +40,10 @@ select extract(epoch from min(case when s.last_at > tidegate.now() then tidegate
   from tidegate.schedules s where s.workflow_definition_id = any ($1::uuid[])
 
 -- name: list
--- Every schedule, by workflow.
+-- A page of schedules, by workflow.
 select w.slug as workflow, s.every_ms, s.cron, s.timezone, s.next_at, s.last_at
   from tidegate.schedules s
   join tidegate.workflow_definitions w on w.id = s.workflow_definition_id
+ where $1::text is null or w.slug > $1
  order by w.slug
+ limit $2

@@ -199,14 +199,15 @@ async def end_throttle(connection: Connection, source: str) -> None:
     await connection.execute(_sql["end_throttle"], source)
 
 
-async def list_all(connection: Connection) -> list[SourceRecord]:
-    """Every source that has a limit, a pause, a breaker or waiting events."""
-    return [msgspec.convert(dict(row), SourceRecord) for row in await connection.fetch(_sql["list"], None)]
+async def list_page(connection: Connection, *, after: str | None = None, limit: int) -> list[SourceRecord]:
+    """Sources that have a limit, a pause, a breaker or waiting events, by name."""
+    rows = await connection.fetch(_sql["list"], None, after, limit)
+    return [msgspec.convert(dict(row), SourceRecord) for row in rows]
 
 
 async def get(connection: Connection, source: str) -> SourceRecord | None:
     """One source."""
-    row = await connection.fetchrow(_sql["list"], source)
+    row = await connection.fetchrow(_sql["list"], source, None, 1)
     return msgspec.convert(dict(row), SourceRecord) if row else None
 
 
@@ -246,11 +247,6 @@ async def pause(
 async def resume(connection: Connection, source: str, actor: str) -> bool:
     """Lift the pause and close the breaker; False when the source is not known."""
     return await connection.fetchval(_sql["resume"], source, actor) is not None
-
-
-async def list_metrics(connection: Connection) -> list[SourceMetrics]:
-    """The totals of every source."""
-    return [msgspec.convert(dict(row), SourceMetrics) for row in await connection.fetch(_sql["list_metrics"])]
 
 
 def _limit(row: Row) -> RateLimit | None:

@@ -107,7 +107,8 @@ update tidegate.event_scheduler_sources s
 select source from tidegate.event_scheduler_sources where is_replanning order by source
 
 -- name: list
--- Every source that has a limit, a pause, a breaker or waiting events; or (not null) one of them.
+-- A page of the sources that have a limit, a pause, a breaker or waiting events, by name, after a given one ($2); or (not null)
+-- one of them.
 select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.limit_set_by, s.paused_at, s.paused_until, s.pause_reason,
        s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.throttled_until, s.version, s.updated_by,
        s.created_at, s.updated_at, w.waiting, w.next_attempt_at
@@ -115,8 +116,9 @@ select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.limit_set_by, s.paus
        lateral (select count(*) as waiting, min(next_attempt_at) as next_attempt_at
                   from tidegate.event_ingress_retries r
                  where r.source = s.source and r.retry_state = 'scheduled') w
- where $1::text is null or s.source = $1
+ where ($1::text is null or s.source = $1) and ($2::text is null or s.source > $2)
  order by s.source
+ limit $3
 
 -- name: seed_limit
 -- A limit from the settings: created, or changed unless an operator set it.
@@ -170,9 +172,3 @@ update tidegate.event_scheduler_sources
        updated_at = tidegate.now()
  where source = $1
 returning source
-
--- name: list_metrics
--- The totals of every source.
-select source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at,
-       updated_at
-  from tidegate.event_scheduler_source_metrics order by source

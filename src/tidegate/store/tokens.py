@@ -60,9 +60,11 @@ async def revoke(connection: Connection, token_id: uuid.UUID) -> None:
     await connection.execute(_sql["revoke"], token_id)
 
 
-async def list_all(connection: Connection) -> list[Token]:
-    """Every token, newest first."""
-    return [_token(row) for row in await connection.fetch(_sql["list"])]
+async def list_page(
+    connection: Connection, *, before_id: uuid.UUID | None = None, limit: int | None = None
+) -> list[Token]:
+    """Tokens, newest first."""
+    return [_token(row) for row in await connection.fetch(_sql["list"], before_id, limit)]
 
 
 def _token(row: Row) -> Token:

@@ -35,6 +35,6 @@ update tidegate.api_tokens set last_used_at = tidegate.now() where id = $1
 update tidegate.api_tokens set revoked_at = tidegate.now() where id = $1 and revoked_at is null
 
 -- name: list
--- Every token, newest first.
+-- A page of tokens, newest first.
 select id, name, scopes, sources, created_by, created_at, expires_at, revoked_at, last_used_at
-  from tidegate.api_tokens order by id desc
+  from tidegate.api_tokens where $1::uuid is null or id < $1 order by id desc limit $2

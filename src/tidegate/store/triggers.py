@@ -45,9 +45,12 @@ async def list_active(connection: Connection) -> list[tuple[Trigger, list[str]]]
     return found
 
 
-async def list_of_workflow(connection: Connection, slug: str) -> list[Trigger]:
-    """The triggers of one workflow."""
-    return [msgspec.convert(dict(row), Trigger) for row in await connection.fetch(_sql["list_of_workflow"], slug)]
+async def list_of_workflow(
+    connection: Connection, slug: str, *, after: uuid.UUID | None = None, limit: int | None = None
+) -> list[Trigger]:
+    """The triggers of one workflow, oldest first."""
+    rows = await connection.fetch(_sql["list_of_workflow"], slug, after, limit)
+    return [msgspec.convert(dict(row), Trigger) for row in rows]
 
 
 async def upsert_definition(
@@ -107,9 +110,9 @@ async def get(connection: Connection, trigger_id: uuid.UUID) -> Trigger | None:
     return msgspec.convert(dict(row), Trigger) if row else None
 
 
-async def list_all(connection: Connection) -> list[Trigger]:
-    """Every trigger that is not deleted."""
-    return [msgspec.convert(dict(row), Trigger) for row in await connection.fetch(_sql["list_all"])]
+async def list_page(connection: Connection, *, after: uuid.UUID | None = None, limit: int) -> list[Trigger]:
+    """Triggers that are not deleted, by workflow and name."""
+    return [msgspec.convert(dict(row), Trigger) for row in await connection.fetch(_sql["list_all"], after, limit)]
 
 
 async def create(
@@ -148,9 +151,12 @@ async def states(connection: Connection, trigger_ids: Iterable[uuid.UUID]) -> di
     return {row["trigger_id"]: msgspec.convert(dict(row), TriggerState) for row in rows}
 
 
-async def list_definitions(connection: Connection) -> list[WorkflowDefinition]:
-    """Every workflow."""
-    return [msgspec.convert(dict(row), WorkflowDefinition) for row in await connection.fetch(_sql["list_definitions"])]
+async def list_definitions(
+    connection: Connection, *, after: str | None = None, limit: int | None = None
+) -> list[WorkflowDefinition]:
+    """Workflows, by slug."""
+    rows = await connection.fetch(_sql["list_definitions"], after, limit)
+    return [msgspec.convert(dict(row), WorkflowDefinition) for row in rows]
 
 
 async def get_definition(connection: Connection, slug: str) -> WorkflowDefinition | None:

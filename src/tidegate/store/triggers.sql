@@ -14,7 +14,7 @@ select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type,
  order by t.created_at, t.id
 
 -- name: list_of_workflow
--- The triggers of one workflow.
+-- A page of the triggers of one workflow, oldest first, after a given one ($2).
 select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type, t.event_source, t.predicates,
        t."where", t.parameter_template, t.idempotency_key, t.idempotency_window_ms, t.concurrency_key,
        t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.status, t.version,
@@ -22,10 +22,13 @@ select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type,
   from tidegate.workflow_event_triggers t
   join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
  where w.slug = $1 and t.deleted_at is null
+   and ($2::uuid is null
+        or (t.created_at, t.id) > (select a.created_at, a.id from tidegate.workflow_event_triggers a where a.id = $2))
  order by t.created_at, t.id
+ limit $3
 
 -- name: list_all
--- Every trigger that is not deleted, by workflow and name.
+-- A page of the triggers that are not deleted, by workflow and name, after a given one ($1).
 select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type, t.event_source, t.predicates,
        t."where", t.parameter_template, t.idempotency_key, t.idempotency_window_ms, t.concurrency_key,
        t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.status, t.version,
@@ -33,7 +36,11 @@ select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type,
   from tidegate.workflow_event_triggers t
   join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
  where t.deleted_at is null
+   and ($1::uuid is null
+        or (w.slug, t.name) > (select b.slug, a.name from tidegate.workflow_event_triggers a
+                                 join tidegate.workflow_definitions b on b.id = a.workflow_definition_id where a.id = $1))
  order by w.slug, t.name
+ limit $2
 
 -- name: get
 -- One trigger, unless it is deleted.
@@ -168,9 +175,9 @@ update tidegate.workflow_event_triggers
  where workflow_definition_id = $1 and name = $2 and deleted_at is null and declared is null
 
 -- name: list_definitions
--- Every workflow.
+-- A page of workflows, by slug.
 select id, slug, kind, parameters, config, version, created_by, updated_by, created_at, updated_at
-  from tidegate.workflow_definitions where deleted_at is null order by slug
+  from tidegate.workflow_definitions where deleted_at is null and ($1::text is null or slug > $1) order by slug limit $2
 
 -- name: get_definition
 -- One workflow by its slug.

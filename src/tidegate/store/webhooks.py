@@ -22,9 +22,9 @@ async def get(connection: Connection, source: str) -> Webhook | None:
     return _webhook(row) if row else None
 
 
-async def list_all(connection: Connection) -> list[Webhook]:
-    """Every webhook, by source."""
-    return [_webhook(row) for row in await connection.fetch(_sql["list"])]
+async def list_page(connection: Connection, *, after: str | None = None, limit: int) -> list[Webhook]:
+    """Webhooks, by source."""
+    return [_webhook(row) for row in await connection.fetch(_sql["list"], after, limit)]
 
 
 async def put(connection: Connection, source: str, config: WebhookConfig, actor: str) -> Webhook:

@@ -8,9 +8,9 @@ select source, scheme, event_type, tolerance_seconds, secrets, version, created_
   from tidegate.webhooks where source = $1
 
 -- name: list
--- Every webhook, by source, with its secrets.
+-- A page of webhooks, by source, with their secrets.
 select source, scheme, event_type, tolerance_seconds, secrets, version, created_by, created_at, updated_by, updated_at
-  from tidegate.webhooks order by source
+  from tidegate.webhooks where $1::text is null or source > $1 order by source limit $2
 
 -- name: put
 -- Creates or replaces the webhook of a source.

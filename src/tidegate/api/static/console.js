@@ -198,10 +198,21 @@ function eta(seconds) {
 // Nobody can say when: a person, the end of a run, or the trial run of a breaker decides.
 const OPEN_ENDED = { concurrency: "next slot", breaker_open: "after trial" };
 
-function drawHeld(retries, sources, triggers) {
-  const gates = [...sources, ...triggers.map(({ workflow, name, state }) => ({ source: `${workflow}/${name}`, ...state }))];
-  const paused = gates.filter((gate) => gate.paused || gate.breaker_state !== "closed");
-  const waiting = gates.reduce((sum, gate) => sum + gate.waiting, 0);
+const MAX_GATES = 10; // pauses and breakers that are named; the rest is counted
+
+function drawHeld(retries, health) {
+  const until = (gate, otherwise) => (gate.until ? `until ${time(gate.until).textContent}` : otherwise);
+  const line = (gate, how) => `${gate.source ?? `${gate.workflow}/${gate.name}`}: ${how}${gate.reason ? ` (${gate.reason})` : ""}`;
+  const gates = [
+    ...[...health.paused_sources, ...health.paused_triggers].map((gate) => line(gate, `paused ${until(gate, "until resumed")}`)),
+    ...[...health.source_breakers, ...health.trigger_breakers].map((gate) =>
+      line(gate, gate.state === "half_open" ? "breaker half open" : `breaker open ${until(gate, "")}`)),
+  ];
+  const named = gates.slice(0, MAX_GATES);
+  const others = ["paused_sources", "paused_triggers", "source_breakers", "trigger_breakers"]
+    .reduce((sum, name) => sum + health[`${name}_total`], 0) - named.length;
+  if (others > 0) named.push(`and ${others} more`);
+  const waiting = health.retries.events.total + health.retries.deliveries.total;
   const goesOn = (retry) => retry.eta_seconds !== null ? time(retry.next_attempt_at) : OPEN_ENDED[retry.reason] ?? "when resumed";
   const rows = retries.map((retry) => el("tr", {},
     cell("c-time", link("event", retry.event_id, goesOn(retry))),
@@ -210,13 +221,10 @@ function drawHeld(retries, sources, triggers) {
     cell("c-status", pill(visible(retry.reason ?? "unknown"))),
     cell("c-text", visible(retry.last_error ?? "")),
     cell("c-end", retry.eta_seconds === null ? "" : eta(retry.eta_seconds))));
-  const why = ({ source, paused, paused_until, pause_reason }) =>
-    `${source}: ${paused ? `paused until ${paused_until ? time(paused_until).textContent : "resumed"}` : "breaker open"}` +
-    (paused && pause_reason ? ` (${pause_reason})` : "");
   const section = $("#held");
-  section.hidden = !rows.length && !paused.length;
+  section.hidden = !rows.length && !named.length;
   $("#held-title").textContent = waiting > rows.length ? `Held: ${waiting}, the next ${rows.length}` : "Held";
-  $("#paused").textContent = visible(paused.map(why).join(" · "));
+  $("#paused").textContent = visible(named.join(" · "));
   $("table", section).hidden = !rows.length;
   const fresh = el("tbody", {}, ...rows);
   if (!$("tbody", section).isEqualNode(fresh) && !section.contains(document.activeElement)) $("tbody", section).replaceWith(fresh);
@@ -324,7 +332,7 @@ async function tick() {
   const mine = generation;
   const query = `?${new URLSearchParams([...filters(runs), ...filters(events)])}`.replace(/^\?$/, "");
   if (query !== location.search) history.replaceState(null, "", location.pathname + query + location.hash);
-  const asked = [get("/readyz"), get("/admin/event-health"), load(runs), load(events), get("/v1/workflows"), ...["/admin/retries?limit=10", "/admin/retries?kind=deliveries&limit=10", "/admin/sources", "/admin/triggers"].map((path) => get(path))];
+  const asked = [get("/readyz"), get("/admin/event-health"), load(runs), load(events), get("/v1/workflows?limit=200"), ...["/admin/retries?limit=10", "/admin/retries?kind=deliveries&limit=10"].map((path) => get(path))];
   const [ready, health, runPage, eventPage, workflows, ...waits] = await Promise.allSettled(asked);
   if (mine !== generation) return;
   try {
@@ -332,9 +340,8 @@ async function tick() {
     if (health.value) drawCauses(health.value);
     if (runPage.value) drawList(runs, runPage.value);
     if (eventPage.value) drawList(events, eventPage.value);
-    const [held, deliveries, sources, triggers] = waits.map((answer) => answer.value);
-    if (held && deliveries && sources && triggers)
-      drawHeld([...held.retries, ...deliveries.retries], sources.sources, triggers.triggers);
+    const [held, deliveries] = waits.map((answer) => answer.value);
+    if (held && deliveries && health.value) drawHeld([...held.retries, ...deliveries.retries], health.value);
     drawCounts();
     drawPanel();
     suggest($("[name=workflow]"), workflows.value?.workflows.map((workflow) => workflow.slug));
