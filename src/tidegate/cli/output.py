@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
-from urllib.parse import quote
 
 import click
 import msgspec
@@ -41,13 +40,13 @@ def user() -> str | None:
 def all_pages(api: Client, path: str, name: str) -> list[Any]:
     """Everything that a list has, page by page; `name` is what the answer calls it."""
     found: list[Any] = []
-    cursor = ""
+    cursor: str | None = None
     while True:
-        page = api.request("GET", f"{path}?limit={_PAGE}{cursor}")
+        page = api.request("GET", path, limit=_PAGE, cursor=cursor)
         found += page[name]
-        if page["next_cursor"] is None:
+        cursor = page["next_cursor"]
+        if cursor is None:
             return found
-        cursor = f"&cursor={quote(page['next_cursor'], safe='')}"
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
