@@ -77,7 +77,7 @@ async def test_worker_dies_while_running(
     await connection.execute("select tidegate.publish('work.quick', 'test', '{\"n\": 1}')")
     with worker(database_url, APP, TIDEGATE_FAILPOINTS=f"{point}=kill", TIDEGATE_LEASE_MS="1000") as process:
         assert process.wait() == 137
-    with worker(database_url, APP, TIDEGATE_LEASE_MS="1000"):
+    with worker(database_url, APP):
         await eventually(database, SETTLED, 1)
     # The effect may repeat only when the crash came before its commit.
     assert len(await effects()) == effects_expected
@@ -97,7 +97,7 @@ async def test_reconcile_dies_in_the_middle(
     assert await connection.fetchval("select status from tidegate.workflow_runs") == "running"
     with worker(database_url, APP, TIDEGATE_FAILPOINTS="reconcile.mid_batch=kill", TIDEGATE_LEASE_MS="1000") as process:
         assert process.wait() == 137
-    with worker(database_url, APP, TIDEGATE_LEASE_MS="1000"):
+    with worker(database_url, APP):
         await eventually(database, SETTLED, 1)
     assert len(await effects()) == 1
 

@@ -124,6 +124,7 @@ class Runner:
 
     def start(self, claimed: Sequence[tuple[ClaimedRun, Event | None]]) -> None:
         """Execute runs that were claimed for this worker."""
+        failpoints.hit("run.after_claim")
         for run, event in claimed:
             self._start(run, event, [])
 
@@ -167,7 +168,8 @@ class Runner:
             found = await events.get_many(connection, ids) if ids else {}
             again = [run.id for run in claimed if run.attempts > 1]  # a fresh one has no steps yet
             known = await steps.list_of_runs(connection, again)
-        failpoints.hit("run.after_claim")
+        if claimed:
+            failpoints.hit("run.after_claim")
         self._has_backlog = len(claimed) == room
         self._free.set()
         for run in claimed:
