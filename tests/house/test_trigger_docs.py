@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tidegate.errors import FieldError
-from tidegate.model import expression, predicate, template
+from tidegate.model import budget, cel_reader, expression, path, pattern, predicate, template
 from tidegate.model.expression import compile_expression
-from tidegate.model.predicate import FIELDS, OPERATORS, Predicate, compile_predicate
+from tidegate.model.path import FIELDS
+from tidegate.model.predicate import OPERATORS, Predicate, compile_predicate
 from tidegate.model.template import TemplateError, compile_template
 from tidegate.model.trigger import compile_pattern
 
@@ -89,28 +90,29 @@ def test_templates(source: str, result: str) -> None:
 def test_functions_named_are_the_known_ones() -> None:
     known = re.search(r"Known are `([^`]+)`; on values `([^`]+)`", TEXT)
     assert known is not None
-    assert set(known[1].split()) == expression._FUNCTIONS.keys()
-    assert set(known[2].split()) == expression._METHODS.keys() - {"existsOne"}
+    assert set(known[1].split()) == cel_reader._FUNCTIONS.keys()
+    assert set(known[2].split()) == cel_reader._METHODS.keys() - {"existsOne"}
 
 
 def test_limits() -> None:
     assert {row[0]: int(row[1].replace(",", "")) for row in rows("Limits")} == {
-        "characters of a path": predicate.MAX_PATH_LENGTH,
-        "characters of a pattern": predicate.MAX_PATTERN_LENGTH,
+        "characters of a path": path.MAX_PATH_LENGTH,
+        "characters of a pattern": pattern.MAX_PATTERN_LENGTH,
         "values of `in`, `not_in`": predicate.MAX_VALUES,
         "values within arrays and objects as operands": predicate.MAX_MEMBERS,
-        "values of the event that a path passes": predicate.MAX_VISITS,
-        "values that a negation looks at": predicate.MAX_NODES,
+        "values of the event that a path passes": path.MAX_VISITS,
+        "values that a predicate looks at": path.MAX_NODES,
         "characters of `where`": expression.MAX_LENGTH,
-        "loops within loops in `where`": expression.MAX_NESTED_LOOPS,
-        "steps of `where` on an event": expression.MAX_STEPS,
+        "loops within loops in `where`": cel_reader.MAX_NESTED_LOOPS,
+        "steps of a trigger's checks on an event": budget.MAX_STEPS,
         "characters of a text in a template": template.MAX_LENGTH,
         "levels of a template": template.MAX_DEPTH,
         "characters that a text may become": template.MAX_OUTPUT,
-        "steps of a template on an event": template.MAX_STEPS,
+        "steps of its templates on an event": budget.MAX_STEPS,
     }
+    assert f"template's step costs {template._PRICE}" in TEXT
     assert f"Steps of `where`: {expression._CONVERSION_STEPS} for each value" in TEXT
-    assert f"{predicate.MAX_WORK:,} divided by its length" in TEXT
+    assert f"{path.MAX_WORK:,} divided by its length" in TEXT
 
 
 def test_sizes_named_for_loops_fit() -> None:

@@ -9,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.errors import FieldError
+from tidegate.model.budget import OverBudget
 from tidegate.model.event import Event
+from tidegate.model.path import FIELDS, MAX_FILTER_TEXT, MAX_NODES, MAX_VISITS
 from tidegate.model.predicate import (
-    FIELDS,
-    MAX_FILTER_TEXT,
     MAX_MEMBERS,
-    MAX_NODES,
     MAX_VALUES,
-    MAX_VISITS,
     OPERATORS,
     CompiledPredicate,
     Predicate,
@@ -351,7 +349,7 @@ REDOS = ["(a+)+$", "^(a|a)*$", "(a*)*b", "(.*a){25}$", "^(([a-z])+.)+[A-Z]([a-z]
 
 @pytest.mark.parametrize("pattern", REDOS)
 def test_catastrophic_patterns_are_harmless(pattern: str) -> None:
-    text = "a" * 50_000 + "!"
+    text = "a" * 20_000 + "!"
     assert compiled("$.payload.t", "regex", pattern).reason({"payload": {"t": text}}) is not None
     assert compiled(f"$.payload[?match(@, '{pattern}')]", "exists").reason({"payload": {"t": text}}) is not None
 
@@ -360,16 +358,14 @@ def test_path_that_multiplies_is_cut_off() -> None:
     chain: dict[str, Any] = {}
     for _ in range(60):
         chain = {"a": chain}
-    reason = compiled("$" + "..*" * 30 + "[?@.nope]", "exists").reason(chain)
-    assert reason is not None
-    assert "more values of the event than a predicate may" in reason
+    with pytest.raises(OverBudget):
+        compiled("$" + "..*" * 30 + "[?@.nope]", "exists").reason(chain)
 
 
 @pytest.mark.parametrize("path", ["$.payload.l[?@.nope]", "$.payload[" + ",".join("*" * 100) + "][?@.nope]"])
 def test_wide_event_is_cut_off(path: str) -> None:
-    reason = compiled(path, "exists").reason({"payload": {"l": [1] * MAX_VISITS}})
-    assert reason is not None
-    assert "more values of the event than a predicate may" in reason
+    with pytest.raises(OverBudget):
+        compiled(path, "exists").reason({"payload": {"l": [1] * MAX_VISITS}})
 
 
 @pytest.mark.parametrize("value", [[1] * 3, {"a": 1}, "x" * (MAX_FILTER_TEXT + 1)])
@@ -389,18 +385,16 @@ def test_many_operands_cost_one_look() -> None:
 
 def test_long_text_counts_as_many_values() -> None:
     path = "$.payload[" + ",".join(["'t'"] * 100) + "]"
-    reason = compiled(path, "equals", "x").reason({"payload": {"t": "x" * 100_000}})
-    assert reason is not None
-    assert "more values of the event than a predicate may" in reason
+    with pytest.raises(OverBudget):
+        compiled(path, "equals", "x").reason({"payload": {"t": "x" * 100_000}})
 
 
-def test_negation_never_holds_by_what_was_not_looked_at() -> None:
-    found = compiled("$.payload.l[*]", "not_equals", "x")
-    assert found.reason({"payload": {"l": ["a"] * MAX_NODES}}) is None
-    assert (
-        found.reason({"payload": {"l": ["a"] * MAX_NODES + ["x"]}})
-        == f"$.payload.l[*] finds more than {MAX_NODES} values"
-    )
+@pytest.mark.parametrize("operator", ["equals", "not_equals"])
+def test_nothing_is_decided_by_what_was_not_looked_at(operator: str) -> None:
+    found = compiled("$.payload.l[*]", operator, "x")
+    assert (found.reason({"payload": {"l": ["a"] * MAX_NODES}}) is None) == (operator == "not_equals")
+    with pytest.raises(OverBudget, match=r"predicates\[0\]"):
+        found.reason({"payload": {"l": ["a"] * MAX_NODES + ["a", "x"]}})
     assert compiled("$.payload.l[*]", "equals", "a").reason({"payload": {"l": ["a"] * (MAX_NODES + 1)}}) is None
 
 

@@ -200,3 +200,23 @@ def test_what_code_declared_leaves_defaults_out() -> None:
         "event_type": "a",
         "max_concurrency": 2,
     }
+
+
+def test_a_trial_has_the_budget_of_a_delivery() -> None:
+    slow = Predicate(path="$.payload.text", operator="regex", value="error.{0,1000}timeout")
+    found = attempt(
+        trigger(predicates=[Predicate(path="$.type", operator="exists"), slow], where="event.payload.id == 7"),
+        ["id"],
+        event(payload={"id": 7, "text": "error " * 40_000}),
+    )
+    assert not found.matches
+    assert found.reason and found.reason.startswith("predicates[1]: over the budget")
+    assert found.errors == [found.reason]
+    assert [one.holds for one in found.predicates] == [True, False]
+
+
+def test_a_template_that_asks_for_too_much_is_told_in_a_trial() -> None:
+    loops = "{% for i in event.payload.l %}{% for j in event.payload.l %}{{ j }}{% endfor %}{% endfor %}"
+    found = attempt(trigger(parameter_template={"a": loops}), ["a"], event(payload={"l": list(range(500))}))
+    assert found.matches
+    assert [error[:22] for error in found.errors] == ["parameter_template.a: "] and "budget" in found.errors[0]

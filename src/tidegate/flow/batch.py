@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from tidegate.flow.board import count as count_triggers
 from tidegate.flow.deliver import Candidate
 from tidegate.flow.gate import OpenGates
 from tidegate.flow.match import Filtered, Match, Matcher, match
+from tidegate.flow.slices import Slices
 from tidegate.flow.tell import held_line, tell, tell_moves, trigger_name
 from tidegate.model.event import Event
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
@@ -35,8 +35,6 @@ from tidegate.telemetry.logs import logger
 
 _log = logger("dispatch")
 
-# So many events are matched in one turn of the event loop: whatever else this process does waits no longer than that.
-TURN_EVENTS = 100
 # So many of the triggers that an event did not fire are recorded with the reason.
 MAX_FILTERED = 20
 
@@ -101,6 +99,10 @@ class Batch:
         self._after_hold = after_hold
         self._claim = claim
         self._after_claim = after_claim
+
+    def forget_triggers(self) -> None:
+        """Have the triggers read again before anything else is matched."""
+        self._matcher.forget()
 
     async def match(self, events: Sequence[Event]) -> Matched | None:
         """What the events fire by the triggers as this process knows them; None while it knows none."""
@@ -173,9 +175,10 @@ class Batch:
     async def _tell_sources(
         self, connection: Connection, gates: OpenGates, events: Sequence[Event], decided: Sequence[Decided]
     ) -> Counter[str]:
-        """An event of which every delivery failed is a failure of its source; one bad trigger among others is not."""
+        """An event of which every delivery failed is a failure of its source; one bad trigger among others is not, nor
+        one that asks for too much."""
         failed = {d.event_id for d in decided if d.status == "failed"}
-        failed -= {d.event_id for d in decided if d.status != "failed"}
+        failed -= {d.event_id for d in decided if d.status != "failed" or d.reason == deliver.OVER_BUDGET}
         failures = Counter(event.source for event in events if event.id in failed)
         first = {event.source: event.correlation_id for event in reversed(events) if event.id in failed}
         await self._record(connection, gates, Counter(event.source for event in events), failures, first)
@@ -252,15 +255,14 @@ def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) ->
 
 
 async def _matched(index: TriggerIndex, version: int, events: Sequence[Event]) -> Matched:
-    began_ns = epoch_ns()
+    began_ns, slices = epoch_ns(), Slices()
+    fired, filtered = await match(index, events, slices)
     candidates: list[Candidate] = []
-    filtered: list[Filtered] = []
-    for first in range(0, len(events), TURN_EVENTS):
-        if first:
-            await asyncio.sleep(0)
-        fired, others = match(index, events[first : first + TURN_EVENTS])
-        candidates += map(_candidate, fired)
-        filtered += others
+    for one in fired:
+        candidates.append(_candidate(one))
+        if slices.is_over:
+            await slices.next()
+            slices.check(len({c.event.id for c in candidates}) - 1, len(events))
     return Matched(index, version, events, candidates, filtered, (began_ns, epoch_ns()))
 
 
@@ -281,7 +283,7 @@ def _claimed(
 
 def _candidate(one: Match) -> Candidate:
     if one.error is not None:
-        return Candidate(uuid7(), one.event, one.trigger, error=one.error)
+        return Candidate(uuid7(), one.event, one.trigger, error=one.error, is_over_budget=one.is_over_budget)
     return deliver.render(uuid7(), one.event, one.trigger, one.envelope)
 
 

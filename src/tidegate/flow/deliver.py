@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
 from tidegate.model.retry import RetryPolicy, RetryState, next_attempt_at, why_given_up
@@ -29,12 +30,15 @@ MAX_PARAMETER_BYTES = 256 * 1024
 # A newcomer that comes while the waiting deliveries of its trigger are being given new times gets its own in a moment.
 PROVISIONAL = timedelta(minutes=1)
 
+# The reason of a delivery that failed because its trigger asked for more work on the event than it may.
+OVER_BUDGET = "over_budget"
+
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 class Candidate(NamedTuple):
-    """An event that fires a trigger, with what its templates gave. `attempts` counts how often its time had come in
-    vain, `waited_for` is the reason it waited last."""
+    """An event that fires a trigger, with what its templates gave, or the trigger's `error` on it. `attempts` counts
+    how often its time had come in vain, `waited_for` is the reason it waited last."""
 
     id: uuid.UUID
     event: Event
@@ -44,6 +48,7 @@ class Candidate(NamedTuple):
     error: str | None = None
     attempts: int = 0
     waited_for: str | None = None
+    is_over_budget: bool = False
 
     @property
     def trigger_id(self) -> uuid.UUID:
@@ -101,17 +106,20 @@ def render(
 ) -> Candidate:
     """The candidate with its parameters and keys; a template that fails on the event is that delivery's failure, nobody
     else's."""
-    parameters, keys, error = "{}", NO_KEYS, None
+    parameters, keys, error, is_over_budget = "{}", NO_KEYS, None, False
+    budget = Budget()
     try:
-        given = msgspec.json.encode(trigger.parameters(event, envelope)).decode()
-        keys = trigger.keys(envelope)
+        given = msgspec.json.encode(trigger.parameters(event, envelope, budget)).decode()
+        keys = trigger.keys(envelope, budget)
         if len(given) <= MAX_PARAMETER_BYTES:
             parameters = given
         else:
             error = f"the parameters are {len(given)} bytes; at most {MAX_PARAMETER_BYTES} are allowed"
+    except OverBudget as exc:
+        error, is_over_budget = str(exc), True
     except (TemplateError, TypeError, ValueError, RecursionError) as exc:
         error = str(exc)
-    return Candidate(delivery_id, event, trigger, parameters, keys, error, attempts, waited_for)
+    return Candidate(delivery_id, event, trigger, parameters, keys, error, attempts, waited_for, is_over_budget)
 
 
 def claimed_run(one: Decided, trigger: CompiledTrigger, parameters: dict[str, Any], now: datetime) -> ClaimedRun:
@@ -163,7 +171,8 @@ def _decide(board: Board, candidate: Candidate, is_newcomer: bool) -> Decided:
         held = _why_held(board, candidate)
         if held is not None:
             return _wait(board, candidate, held, is_newcomer)
-        return decided(candidate, "failed", last_error=candidate.error, retry_state=done)
+        reason = OVER_BUDGET if candidate.is_over_budget else None
+        return decided(candidate, "failed", last_error=candidate.error, retry_state=done, reason=reason)
     holder = board.keys.get(candidate.dedupe) if candidate.dedupe else None
     if holder is not None:
         message = f"run {holder} was launched with the same idempotency key"

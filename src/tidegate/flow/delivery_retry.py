@@ -23,8 +23,10 @@ from tidegate.flow import deliver, gate
 from tidegate.flow.deliver import Candidate
 from tidegate.flow.event_spans import record_deliveries
 from tidegate.flow.match import Matcher
+from tidegate.flow.slices import Slices
 from tidegate.flow.slots import Gates, Unlocked
 from tidegate.flow.tell import held_line, tell, tell_moves, trigger_name
+from tidegate.model.budget import OverBudget
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
@@ -190,9 +192,14 @@ class DeliveryRetry:
         found = await events.get_many(connection, {row.event_id for row in taken})
         candidates: list[Candidate] = []
         decided: list[Decided] = []
-        for row in taken:
+        slices = Slices()
+        for number, row in enumerate(taken):
             judged = _judge(look, row, found[row.event_id])
             candidates.append(judged) if isinstance(judged, Candidate) else decided.append(judged)
+            if slices.is_over:
+                await slices.next()
+                if not slots:  # what a run's end has freed is decided with it, however long it takes
+                    slices.check(number + 1, len(taken))
         board = await boards.open_board(
             connection,
             candidates,
@@ -319,7 +326,10 @@ def _judge(look: _Look, row: Taken, event: Event) -> Candidate | Decided:
         text = "its event's ttl_ms was over before it could be launched"
         return deliver.decided(bare, "exhausted", last_error=text, retry_state="exhausted", reason=gate.EXPIRED)
     envelope = event.envelope()
-    reason = compiled.why_not(event, envelope)
+    try:
+        reason = compiled.why_not(event, envelope)
+    except OverBudget as exc:
+        return bare._replace(error=str(exc), is_over_budget=True)
     if reason is not None:
         text = f"the trigger (version {compiled.trigger.version}) does not take the event any more: {reason}"
         return deliver.decided(bare, "skipped", last_error=text, retry_state="completed", reason="filtered")

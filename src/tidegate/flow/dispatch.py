@@ -18,6 +18,7 @@ from tidegate.errors import Unavailable
 from tidegate.flow import batch, gate
 from tidegate.flow.batch import Batch, Delivered, Matched
 from tidegate.flow.event_spans import EventSpans, newcomers_gated
+from tidegate.flow.slices import LONGEST_SECONDS, TooLong
 from tidegate.model.event import Event
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy
@@ -78,6 +79,7 @@ class Dispatch:
         self._after_full = after_full
         self._batch = batch or Batch(breaker)
         self._fan_out = 1.0
+        self._most = batch_size
         self._is_calm = True
         self._is_plain = False
         self._has_more = False
@@ -86,9 +88,15 @@ class Dispatch:
         """Decide one batch; an outcome of 0 events means that nothing was waiting."""
         try:
             decided = await self._database.run(self._oldest)
+        except TooLong as exc:
+            self._most = exc.done
+            _log.warning("dispatch.batch_shrunk", error=exc, reason="a smaller batch is decided in its place")
+            return await self.run_once()
         except Unavailable:
+            self._batch.forget_triggers()  # a batch that outlived its transaction was matched by them
             raise
         except Exception as exc:
+            self._batch.forget_triggers()
             _log.warning("dispatch.batch_failed", error=exc, reason="taking it apart to find the event at fault")
             return await self._one_by_one()
         await self._committed(decided)
@@ -111,6 +119,8 @@ class Dispatch:
             self._batch.begin(decided.delivered)
             await asyncio.sleep(0)  # the runs begin before anything is told about them
         if decided.outcome.events:
+            if self._most < self._batch_size and not _took_long(decided.delivered):
+                self._most = min(self._batch_size, self._most * 2)
             self._fan_out = max(1.0, len(decided.delivered.decided) / decided.outcome.events)
         if decided.outcome.launched > len(decided.delivered.claimed):
             self._after_launch()
@@ -138,7 +148,7 @@ class Dispatch:
             decided.spans.record(gated, decided.delivered)
 
     async def _oldest(self, connection: Connection) -> Decided:
-        limit = max(1, min(self._batch_size, int(MAX_DELIVERIES / self._fan_out)))
+        limit = max(1, min(self._most, int(MAX_DELIVERIES / self._fan_out)))
         newcomers, now = await events.claim_inbox(connection, limit)
         self._has_more = len(newcomers) == limit
         if now is None:
@@ -255,6 +265,12 @@ async def _traced(
     decided = await decide(spans.events)
     await events.set_traceparents(connection, spans.started)
     return decided._replace(spans=spans)
+
+
+def _took_long(delivered: Delivered) -> bool:
+    """Whether a batch of twice the size might take too long to match."""
+    began, ended = delivered.matching_ns or (0, 0)
+    return (ended - began) / 1e9 > LONGEST_SECONDS / 4
 
 
 def _recorded(retry: IngressRetry) -> Recorded:

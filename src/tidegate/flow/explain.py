@@ -5,16 +5,19 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection
 from datetime import datetime
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import msgspec
 
 from tidegate.errors import Conflict, FieldError, NotFound
 from tidegate.flow.match import Matcher
+from tidegate.flow.slices import Slices
+from tidegate.model.budget import OverBudget
 from tidegate.model.delivery import Delivery
 from tidegate.model.event import Event
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.run import Run
+from tidegate.model.trigger import CompiledTrigger
 from tidegate.store import decisions, deliveries, events, ingress_retries, runs, sources, trigger_gates, triggers
 from tidegate.store.db import Connection
 from tidegate.store.decisions import Recorded
@@ -167,14 +170,23 @@ async def _filtered(
         for one in line.detail or []
     }
     index = await Matcher().at(connection, await triggers.registry_version(connection))
-    envelope = event.envelope()
+    envelope, slices = event.envelope(), Slices()
     for compiled in index.candidates(event.type, event.source):
         trigger = compiled.trigger
         if trigger.id not in known and trigger.id not in found:
-            now = compiled.reason(envelope)
-            text = now or "it would match now; it was created or changed after the event was decided"
+            text = _as_it_is_now(compiled, envelope)
+            if slices.is_over:
+                await slices.next()
             found[trigger.id] = _filtered_line(trigger.id, trigger.name, trigger.workflow, None, text)
     return list(found.values())
+
+
+def _as_it_is_now(compiled: CompiledTrigger, envelope: dict[str, Any]) -> str:
+    try:
+        reason = compiled.reason(envelope)
+    except OverBudget as exc:
+        return str(exc)
+    return reason or "it would match now; it was created or changed after the event was decided"
 
 
 def _filtered_line(trigger_id: uuid.UUID, name: str, workflow: str, at: datetime | None, reason: str) -> Decision:

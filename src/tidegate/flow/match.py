@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tidegate.errors import InvalidInput
+from tidegate.flow.slices import Slices
+from tidegate.model.budget import OverBudget
 from tidegate.model.event import Event
 from tidegate.model.trigger import CompiledTrigger, TriggerIndex
 from tidegate.store import triggers as store
@@ -18,12 +20,13 @@ _log = logger("match")
 
 class Match(NamedTuple):
     """An event that fires a trigger, with its envelope, or as much of it as the trigger needs; `error` when the trigger
-    failed on it."""
+    failed on it, by its own fault alone when it is over budget."""
 
     event: Event
     envelope: dict[str, Any]
     trigger: CompiledTrigger
     error: str | None = None
+    is_over_budget: bool = False
 
 
 class Filtered(NamedTuple):
@@ -51,24 +54,33 @@ class Matcher:
         """The active triggers as of that version, which is current while the caller's transaction lasts."""
         if registry_version != self._version:
             listed = await store.list_active(connection)
-            known, self._compiled = self._compiled, {}
+            found: dict[uuid.UUID, tuple[int, list[str], CompiledTrigger | None]] = {}
+            slices = Slices()
             for trigger, names in listed:
-                version, old_names, compiled = known.get(trigger.id, (0, [], None))
+                version, old_names, compiled = self._compiled.get(trigger.id, (0, [], None))
                 if version != trigger.version or old_names != names:
                     compiled = _compile(trigger, names)
-                self._compiled[trigger.id] = (trigger.version, names, compiled)
-            sound = [one for _, _, one in self._compiled.values() if one is not None]
-            invalid = frozenset(i for i, (_, _, one) in self._compiled.items() if one is None)
-            self._index = TriggerIndex(sound, invalid)
-            self._version = registry_version
+                    if slices.is_over:
+                        await slices.next()
+                found[trigger.id] = (trigger.version, names, compiled)
+            sound = [one for _, _, one in found.values() if one is not None]
+            invalid = frozenset(i for i, (_, _, one) in found.items() if one is None)
+            index = TriggerIndex(sound, invalid)
+            self._compiled, self._index, self._version = found, index, registry_version
+            return index
         return self._index
 
+    def forget(self) -> None:
+        """Have the triggers read again: with those that are known, something went wrong."""
+        self._version = -1
 
-def match(index: TriggerIndex, events: Sequence[Event]) -> tuple[list[Match], list[Filtered]]:
-    """Every trigger that every event fires, in order; and those of its type and source that it does not."""
+
+async def match(index: TriggerIndex, events: Sequence[Event], slices: Slices) -> tuple[list[Match], list[Filtered]]:
+    """Every trigger that every event fires, in order; and those of its type and source that it does not. A trigger that
+    fails on an event, or would take too long, is that trigger's failure. Raises TooLong."""
     fired: list[Match] = []
     filtered: list[Filtered] = []
-    for event in events:
+    for number, event in enumerate(events):
         candidates = index.candidates(event.type, event.source)
         if not candidates:
             continue
@@ -78,13 +90,20 @@ def match(index: TriggerIndex, events: Sequence[Event]) -> tuple[list[Match], li
             envelope = payload if trigger.of_payload else whole
             try:
                 reason = trigger.reason(envelope)
+            except OverBudget as exc:
+                fired.append(Match(event, envelope, trigger, str(exc), is_over_budget=True))
             except Exception as exc:  # that trigger's failure; the others go on
                 fired.append(Match(event, envelope, trigger, f"{type(exc).__name__}: {exc}"[:1000]))
-                continue
-            if reason is None:
-                fired.append(Match(event, envelope, trigger))
             else:
-                filtered.append(Filtered(event, trigger, reason))
+                if reason is None:
+                    fired.append(Match(event, envelope, trigger))
+                else:
+                    filtered.append(Filtered(event, trigger, reason))
+            if not trigger.is_light and slices.is_over:
+                await slices.next()
+        if slices.is_over:
+            await slices.next()
+            slices.check(number + 1, len(events))
     return fired, filtered
 
 

@@ -19,18 +19,21 @@ from liquid.filter import sequence_filter, string_filter, with_environment
 from liquid.output import LimitedStringIO
 
 from tidegate.errors import FieldError
-from tidegate.model.predicate import FIELDS, unknown_field
+from tidegate.model import budget
+from tidegate.model.budget import Budget, OverBudget
+from tidegate.model.path import FIELDS, unknown_field
 
 MAX_LENGTH = 4000
 MAX_DEPTH = 16
 MAX_OUTPUT = 64 * 1024
 MAX_TEXT = 1 << 20
 MAX_DATE_LENGTH = 100
-# A step takes a microsecond or so.
+# A step here takes most of a microsecond, so it costs several of the budget's.
 MAX_STEPS = 50_000
+_PRICE = budget.MAX_STEPS // MAX_STEPS
 _TEXT_STEPS = 10
 
-Render = Callable[[dict[str, Any]], Any]
+Render = Callable[..., Any]  # of an envelope and a budget
 
 
 class TemplateError(Exception):
@@ -38,18 +41,16 @@ class TemplateError(Exception):
 
 
 class _Rendering:
-    """One event, and the work that may still be done on it; all texts of a template share it."""
+    """One event, and the work that may still be done on it; all texts of a trigger share it."""
 
-    def __init__(self, envelope: dict[str, Any]) -> None:
+    def __init__(self, envelope: dict[str, Any], paying: Budget) -> None:
         self.globals = {"event": envelope}
-        self._left = MAX_STEPS
+        self._budget = paying
         # Kept with the values, lest another value get the same id.
         self._sizes: dict[int, tuple[object, int]] = {}
 
     def pay(self, steps: int) -> None:
-        self._left -= steps
-        if self._left < 0:
-            raise LiquidValueError(f"it would take more than {MAX_STEPS} steps on this event", token=None)
+        self._budget.pay(steps * _PRICE)
 
     def size(self, value: Any) -> int:
         """How many values there are in it, a long text counting as several."""
@@ -154,12 +155,12 @@ del _environment.tags["include"], _environment.tags["render"]
 
 
 def compile_template(source: Any, field: str, errors: list[FieldError], depth: int = 0) -> Render | None:
-    """A function from the envelope to the rendered value; strings in objects and arrays are templates too.
+    """A function from the envelope to the rendered value; texts in objects and arrays are templates too.
 
     A string that is exactly one expression, `{{ event.payload.id }}`, keeps the JSON type of its value.
     """
     render = _compile(source, field, errors, depth)
-    return None if render is None else lambda envelope: render(_Rendering(envelope))
+    return None if render is None else lambda envelope, paying=None: render(_Rendering(envelope, paying or Budget()))
 
 
 def _compile(source: Any, field: str, errors: list[FieldError], depth: int) -> Callable[[_Rendering], Any] | None:
@@ -211,6 +212,8 @@ def _compile_text(source: str, field: str, errors: list[FieldError]) -> Callable
                 buffer = context.get_buffer()
                 template.render_with_context(context, buffer)
                 return buffer.getvalue()
+        except OverBudget:
+            raise OverBudget(field) from None
         except Exception as exc:  # filters raise whatever the event makes of them
             raise TemplateError(f"{field}: {(str(exc).splitlines() or [type(exc).__name__])[0][:200]}") from exc
         if issubclass(type(value), liquid.Undefined):

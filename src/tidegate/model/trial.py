@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.budget import OverBudget
 from tidegate.model.event import Event, EventLimits, check_event
 from tidegate.model.predicate import Operator
 from tidegate.model.template import TemplateError
@@ -89,9 +90,10 @@ def attempt(trigger: Trigger, parameter_names: list[str], event: Event) -> Trial
     """Ask every check and render every template, whatever the others say."""
     compiled = CompiledTrigger(trigger, parameter_names)
     envelope = event.envelope()
-    results = compiled.results(envelope)
-    reason = compiled.why_not(event, envelope)
-    errors: list[str] = []
+    found = compiled.results(envelope)
+    results = [str(one) if isinstance(one, OverBudget) else one for one in found]
+    reason = compiled.not_taken(event) or next((one for one in results if one is not None), None)
+    errors = [str(one) for one in found if isinstance(one, OverBudget)][:1]
     return Trial(
         trigger_id=trigger.id,
         version=trigger.version,
@@ -133,6 +135,6 @@ def _alone(compiled: CompiledTrigger, without: str) -> CompiledTrigger:
 def _tried(render: Callable[[], T], errors: list[str]) -> T | None:
     try:
         return render()
-    except (TemplateError, TypeError, ValueError, RecursionError) as exc:
+    except (TemplateError, OverBudget, TypeError, ValueError, RecursionError) as exc:
         errors.append(str(exc))
         return None

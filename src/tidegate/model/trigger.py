@@ -11,6 +11,7 @@ import msgspec
 import re2
 
 from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.event import Event
 from tidegate.model.expression import compile_expression
 from tidegate.model.predicate import Predicate, compile_predicate
@@ -111,6 +112,7 @@ class CompiledTrigger:
         "_parameters",
         "_source",
         "_type",
+        "is_light",
         "of_payload",
         "trigger",
     )
@@ -136,6 +138,8 @@ class CompiledTrigger:
             one is None for one in (template, trigger.where, trigger.idempotency_key, trigger.concurrency_key)
         )
         self.of_payload = is_plain and all(_OF_PAYLOAD.fullmatch(p.path) for p in trigger.predicates)
+        # Whether its checks cost next to nothing: paths of one value, and no patterns.
+        self.is_light = self.of_payload and all(p.operator != "regex" for p in trigger.predicates)
         if errors:
             raise InvalidInput(f"trigger {trigger.name} is not valid", errors)
 
@@ -146,39 +150,56 @@ class CompiledTrigger:
         return self._source is None or self._source.fullmatch(source) is not None
 
     def reason(self, envelope: dict[str, Any]) -> str | None:
-        """None when the event fires this trigger, else the check that stops it."""
+        """None when the event fires this trigger, else the check that stops it. OverBudget names the check that would
+        take too long."""
+        budget = Budget()
         for check in self._checks:
-            reason = check.reason(envelope)
+            try:
+                reason = check.reason(envelope, budget)
+            except OverBudget:
+                raise OverBudget(check.field) from None
             if reason is not None:
                 return reason
         return None
 
-    def results(self, envelope: dict[str, Any]) -> list[str | None]:
-        """What each predicate says, and last `where` if there is one: None when it holds, else why not."""
-        return [check.reason(envelope) for check in self._checks]
+    def results(self, envelope: dict[str, Any]) -> list[str | OverBudget | None]:
+        """What each predicate says, and last `where` if there is one: None when it holds, else why not. All share the
+        budget, as they do for a delivery; when it is used up, that is the answer."""
+        budget, results = Budget(), list[str | OverBudget | None]()
+        for check in self._checks:
+            try:
+                results.append(check.reason(envelope, budget))
+            except OverBudget:
+                results.append(OverBudget(check.field))
+        return results
 
     def why_not(self, event: Event, envelope: dict[str, Any]) -> str | None:
         """None when the event fires this trigger as it is now, type and source included."""
+        return self.not_taken(event) or self.reason(envelope)
+
+    def not_taken(self, event: Event) -> str | None:
+        """Why the trigger does not look at the event at all."""
         if not self.takes_type(event.type):
             return f"the trigger takes events of type {self.trigger.event_type}"
         if not self.takes_source(event.source):
             return f"the trigger takes events from {self.trigger.event_source}"
-        return self.reason(envelope)
+        return None
 
-    def keys(self, envelope: dict[str, Any]) -> Keys:
-        """The rendered keys. TemplateError says which one cannot be had from the event."""
+    def keys(self, envelope: dict[str, Any], budget: Budget | None = None) -> Keys:
+        """The rendered keys. TemplateError or OverBudget says which one cannot be had, or asks for too much."""
         dedupe, concurrency = self._idempotency_key, self._concurrency_key
         if dedupe is None and concurrency is None:
             return NO_KEYS
+        budget = budget or Budget()
         return Keys(
-            _key(dedupe(envelope), "idempotency_key") if dedupe else None,
-            _key(concurrency(envelope), "concurrency_key") if concurrency else "",
+            _key(dedupe(envelope, budget), "idempotency_key") if dedupe else None,
+            _key(concurrency(envelope, budget), "concurrency_key") if concurrency else "",
         )
 
-    def parameters(self, event: Event, envelope: dict[str, Any]) -> dict[str, Any]:
+    def parameters(self, event: Event, envelope: dict[str, Any], budget: Budget | None = None) -> dict[str, Any]:
         """The run's arguments: the rendered template, else the payload's fields by argument name."""
         if self._parameters is not None:
-            rendered = self._parameters(envelope)
+            rendered = self._parameters(envelope, budget or Budget())
             if not isinstance(rendered, dict):
                 raise TemplateError("parameter_template: must give an object")
             return rendered

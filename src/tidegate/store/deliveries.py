@@ -157,7 +157,7 @@ async def launch(connection: Connection, decided: Sequence[Decided], now: dateti
         return {}
     rows = await connection.fetch(
         _sql["launch"], *_launch_columns(decided), claim.wanted(decided), now, claim.worker, claim.lease_ms,
-        claim.definitions,
+        claim.definitions, column([d.reason for d in decided]),
     )  # fmt: skip
     return {row[0]: row[1] for row in rows}
 

@@ -3,17 +3,17 @@
 -- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($15), which
 -- limits are counted by. The runs marked in $14 are claimed by the worker $16 (null: by nobody) for $17 ms at once, unless
 -- runs of its definitions $18 are among the oldest that are due. Of columns that have the same in every row, the array is
--- empty: launched, no error, no key, no probe, and a run with the id of its delivery. Returns the deliveries whose runs were
--- created, and the parameters, as they are kept, of those that are claimed.
+-- empty: launched, no error, no key, no probe, no reason ($19), and a run with the id of its delivery. Returns the
+-- deliveries whose runs were created, and the parameters, as they are kept, of those that are claimed.
 with input as materialized (
   select u.id, u.trigger_id, u.event_id, u.trigger_version, coalesce(u.status, 'launched') as status, u.last_error,
          case when u.status <> 'launched' then u.run_id else coalesce(u.run_id, u.id) end as run_id,
          u.workflow_definition_id, u.correlation_id, u.parameters, u.dedupe_key, u.concurrency_key,
-         coalesce(u.is_probe, false) as is_probe, u.is_wanted
-    from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
-                       $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::boolean[])
+         coalesce(u.is_probe, false) as is_probe, u.is_wanted, u.reason
+    from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[], $8::uuid[],
+                $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::boolean[], $19::text[])
     as u (id, trigger_id, event_id, trigger_version, status, last_error, run_id, workflow_definition_id,
-          correlation_id, parameters, dedupe_key, concurrency_key, is_probe, is_wanted)
+          correlation_id, parameters, dedupe_key, concurrency_key, is_probe, is_wanted, reason)
 ), clock as materialized (
   select $15::timestamptz as now
 ), worker as materialized (
@@ -26,7 +26,7 @@ with input as materialized (
     (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, dedupe_key, last_error, launched_at,
      reason, created_at, updated_at)
   select id, trigger_id, event_id, trigger_version, run_id, status, 1, dedupe_key, last_error,
-         case when status = 'launched' then now end, case when status = 'skipped' then 'idempotency' end, now, now
+         case when status = 'launched' then now end, reason, now, now
     from input, clock
   on conflict (event_id, trigger_id) do nothing
   returning id

@@ -1,0 +1,206 @@
+"""JSONPath (RFC 9535) into an event: compiled once, checked on save, and paid for by the values that it passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import jsonpath
+from jsonpath.filter import FilterQuery, FunctionExtension, RootFilterQuery, StringLiteral
+from jsonpath.function_extensions import ExpressionType, FilterFunction
+from jsonpath.segments import JSONPathRecursiveDescentSegment
+from jsonpath.selectors import Filter, IndexSelector, NameSelector, SliceSelector
+
+from tidegate.model.budget import MAX_STEPS, Budget
+from tidegate.model.event import Event
+from tidegate.model.pattern import Pattern, compile_pattern
+
+MAX_PATH_LENGTH = 500
+MAX_NODES = 1000
+# How many values of the event a path may pass; a long path, or one with filters, does more with each and passes fewer.
+MAX_VISITS = 50_000
+MAX_WORK = 1_000_000
+# A path that passes fewer cannot even reach the payload of an event.
+MIN_VISITS = 50
+# In a filter, longer texts are not compared: the same one could be, for each member of a long array.
+MAX_FILTER_TEXT = 1024
+
+# The event's own fields; what lies below `payload` and `metadata` is the producer's.
+FIELDS = tuple(name for name in Event.__struct_fields__ if name not in ("traceparent", "replayed_at"))
+
+Find = Callable[[dict[str, Any], Budget], list[Any]]
+
+# Who pays for the match() and search() of a filter, and their patterns: the library hands them the values alone.
+_asked: ContextVar[tuple[Budget, Mapping[str, Pattern]]] = ContextVar("asked")
+
+
+class WrongPath(Exception):
+    """A path that is refused; the text says why."""
+
+
+class Unanswerable(Exception):
+    """A filter asks what it may not; the text says what."""
+
+
+def unknown_field(name: object) -> str:
+    """The message about a first-level name that no event has."""
+    return f"names `{name}`, which no event has; the fields of an event are {', '.join(FIELDS)}"
+
+
+def compile_path(path: str) -> Find:
+    if not 0 < len(path) <= MAX_PATH_LENGTH:
+        raise WrongPath(f"must be a JSONPath of 1 to {MAX_PATH_LENGTH} characters")
+    if not path.startswith("$"):
+        raise WrongPath("must begin with $, which is the event, for example $.payload.amount")
+    try:
+        compiled = _environment.compile(path)
+    except (jsonpath.JSONPathError, RecursionError, ValueError) as exc:
+        token = getattr(exc, "token", None)
+        place = "" if token is None else f" at column {(token.index if token.index >= 0 else len(path)) + 1}"
+        raise WrongPath(f"is not a JSONPath (RFC 9535): {exc.args[0] if exc.args else path}{place}") from exc
+    if not isinstance(compiled, jsonpath.JSONPath):
+        raise WrongPath("must be one JSONPath")
+    if mistake := _mistake(compiled):
+        raise WrongPath(mistake)
+    named = sum(isinstance(e, FilterQuery) for e in _expressions(compiled))
+    visits = min(MAX_VISITS, MAX_WORK // len(path)) // (1 + 10 * named)
+    if compiled.singular_query():
+        return _walker(compiled)
+    if visits < MIN_VISITS:
+        raise WrongPath("asks for more in its filters than the budget of an event allows; write a shorter one")
+    return _finder(compiled, MAX_STEPS // visits)
+
+
+def _mistake(compiled: jsonpath.JSONPath) -> str | None:
+    """What is wrong with a path that is JSONPath, if anything."""
+    expressions = list(_expressions(compiled))
+    queries = [e for e in expressions if isinstance(e, FilterQuery)]
+    if any(not query.path.singular_query() for query in queries):
+        return "has a filter that looks at several values; there, name a single one"
+    for path in (compiled, *(query.path for query in queries if isinstance(query, RootFilterQuery))):
+        if not path.segments or isinstance(path.segments[0], JSONPathRecursiveDescentSegment):
+            continue
+        for selector in path.segments[0].selectors:
+            if isinstance(selector, IndexSelector | SliceSelector):
+                return f"takes an index of $, which is an object, at column {selector.token.index + 1}"
+            if isinstance(selector, NameSelector) and selector.name not in FIELDS:
+                return f"{unknown_field(selector.name)} (column {selector.token.index + 1})"
+    for call in (e for e in expressions if isinstance(e, FunctionExtension) and e.name in ("match", "search")):
+        value, pattern = call.args
+        if isinstance(value, RootFilterQuery):
+            return f"asks {call.name}() of $; ask it of @, the value that is looked at"
+        try:
+            if not isinstance(pattern, StringLiteral):
+                raise ValueError(f"{pattern} is not text in quotes")
+            compile_pattern(pattern.value)
+        except ValueError as exc:
+            return f"has a {call.name}() without an RE2 pattern: {exc}"
+    return None
+
+
+def _finder(compiled: jsonpath.JSONPath, price: int) -> Find:
+    """A path that may find several values, and pays for each that it passes."""
+    patterns = {text: compile_pattern(text) for text in _patterns(compiled)}
+
+    def find(envelope: dict[str, Any], budget: Budget) -> list[Any]:
+        matches: Iterable[jsonpath.JSONPathMatch] = [_Visit.of(envelope, budget, price)]
+        for segment in compiled.segments:
+            matches = segment.resolve(matches)
+        nodes: list[Any] = []
+        asked = _asked.set((budget, patterns))
+        try:
+            for match in matches:
+                nodes.append(match.obj)
+                if len(nodes) > MAX_NODES:
+                    break
+        except (jsonpath.JSONPathError, RecursionError):
+            return []
+        finally:
+            _asked.reset(asked)
+        return nodes
+
+    return find
+
+
+class _Visit(jsonpath.JSONPathMatch):
+    """A value that a path passes. It pays for its size."""
+
+    __slots__ = ()
+
+    def __init__(self, *, filter_context: Any, obj: object, **rest: Any) -> None:
+        super().__init__(filter_context=filter_context, obj=obj, **rest)
+        size = len(obj) if isinstance(obj, dict | list) else len(obj) // 64 if isinstance(obj, str) else 0
+        filter_context["budget"].pay((1 + size) * filter_context["price"])
+
+    @classmethod
+    def of(cls, root: dict[str, Any], budget: Budget, price: int) -> _Visit:
+        paying = {"budget": budget, "price": price}
+        return cls(filter_context=paying, obj=root, parent=None, path="$", parts=(), root=root)
+
+
+class _RegexFunction(FilterFunction):
+    """`match` and `search` in a filter."""
+
+    arg_types = [ExpressionType.VALUE, ExpressionType.VALUE]  # noqa: RUF012 - as the library declares it
+    return_type = ExpressionType.LOGICAL
+
+    def __init__(self, how: Callable[[Pattern, str, Budget], bool]) -> None:
+        self._how = how
+
+    def __call__(self, value: object, pattern: str) -> bool:
+        budget, patterns = _asked.get()
+        return isinstance(value, str) and self._how(patterns[pattern], value, budget)
+
+
+class _Environment(jsonpath.JSONPathEnvironment):
+    def setup_function_extensions(self) -> None:
+        super().setup_function_extensions()
+        self.function_extensions["match"] = _RegexFunction(Pattern.is_whole)
+        self.function_extensions["search"] = _RegexFunction(Pattern.is_in)
+
+    def compare(self, left: object, operator: str, right: object) -> bool:
+        if type(left) in (dict, list) and type(right) in (dict, list):
+            raise Unanswerable("compares arrays or objects in a filter, which only the operators do")
+        if isinstance(left, str) and isinstance(right, str) and min(len(left), len(right)) > MAX_FILTER_TEXT:
+            raise Unanswerable(f"compares texts of more than {MAX_FILTER_TEXT} characters in a filter")
+        return super().compare(left, operator, right)
+
+
+_environment = _Environment(strict=True)
+
+
+def _expressions(compiled: jsonpath.JSONPath) -> Iterator[Any]:
+    """Everything inside a path's filters."""
+    waiting: list[Any] = [s.expression for g in compiled.segments for s in g.selectors if isinstance(s, Filter)]
+    while waiting:
+        expression = waiting.pop()
+        yield expression
+        waiting += expression.children()
+
+
+def _patterns(compiled: jsonpath.JSONPath) -> Iterator[str]:
+    for call in _expressions(compiled):
+        if isinstance(call, FunctionExtension) and call.name in ("match", "search"):
+            pattern = call.args[1]
+            assert isinstance(pattern, StringLiteral), "checked before"
+            yield pattern.value
+
+
+def _walker(compiled: jsonpath.JSONPath) -> Find:
+    """A path of plain names and indexes, the usual kind, as a walk over dictionaries and lists."""
+    selectors: list[Any] = [segment.selectors[0] for segment in compiled.segments]
+    keys = [s.name if isinstance(s, NameSelector) else s.index for s in selectors]
+
+    def find(envelope: dict[str, Any], _: Budget) -> list[Any]:
+        node: Any = envelope
+        for key in keys:
+            if isinstance(key, str):
+                if not isinstance(node, dict) or key not in node:
+                    return []
+            elif not isinstance(node, list) or not -len(node) <= key < len(node):
+                return []
+            node = node[key]
+        return [node]
+
+    return find
