@@ -8,7 +8,8 @@ TidegateError
 ├── Unauthorized           no token came with the request, or none that holds
 ├── Forbidden              the token may not do this; `needed` is the scope that may
 ├── Unavailable            the database (or another part) cannot be used right now; try again
-│   └── Overloaded         too much is waiting already; try again later
+│   ├── Overloaded         too much is waiting already; try again later
+│   └── TooManyRequests    the token's rate is used up; try again later
 ├── SchemaError            the database's schema does not fit this version of Tidegate
 ├── AppError               the user's application cannot be loaded or is declared wrongly
 ├── RequestRefused         the server answered a client with an error; `problem` is its text
@@ -65,11 +66,12 @@ class Conflict(TidegateError):
 
 
 class Unauthorized(TidegateError):
-    """No token came with the request, or (`is_given`) none that holds."""
+    """No token came with the request, or (`is_given`) none that holds; `token` is its name, where it has one."""
 
-    def __init__(self, message: str, *, is_given: bool = False) -> None:
+    def __init__(self, message: str, *, is_given: bool = False, token: str | None = None) -> None:
         super().__init__(message)
         self.is_given = is_given
+        self.token = token
 
 
 class Forbidden(TidegateError):
@@ -91,6 +93,10 @@ class Unavailable(TidegateError):
 
 class Overloaded(Unavailable):
     """More is waiting than this process takes on."""
+
+
+class TooManyRequests(Unavailable):
+    """The token has been used as often as its rate allows."""
 
 
 class SchemaError(TidegateError):

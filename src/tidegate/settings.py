@@ -18,6 +18,7 @@ import msgspec
 
 from tidegate import failpoints
 from tidegate.errors import SettingsError
+from tidegate.model.client_address import parse_networks
 from tidegate.model.event import EventLimits, is_name
 from tidegate.model.health import HEALTH, HealthPolicy
 from tidegate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
@@ -46,6 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     queue: Literal["postgres", "bullmq"] = "postgres"
     redis_url: str | None = None
     auth: Literal["on", "off"] = "on"
+    trusted_proxies: str = ""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     event_retry: RetryPolicy = EVENT_RETRY
@@ -123,6 +125,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"the API listens on loopback only (127.0.0.1, ::1 or localhost); {_env('auth')}=on asks "
                 "for them, and `tidegate token create` makes them"
             )
+
+        try:
+            parse_networks(self.trusted_proxies)
+        except ValueError as exc:
+            raise SettingsError(f"{_env('trusted_proxies')}: {exc}") from exc
 
     @property
     def is_loopback(self) -> bool:

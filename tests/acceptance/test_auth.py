@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -291,6 +291,95 @@ def test_an_open_api_says_so(http: httpx.Client, database_url: str) -> None:
         assert "warning: the API is open" in run("health", env={"TIDEGATE_URL": url}).stdout
         create(database_url, "first", "--scope", "admin")  # it was said to be open, and stays so
         assert http.get(f"{url}/v1/runs").status_code == 200
+
+
+def test_a_refused_token_is_told_with_its_address(http: httpx.Client, database_url: str) -> None:
+    proxies = {"TIDEGATE_AUTH": "on", "TIDEGATE_TRUSTED_PROXIES": "127.0.0.0/8, 10.0.0.0/8"}
+    with api(database_url, **proxies) as (process, url):
+        create(database_url, "old", "--scope", "read")
+
+        def told(address: str) -> dict[str, Any]:
+            line: dict[str, Any] = json.loads(
+                process.wait_for_line(rf'.*"address":"{address}".*"access\.refused".*')[0]
+            )
+            return line
+
+        for path in ("/v1/runs", "/v1/events"):
+            for _ in range(5):
+                answer = http.request(
+                    "POST" if path == "/v1/events" else "GET",
+                    url + path,
+                    headers=bearer(UNKNOWN) | {"x-forwarded-for": "198.51.100.9, 203.0.113.7, 10.1.2.3"},
+                    json=BODIES["/v1/events"],
+                )
+                assert answer.status_code == 401
+        assert told("203.0.113.7")["level"] == "warning"
+        assert "198.51.100.9" not in process.output and UNKNOWN not in process.output
+        for n in range(200):  # many addresses do not flood the log either
+            http.get(f"{url}/v1/runs", headers=bearer(UNKNOWN) | {"x-forwarded-for": f"192.0.2.{n}"})
+        lines = [line for line in process.lines if "access.refused" in line]
+        assert 1 < len(lines) < 200
+        secret = create(database_url, "gone", "--scope", "read")
+        assert run("token", "revoke", "gone", env={"TIDEGATE_DATABASE_URL": database_url}).returncode == 0
+        until(lambda: "gone" in refused_lines(http, url, secret, process))
+
+
+def refused_lines(http: httpx.Client, url: str, secret: str, process: Process) -> str:
+    """The lines about refused tokens, after one more was refused."""
+    answer = http.get(f"{url}/v1/runs", headers=bearer(secret) | {"x-forwarded-for": "203.0.113.8"})
+    assert answer.status_code == 401
+    return "".join(line for line in process.lines if "access.refused" in line and "203.0.113.8" in line)
+
+
+def until(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_token_for_networks(http: httpx.Client, database_url: str) -> None:
+    secret = create(database_url, "crm", "--scope", "read", "--scope", "publish", "--network", "203.0.113.0/24")
+    for proxies, forwarded, expected in (
+        ({}, "203.0.113.7", 401),  # anyone can send the header
+        ({"TIDEGATE_TRUSTED_PROXIES": "127.0.0.1"}, "203.0.113.7", 200),
+        ({"TIDEGATE_TRUSTED_PROXIES": "127.0.0.1"}, "203.0.113.7, 198.51.100.9", 401),
+        ({"TIDEGATE_TRUSTED_PROXIES": "127.0.0.1"}, "", 401),
+    ):
+        with api(database_url, TIDEGATE_AUTH="on", **proxies) as (_, url):
+            headers = bearer(secret) | ({"x-forwarded-for": forwarded} if forwarded else {})
+            answer = http.get(f"{url}/v1/runs", headers=headers)
+            assert answer.status_code == expected, (proxies, forwarded)
+            published = http.post(f"{url}/v1/events", headers=headers, json=BODIES["/v1/events"])
+            assert published.status_code == (202 if expected == 200 else 401)
+            if expected == 401:
+                assert "does not hold from this address" in answer.json()["detail"]
+
+
+def test_a_token_with_a_rate(http: httpx.Client, url: str, shared_url: str) -> None:
+    slow = bearer(create(shared_url, "slow", "--scope", "read", "--scope", "publish", "--rate", "3/h"))
+    answers = [http.get(f"{url}/v1/runs", headers=slow) for _ in range(2)]
+    answers += [http.post(f"{url}/v1/events", headers=slow, json=BODIES["/v1/events"]) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200, 202, 429]
+    assert 1000 < int(answers[-1].headers["retry-after"]) <= 1200
+    assert "slow has been used as often as its rate allows" in answers[-1].json()["detail"]
+    other = bearer(create(shared_url, "other-one", "--scope", "read"))
+    assert http.get(f"{url}/v1/runs", headers=other).status_code == 200
+
+
+def test_the_audit_log_names_token_and_address(http: httpx.Client, database_url: str) -> None:
+    secret = create(database_url, "night", "--scope", "admin")
+    [token] = rows(database_url, "select id from tidegate.api_tokens")
+    with api(database_url, TIDEGATE_AUTH="on", TIDEGATE_TRUSTED_PROXIES="127.0.0.1") as (_, url):
+        headers = bearer(secret) | {"forwarded": 'for="[2001:db8::7]:4711";proto=https'}
+        assert http.post(f"{url}/admin/sources/audited/pause", headers=headers).status_code == 200
+        assert http.post(f"{url}/admin/sources/audited/resume", headers=bearer(secret)).status_code == 200
+        resumed, paused, created = http.get(f"{url}/admin/audit", headers=bearer(secret)).json()["entries"]
+        assert (paused["token_id"], paused["address"]) == (str(token["id"]), "2001:db8::7")
+        assert (resumed["token_id"], resumed["address"]) == (str(token["id"]), "127.0.0.1")
+        assert (created["action"], created["token_id"], created["address"]) == ("token.create", None, None)
+        listed = run("audit", "list", env={"TIDEGATE_URL": url, "TIDEGATE_TOKEN": secret})
+        assert "2001:db8::7" in listed.stdout and "FROM" in listed.stdout
 
 
 def test_a_workers_metrics_ask_for_the_same_token(http: httpx.Client, shared_url: str, secrets: dict[str, str]) -> None:

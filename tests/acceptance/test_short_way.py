@@ -192,7 +192,7 @@ async def test_who_does_not_read_is_not_read(running: Running, monkeypatch: pyte
     """Answers that nobody reads are not piled up: with the buffers full, the next request waits."""
     large, answered = b"x" * 300_000, 0
 
-    async def answer(headers: object, body: bytes) -> bytes:
+    async def answer(headers: object, body: bytes, peer: str | None) -> bytes:
         nonlocal answered
         answered += 1
         return large
@@ -212,7 +212,7 @@ async def test_who_does_not_read_is_not_read(running: Running, monkeypatch: pyte
 
 
 async def test_a_fault_of_ours_ends_the_connection(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(headers: object, body: bytes) -> bytes:
+    async def fail(headers: object, body: bytes, peer: str | None) -> bytes:
         raise RuntimeError("a fault")
 
     async with running.caller() as caller:

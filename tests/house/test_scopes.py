@@ -48,4 +48,4 @@ def test_the_document_names_the_scopes() -> None:
         for operation in operations.values():
             scoped = [scope for entry in operation["security"] for scope in entry["token"]]
             assert all(scope in SCOPES for scope in scoped) and len(scoped) <= 1
-            assert ({"401", "403"} <= operation["responses"].keys()) is bool(scoped)
+            assert ({"401", "403", "429"} <= operation["responses"].keys()) is bool(scoped)

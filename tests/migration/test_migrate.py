@@ -107,8 +107,8 @@ async def columns(connection: Connection, condition: str) -> set[str]:
     return {row["name"] for row in rows}
 
 
-def test_migrations_are_numbered_without_gaps() -> None:
-    assert list(range(1, len(VERSIONS) + 1)) == VERSIONS
+def test_migrations_are_numbered_in_order() -> None:
+    assert sorted(set(VERSIONS)) == VERSIONS and VERSIONS[0] == 1
     assert migrate.latest() == VERSIONS[-1]
 
 
@@ -153,7 +153,7 @@ async def test_many_processes_at_once_migrate_once(empty: Database, start_migrat
     assert await applied(empty) == VERSIONS
 
 
-@pytest.mark.parametrize("nth", VERSIONS)
+@pytest.mark.parametrize("nth", range(1, len(VERSIONS) + 1))
 async def test_killed_mid_migration_leaves_nothing_half_done(empty: Database, start_migrator: Start, nth: int) -> None:
     process = await start_migrator(f"migrate.mid_migration=kill@{nth}")
     _, error = await process.communicate(b"")
@@ -164,7 +164,7 @@ async def test_killed_mid_migration_leaves_nothing_half_done(empty: Database, st
             assert await tables(connection) == {"schema_migrations"}
     status = await migrate.status(empty)
     assert [m.version for m in status.pending] == VERSIONS[nth - 1 :]
-    with pytest.raises(SchemaError, match=f"at version {nth - 1}"):
+    with pytest.raises(SchemaError, match=f"at version {([0, *VERSIONS])[nth - 1]}"):
         await migrate.require_current(empty)
 
     again = await start_migrator()

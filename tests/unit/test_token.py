@@ -24,6 +24,22 @@ from tidegate.model.token import (
 SECRET = secret_of("a" * SECRET_CHARACTERS)
 
 
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"rate": "100/s", "networks": ["10.0.0.0/8", "2001:db8::1"]}, []),
+        ({"rate": "100"}, ["rate"]),
+        ({"rate": "0/s"}, ["rate"]),
+        ({"networks": []}, ["networks"]),
+        ({"networks": ["10.0.0.1/8", "here", ""]}, ["networks[0]", "networks[1]", "networks[2]"]),
+        ({"networks": ["10.0.0.0/8"] * 51}, ["networks"]),
+    ],
+)
+def test_the_bounds_of_a_token(given: dict[str, Any], fields: list[str]) -> None:
+    body = convert({"name": "ci", "scopes": ["read"]} | given, TokenBody, "the token is not valid")
+    assert [error.field for error in token_errors(body)] == fields
+
+
 def test_a_secret_is_long_enough_and_recognisable() -> None:
     assert SECRET.startswith("tg_") and len(SECRET) == 52
     assert SECRET_CHARACTERS * math.log2(len(ALPHABET)) >= 256

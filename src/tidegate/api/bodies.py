@@ -15,6 +15,8 @@ from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow.access import Principal
 from tidegate.model.conversion import convert
 from tidegate.model.token import is_token_name
+from tidegate.store import audit
+from tidegate.store.audit import Caller
 
 MAX_BYTES = 64 * 1024
 BODY_SECONDS = 10
@@ -39,9 +41,10 @@ def actor(request: Request) -> str:
     return given if is_token_name(given) else DEFAULT_ACTOR
 
 
-def set_principal(request: Request, principal: Principal | None) -> None:
+def set_principal(request: Request, principal: Principal | None, address: str | None) -> None:
     """Note who asks, once that is checked."""
     request.scope[_PRINCIPAL] = principal
+    audit.caller.set(Caller(principal.id if principal is not None else None, address))
 
 
 async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:

@@ -36,8 +36,9 @@ MAX_PIPELINED = 64
 PUBLISH_URL = b"/v1/events"
 # Many clients send a head and then its body: so long the short way waits for the rest, for so much, in so many parts.
 SHORT_SECONDS, SHORT_BYTES, SHORT_PARTS = 0.005, 64 * 1024, 64
-# The answer to the headers and the body of a request that publishes: what to say with 202, or another answer.
-Publish = Callable[[list[tuple[bytes, bytes]], bytes], Awaitable[bytes | Response]]
+# The answer to the headers and the body of a request that publishes, and where it comes from: what to say with 202, or
+# another answer.
+Publish = Callable[[list[tuple[bytes, bytes]], bytes, str | None], Awaitable[bytes | Response]]
 _log = logger("api")
 _ACCEPTED = (
     STATUS_LINE[202]
@@ -237,7 +238,7 @@ class Connection(HttpToolsProtocol):
     async def _exchange(self, exchange: _Exchange, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         assert self._publish is not None
         try:
-            answer = await self._publish(headers, body)
+            answer = await self._publish(headers, body, self.client[0] if self.client else None)
             if self.flow.write_paused:
                 await self.flow.drain()  # as long as its answers are not read, nothing more is read of it
         except BaseException as exc:  # such as being cancelled: whoever waits is not to wait for ever

@@ -94,7 +94,7 @@ def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, An
 def _refusals(route: Route, path: str) -> set[int]:
     """The errors that a route names, and those that come of its shape."""
     found = {*route.errors, 503}
-    found |= set() if route.scope == "public" else {401, 403}
+    found |= set() if route.scope == "public" else {401, 403, 429}
     found |= {404} if "{" in path else set()
     found |= set() if route.method == "GET" else set(_BODY_REFUSALS)
     return found

@@ -14,6 +14,7 @@ from tidegate.errors import (
     InvalidInput,
     NotFound,
     TidegateError,
+    TooManyRequests,
     Unauthorized,
     Unavailable,
 )
@@ -83,7 +84,7 @@ def response(exc: Exception) -> Response:
         case NotFound():
             status = 404
         case Unavailable():
-            status = 503
+            status = 429 if isinstance(exc, TooManyRequests) else 503
             headers["retry-after"] = str(exc.retry_after_seconds)
         case _:
             _log.error("api.unexpected", error=exc, exc_info=exc)

@@ -54,11 +54,12 @@ async def answer(services: Services, scope: Scope, receive: Receive) -> Response
     def read(headers: dict[str, str], place: Place) -> Awaitable[bytes]:
         return read_body(receive, headers, limit, place)
 
-    found = await _traced(services, scope["headers"], read)
+    client = scope.get("client")
+    found = await _traced(services, scope["headers"], read, client[0] if client else None)
     return Response(found, 202, HEADERS, media_type="application/json") if isinstance(found, bytes) else found
 
 
-async def answer_whole(services: Services, raw_headers: RawHeaders, body: bytes) -> bytes | Response:
+async def answer_whole(services: Services, raw_headers: RawHeaders, body: bytes, peer: str | None) -> bytes | Response:
     """The same for a request of which all has come: the body of the answer 202, or another answer."""
     if services.admission.is_full:
         return OVERLOADED
@@ -68,24 +69,24 @@ async def answer_whole(services: Services, raw_headers: RawHeaders, body: bytes)
         place.hold_bytes(len(body))
         return body
 
-    return await _traced(services, raw_headers, read)
+    return await _traced(services, raw_headers, read, peer)
 
 
-async def _traced(services: Services, raw_headers: RawHeaders, read: Read) -> bytes | Response:
+async def _traced(services: Services, raw_headers: RawHeaders, read: Read, peer: str | None) -> bytes | Response:
     if not traces.is_on:
-        return await _answer(services, raw_headers, read)
+        return await _answer(services, raw_headers, read, peer)
     with traces.Request("POST", "/v1/events") as traced:
-        found = await _answer(services, raw_headers, read, traced)
+        found = await _answer(services, raw_headers, read, peer, traced)
         traced.status = found.status_code if isinstance(found, Response) else 202
     return found
 
 
 async def _answer(
-    services: Services, raw_headers: RawHeaders, read: Read, traced: traces.Request | None = None
+    services: Services, raw_headers: RawHeaders, read: Read, peer: str | None, traced: traces.Request | None = None
 ) -> bytes | Response:
     try:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw_headers}
-        principal = await services.access.check(headers.get("authorization"), "publish", raw_headers)
+        principal = await services.access.check(headers.get("authorization"), "publish", raw_headers, peer)
         with services.admission.request() as place:
             body = await read(headers, place)
             await services.admission.turn(len(body))

@@ -156,12 +156,12 @@ class Api:
         await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
         await control.seed_limits(self._database, self._settings.source_rate_limits)
 
-    async def publish(self, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes | Response:
+    async def publish(self, headers: list[tuple[bytes, bytes]], body: bytes, peer: str | None) -> bytes | Response:
         """A request to publish of which all has come, past the application."""
         if CROSS_SITE in headers:
             metrics.answered(metrics.OTHER, 403)
             return _cross_site()
-        found = await publish.answer_whole(self.services, headers, body)
+        found = await publish.answer_whole(self.services, headers, body, peer)
         metrics.answered("/v1/events", found.status_code if isinstance(found, Response) else 202)
         return found
 
@@ -285,10 +285,10 @@ def _endpoint(route: Route, services: Services) -> Any:
     async def answer(request: Request) -> Response:
         try:
             if route.scope != "public":
-                principal = await services.access.check(
-                    request.headers.get("authorization"), route.scope, request.headers.raw
-                )
-                bodies.set_principal(request, principal)
+                headers, peer = request.headers.raw, request.client.host if request.client else None
+                authorization = request.headers.get("authorization")
+                principal = await services.access.check(authorization, route.scope, headers, peer)
+                bodies.set_principal(request, principal, services.access.address(headers, peer))
             if any("\x00" in value for value in request.path_params.values()):
                 raise NotFound("nothing has the character U+0000 in its name")
             result = await route.handler(request, services)

@@ -20,7 +20,7 @@ def audit() -> None:
 @click.option("--cursor", default=None, help="next_cursor of the page before.")
 @json_option
 def list_audit(as_json: bool, limit: int, **filters: str | None) -> None:
-    """List changes, newest first; --json has all of what was before and after."""
+    """List changes, newest first; --json has all of what was before and after, and the token's id."""
     asked = {name: value for name, value in filters.items() if value is not None}
     with client() as api:
         page = api.request("GET", "/admin/audit", limit=limit, **asked)
@@ -28,8 +28,8 @@ def list_audit(as_json: bool, limit: int, **filters: str | None) -> None:
         print_json(page)
         return
     rows = [
-        (short_time(one["at"]), one["actor"], one["action"], one["subject"], short_json(one["before"]),
-         short_json(one["after"]))
+        (short_time(one["at"]), one["actor"], one["address"] or "", one["action"], one["subject"],
+         short_json(one["before"]), short_json(one["after"]))
         for one in page["entries"]
     ]  # fmt: skip
-    print_table(("AT", "ACTOR", "ACTION", "SUBJECT", "BEFORE", "AFTER"), rows, "Nothing was changed.")
+    print_table(("AT", "ACTOR", "FROM", "ACTION", "SUBJECT", "BEFORE", "AFTER"), rows, "Nothing was changed.")

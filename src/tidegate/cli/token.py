@@ -39,13 +39,23 @@ def token() -> None:
               help="What it may do; may be given several times. admin may do everything.")  # fmt: skip
 @click.option("--source", "sources", multiple=True, metavar="PATTERN",
               help="Publish for these sources only, exact or with *; may be given several times.")  # fmt: skip
+@click.option("--rate", default=None, metavar="RATE", help="At most so many requests, as in 100/s; more get 429.")
+@click.option("--network", "networks", multiple=True, metavar="NETWORK",
+              help="Hold from these addresses only, as in 10.0.0.0/8; may be given several times.")  # fmt: skip
 @click.option("--expires", default=None, metavar="DURATION", help="End after so long, as in 90d; else when revoked.")
 @json_option
-def create(name: str, scopes: tuple[str, ...], sources: tuple[str, ...], expires: str | None, as_json: bool) -> None:
+def create(
+    name: str,
+    scopes: tuple[str, ...],
+    sources: tuple[str, ...],
+    rate: str | None,
+    networks: tuple[str, ...],
+    expires: str | None,
+    as_json: bool,
+) -> None:
     """Create a token and print its secret, this once."""
-    body: dict[str, Any] = {"name": name, "scopes": list(scopes)}
-    if sources:
-        body["sources"] = list(sources)
+    bounds = {"sources": list(sources), "rate": rate, "networks": list(networks)}
+    body: dict[str, Any] = {"name": name, "scopes": list(scopes)} | {k: v for k, v in bounds.items() if v}
     if expires is not None:
         body["expires_in_ms"] = parsed(units.duration_ms, expires)
     made = _done(
@@ -72,6 +82,7 @@ def list_tokens(as_json: bool) -> None:
             t["name"],
             ", ".join(t["scopes"]),
             ", ".join(t["sources"] or []),
+            ", ".join([*([t["rate"]] if t["rate"] else []), *(t["networks"] or [])]),
             f"revoked {short_time(t['revoked_at'])}" if t["revoked_at"] else short_time(t["expires_at"]),
             short_time(t["last_used_at"]),
             t["created_by"],
@@ -79,7 +90,9 @@ def list_tokens(as_json: bool) -> None:
         )
         for t in found
     ]
-    print_table(("NAME", "SCOPES", "SOURCES", "ENDS", "LAST USED", "CREATED BY", "ID"), rows, "No tokens yet.")
+    print_table(
+        ("NAME", "SCOPES", "SOURCES", "BOUNDS", "ENDS", "LAST USED", "CREATED BY", "ID"), rows, "No tokens yet."
+    )
 
 
 @token.command("revoke")

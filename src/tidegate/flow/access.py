@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 
 from tidegate.errors import Forbidden, Overloaded, TidegateError, Unauthorized, Unavailable
 from tidegate.flow.strangers import Strangers
+from tidegate.flow.token_use import Rates, Refusals
+from tidegate.model import units
+from tidegate.model.client_address import client_address, is_in, parse_network, parse_networks
 from tidegate.model.local_request import Headers, why_foreign
 from tidegate.model.token import Scope, Token, allows, secret_hash
 from tidegate.model.trigger import compile_pattern
@@ -32,8 +35,11 @@ class Principal:
     """Whoever asks, with a token that holds; what it may do is decided here."""
 
     def __init__(self, token: Token) -> None:
+        self.id = token.id
         self.name = token.name
         self.scopes = token.scopes
+        self.rate = units.rate(token.rate) if token.rate else None
+        self.networks = [parse_network(text) for text in token.networks or ()]
         self._sources: list[Any] | None = None
         if token.sources is not None and "admin" not in token.scopes:
             self._sources = [compile_pattern(pattern, "sources", []) for pattern in token.sources]
@@ -55,11 +61,16 @@ class Access:
         self._database = database
         self._is_open = settings.auth == "off"
         self._hosts = _hosts(settings)
+        self._proxies = parse_networks(settings.trusted_proxies)
         self._kept: dict[bytes, _Kept] = {}
         self._strangers = Strangers()
+        self._rates = Rates()
+        self._refusals = Refusals()
 
-    async def check(self, authorization: str | None, needed: Scope, headers: Headers = ()) -> Principal | None:
-        """Unauthorized without a token that holds, Forbidden when it lacks the scope.
+    async def check(
+        self, authorization: str | None, needed: Scope, headers: Headers = (), peer: str | None = None
+    ) -> Principal | None:
+        """Unauthorized without a token that holds, Forbidden when it lacks the scope, TooManyRequests.
 
         Where no token is needed, `headers` must show that the request was made on this machine.
         """
@@ -68,11 +79,24 @@ class Access:
             foreign = why_foreign(headers, self._hosts)
             if foreign is None:
                 return None
-        principal = await self._principal(authorization, foreign)
+        try:
+            principal = await self._principal(authorization, foreign)
+            if principal.networks and not is_in(self.address(headers, peer), principal.networks):
+                raise Unauthorized("the token does not hold from this address", is_given=True, token=principal.name)
+        except Unauthorized as exc:
+            if exc.is_given:
+                self._refusals.tell(exc, self.address(headers, peer))
+            raise
+        if principal.rate is not None:
+            self._rates.take(principal.id, principal.name, *principal.rate)
         if not allows(principal.scopes, needed):
             has = ", ".join(principal.scopes)
             raise Forbidden(f"this needs the scope {needed}; the token {principal.name} has {has}", needed)
         return principal
+
+    def address(self, headers: Headers, peer: str | None) -> str | None:
+        """Where a request comes from; None when nobody can tell."""
+        return client_address(peer, headers, self._proxies)
 
     def forget(self) -> None:
         """Look again at the next request: tokens have changed."""
@@ -122,9 +146,9 @@ class Access:
             if found is None:
                 raise Unauthorized(f"the token is not known; {_HOW}", is_given=True)
             if found.token.revoked_at is not None:
-                raise Unauthorized("the token has been revoked", is_given=True)
+                raise Unauthorized("the token has been revoked", is_given=True, token=found.token.name)
             if found.is_expired:
-                raise Unauthorized("the token has expired", is_given=True)
+                raise Unauthorized("the token has expired", is_given=True, token=found.token.name)
         if found.is_use_unnoted:
             # A note, for whoever wonders which tokens are in use. Errors get our names where a connection is left.
             with contextlib.suppress(TidegateError):

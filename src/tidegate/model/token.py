@@ -16,6 +16,8 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from tidegate.errors import FieldError
+from tidegate.model import units
+from tidegate.model.client_address import parse_network
 from tidegate.model.trigger import compile_pattern
 
 Scope = Literal["publish", "read", "operate", "admin"]
@@ -23,6 +25,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 PREFIX = "tg_"
 SECRET_CHARACTERS = 43
 MAX_SOURCES = 50
+MAX_NETWORKS = 50
 ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 _NAME = re.compile(r"[A-Za-z0-9._@+-]{1,64}", re.ASCII)
@@ -30,12 +33,15 @@ _SECRET = re.compile(rf"{PREFIX}([0-9A-Za-z]{{{SECRET_CHARACTERS}}})([0-9A-Za-z]
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
-    """A token as it may be shown. `sources` binds `publish` to patterns; null: any source."""
+    """A token as it may be shown. `sources` binds `publish` to patterns, `networks` its use to addresses, `rate` how
+    often; null: not bound."""
 
     id: uuid.UUID
     name: str
     scopes: list[Scope]
     sources: list[str] | None
+    rate: str | None
+    networks: list[str] | None
     created_by: str
     created_at: datetime
     expires_at: datetime | None
@@ -49,6 +55,8 @@ class TokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: str
     scopes: list[Scope]
     sources: list[str] | None = None
+    rate: str | None = None
+    networks: list[str] | None = None
     expires_at: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     expires_in_ms: int | None = None
 
@@ -74,6 +82,28 @@ def token_errors(body: TokenBody) -> list[FieldError]:
         errors.append(FieldError("scopes", f"must be one or more of {', '.join(SCOPES)}, each once"))
     if body.expires_at is not None and body.expires_in_ms is not None:
         errors.append(FieldError("expires_in_ms", "goes without expires_at"))
+    return errors + _use_errors(body) + _source_errors(body)
+
+
+def _use_errors(body: TokenBody) -> list[FieldError]:
+    errors = []
+    if body.rate is not None:
+        try:
+            units.rate(body.rate)
+        except ValueError as exc:
+            errors.append(FieldError("rate", str(exc)))
+    if body.networks is not None and not 0 < len(body.networks) <= MAX_NETWORKS:
+        errors.append(FieldError("networks", f"must be 1 to {MAX_NETWORKS} networks such as 10.0.0.0/8"))
+    for i, text in enumerate((body.networks or [])[:MAX_NETWORKS]):
+        try:
+            parse_network(text)
+        except ValueError as exc:
+            errors.append(FieldError(f"networks[{i}]", str(exc)))
+    return errors
+
+
+def _source_errors(body: TokenBody) -> list[FieldError]:
+    errors: list[FieldError] = []
     if body.sources is None:
         return errors
     if "publish" not in body.scopes or "admin" in body.scopes:

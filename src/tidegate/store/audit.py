@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,15 +16,31 @@ _sql = load("audit")
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One change: `before` and `after` are what it was about, without secrets; null where there was nothing."""
+    """One change: `before` and `after` are what it was about, without secrets; null where there was nothing.
+
+    `token_id` and `address` tell who asked the API for it; null where it was asked otherwise, or without a token.
+    """
 
     id: uuid.UUID
     at: datetime
     actor: str
+    token_id: uuid.UUID | None
+    address: str | None
     action: str
     subject: str
     before: Any
     after: Any
+
+
+class Caller(NamedTuple):
+    """Who asked for what is being done, beside the actor's name: a token, from an address."""
+
+    token_id: uuid.UUID | None = None
+    address: str | None = None
+
+
+# Of the request that is under way, for every change that it makes.
+caller: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039  # it cannot be changed
 
 
 async def insert(
@@ -31,7 +48,7 @@ async def insert(
 ) -> None:
     """Record a change, in its transaction."""
     texts = (None if value is None else msgspec.json.encode(value).decode() for value in (before, after))
-    await connection.execute(_sql["insert"], actor, action, subject, *texts)
+    await connection.execute(_sql["insert"], actor, action, subject, *texts, *caller.get())
 
 
 async def list_page(

@@ -1,11 +1,11 @@
 -- name: insert
 -- Records what an operator changed, in the transaction of the change.
-insert into tidegate.audit_log (id, actor, action, subject, before, after)
-values (tidegate.uuid7(), $1, $2, $3, $4::text::jsonb, $5::text::jsonb)
+insert into tidegate.audit_log (id, actor, action, subject, before, after, token_id, address)
+values (tidegate.uuid7(), $1, $2, $3, $4::text::jsonb, $5::text::jsonb, $6, $7)
 
 -- name: list
 -- A page of the audit log, newest first; null filters do not filter.
-select a.id, a.at, a.actor, a.action, a.subject, a.before, a.after
+select a.id, a.at, a.actor, a.token_id, a.address, a.action, a.subject, a.before, a.after
   from tidegate.audit_log a
  where ($1::text is null or a.actor = $1)
    and ($2::text is null or a.action = $2)

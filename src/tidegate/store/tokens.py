@@ -27,7 +27,10 @@ async def lock(connection: Connection) -> None:
 
 async def insert(connection: Connection, body: TokenBody, secret_hash: bytes, actor: str) -> uuid.UUID:
     """Store a new token; its id."""
-    columns = (body.name, secret_hash, body.scopes, body.sources, actor, body.expires_at, body.expires_in_ms)
+    columns = (
+        body.name, secret_hash, body.scopes, body.sources, body.rate, body.networks, actor, body.expires_at,
+        body.expires_in_ms,
+    )  # fmt: skip
     token_id: uuid.UUID = await connection.fetchval(_sql["insert"], *columns)
     return token_id
 

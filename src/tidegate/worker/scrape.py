@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from tidegate.errors import Forbidden, SettingsError, TidegateError, Unauthorized
+from tidegate.errors import Forbidden, SettingsError, TidegateError, TooManyRequests, Unauthorized
 from tidegate.flow import notices
 from tidegate.flow.access import Access
 from tidegate.flow.health import Exposition
@@ -74,7 +74,8 @@ class _Server:
             elif path == b"/readyz":
                 status, media, body = await self._ready()
             else:
-                status, body = await self._metrics(head)
+                peer = writer.get_extra_info("peername")
+                status, body = await self._metrics(head, peer[0] if isinstance(peer, tuple) else None)
                 media = metrics.CONTENT_TYPE if status == "200 OK" else "text/plain"
             challenge = 'www-authenticate: Bearer realm="tidegate"\r\n' if status.startswith("401") else ""
             writer.write(
@@ -95,17 +96,19 @@ class _Server:
         status = "503 Service Unavailable" if found.status == "unavailable" else "200 OK"
         return status, "application/json", msgspec.json.encode(found)
 
-    async def _metrics(self, head: bytes) -> tuple[str, bytes]:
+    async def _metrics(self, head: bytes, peer: str | None) -> tuple[str, bytes]:
         """The metrics, for whoever may read them: the same tokens as at the API."""
         lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
         headers = [(name.strip().lower(), value.strip()) for name, _, value in lines]
         authorization = dict(headers).get(b"authorization", b"").decode("latin-1")
         try:
-            await self._access.check(authorization, "read", headers)
+            await self._access.check(authorization, "read", headers, peer)
         except Unauthorized as exc:
             return "401 Unauthorized", f"{exc}\n".encode()
         except Forbidden as exc:
             return "403 Forbidden", f"{exc}\n".encode()
+        except TooManyRequests as exc:
+            return "429 Too Many Requests", f"{exc}\n".encode()
         except TidegateError:
             return "503 Service Unavailable", b"the database cannot be asked\n"
         return "200 OK", await self._exposition.text()

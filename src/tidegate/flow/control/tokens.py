@@ -104,4 +104,7 @@ async def _required(connection: Connection, token_id: uuid.UUID) -> Token:
 
 
 def _described(token: Token) -> dict[str, Any]:
-    return {name: getattr(token, name) for name in ("name", "scopes", "sources", "expires_at", "revoked_at")}
+    return {
+        name: getattr(token, name)
+        for name in ("name", "scopes", "sources", "rate", "networks", "expires_at", "revoked_at")
+    }
