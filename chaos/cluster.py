@@ -124,8 +124,20 @@ class Member:
 class Cluster:
     """Two APIs, three workers (or what is asked for), and what they stand on."""
 
-    def __init__(self, folder: Path, *, queue: str, apis: int, workers: int, without: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        queue: str,
+        apis: int,
+        workers: int,
+        without: Sequence[str] = (),
+        app: Path = APP,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
+        self._app = app
+        self._settings = dict(settings or {})
         self.queue = queue
         self._without = without
         for inside in ("sink", "logs"):
@@ -164,7 +176,7 @@ class Cluster:
             self.apis.append(Member(f"api-{n}", command, environment, self.folder / "logs" / f"api-{n}.log"))
         for n in range(1, workers + 1):
             log = self.folder / "logs" / f"worker-{n}.log"
-            self.workers.append(Member(f"worker-{n}", [TIDEGATE, "worker", f"{APP}:app"], environment, log))
+            self.workers.append(Member(f"worker-{n}", [TIDEGATE, "worker", f"{self._app}:app"], environment, log))
         for member in self.members:
             member.start()
         await self.until_ready()
@@ -191,7 +203,7 @@ class Cluster:
             own["TIDEGATE_REDIS_URL"] = self.redis.url
         if self._without:
             own |= {"CHAOS_WITHOUT": ",".join(self._without), "PYTHONPATH": f"{PATCHED}:{ROOT}"}
-        return inherited | own
+        return inherited | own | self._settings
 
     async def until_ready(self) -> None:
         """Every API answers that it is ready."""

@@ -18,7 +18,7 @@ from chaos.records import Answer, Evidence, Mark, Owned, RunRow, Verb
 # Two clocks are compared, as closely as one can.
 SLACK_SECONDS = 0.003
 SETTLED = ("launched", "skipped", "failed", "exhausted", "cancelled")
-GIVEN_UP = "given up: its worker died"
+GIVEN_UP = "given up: "
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def _ended_by_another(evidence: Evidence) -> Iterator[str]:
 
 
 def _ended_well(run: RunRow) -> bool:
-    """As it was to end; or given up after five dead workers, which is a rule of its own."""
+    """As it was to end; or given up since its worker died each time it was tried alone, which is a rule of its own."""
     if run.status == "failed":
         return run.workflow == "broken" or (run.error or "").startswith(GIVEN_UP)
     return run.status == "succeeded"

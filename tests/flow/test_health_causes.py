@@ -382,7 +382,7 @@ async def test_runs_that_end_without_a_worker_are_counted(
     first, second = [row["id"] for row in await connection.fetch("select id from tidegate.workflow_runs order by id")]
     await control.cancel_run(database, first, "ann", TRIGGER_BREAKER)
     assert (count("cancelled"), count("failed")) == (cancelled + 1, failed)
-    await connection.execute("update tidegate.workflow_runs set crashes = 5 where id = $1", second)
+    await connection.execute("update tidegate.workflow_runs set crashes = 5, trials = 3 where id = $1", second)
     await Reconcile(database, batch_size=10).run_once()
     assert (count("cancelled"), count("failed")) == (cancelled + 1, failed + 1)
 

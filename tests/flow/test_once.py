@@ -265,7 +265,7 @@ async def test_a_worker_that_takes_its_own_run_over_begins_when_the_earlier_exec
 async def test_a_run_that_waits_for_its_earlier_execution_can_be_cancelled(
     connection: Connection, clock: Clock, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidegate.flow.run.BEHIND_SECONDS", 0.02)
+    monkeypatch.setattr("tidegate.flow.earlier.BEHIND_SECONDS", 0.02)
     sink, may_end = Sink(), threading.Event()
     _staying(world, sink, may_end)
     runner = await world.runner(1000)

@@ -11,8 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from tidegate.flow import calls, output, reconcile
+from tidegate.flow import calls, output, quarantine
 from tidegate.model.retry import STEP_RETRY
+from tidegate.model.run import MAX_TRIALS, SUSPECT_CRASHES
 from tidegate.model.units import MAX_DURATION_MS
 from tidegate.settings import Settings
 from tidegate.testing import Harness
@@ -91,4 +92,6 @@ def test_numbers() -> None:
     assert f"1 to {calls.MAX_STEP_NAME} characters" in TEXT
     assert f"up to {MAX_DURATION_MS // 86_400_000} days" in TEXT
     assert f"(`TIDEGATE_LEASE_MS`, {Settings().lease_ms // 1000} s)" in TEXT
-    assert f"worker\ndied {reconcile.MAX_CRASHES} times" in TEXT
+    assert f"whose worker died {SUSPECT_CRASHES} times in a row is a suspect" in TEXT
+    assert f"its worker dies {MAX_TRIALS} times in a row" in TEXT
+    assert f"alone for {quarantine.ALONE_SECONDS:g} s at most" in TEXT and quarantine.ALONE_FACTOR == 4

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tidegate import failpoints
 from tidegate.flow import slots
-from tidegate.model.run import FinishedRun
+from tidegate.model.run import MAX_TRIALS, FinishedRun
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
 from tidegate.queue.port import Queue, Wakeup
 from tidegate.queue.wakeups import HORIZON, Spacing, delivery_wakeups, event_wakeups, step_wakeups
@@ -24,9 +24,6 @@ from tidegate.telemetry.logs import logger
 NEAR = timedelta(seconds=1)
 # A row that was written just now: its wake-up may still be on the way.
 SETTLING = timedelta(seconds=2)
-
-# A run that has taken so many workers with it is given up.
-MAX_CRASHES = 5
 
 _log = logger("reconcile")
 
@@ -71,13 +68,14 @@ class Reconcile:
         return released
 
     async def _give_up(self, connection: Connection) -> list[str]:
-        """Runs that have taken too many workers with them: whoever takes such a run next would be the next to die.
-
-        Returns their workflows.
-        """
+        """Runs that took their worker with them each time they were tried alone: whoever takes such a run next would be
+        the next to die. Returns their workflows."""
         given_up: list[str] = []
-        for run_id, trigger_id in await runs.list_crashing(connection, MAX_CRASHES, self._batch_size):
-            reason = f"given up: its worker died {MAX_CRASHES} times"
+        for run_id, trigger_id in await runs.list_killers(connection, MAX_TRIALS, self._batch_size):
+            reason = (
+                f"given up: {MAX_TRIALS} times in a row its worker died, or was silent for longer than the lease, "
+                "while this run was executing there alone"
+            )
             end = partial(runs.fail_waiting, connection, run_id, reason)
             if await slots.end_waiting(connection, trigger_id, end, self._breaker) is not None:
                 failed = FinishedRun(id=run_id, claim_generation=0, status="failed", error=reason)

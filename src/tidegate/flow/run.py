@@ -15,19 +15,22 @@ from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.flow.ahead import Ahead
 from tidegate.flow.claims import Claims
+from tidegate.flow.due import Due
+from tidegate.flow.earlier import Earlier
 from tidegate.flow.endings import End
 from tidegate.flow.execution import Execution
 from tidegate.flow.journal import LeaseLost, Soon, Written
 from tidegate.flow.leases import LeaseKeeper
 from tidegate.flow.outcomes import Outcomes, Waiting
+from tidegate.flow.quarantine import Quarantine
 from tidegate.flow.slots import Fill, Freed
-from tidegate.flow.tell import run_fields
+from tidegate.flow.tell import run_fields, tell_ended, tell_left
 from tidegate.flow.workflow import Workflow
 from tidegate.model.event import Event
 from tidegate.model.retry import STEP_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun, FinishedRun, Step
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
-from tidegate.store import events, runs, steps
+from tidegate.store import runs
 from tidegate.store.db import Database
 from tidegate.store.deliveries import NOBODY, Claim
 from tidegate.telemetry import metrics
@@ -35,8 +38,6 @@ from tidegate.telemetry.logs import logger
 
 # When so many are claimed ahead, new events wait a little for them: their runs are then claimed as they are created.
 BUSY, BREATH_SECONDS = 50, 0.25
-# So often is said that a run waits for its earlier execution, and asked whether it is to be cancelled.
-BEHIND_SECONDS = 5.0
 
 _log = logger("run")
 
@@ -73,11 +74,13 @@ class Runner:
         self._free = asyncio.Event()
         self._ahead = Ahead(database, concurrency, after_return=self._free.set)
         self._claims = Claims(lambda: [execution.run for execution in (*self._ahead, *self._held())])
+        self._due = Due(database, worker, lease_ms)
+        self._quarantine = Quarantine(database, self._due, after_open=self._reopened)
         self._tasks: dict[Execution, asyncio.Task[None]] = {}  # begun
         self._executing: set[Execution] = set()  # those of them that hold a slot
         self._writing: set[Execution] = set()  # ended, and that is on its way into the database
         self._stuck: set[asyncio.Task[None]] = set()  # functions that do not leave
-        self._leaving: dict[uuid.UUID, asyncio.Task[None]] = {}  # by run: until its earlier executions are gone
+        self._earlier = Earlier()  # told to leave
         self._has_backlog = False
         self._soon = Soon()
         self._context = contextvars.copy_context()  # of every run: none sees what another one has set
@@ -106,7 +109,8 @@ class Runner:
     def room(self) -> int:
         """How many runs may be claimed now."""
         claimed = len(self._ahead) + len(self._tasks) + len(self._writing)
-        return 0 if self._closing else max(0, self._concurrency + self._ahead.most - claimed)
+        is_open = self._quarantine.state == "open" and not self._closing
+        return max(0, self._concurrency + self._ahead.most - claimed) if is_open else 0
 
     @property
     def claims_nothing(self) -> bool:
@@ -156,26 +160,46 @@ class Runner:
         self._free.set()
 
     async def run_once(self) -> int:
-        """Claim as many due runs as there is room for and start them; how many."""
-        room = self.room
-        if room == 0 or not self._definitions:
+        """Claim as many due runs as there is room for, or one suspect if it is time for that, and start them; how
+        many."""
+        if self._closing or not self._definitions:
             return 0
-        async with self._database.transaction() as connection:
-            claimed = await runs.claim_due(
-                connection, definitions=self._definitions, limit=room, worker=self._worker, lease_ms=self._lease_ms
-            )
-            ids = {run.event_id for run in claimed if run.event_id is not None}
-            found = await events.get_many(connection, ids) if ids else {}
-            again = [run.id for run in claimed if run.attempts > 1]  # a fresh one has no steps yet
-            known = await steps.list_of_runs(connection, again)
+        await self._quarantine.look(self._definitions)
+        if self._quarantine.state != "open" and (started := await self._try_suspect()):
+            return started
+        room = self.room
+        if room == 0:
+            return 0
+        claimed = await self._due.claim(self._definitions, room)
         if claimed:
             failpoints.hit("run.after_claim")
         self._has_backlog = len(claimed) == room
         self._free.set()
-        for run in claimed:
-            mine = [step for step in known if step.workflow_run_id == run.id]
-            self._start(run, found.get(run.event_id) if run.event_id else None, mine)
-        return len(claimed)
+        for ready in claimed:
+            self._start(*ready)
+        return len(claimed) or (await self._try_suspect() if self._quarantine.has_suspects else 0)
+
+    def look_for_suspects(self) -> None:
+        """Runs of a dead worker are due again."""
+        self._quarantine.look_now()
+
+    async def _try_suspect(self) -> int:
+        """Execute one suspect, and nothing beside it, once nothing else executes here; how many were begun."""
+        is_busy = bool(self._executing) or len(self._ahead) > 0
+        is_alone = not (self._stuck or self._earlier)  # or what kills the worker may be a function that does not leave
+        found = await self._quarantine.next(self._definitions, is_busy, self._held, is_counted=is_alone)
+        if found is None:
+            return 0
+        ready, crashes = found
+        execution = self._taken_up(*ready)
+        assert execution is not None, "a claim made just now was taken up before"
+        self._quarantine.begin(execution, crashes)
+        self._go_on_in_slot(execution)
+        return 1
+
+    def _reopened(self) -> None:
+        self._begin()
+        self._free.set()
 
     async def next_due_seconds(self) -> float | None:
         """Seconds until the next waiting run of this worker is due, or None."""
@@ -186,6 +210,7 @@ class Runner:
 
     async def stop(self, patience_seconds: float) -> None:
         """Wait for running workflows, then hand back what is still running."""
+        self._quarantine.stop()
         await self._ahead.give_back()
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_seconds):
@@ -211,11 +236,19 @@ class Runner:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, run: ClaimedRun, event: Event | None, known: list[Step]) -> None:
+        execution = self._taken_up(run, event, known)
+        if execution is not None:
+            self._ahead.add(execution)
+            self._begin()
+
+    def _taken_up(self, run: ClaimedRun, event: Event | None, known: list[Step]) -> Execution | None:
         if not self._claims.take(run):
             metrics.EXECUTIONS_REFUSED.inc()
             _log.error("run.refused", **run_fields(run, event), reason="this claim was taken up here before")
-            return
-        execution = Execution(
+            return None
+        for ghost in [one for one in self._held() if one.run.id == run.id] if run.attempts > 1 else ():
+            self._leave(ghost)  # its lease ended, and this worker is the one that took over
+        return Execution(
             run,
             self._workflows[run.workflow],
             event,
@@ -227,17 +260,20 @@ class Runner:
             step_threads=self._step_threads,
             abandon=self._abandoned,
         )
-        for ghost in [one for one in self._held() if one.run.id == run.id] if run.attempts > 1 else ():
-            self._leave(ghost)  # its lease ended, and this worker is the one that took over
-        self._ahead.add(execution)
-        self._begin()
 
     def _begin(self) -> None:
         """Begin what is ready, as far as there are slots; the rest waits for one, but not for long."""
-        while len(self._executing) < self._concurrency and (one := self._ahead.next(self._lease_ms / 3000)) is not None:
-            self._executing.add(one)
-            self._go_on(one, self._execute(one))
+        while (
+            self._quarantine.state != "closed"
+            and len(self._executing) < self._concurrency
+            and (one := self._ahead.next(self._lease_ms / 3000)) is not None
+        ):
+            self._go_on_in_slot(one)
         self._ahead.return_later()
+
+    def _go_on_in_slot(self, execution: Execution) -> None:
+        self._executing.add(execution)
+        self._go_on(execution, self._execute(execution))
 
     def _go_on(self, execution: Execution, work: Coroutine[Any, Any, None]) -> None:
         self._tasks[execution] = task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
@@ -250,8 +286,8 @@ class Runner:
             _log.debug("run.started", **run_fields(execution.run, execution.event))
         began_at = monotonic()
         try:
-            if self._leaving and (earlier := self._leaving.get(execution.run.id)) is not None:
-                await self._behind(execution, earlier)
+            if self._earlier:
+                await self._earlier.gone(execution)
             ended = await execution.go()
         except BaseException as exc:
             if not execution.is_abandoned:
@@ -284,12 +320,12 @@ class Runner:
         if execution.spans is not None:
             execution.spans.end(ended, is_kept=is_kept)
         if isinstance(written, Exception):
-            self._tell_left(execution, written)
+            tell_left(execution.run, execution.event, written)
         elif not is_kept:
             fields = run_fields(execution.run, execution.event)
             _log.warning("run.result_discarded", **fields, reason="the lease was lost")
         elif isinstance(ended, FinishedRun):
-            self._tell(execution, ended)
+            tell_ended(execution.run, execution.event, ended, monotonic() - execution.claimed_at)
 
     def _without_end(self, execution: Execution, exc: BaseException) -> None:
         """Nothing is written of a run here any more."""
@@ -324,22 +360,7 @@ class Runner:
             return
         if not execution.leave():
             self._tasks[execution].cancel()
-        run_id = execution.run.id
-        self._leaving[run_id] = asyncio.create_task(self._gone(execution, self._leaving.get(run_id)))
-
-    async def _gone(self, execution: Execution, earlier: asyncio.Task[None] | None) -> None:
-        if earlier is not None:
-            await earlier
-        await execution.gone()
-        if self._leaving.get(execution.run.id) is asyncio.current_task():
-            del self._leaving[execution.run.id]
-
-    async def _behind(self, execution: Execution, earlier: asyncio.Task[None]) -> None:
-        """Wait until the run's earlier executions have left: a run is never executed twice at a time in one process."""
-        while not earlier.done() and execution.is_to_be_called:
-            _log.warning("run.waits_behind", **run_fields(execution.run, execution.event),
-                         reason="an earlier execution, whose lease ended, has not left its function")  # fmt: skip
-            await asyncio.wait([earlier], timeout=BEHIND_SECONDS)
+        self._earlier.add(execution)
 
     def _free_slot(self, execution: Execution) -> None:
         if execution in self._executing:
@@ -354,7 +375,7 @@ class Runner:
         self._free_slot(execution)
         self._free.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._tell_left(execution, error)
+            tell_left(execution.run, execution.event, error)
 
     def _lost(self, run: ClaimedRun) -> None:
         for execution in [one for one in self._held() if one.run is run]:
@@ -367,25 +388,12 @@ class Runner:
 
     def _claim_freed(self, ending: int) -> Claim | None:
         """What this worker claims of what is launched into the slots of runs that end; None: nothing is launched."""
-        return None if self._closing else Claim(self._worker, self._lease_ms, self._definitions, ending)
+        if self._closing:
+            return None
+        is_open = self._quarantine.state == "open"
+        return Claim(self._worker, self._lease_ms, self._definitions, ending) if is_open else NOBODY
 
     def _freed(self, freed: Freed) -> None:
         if freed.filled:
             self.start(freed.filled.claimed)
         self._after_free(freed)
-
-    def _tell_left(self, execution: Execution, error: BaseException) -> None:
-        _log.error("run.left", **run_fields(execution.run, execution.event), error=error, exc_info=error)
-
-    def _tell(self, execution: Execution, run: FinishedRun) -> None:
-        claimed = execution.run
-        seconds = (claimed.now - claimed.started_at).total_seconds() + monotonic() - execution.claimed_at
-        metrics.ran(claimed.workflow, run.status, seconds)
-        if run.status == "succeeded" and not _log.is_info:
-            return
-        log = _log.info if run.status == "succeeded" else _log.warning
-        log(
-            f"run.{run.status}",
-            **run_fields(claimed, execution.event),
-            **({"reason": run.error.splitlines()[-1]} if run.error else {}),
-        )

@@ -1,4 +1,4 @@
-"""Tell: the lines, counters and log entries about deliveries, the same whichever stage decided them."""
+"""Tell: the lines, counters and log entries about deliveries and runs, the same whichever stage decided them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from tidegate.model.event import Event
-from tidegate.model.run import ClaimedRun
+from tidegate.model.run import ClaimedRun, FinishedRun
 from tidegate.model.trigger import CompiledTrigger
 from tidegate.model.trigger_gate import TriggerMove
 from tidegate.store.decisions import Recorded
@@ -18,6 +18,7 @@ from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
 _log = logger("deliver")
+_of_runs = logger("run")
 
 
 def trigger_name(trigger: CompiledTrigger) -> str:
@@ -84,6 +85,22 @@ def run_fields(run: ClaimedRun, event: Event | None) -> dict[str, Any]:
     source = None if event is None else event.source
     return {"run_id": run.id, "workflow": run.workflow, "event_id": run.event_id, "correlation_id": run.correlation_id,
             "source": source, "attempt": run.attempts}  # fmt: skip
+
+
+def tell_ended(run: ClaimedRun, event: Event | None, ended: FinishedRun, held_seconds: float) -> None:
+    """Count and log, after the commit, how a run ended that its worker held for so long."""
+    metrics.ran(run.workflow, ended.status, (run.now - run.started_at).total_seconds() + held_seconds)
+    if ended.status == "succeeded" and not _of_runs.is_info:
+        return
+    log = _of_runs.info if ended.status == "succeeded" else _of_runs.warning
+    reason = {"reason": ended.error.splitlines()[-1]} if ended.error else {}
+    log(f"run.{ended.status}", **run_fields(run, event), **reason)
+
+
+def tell_left(run: ClaimedRun, event: Event | None, error: BaseException) -> None:
+    """Log that nothing is written of a run here, by no fault of its own."""
+    log = _of_runs.error
+    log("run.left", **run_fields(run, event), error=error, exc_info=error)
 
 
 def _outcome(one: Decided, is_newcomer: bool) -> str | None:

@@ -17,6 +17,12 @@ FINAL_RUN_STATUSES: tuple[RunStatus, ...] = ("succeeded", "failed", "cancelled")
 StepStatus = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 STEP_STATUSES: tuple[StepStatus, ...] = get_args(StepStatus)
 
+# A run whose worker died so often in a row, whatever else was executing there, is a suspect: it is tried alone from
+# then on. Once says nothing: workers are killed for many reasons, and take along whatever they execute.
+SUSPECT_CRASHES = 2
+# A run whose worker died so often in a row while it was tried alone is given up.
+MAX_TRIALS = 3
+
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `workflow_runs`, with the slug of its workflow and the event that launched it."""

@@ -212,7 +212,7 @@ update tidegate.workflow_run_steps s
 -- anew (`attempts` is kept: it tells that there may be steps). Returns it when it does.
 update tidegate.workflow_runs r
    set status = 'pending', error = null, output = null, warning = null, finished_at = null, started_at = null,
-       deadline_at = null, crashes = 0, retry_attempts = 0, cancel_requested_at = null, cancelled_by = null,
+       deadline_at = null, crashes = 0, trials = null, retry_attempts = 0, cancel_requested_at = null, cancelled_by = null,
        is_probe = false, concurrency_key = $3, replayed_from = $2::uuid, attempts = greatest(r.attempts, 1),
        next_attempt_at = greatest(
          tidegate.now(),

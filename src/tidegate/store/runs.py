@@ -9,7 +9,7 @@ from typing import NamedTuple
 import asyncpg
 import msgspec
 
-from tidegate.model.run import ClaimedRun, FinishedRun, Run, RunStatus
+from tidegate.model.run import SUSPECT_CRASHES, ClaimedRun, FinishedRun, Run, RunStatus
 from tidegate.model.step import StepWrite, SuspendedRun
 from tidegate.store.columns import column, same
 from tidegate.store.db import Connection, Row
@@ -21,9 +21,40 @@ _sql = load("runs")
 async def claim_due(
     connection: Connection, *, definitions: Sequence[uuid.UUID], limit: int, worker: str, lease_ms: int
 ) -> list[ClaimedRun]:
-    """Claim due runs of the given workflows until the lease ends."""
-    rows = await connection.fetch(_sql["claim_due"], definitions, limit, worker, lease_ms)
+    """Claim due runs of the given workflows, suspects aside, until the lease ends."""
+    rows = await connection.fetch(_sql["claim_due"], definitions, limit, worker, lease_ms, SUSPECT_CRASHES)
     return sorted((msgspec.convert(dict(row), ClaimedRun) for row in rows), key=lambda r: r.id)
+
+
+async def has_suspects(connection: Connection, definitions: Sequence[uuid.UUID]) -> bool:
+    """Whether suspects of the given workflows are due."""
+    return bool(await connection.fetchval(_sql["has_suspects"], definitions, SUSPECT_CRASHES))
+
+
+class Suspect(NamedTuple):
+    """A run to be executed alone, and how often in a row its workers have died."""
+
+    run: ClaimedRun
+    crashes: int
+
+
+async def claim_suspect(
+    connection: Connection, *, definitions: Sequence[uuid.UUID], worker: str, lease_ms: int, is_counted: bool
+) -> Suspect | None:
+    """Claim the oldest suspect of the given workflows; whether it counts as a trial if its worker dies."""
+    row = await connection.fetchrow(
+        _sql["claim_suspect"], definitions, SUSPECT_CRASHES, worker, lease_ms, int(is_counted)
+    )
+    if row is None:
+        return None
+    found = dict(row)
+    crashes = found.pop("crashes")
+    return Suspect(msgspec.convert(found, ClaimedRun), crashes)
+
+
+async def pass_trial(connection: Connection, run: ClaimedRun) -> None:
+    """Others are let in beside a run that was tried alone."""
+    await connection.execute(_sql["pass_trial"], run.id, run.claim_generation)
 
 
 async def cancel_requested(connection: Connection, run_ids: Sequence[uuid.UUID]) -> set[uuid.UUID]:
@@ -109,9 +140,9 @@ async def cancel_waiting(connection: Connection, run_id: uuid.UUID, actor: str) 
     return EndedRun(*row) if row else None
 
 
-async def list_crashing(connection: Connection, crashes: int, limit: int) -> list[tuple[uuid.UUID, uuid.UUID | None]]:
-    """Waiting runs, with their triggers, whose workers have died so often."""
-    return [(row[0], row[1]) for row in await connection.fetch(_sql["list_crashing"], crashes, limit)]
+async def list_killers(connection: Connection, trials: int, limit: int) -> list[tuple[uuid.UUID, uuid.UUID | None]]:
+    """Waiting runs, with their triggers, whose workers died the last times that they were tried alone."""
+    return [(row[0], row[1]) for row in await connection.fetch(_sql["list_killers"], trials, limit)]
 
 
 async def fail_waiting(connection: Connection, run_id: uuid.UUID, error: str) -> EndedRun | None:
@@ -157,12 +188,12 @@ async def give_back(connection: Connection, unbegun: Sequence[ClaimedRun]) -> se
 
 async def release_expired(connection: Connection, limit: int) -> list[uuid.UUID]:
     """Make runs whose lease has run out due again."""
-    return [row[0] for row in await connection.fetch(_sql["release_expired"], limit)]
+    return [row[0] for row in await connection.fetch(_sql["release_expired"], limit, SUSPECT_CRASHES)]
 
 
 async def next_due_seconds(connection: Connection, definitions: Sequence[uuid.UUID]) -> float | None:
-    """Seconds until the next pending run is due (negative when overdue), or None."""
-    seconds: float | None = await connection.fetchval(_sql["next_due"], definitions)
+    """Seconds until the next pending run that is no suspect is due (negative when overdue), or None."""
+    seconds: float | None = await connection.fetchval(_sql["next_due"], definitions, SUSPECT_CRASHES)
     return seconds
 
 

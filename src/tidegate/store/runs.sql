@@ -3,10 +3,12 @@
 -- the entries of all runs that have ended since the last vacuum, rather than look up the ids.
 
 -- name: claim_due
--- Claims due runs of the given workflows for a worker until its lease ends, oldest first.
+-- Claims due runs of the given workflows for a worker until its lease ends, oldest first. Suspects, whose workers have died
+-- so often ($5), are not for this statement: see `claim_suspect`.
 with due as materialized (
   select id from tidegate.workflow_runs
    where status = 'pending' and next_attempt_at <= tidegate.now() and workflow_definition_id = any ($1::uuid[])
+     and crashes < $5::bigint
    order by next_attempt_at, id limit $2 for update skip locked
 ), clock as materialized (
   select tidegate.now() as now
@@ -20,6 +22,39 @@ update tidegate.workflow_runs r
 returning r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation,
           r.trigger_id, r.concurrency_key, r.is_probe, now, r.started_at, r.retry_attempts,
           r.cancel_requested_at is not null as cancel_requested
+
+-- name: has_suspects
+-- Whether runs of the given workflows are due whose workers have died so often ($2).
+select exists (select from tidegate.workflow_runs
+                where status = 'pending' and crashes > 0 and crashes >= $2::bigint and next_attempt_at <= tidegate.now()
+                  and workflow_definition_id = any ($1::uuid[]))
+
+-- name: claim_suspect
+-- Claims the oldest due run of the given workflows whose workers have died so often ($2), to be executed with nothing beside
+-- it. That its worker dies is on the run from now on (`trials`, by $5), until it comes to an end, rests, is given back, or
+-- others are let in (`pass_trial`).
+with due as materialized (
+  select id from tidegate.workflow_runs
+   where status = 'pending' and crashes > 0 and crashes >= $2::bigint and next_attempt_at <= tidegate.now()
+     and workflow_definition_id = any ($1::uuid[])
+   order by next_attempt_at, id limit 1 for update skip locked
+), clock as materialized (
+  select tidegate.now() as now
+)
+update tidegate.workflow_runs r
+   set status = 'running', attempts = r.attempts + 1, claim_generation = r.claim_generation + 1, claimed_by = $3,
+       claim_expires_at = now + $4::bigint * interval '1 ms', started_at = coalesce(r.started_at, now),
+       trials = coalesce(r.trials, 0) + $5::bigint, updated_at = now
+  from due, clock, tidegate.workflow_definitions w
+ where r.id = due.id and w.id = r.workflow_definition_id
+returning r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation,
+          r.trigger_id, r.concurrency_key, r.is_probe, now, r.started_at, r.retry_attempts,
+          r.cancel_requested_at is not null as cancel_requested, r.crashes
+
+-- name: pass_trial
+-- Others are let in beside a run that was tried alone: if its worker dies from now on, it need not have been this one.
+update tidegate.workflow_runs r set trials = null
+ where r.id = $1 and r.claim_expires_at is not null and r.claim_generation = $2
 
 -- name: cancel_requested
 -- Those of the runs whose cancellation was asked for and that a worker still holds.
@@ -46,14 +81,14 @@ with held as materialized (
 select id, cancel_requested from held
 
 -- name: finish
--- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing. An empty array of
--- statuses: all succeeded.
+-- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing. Its worker lives,
+-- so crashes are forgotten. An empty array of statuses: all succeeded.
 with clock as materialized (
   select tidegate.now() as now
 )
 update tidegate.workflow_runs r
    set status = coalesce(u.status, 'succeeded'), output = u.output::jsonb, error = u.error, warning = null, finished_at = now, next_attempt_at = null,
-       claimed_by = null, claim_expires_at = null, updated_at = now
+       crashes = 0, trials = null, claimed_by = null, claim_expires_at = null, updated_at = now
   from unnest($1::uuid[], $2::bigint[], $3::text[], $4::text[], $5::text[])
          as u (id, claim_generation, status, output, error), clock
  where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
@@ -69,7 +104,7 @@ with clock as materialized (
 ), ended as (
   update tidegate.workflow_runs r
      set status = 'succeeded', output = u.output::jsonb, error = null, warning = null, finished_at = now,
-         next_attempt_at = null, claimed_by = null, claim_expires_at = null, updated_at = now
+         next_attempt_at = null, crashes = 0, trials = null, claimed_by = null, claim_expires_at = null, updated_at = now
     from unnest($1::uuid[], $2::bigint[], $3::text[]) as u (id, claim_generation, output), clock
    where r.id = u.id and r.claim_expires_at is not null
      and r.claim_generation = coalesce(u.claim_generation, ($2::bigint[])[1])
@@ -93,7 +128,7 @@ select r.id from tidegate.workflow_runs r
 -- their deadline; one whose cancellation was asked for is not. What has come so far does not kill its workers: crashes are
 -- counted anew. Returns the ids that rest.
 update tidegate.workflow_runs r
-   set status = 'pending', warning = u.warning, deadline_at = u.deadline_at, crashes = 0,
+   set status = 'pending', warning = u.warning, deadline_at = u.deadline_at, crashes = 0, trials = null,
        retry_attempts = r.retry_attempts + u.is_retry::int,
        next_attempt_at = least(u.deadline_at, greatest(
          coalesce(u.next_attempt_at, tidegate.now() + u.delay_ms * interval '1 ms'),
@@ -141,7 +176,8 @@ on conflict (kind, subject_id) where replayed_at is null do nothing
 -- Gives runs that a stopping worker holds back, due after $3 ms. Returns the ids.
 update tidegate.workflow_runs r
    set status = 'pending', next_attempt_at = tidegate.now() + $3::bigint * interval '1 ms',
-       claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null, updated_at = tidegate.now()
+       claim_generation = r.claim_generation + 1, trials = null, claimed_by = null, claim_expires_at = null,
+       updated_at = tidegate.now()
   from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
  where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
 returning r.id
@@ -150,7 +186,7 @@ returning r.id
 -- Lets others have runs that a worker has claimed and not begun: they are as they were before, but are not begun before their
 -- trigger or key is open again. Returns the ids.
 update tidegate.workflow_runs r
-   set status = 'pending', attempts = r.attempts - 1,
+   set status = 'pending', attempts = r.attempts - 1, trials = null,
        next_attempt_at = least(r.deadline_at, greatest(
          r.next_attempt_at,
          (select g.closed_until from tidegate.event_scheduler_triggers g where g.trigger_id = r.trigger_id),
@@ -162,7 +198,9 @@ update tidegate.workflow_runs r
 returning r.id
 
 -- name: release_expired
--- Runs whose worker let the lease run out are due again; its late writes are fenced off. Returns the ids.
+-- Runs whose worker let the lease run out are due again; its late writes are fenced off. Which of them was executing, and
+-- which one killed the worker, if one did, cannot be told from here: nobody is blamed, and those that it happens to again
+-- ($2 times) are tried alone. Returns the ids.
 with expired as materialized (
   select id from tidegate.workflow_runs
    where status = 'running' and claim_expires_at <= tidegate.now()
@@ -170,15 +208,17 @@ with expired as materialized (
 )
 update tidegate.workflow_runs r
    set status = 'pending', next_attempt_at = tidegate.now(), claim_generation = r.claim_generation + 1,
-       claimed_by = null, claim_expires_at = null, crashes = r.crashes + 1, updated_at = tidegate.now()
+       claimed_by = null, claim_expires_at = null, crashes = r.crashes + 1, updated_at = tidegate.now(),
+       warning = case when r.crashes + 1 < $2::bigint then r.warning
+                      else format('its worker died %s times in a row; it waits to be tried alone', r.crashes + 1) end
   from expired
  where r.id = expired.id
 returning r.id
 
--- name: list_crashing
--- Waiting runs whose workers have died too often ($1) and that are to be given up.
+-- name: list_killers
+-- Waiting runs whose workers have died each of the last times ($1) that they were tried alone, and that are to be given up.
 select r.id, r.trigger_id from tidegate.workflow_runs r
- where r.status = 'pending' and r.crashes > 0 and r.crashes >= $1 order by r.next_attempt_at limit $2
+ where r.status = 'pending' and r.crashes > 0 and r.trials >= $1 order by r.next_attempt_at limit $2
 
 -- name: fail_waiting
 -- Ends a run that no worker holds as failed. Returns it when it did.
@@ -189,10 +229,11 @@ update tidegate.workflow_runs r
 returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
 
 -- name: next_due
--- Seconds until the next pending run of the given workflows is due, or null.
+-- Seconds until the next pending run of the given workflows is due, or null; not counting suspects ($2), whose turn does not
+-- come by time alone.
 select extract(epoch from min(next_attempt_at) - tidegate.now())::float8
   from tidegate.workflow_runs
- where status = 'pending' and workflow_definition_id = any ($1::uuid[])
+ where status = 'pending' and crashes < $2::bigint and workflow_definition_id = any ($1::uuid[])
 
 -- name: list_unfinished
 -- A page of a trigger's unfinished runs with their events, after a given one. By status, so that the indexes of

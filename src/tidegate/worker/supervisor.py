@@ -209,7 +209,7 @@ class Worker:
         events, deliveries = await self._retry.run_once(), await self._delivery_retry.run_once()
         done += events.due + len(events.replanned) + deliveries.due + len(deliveries.replanned)
         done += await self._replan.run_once() + await self._delivery_replan.run_once()
-        done += sum((await self._reconcile.run_once()).values())
+        done += sum((await self._release()).values())
         done += await self._runner.run_once()
         await self._runner.idle()
         waits = [
@@ -336,10 +336,15 @@ class Worker:
         return 0
 
     async def _reconcile_once(self) -> int:
-        released = await self._reconcile.run_once()
-        if released["runs"]:
+        if (await self._release())["runs"]:
             self._queue.hint("runs")
         return 0
+
+    async def _release(self) -> dict[str, int]:
+        released = await self._reconcile.run_once()
+        if released["runs"]:
+            self._runner.look_for_suspects()
+        return released
 
     async def _requeue_once(self) -> int:
         await self._requeue.run_once()
