@@ -16,7 +16,7 @@ from tidegate.clock import utc_now, uuid7
 from tidegate.errors import AppError, FieldError, InvalidInput, TidegateError
 from tidegate.flow import control
 from tidegate.flow import schedule as scheduling
-from tidegate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
+from tidegate.flow.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Accepted, Ingest
 from tidegate.flow.workflow import Workflow
 from tidegate.model.event import NewEvent, check_event
 from tidegate.model.predicate import Predicate
@@ -226,7 +226,9 @@ class _Publisher:
     def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         url = settings.require_database_url()
-        self._database = Database(url, "publish", size=2, lock_timeout_ms=LOCK_TIMEOUT_MS)
+        self._database = Database(
+            url, "publish", size=2, lock_timeout_ms=LOCK_TIMEOUT_MS, statement_seconds=STATEMENT_SECONDS
+        )
         self._queue = open_queue(settings, self._database)
         self.ingest = Ingest(
             self._database, max_waiting=settings.ingest_max_waiting, after_commit=lambda: self._queue.hint("inbox")

@@ -14,7 +14,7 @@ app = Tidegate()
 
 
 async def _record(ctx: Context, what: str) -> None:
-    connection = await asyncpg.connect(os.environ["TIDEGATE_DATABASE_URL"])
+    connection = await asyncpg.connect(os.environ.get("EFFECTS_URL") or os.environ["TIDEGATE_DATABASE_URL"])
     try:
         await connection.execute("insert into effects (run_id, what) values ($1, $2)", ctx.run_id, what)
     finally:

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import asyncpg
 import pytest
 
+from tests.flow.test_ingest import event
 from tidegate import failpoints
 from tidegate.errors import SchemaError
+from tidegate.flow.ingest import LOCK_TIMEOUT_MS, Ingest
 from tidegate.store import migrate
 from tidegate.store.db import Connection, Database
 
@@ -182,6 +184,37 @@ async def test_failed_migration_is_undone_and_lets_go_of_the_lock(empty: Databas
         held = "select count(*) from pg_locks where locktype = 'advisory'"
         assert await connection.fetchval(held) == 0
     assert await migrate.migrate(empty) == list(migrate.migrations())
+
+
+async def test_waiting_for_a_lock_holds_up_nobody_and_says_who_has_it(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report that reads events for hours, while a migration wants to change their table."""
+    changes = "alter table tidegate.workflow_events add column extra text"
+    more = migrate.Migration(migrate.latest() + 1, f"{migrate.latest() + 1:04}_more", changes)
+    known = (*migrate.migrations(), more)
+    monkeypatch.setattr(migrate, "migrations", lambda: known)
+    monkeypatch.setattr(migrate, "LOCK_PATIENCE_SECONDS", 2)
+    ingest = Ingest(
+        Database(database.url, "ingest", size=2, lock_timeout_ms=LOCK_TIMEOUT_MS), max_waiting=100, after_commit=int
+    )
+    try:
+        async with database.transaction() as report:
+            await report.fetchval("select count(*) from tidegate.workflow_events")
+            migrating = asyncio.create_task(migrate.migrate(database))
+            accepted = 0
+            while not migrating.done():
+                await ingest.accept([event()])  # fails when it is held up
+                accepted += 1
+            with pytest.raises(
+                SchemaError, match=r"did not get the locks .* AccessShareLock on tidegate.workflow_even"
+            ):
+                await migrating
+            assert accepted > 2
+        assert [m.version for m in await migrate.migrate(database)] == [more.version]
+    finally:
+        await ingest.close()
+        await ingest._database.close()
 
 
 async def test_newer_schema_is_refused(database: Database) -> None:

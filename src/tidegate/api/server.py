@@ -49,7 +49,7 @@ from tidegate.errors import NotFound, SettingsError
 from tidegate.flow import control, notices
 from tidegate.flow.access import Access
 from tidegate.flow.health import Exposition, Snapshots
-from tidegate.flow.ingest import LOCK_TIMEOUT_MS, Accepted, Ingest
+from tidegate.flow.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Accepted, Ingest
 from tidegate.flow.ready import Readiness
 from tidegate.flow.webhooks import Webhooks
 from tidegate.queue.choose import open_queue
@@ -131,7 +131,9 @@ class Api:
         url = settings.require_database_url()
         self._settings = settings
         self._database = Database(url, "api", size=6)
-        self._ingest_database = Database(url, "ingest", size=3, lock_timeout_ms=LOCK_TIMEOUT_MS)
+        self._ingest_database = Database(
+            url, "ingest", size=3, lock_timeout_ms=LOCK_TIMEOUT_MS, statement_seconds=STATEMENT_SECONDS
+        )
         # On the connection that has just stored the events: another one's server process may have to be woken first.
         self._queue = open_queue(settings, self._ingest_database)
         ingest = Ingest(

@@ -22,6 +22,9 @@ from tidegate.telemetry.logs import logger
 
 # While the database is away, requests are refused; the first of them waits this long for it to come back.
 PATIENCE_SECONDS = 0.5
+# For how long one commit may take, and one may wait for a connection.
+STATEMENT_SECONDS = 5.0
+WAIT_SECONDS = 3.0
 GROUP_EVENTS = 1000
 # A producer's id may be locked by someone else's open transaction: how long a commit that others share waits for it.
 LOCK_TIMEOUT_MS = 300
@@ -108,15 +111,16 @@ class Ingest:
     async def _store(self, requests: list[Request]) -> list[list[Accepted]]:
         """The requests in one commit, tried again while the database is only just away.
 
-        Trying again is safe even when a commit's answer was lost: the ids are ours and made before.
+        Trying again is safe even when a commit's answer was lost or never came: the ids are ours and made before.
         """
-        deadline = monotonic() + (0 if self._down else PATIENCE_SECONDS)
+        deadline: float | None = None
         while True:
             try:
                 answers = await self._write_once(requests)
             except TransientConflict:
                 raise
             except Unavailable as exc:
+                deadline = deadline or monotonic() + (0 if self._down else PATIENCE_SECONDS)
                 if monotonic() >= deadline:
                     if not self._down:
                         _log.error("ingest.database_down", error=exc)
@@ -132,7 +136,7 @@ class Ingest:
     async def _write_once(self, requests: list[Request]) -> list[list[Accepted]]:
         events = [event for request in requests for event in request]
         if monotonic() >= self._repeats_until:
-            async with self._database.connection(wait_seconds=1) as connection:
+            async with self._database.connection(wait_seconds=WAIT_SECONDS) as connection:
                 failpoints.hit("ingest.before_commit")
                 are_new = await store.insert_new(connection, events)
             if are_new:
@@ -146,16 +150,16 @@ class Ingest:
         if len(requests) == len(events):
             # Each event is a request of its own, so none has to be taken back because of another: the one statement
             # is the transaction. What is found about repeated ids afterwards changes only their answers.
-            async with self._database.connection(wait_seconds=1) as connection:
+            async with self._database.connection(wait_seconds=WAIT_SECONDS) as connection:
                 failpoints.hit("ingest.before_commit")
                 new = await store.insert(connection, events)
             self._committed(requests, _only(new, requests))
             resolved = {}
             if len(new) < len(events):
-                async with self._database.connection(wait_seconds=1) as connection:
+                async with self._database.connection(wait_seconds=WAIT_SECONDS) as connection:
                     resolved = await _resolve(connection, requests, events, new)
         else:
-            async with self._database.transaction(wait_seconds=1) as connection:
+            async with self._database.transaction(wait_seconds=WAIT_SECONDS) as connection:
                 new = await store.insert(connection, events)
                 resolved = await _resolve(connection, requests, events, new)
                 failpoints.hit("ingest.before_commit")

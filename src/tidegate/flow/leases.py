@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from tidegate.errors import Unavailable
 from tidegate.model.run import ClaimedRun
 from tidegate.store import runs, workers
-from tidegate.store.db import Database
+from tidegate.store.db import STATEMENT_SECONDS, Database
 from tidegate.telemetry.logs import logger
 
 # A worker that has not been seen for an hour is forgotten.
@@ -62,7 +62,10 @@ class LeaseKeeper:
         asyncio.run(self._keep(worker))
 
     async def _keep(self, worker: asyncio.AbstractEventLoop) -> None:
-        database = Database(self._url, "leases", size=1)
+        # An answer that does not come costs a third of a lease: time enough to renew on another connection.
+        database = Database(
+            self._url, "leases", size=1, statement_seconds=min(STATEMENT_SECONDS, self._lease_ms / 5000)
+        )
         try:
             seconds = 0.0  # the first beat at once; it may fail like any other
             while not await asyncio.to_thread(self._stopping.wait, seconds):
@@ -71,6 +74,7 @@ class LeaseKeeper:
                     await self._renew(database, worker)
                     await self._beat(database)
                 except Unavailable as exc:
+                    seconds = self._lease_ms / 15_000
                     _log.warning("run.renewal_waits", error=exc)
                 except Exception as exc:  # the next round tries again; leases end by themselves if it goes on
                     _log.error("run.renewal_failed", error=exc, exc_info=exc)

@@ -15,6 +15,8 @@ _MIN_GAP_SECONDS = 0.005
 # A hint may be lost with the server; it is not worth a write to disk, for which commits that are would wait too.
 _UNFLUSHED = "set local synchronous_commit = off"
 _RECONNECT_SECONDS = 1.0
+# How often a listener makes sure that its connection has not fallen silent.
+_ALIVE_SECONDS = 10.0
 _log = logger("queue")
 
 
@@ -91,7 +93,8 @@ class PostgresQueue:
                     await connection.add_listener(f"tidegate_{topic}", self._received)
                 for wake in self._wakes.values():  # whatever was announced while nobody listened
                     wake.set()
-                await lost.wait()
+                while not await _is_set(lost, _ALIVE_SECONDS):
+                    await connection.execute("select 1")
                 _log.warning("queue.listener_lost")
             except Exception as exc:  # whatever it is, the workers' own look goes on
                 _log.warning("queue.listener_unavailable", error=exc)
@@ -104,3 +107,12 @@ class PostgresQueue:
         for topic in TOPICS:
             if channel == f"tidegate_{topic}":
                 self._wakes[topic].set()
+
+
+async def _is_set(event: asyncio.Event, seconds: float) -> bool:
+    """Whether it is set within so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False

@@ -1,9 +1,15 @@
-"""The pool, transactions, and the translation of driver errors. The driver is imported here and nowhere above."""
+"""The pool, transactions, and the translation of driver errors. The driver is imported here and nowhere above.
+
+All that waits for the server has a deadline, since a connection may fall silent without being closed (a failover,
+a firewall that forgot it). What does not answer in time is cut off, not closed: closing would wait for an answer too. A
+statement whose answer did not come may have been committed all the same; whoever repeats it must be safe then.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
@@ -12,8 +18,24 @@ import asyncpg
 import msgspec
 
 from tidegate.errors import SettingsError, Unavailable
+from tidegate.telemetry.logs import logger
 
 T = TypeVar("T")
+
+# How long the server may work on one statement, and how long we wait longer than that for its answer.
+STATEMENT_SECONDS = 10.0
+GRACE_SECONDS = 1.0
+# The same for what reads or changes whole tables (`take_time`).
+LONG_SECONDS = 120
+CONNECT_SECONDS = 3.0
+# A connection that is given back after a failure gets so long to come to rest.
+RELEASE_SECONDS = 2.0
+# A peer that is gone is noticed after 5 + 3 x 2 s of silence, also while a statement runs; data not taken, after 10 s.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
+
+_SET_UP = "select set_config(name, value, false) from unnest($1::text[], $2::text[]) as s (name, value)"
+
+_log = logger("store")
 
 Row = Any  # a driver's record: read by name
 
@@ -87,15 +109,28 @@ def is_data_error(exc: BaseException) -> bool:
 class Database:
     """A pool of connections for one role of the process (`ingest`, `worker`, `api`)."""
 
-    def __init__(self, url: str, role: str, size: int, lock_timeout_ms: int = 2000) -> None:
+    def __init__(
+        self,
+        url: str,
+        role: str,
+        size: int,
+        lock_timeout_ms: int = 2000,
+        statement_seconds: float = STATEMENT_SECONDS,
+    ) -> None:
         self.url = url
         self.role = role
         self._size = size
-        self._session = _session_settings(role, lock_timeout_ms)
+        self._answer_seconds = statement_seconds + GRACE_SECONDS
+        self._session = _session_settings(role, lock_timeout_ms, statement_seconds)
         self._pool: Any = None
         self._opening = asyncio.Lock()
+        self._retiring: set[asyncio.Task[None]] = set()
 
     async def open(self) -> Database:
+        await self._opened()
+        return self
+
+    async def _opened(self) -> Any:
         async with self._opening:
             if self._pool is None:
                 async with translated():
@@ -104,20 +139,20 @@ class Database:
                         min_size=0,
                         max_size=self._size,
                         max_inactive_connection_lifetime=300,
-                        init=_prepare_connection,
+                        init=self._prepare,
                         reset=_keep_session,
-                        timeout=5,
-                        server_settings=self._session,
+                        timeout=CONNECT_SECONDS,
+                        command_timeout=self._answer_seconds,
+                        server_settings={"application_name": self._session["application_name"]},
                     )
-        return self
+            return self._pool
 
     async def close(self) -> None:
+        for task in self._retiring:
+            task.cancel()
         if self._pool is not None:
             pool, self._pool = self._pool, None
-            try:
-                await asyncio.wait_for(pool.close(), 5)
-            except (TimeoutError, *_DOWN):
-                pool.terminate()
+            await _close(pool, 5)
 
     @asynccontextmanager
     async def connection(self, wait_seconds: float = 5) -> AsyncIterator[Connection]:
@@ -128,14 +163,20 @@ class Database:
     @asynccontextmanager
     async def transaction(self, wait_seconds: float = 5) -> AsyncIterator[Connection]:
         """One transaction: committed when the block ends, rolled back when it raises."""
-        async with translated(), self._acquired(wait_seconds) as connection, connection.transaction():
-            yield connection
+        async with translated(), self._acquired(wait_seconds) as connection:
+            transaction = connection.transaction()
+            await transaction.start()
+            try:
+                yield connection
+            except BaseException as exc:
+                if not isinstance(exc, TimeoutError):  # else it does not answer, and is cut off
+                    await _roll_back(connection, transaction)
+                raise
+            await transaction.commit()
 
     @asynccontextmanager
     async def _acquired(self, wait_seconds: float) -> AsyncIterator[Any]:
-        if self._pool is None:
-            await self.open()
-        pool = self._pool  # which `close` takes away while connections are still out
+        pool = self._pool or await self._opened()  # which `close` takes away while connections are still out
         async with asyncio.timeout(wait_seconds):  # the pool's own time limit costs a task each time
             connection = await pool.acquire()
         try:
@@ -144,8 +185,41 @@ class Database:
             # A dying server left it in the middle of something: it must not go back to the pool.
             connection.terminate()
             raise
+        except TimeoutError as exc:
+            connection.terminate()
+            self._abandon(pool)
+            raise TimeoutError(f"no answer within {self._answer_seconds:g} s") from exc
         finally:
-            await pool.release(connection)
+            try:
+                await pool.release(connection, timeout=RELEASE_SECONDS)
+            except TimeoutError:  # a statement that was given up is still under way: the driver has cut it off
+                self._abandon(pool)
+            except _DOWN:
+                pass  # what was done on it is done; the next one gets another
+
+    async def _prepare(self, connection: Any) -> None:
+        """Set the session up by a statement: a pooler may refuse or drop what is asked for when a connection begins."""
+        try:
+            _keep_alive(connection._transport.get_extra_info("socket"))  # the driver has no other way to its socket
+            await connection.execute(_SET_UP, list(self._session), list(self._session.values()))
+            for kind in ("jsonb", "json"):
+                await connection.set_type_codec(
+                    kind, schema="pg_catalog", encoder=_encode_json, decoder=msgspec.json.decode, format="text"
+                )
+        except BaseException:
+            connection.terminate()  # the driver would wait for the server to agree
+            raise
+
+    def _abandon(self, pool: Any) -> None:
+        """Use none of this pool's connections again: one of them did not answer, and the others may be as silent. Those
+        that are in use are left to their own deadlines."""
+        if self._pool is not pool:
+            return
+        self._pool = None
+        _log.warning("store.connections_replaced", role=self.role)
+        task = asyncio.create_task(_close(pool, self._answer_seconds))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
 
     async def run(self, work: Callable[[Connection], Awaitable[T]], attempts: int = 5) -> T:
         """`work` in a transaction, again from the start while other transactions are in its way."""
@@ -159,23 +233,79 @@ class Database:
                 await asyncio.sleep(random.uniform(0, 0.02 * 2**attempt))  # noqa: S311 - spreading, not secrecy
         raise AssertionError("unreachable")
 
-    async def dedicated(self) -> Any:
+    async def dedicated(self, answer_seconds: float | None = None) -> Any:
         """A connection of its own, outside the pool (LISTEN); the caller closes it."""
         async with translated():
-            connection = await asyncpg.connect(self.url, timeout=5, server_settings=self._session)
-            await _prepare_connection(connection)
+            connection = await asyncpg.connect(
+                self.url,
+                timeout=CONNECT_SECONDS,
+                command_timeout=answer_seconds or self._answer_seconds,
+                server_settings={"application_name": self._session["application_name"]},
+            )
+            await self._prepare(connection)
             return connection
 
 
-def _session_settings(role: str, lock_timeout_ms: int) -> dict[str, str]:
+class _Patient:
+    """A connection whose statements may take longer than others."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    async def execute(self, query: str, *args: Any) -> str:
+        return str(await self._connection.execute(query, *args, timeout=LONG_SECONDS + GRACE_SECONDS))
+
+    async def fetch(self, query: str, *args: Any) -> Sequence[Row]:
+        rows: Sequence[Row] = await self._connection.fetch(query, *args, timeout=LONG_SECONDS + GRACE_SECONDS)
+        return rows
+
+    async def fetchrow(self, query: str, *args: Any) -> Row | None:
+        return await self._connection.fetchrow(query, *args, timeout=LONG_SECONDS + GRACE_SECONDS)
+
+    async def fetchval(self, query: str, *args: Any) -> Any:
+        return await self._connection.fetchval(query, *args, timeout=LONG_SECONDS + GRACE_SECONDS)
+
+
+async def take_time(connection: Connection) -> Connection:
+    """For what reads or changes a whole table: from now on, statements of this transaction may take longer, if they are
+    sent by what is returned."""
+    await connection.execute(f"set local statement_timeout = '{LONG_SECONDS}s'")
+    return _Patient(connection)
+
+
+async def _roll_back(connection: Any, transaction: Any) -> None:
+    """Never fails: to be cut off rolls back, too."""
+    try:
+        async with asyncio.timeout(RELEASE_SECONDS):
+            await transaction.rollback()
+    except Exception:
+        connection.terminate()
+
+
+async def _close(pool: Any, seconds: float) -> None:
+    """Close once everything is given back; at the latest after so long, or when cancelled, cut off what is left."""
+    try:
+        async with asyncio.timeout(seconds):
+            await pool.close()
+    except _DOWN:
+        pass
+    finally:
+        pool.terminate()
+
+
+def _session_settings(role: str, lock_timeout_ms: int, statement_seconds: float) -> dict[str, str]:
     return {
         "application_name": f"tidegate-{role}",
         "timezone": "UTC",
         # An acknowledged event is on disk: whatever the server's default is, our commits wait for the flush.
         "synchronous_commit": "on",
-        "statement_timeout": "15s",
+        "statement_timeout": f"{round(statement_seconds * 1000)}ms",
         "lock_timeout": f"{lock_timeout_ms}ms",
         "idle_in_transaction_session_timeout": "60s",
+        # So that the server, too, lets go of the locks of a client that is gone.
+        "tcp_keepalives_idle": "10",
+        "tcp_keepalives_interval": "5",
+        "tcp_keepalives_count": "3",
         "jit": "off",
         # Statements are prepared once; planning one anew costs more than running it. Only lists, whose filters may be
         # null, are better off with a plan of their own.
@@ -183,11 +313,14 @@ def _session_settings(role: str, lock_timeout_ms: int) -> dict[str, str]:
     }
 
 
-async def _prepare_connection(connection: Any) -> None:
-    for kind in ("jsonb", "json"):
-        await connection.set_type_codec(
-            kind, schema="pg_catalog", encoder=_encode_json, decoder=msgspec.json.decode, format="text"
-        )
+def _keep_alive(connected: socket.socket | None) -> None:
+    """Have the kernel notice that the other side is gone."""
+    if connected is None or connected.family == socket.AF_UNIX:
+        return
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):  # not every system has every one
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 async def _keep_session(_: Any) -> None:

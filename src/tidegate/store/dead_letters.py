@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from tidegate.store.db import Connection
+from tidegate.store.db import Connection, take_time
 from tidegate.store.sql import load
 
 _sql = load("dead_letters")
@@ -133,26 +133,27 @@ async def get(connection: Connection, letter_id: uuid.UUID) -> DeadLetter | None
 
 async def lock_matching(connection: Connection, filters: Filters) -> list[uuid.UUID]:
     """Lock the letters that the filters describe and nobody has replayed or is to replay, oldest first."""
-    await connection.execute(_sql["take_time"])
+    connection = await take_time(connection)
     return [row[0] for row in await connection.fetch(_sql["lock_matching"], *filters)]
 
 
 async def schedule(connection: Connection, ids: Sequence[uuid.UUID], *, apart_ms: float, actor: str) -> Scheduled:
     """The locked letters are to be replayed one after the other."""
+    connection = await take_time(connection)
     row = await connection.fetchrow(_sql["schedule"], list(ids), apart_ms, actor)
     return Scheduled(*row) if row else Scheduled(0, None, None)
 
 
 async def unschedule(connection: Connection) -> int:
     """Call off what is to be replayed and has not been yet; how many."""
-    await connection.execute(_sql["take_time"])
+    connection = await take_time(connection)
     count: int = await connection.fetchval(_sql["unschedule"])
     return count
 
 
 async def postpone(connection: Connection, *, late_ms: int) -> int:
     """Keep the distances between letters whose time has passed by more than that; how many are later now."""
-    await connection.execute(_sql["take_time"])
+    connection = await take_time(connection)
     count: int = await connection.fetchval(_sql["postpone"], late_ms)
     return count
 

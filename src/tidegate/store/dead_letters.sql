@@ -65,10 +65,6 @@ with clock as materialized (
 )
 select count(*), min(replay_at), max(replay_at) from due
 
--- name: take_time
--- This transaction may need longer than others.
-set local statement_timeout = '120s'
-
 -- name: unschedule
 -- The letters that are to be replayed and have not been yet stay where they are. Returns how many.
 with stopped as (

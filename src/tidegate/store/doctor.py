@@ -6,7 +6,7 @@ from datetime import datetime
 
 import msgspec
 
-from tidegate.store.db import Connection
+from tidegate.store.db import Connection, take_time
 from tidegate.store.sql import load
 
 _sql = load("doctor")
@@ -75,7 +75,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
 async def orphans(connection: Connection, grace_ms: int) -> list[Orphans]:
     """The rows that break each invariant. Inside a transaction: it may take its time."""
-    await connection.execute(_sql["take_time"])
+    connection = await take_time(connection)
     return [Orphans(**dict(row)) for row in await connection.fetch(_sql["orphans"], grace_ms, list(ORPHANS))]
 
 

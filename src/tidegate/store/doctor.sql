@@ -1,7 +1,3 @@
--- name: take_time
--- This transaction may need longer than others: it reads whole tables.
-set local statement_timeout = '120s'
-
 -- name: orphans
 -- Rows that wait without a reason or a way to go on, by invariant: how many, and one of them. Every count is 0 in a database
 -- that keeps its promises. What may be on its way is given $1 ms.

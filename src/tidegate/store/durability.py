@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from tidegate.errors import SettingsError
 from tidegate.store.db import Connection, Database
 
+_SAFE = {"fsync": {"on"}, "full_page_writes": {"on"}, "synchronous_commit": {"on", "remote_apply"}}
+
 
 async def settings(connection: Connection) -> dict[str, str]:
-    """The server's durability settings."""
+    """The durability settings, as the session has them."""
     rows = await connection.fetch(
-        "select name, current_setting(name) as setting from unnest(array['fsync', 'full_page_writes']) as name"
+        "select name, current_setting(name) as setting from unnest($1::text[]) as name", list(_SAFE)
     )
     return {row["name"]: row["setting"] for row in rows}
 
@@ -19,7 +21,7 @@ async def settings(connection: Connection) -> dict[str, str]:
 def unsafe(found: Mapping[str, str]) -> str | None:
     """What in these settings may lose acknowledged events in a crash, if anything."""
     for name, value in found.items():
-        if value != "on":
+        if value not in _SAFE[name]:
             return f"the database runs with {name}={value}: a crash could lose accepted events"
     return None
 

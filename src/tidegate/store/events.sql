@@ -2,6 +2,7 @@
 -- Stores events and their inbox rows; returns the ids that are new. Rows go in by producer's id, so that two
 -- transactions with the same ids wait for each other instead of deadlocking; the sequence keeps the arrival order.
 -- Of columns that are empty in every row, the array is empty; a type or source that all share is given once.
+-- The commit waits for the disk whatever the session has: a pooler may have dropped what it was asked for, or changed sessions.
 with input as materialized (
   select u.id, u.external_id, coalesce(u.type, ($3::text[])[1]) as type, coalesce(u.source, ($4::text[])[1]) as source,
          u.occurred_at, u.payload, u.ttl_ms, coalesce(u.metadata, '{}') as metadata, u.correlation_id, u.traceparent,
@@ -10,7 +11,7 @@ with input as materialized (
                 $8::text[], $9::text[], $10::text[])
       as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent)
 ), clock as materialized (
-  select tidegate.now() as now
+  select tidegate.now() as now where set_config('synchronous_commit', 'on', true) = 'on'
 ), stored as (
   insert into tidegate.workflow_events
     (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
@@ -37,7 +38,7 @@ with input as materialized (
                 $8::text[], $9::text[], $10::text[])
       as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent)
 ), clock as materialized (
-  select tidegate.now() as now
+  select tidegate.now() as now where set_config('synchronous_commit', 'on', true) = 'on'
 ), stored as (
   insert into tidegate.workflow_events
     (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,

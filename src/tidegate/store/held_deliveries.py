@@ -11,7 +11,7 @@ import msgspec
 
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.retry import RetryState
-from tidegate.store.db import Connection
+from tidegate.store.db import Connection, take_time
 from tidegate.store.sql import load
 
 _sql = load("held_deliveries")
@@ -137,6 +137,6 @@ async def force(
 
 async def cancel_of_trigger(connection: Connection, trigger_id: uuid.UUID, reason: str, actor: str) -> int:
     """Cancel every delivery of a trigger that waits; how many. A long line may take a while."""
-    await connection.execute(_sql["take_time"])
+    connection = await take_time(connection)
     count: int = await connection.fetchval(_sql["cancel_of_trigger"], trigger_id, reason, actor)
     return count

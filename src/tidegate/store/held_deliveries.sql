@@ -98,10 +98,6 @@ update tidegate.workflow_trigger_deliveries d
  where d.id = w.id
 returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key
 
--- name: take_time
--- This transaction may need longer than others.
-set local statement_timeout = '120s'
-
 -- name: cancel_of_trigger
 -- Cancels every delivery of a trigger that waits, with the line of its event's story. Returns how many.
 with cancelled as (

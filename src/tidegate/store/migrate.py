@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass
 from functools import cache
@@ -9,8 +10,17 @@ from importlib import resources
 from typing import Any
 
 from tidegate import failpoints
+from tidegate.clock import monotonic
 from tidegate.errors import SchemaError
-from tidegate.store.db import Connection, Database
+from tidegate.store.db import Connection, Database, TransientConflict, translated
+
+# A migration that waits for a table holds up everyone who comes behind it. So it waits less than publishing does, lets
+# them pass, and tries again, for so long in all.
+LOCK_TIMEOUT_MS = 200
+LOCK_PATIENCE_SECONDS = 60.0
+_REST_SECONDS = 0.5
+# Waiting for another process's migrations is not a fault, and large tables take their time; silence has an end.
+_ANSWER_SECONDS = 4 * 3600.0
 
 # The first key is ours alone, so that no other program's advisory lock can be in the way.
 _LOCK = "select pg_advisory_lock(hashtext('tidegate.migrations'), 8700)"
@@ -23,6 +33,16 @@ create table if not exists tidegate.schema_migrations (
   checksum   text        not null,
   applied_at timestamptz not null default clock_timestamp()
 );
+"""
+_HOLDER = """
+select l.relation::regclass::text as relation, l.mode, l.pid, a.usename as role, a.application_name as application,
+       a.xact_start at time zone 'UTC' as since
+  from pg_locks l
+  join pg_class c on c.oid = l.relation and c.relnamespace = 'tidegate'::regnamespace and c.relkind in ('r', 'p')
+  join pg_stat_activity a on a.pid = l.pid
+ where l.granted and l.pid <> pg_backend_pid()
+   and l.database = (select oid from pg_database where datname = current_database())
+ order by a.xact_start nulls first, l.mode = 'AccessShareLock' limit 1
 """
 
 
@@ -77,29 +97,62 @@ async def status_on(connection: Connection) -> Status:
 
 async def migrate(database: Database) -> list[Migration]:
     """Bring the schema up to date; what was applied. Waits while another process does the same."""
-    connection: Any = await database.dedicated()
+    connection: Any = await database.dedicated(_ANSWER_SECONDS)
     try:
-        # Waiting for another process's migrations is not a fault, however long they take.
         await connection.execute("set lock_timeout = 0; set statement_timeout = 0")
         await connection.execute(_LOCK)
         try:
+            await connection.execute(f"set lock_timeout = '{LOCK_TIMEOUT_MS}ms'")
             await connection.execute(_LEDGER)
             found = _status(await connection.fetch("select version, checksum from tidegate.schema_migrations"))
             for migration in found.pending:
-                async with connection.transaction():
-                    await connection.execute(migration.sql)
-                    failpoints.hit("migrate.mid_migration")
-                    await connection.execute(
-                        "insert into tidegate.schema_migrations (version, name, checksum) values ($1, $2, $3)",
-                        migration.version,
-                        migration.name,
-                        migration.checksum,
-                    )
+                await _apply_between_others(connection, migration)
             return found.pending
         finally:
             await connection.execute(_UNLOCK)
     finally:
         await connection.close(timeout=5)
+
+
+async def _apply_between_others(connection: Any, migration: Migration) -> None:
+    """The migration, tried again while someone else holds a lock that it needs."""
+    deadline = monotonic() + LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            async with translated(), connection.transaction():
+                await _apply(connection, migration)
+            return
+        except TransientConflict as exc:
+            if monotonic() >= deadline:
+                raise SchemaError(
+                    f"migration {migration.name} did not get the locks it needs within {LOCK_PATIENCE_SECONDS:g} s: "
+                    f"{await _holder(connection)}. Nothing of it was applied; end that transaction, or run "
+                    "`tidegate migrate` again when it is over"
+                ) from exc
+            await asyncio.sleep(_REST_SECONDS)
+
+
+async def _apply(connection: Any, migration: Migration) -> None:
+    await connection.execute(migration.sql)
+    failpoints.hit("migrate.mid_migration")
+    await connection.execute(
+        "insert into tidegate.schema_migrations (version, name, checksum) values ($1, $2, $3)",
+        migration.version,
+        migration.name,
+        migration.checksum,
+    )
+
+
+async def _holder(connection: Any) -> str:
+    """Who has held a lock on one of our tables for longest."""
+    row = await connection.fetchrow(_HOLDER)
+    if row is None:
+        return "whoever held them has just let go"
+    since = f", in a transaction since {row['since']:%Y-%m-%d %H:%M:%S} UTC" if row["since"] else ""
+    return (
+        f"process {row['pid']} of the database server (role {row['role']}, application {row['application']!r}) holds "
+        f"{row['mode']} on {row['relation']}{since}"
+    )
 
 
 async def require_current(database: Database) -> None:

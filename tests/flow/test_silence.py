@@ -1,0 +1,191 @@
+"""Connections that fall silent, neither answering nor closing; judged by what producers and effects show."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from chaos.proxy import Proxy
+
+from tests.flow.conftest import APP, PATIENCE_SECONDS, eventually
+from tests.flow.test_ingest import event
+from tests.processes import api, worker
+from tidegate.errors import Unavailable
+from tidegate.flow.ingest import Ingest
+from tidegate.store import db
+from tidegate.store.db import Connection, Database
+
+BACK_SECONDS = 10  # the promise: from when new connections work until the first event is accepted
+
+
+async def until(question: Callable[[], Awaitable[bool]]) -> None:
+    """Ask until it is so."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            if await question():
+                return
+            await asyncio.sleep(0.05)
+
+
+async def is_accepted(client: httpx.AsyncClient, key: str) -> bool:
+    event = {"type": "work.quick", "source": "test", "id": key, "payload": {}}
+    try:
+        return (await client.post("/v1/events", json=event)).status_code in (200, 202)
+    except httpx.HTTPError:
+        return False
+
+
+async def is_ready(client: httpx.AsyncClient) -> bool:
+    return (await client.get("/readyz")).status_code == 200
+
+
+@contextlib.asynccontextmanager
+async def published(client: httpx.AsyncClient) -> AsyncIterator[list[tuple[str, float]]]:
+    """Publishes all the time, each event until it is accepted; (key, when it was)."""
+    accepted: list[tuple[str, float]] = []
+    stopping = asyncio.Event()
+
+    async def one(producer: int) -> None:
+        number = 0
+        while not stopping.is_set():
+            key = f"{producer}-{number}"
+            await until(partial(is_accepted, client, key))
+            accepted.append((key, time.monotonic()))
+            number += 1
+            await asyncio.sleep(0.1)
+
+    producers = [asyncio.create_task(one(n)) for n in range(4)]
+    try:
+        yield accepted
+    finally:
+        stopping.set()
+        await asyncio.gather(*producers)
+
+
+@pytest.mark.parametrize("is_blocked", [False, True], ids=["new connections work", "and new ones too, for a while"])
+async def test_publishing_and_runs_go_on_after_connections_fell_silent(
+    database: Database,
+    database_url: str,
+    effects: Callable[[], Awaitable[list[tuple[Any, str]]]],
+    is_blocked: bool,
+) -> None:
+    with (
+        Proxy(database_url) as proxy,
+        api(proxy.url, TIDEGATE_AUTH="off") as (_, address),
+        worker(proxy.url, APP, EFFECTS_URL=database_url) as process,
+    ):
+        async with httpx.AsyncClient(base_url=address, timeout=60) as client, published(client) as accepted:
+            await eventually(database, "select count(*) > 20 from effects")
+            if is_blocked:
+                proxy.block()
+            assert proxy.freeze() >= 3
+            if is_blocked:
+                await until(lambda: is_not(is_ready(client)))  # it says so while nothing can be stored
+                proxy.unblock()
+            back_at = time.monotonic()
+            seen = len(accepted)
+            await until(lambda: some(at > back_at for _, at in accepted[seen:]))
+            assert next(at for _, at in accepted[seen:] if at > back_at) - back_at < BACK_SECONDS
+            await until(lambda: is_ready(client))
+            done = await database_value(database, "select count(*) from effects")
+            await eventually(database, "select count(*) > $1 from effects", done + 20)
+        keys = [key for key, _ in accepted]
+        # Nothing that was accepted is lost: each has its run, and each run its effects.
+        await eventually(
+            database, "select count(*) = $1 from tidegate.workflow_runs where status = 'succeeded'", len(keys)
+        )
+        assert process.output.count("Traceback") == 0
+    async with database.connection() as connection:
+        stored = await connection.fetch("select external_id from tidegate.workflow_events")
+        runs = {row["id"] for row in await connection.fetch("select id from tidegate.workflow_runs")}
+    assert sorted(row[0] for row in stored) == sorted(keys)
+    assert {run for run, _ in await effects()} == runs
+
+
+async def is_not(question: Awaitable[bool]) -> bool:
+    return not await question
+
+
+async def some(found: Iterable[bool]) -> bool:
+    return any(found)
+
+
+async def database_value(database: Database, question: str) -> Any:
+    async with database.connection() as connection:
+        return await connection.fetchval(question)
+
+
+@pytest.mark.parametrize("way", ["connection", "transaction"])
+async def test_a_statement_that_is_not_answered_ends_and_its_pool_is_replaced(database_url: str, way: str) -> None:
+    with Proxy(database_url) as proxy:
+        database = Database(proxy.url, "test", size=3, statement_seconds=0.2)
+        try:
+            async with database.connection() as one, database.connection() as other:
+                pids = {await one.fetchval("select pg_backend_pid()"), await other.fetchval("select pg_backend_pid()")}
+            proxy.freeze()
+            with pytest.raises(Unavailable, match="no answer within"):
+                async with getattr(database, way)() as connection:
+                    await connection.fetchval("select 1")
+            async with getattr(database, way)() as connection:  # at once: none of the others is tried first
+                assert await connection.fetchval("select pg_backend_pid()") not in pids
+        finally:
+            await database.close()
+
+
+async def test_a_caller_that_gives_up_does_not_wait_for_a_silent_connection(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(db, "RELEASE_SECONDS", 0.1)
+    with Proxy(database_url) as proxy:
+        database = Database(proxy.url, "test", size=1)
+        try:
+            async with database.connection() as connection:
+                await connection.fetchval("select 1")
+            proxy.freeze()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1), database.transaction() as connection:
+                    await connection.fetchval("select 1")
+            async with database.connection() as connection:
+                assert await connection.fetchval("select 1") == 1
+        finally:
+            await database.close()
+
+
+async def test_events_whose_commit_was_not_answered_are_accepted_and_stored_once(
+    database_url: str, connection: Connection
+) -> None:
+    with Proxy(database_url) as proxy:
+        through = Database(proxy.url, "test", size=1, statement_seconds=0.3)
+        ingest = Ingest(through, max_waiting=100, after_commit=lambda: None)
+        try:
+            await ingest.accept([event()])
+            proxy.freeze(answers_only=True)  # it is stored, but nobody says so
+            answers = await asyncio.gather(*(ingest.accept([event(), event()]) for _ in range(3)))
+        finally:
+            await ingest.close()
+            await through.close()
+    assert {one.status for answer in answers for one in answer} == {"accepted"}
+    ids = {row["id"] for row in await connection.fetch("select id from tidegate.workflow_events")}
+    assert len(ids) == 7 and {one.id for answer in answers for one in answer} < ids
+    assert await connection.fetchval("select count(*) from tidegate.event_inbox") == 7
+
+
+async def test_sockets_are_watched_by_the_kernel(database_url: str) -> None:
+    with Proxy(database_url) as proxy:
+        database = Database(proxy.url, "test", size=1)
+        try:
+            async with database.connection() as connection:
+                used: Any = connection
+                found = used._transport.get_extra_info("socket")
+                assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+                assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 5
+        finally:
+            await database.close()
