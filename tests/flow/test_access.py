@@ -83,13 +83,13 @@ async def test_refusals(database: Database, clock: Clock) -> None:
         error = await refusal(access, authorization)
         assert isinstance(error, Unauthorized) and error.is_given and secret not in str(error)
     principal = await access.check(f"bearer  {secret}", "read")
-    assert principal is not None and principal.name == "ci" and principal.may_publish("anything")
+    assert principal is not None and principal.name == "ci" and principal.may_use("anything")
     error = await refusal(access, f"Bearer {secret}", "operate")
     assert isinstance(error, Forbidden) and error.needed == "operate" and "scope operate" in str(error)
     bound = await access.check(f"Bearer {other}", "publish")
     assert bound is not None
     takes = {"shop.api": True, "crm": True, "crm.x": False, "shop": False, "x.shop.api": False}
-    assert {source: bound.may_publish(source) for source in takes} == takes
+    assert {source: bound.may_use(source) for source in takes} == takes
     await clock.advance(60_000)
     assert "expired" in str(await refusal(Access(ON, database), f"Bearer {secret}"))
     await control.revoke_token(database, "other", actor="ann")

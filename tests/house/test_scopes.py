@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tidegate.api import openapi, server
+from tidegate.api import by_source, openapi, server
 from tidegate.api.routes import Route
 from tidegate.model.token import SCOPES, Scope
 
@@ -38,6 +38,25 @@ def test_what_changes_something_cannot_be_done_by_readers() -> None:
     for route in server.ROUTES:
         if route.method != "GET" and route.path not in harmless | SIGNED:
             assert route.scope in ("publish", "operate", "admin"), (route.method, route.path)
+
+
+# What is about more than single sources, and so not for tokens that are bound to some.
+WHOLE = {
+    "/v1/workflows", "/v1/workflows/{slug}", "/v1/schedules", "/v1/workflows/{slug}/triggers",
+    "/v1/workflows/{slug}/triggers/{trigger_id}", "/v1/workflows/{slug}/triggers/{trigger_id}/test",
+    "/v1/workflows/{slug}/triggers/{trigger_id}/deliveries", "/v1/workflows/{slug}/triggers/{trigger_id}/versions",
+    "/admin/triggers", "/admin/triggers/{trigger_id}", "/admin/triggers/{trigger_id}/pause",
+    "/admin/triggers/{trigger_id}/resume", "/admin/dead-letters/stop", "/admin/audit", "/metrics",
+}  # fmt: skip
+
+
+def test_every_route_says_what_a_token_for_some_sources_may() -> None:
+    scoped = {(r.method, r.path) for r in server.ROUTES if r.scope in ("publish", "read", "operate")}
+    assert by_source.OWN.keys() <= scoped
+    assert {path for _, path in scoped - by_source.OWN.keys()} == WHOLE
+    rows = {r.path: r.returns[0] for r in server.ROUTES if (own := by_source.OWN.get((r.method, r.path))) and own.rows}
+    for path, answer in rows.items():
+        assert by_source.OWN["GET", path].rows in answer.__struct_fields__, path
 
 
 def test_the_document_names_the_scopes() -> None:

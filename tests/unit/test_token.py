@@ -75,7 +75,7 @@ def test_scopes_include_nothing_but_themselves_except_admin() -> None:
         ({"name": "tg_x"}, "name"),
         ({"scopes": []}, "scopes"),
         ({"scopes": ["publish", "publish"]}, "scopes"),
-        ({"scopes": ["read"], "sources": ["a"]}, "sources"),
+        ({"scopes": ["read", "operate"], "sources": ["a"]}, None),
         ({"scopes": ["publish", "admin"], "sources": ["a"]}, "sources"),
         ({"sources": []}, "sources"),
         ({"sources": ["a"] * 51}, "sources"),

@@ -25,7 +25,7 @@ MAX_REASON = 500
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_PRINCIPAL = "tidegate.principal"
+_PRINCIPAL, _BODY = "tidegate.principal", "tidegate.body"
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,17 +34,23 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def actor(request: Request) -> str:
     """Who acts, for the audit log: the token's name; where none is needed, `x-tidegate-actor` if it is a plain name."""
-    principal: Principal | None = request.scope.get(_PRINCIPAL)
-    if principal is not None:
-        return principal.name
+    asking = principal(request)
+    if asking is not None:
+        return asking.name
     given = request.headers.get("x-tidegate-actor", "")
     return given if is_token_name(given) else DEFAULT_ACTOR
 
 
-def set_principal(request: Request, principal: Principal | None, address: str | None) -> None:
+def principal(request: Request) -> Principal | None:
+    """Who asks; None where no token is needed."""
+    found: Principal | None = request.scope.get(_PRINCIPAL)
+    return found
+
+
+def set_principal(request: Request, found: Principal | None, address: str | None) -> None:
     """Note who asks, once that is checked."""
-    request.scope[_PRINCIPAL] = principal
-    audit.caller.set(Caller(principal.id if principal is not None else None, address))
+    request.scope[_PRINCIPAL] = found
+    audit.caller.set(Caller(found.id if found is not None else None, address))
 
 
 async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
@@ -54,7 +60,9 @@ async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T
 
 async def read_plain(request: Request, max_bytes: int = MAX_BYTES) -> Any:
     """The body as decoded JSON, for verbs that judge its fields themselves; none at all is an empty object."""
-    raw = await _bytes(request, max_bytes)
+    raw: bytes | None = request.scope.get(_BODY)
+    if raw is None:
+        raw = request.scope[_BODY] = await _bytes(request, max_bytes)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if raw and media not in ("", "application/json"):
         raise Problem(415, f"the content type {media[:60]!r} is not taken; send application/json (curl --json does)")

@@ -6,6 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tidegate.api import bodies, by_source
+from tidegate.api.by_source import OwnHealth
 from tidegate.api.routes import Query, Route, Services, json_response, parameters
 from tidegate.flow.health import Snapshot
 from tidegate.flow.ready import Ready
@@ -33,7 +35,11 @@ async def readyz(_: Request, services: Services) -> Response:
 
 async def event_health(request: Request, services: Services) -> Response:
     probe = parameters(request, HEALTH_QUERY).get("probe") == "1"
-    found = await services.snapshots.read()
+    asking = bodies.principal(request)
+    snapshot = await services.snapshots.read()
+    found: Snapshot | OwnHealth = snapshot
+    if asking is not None and asking.sources is not None:
+        found = by_source.narrowed(snapshot, asking)
     return json_response(found, 503 if probe and found.status == "critical" else 200)
 
 
@@ -49,7 +55,7 @@ ROUTES = (
         "/admin/event-health",
         event_health,
         "The state of the whole cluster, and what is wrong",
-        (Snapshot,),
+        (Snapshot, OwnHealth),
         scope="read",
         query=HEALTH_QUERY,
         also=(503,),

@@ -118,7 +118,7 @@ def _continued(traced: traces.Request, header: str | None, events: list[NewEvent
 
 def _check_sources(principal: Principal, events: list[NewEvent], is_batch: bool) -> None:
     """Forbidden names the events of sources that the token is not for; with them the whole batch is refused."""
-    wrong = [i for i, event in enumerate(events) if not principal.may_publish(event.source)]
+    wrong = [i for i, event in enumerate(events) if not principal.may_use(event.source)]
     if wrong:
         message = f"the token {principal.name} may not publish for this source"
         errors = [FieldError(f"[{i}].source" if is_batch else "source", message) for i in wrong[:100]]

@@ -28,6 +28,7 @@ from tidegate.api import (
     admin_triggers,
     admin_webhooks,
     bodies,
+    by_source,
     connections,
     decisions,
     events,
@@ -293,7 +294,11 @@ def _endpoint(route: Route, services: Services) -> Any:
                 bodies.set_principal(request, principal, services.access.address(headers, peer))
             if any("\x00" in value for value in request.path_params.values()):
                 raise NotFound("nothing has the character U+0000 in its name")
-            result = await route.handler(request, services)
+            asking = bodies.principal(request)
+            if asking is not None and asking.sources is not None:
+                result = await by_source.answer(route, request, services, asking)
+            else:
+                result = await route.handler(request, services)
         except Exception as exc:
             result = problems.response(exc)
         response = result if isinstance(result, Response) else json_response(result)

@@ -53,6 +53,9 @@ def _print(found: dict[str, Any]) -> None:
     for cause in found["causes"]:
         click.echo("")
         _print_cause(cause, now, width)
+    if "queues" not in found:
+        click.echo("\n" + _wrapped("of the token's own sources; it is bound to them", "", width))
+        return
     for warning in found["warnings"]:
         click.echo("\n" + _wrapped(f"warning: {warning['message']}", "", width))
     rows = [

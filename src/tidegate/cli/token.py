@@ -38,7 +38,7 @@ def token() -> None:
 @click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(SCOPES),
               help="What it may do; may be given several times. admin may do everything.")  # fmt: skip
 @click.option("--source", "sources", multiple=True, metavar="PATTERN",
-              help="Publish for these sources only, exact or with *; may be given several times.")  # fmt: skip
+              help="For these sources only, exact or with *; may be given several times.")  # fmt: skip
 @click.option("--rate", default=None, metavar="RATE", help="At most so many requests, as in 100/s; more get 429.")
 @click.option("--network", "networks", multiple=True, metavar="NETWORK",
               help="Hold from these addresses only, as in 10.0.0.0/8; may be given several times.")  # fmt: skip

@@ -67,6 +67,8 @@ class View:
     def look(self) -> None:
         """Ask the API. Raises what it refuses with."""
         health = self._api.request("GET", "/admin/event-health")
+        if "totals" not in health:
+            raise TidegateError("the token is bound to sources, and top shows the whole; use one that is not")
         decisions = self._api.request("GET", "/admin/decisions", limit=DECISIONS)["decisions"]
         self._looks.append(Look(health, decisions))
         self._trouble = None

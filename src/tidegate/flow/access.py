@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tidegate.errors import Forbidden, Overloaded, TidegateError, Unauthorized, Unavailable
@@ -40,13 +40,13 @@ class Principal:
         self.scopes = token.scopes
         self.rate = units.rate(token.rate) if token.rate else None
         self.networks = [parse_network(text) for text in token.networks or ()]
-        self._sources: list[Any] | None = None
-        if token.sources is not None and "admin" not in token.scopes:
-            self._sources = [compile_pattern(pattern, "sources", []) for pattern in token.sources]
+        # Patterns of the sources that all it may do is bound to; None: it is not bound.
+        self.sources = None if "admin" in token.scopes else token.sources
+        self._patterns = [compile_pattern(pattern, "sources", []) for pattern in self.sources or ()]
 
-    def may_publish(self, source: str) -> bool:
-        """Whether events of this source may be published."""
-        return self._sources is None or any(p is None or p.fullmatch(source) for p in self._sources)
+    def may_use(self, source: str) -> bool:
+        """Whether it may publish, see and operate this source."""
+        return self.sources is None or any(p is None or p.fullmatch(source) for p in self._patterns)
 
 
 class _Kept(NamedTuple):

@@ -55,7 +55,11 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 async def find_event(connection: Connection, event_id: str) -> Event:
     """The event by our id or the producer's. NotFound; Conflict names the candidates when several sources share it."""
-    found = await events.find(connection, event_id)
+    return only_one(event_id, await events.find(connection, event_id))
+
+
+def only_one(event_id: str, found: list[Event]) -> Event:
+    """The one event that was found by an id."""
     if not found:
         raise NotFound(f"no event {event_id!r}")
     if len(found) > 1:

@@ -102,7 +102,7 @@ async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH, runboo
     letters = found.dead_letters.values()
     counts = found.counts
     return Snapshot(
-        status=_status(causes),
+        status=status_of(causes),
         causes=causes,
         generated_at=found.now,
         last_processed_event_at=found.last_processed,
@@ -249,7 +249,8 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
     )
 
 
-def _status(causes: Sequence[Cause]) -> Literal["ok", "degraded", "critical"]:
+def status_of(causes: Sequence[Cause]) -> Literal["ok", "degraded", "critical"]:
+    """The worst that a cause says."""
     if any(cause.severity == "critical" for cause in causes):
         return "critical"
     return "degraded" if causes else "ok"

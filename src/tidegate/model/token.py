@@ -33,8 +33,8 @@ _SECRET = re.compile(rf"{PREFIX}([0-9A-Za-z]{{{SECRET_CHARACTERS}}})([0-9A-Za-z]
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
-    """A token as it may be shown. `sources` binds `publish` to patterns, `networks` its use to addresses, `rate` how
-    often; null: not bound."""
+    """A token as it may be shown. `sources` binds all that it may do to patterns, `networks` its use to addresses,
+    `rate` how often; null: not bound."""
 
     id: uuid.UUID
     name: str
@@ -106,8 +106,8 @@ def _source_errors(body: TokenBody) -> list[FieldError]:
     errors: list[FieldError] = []
     if body.sources is None:
         return errors
-    if "publish" not in body.scopes or "admin" in body.scopes:
-        errors.append(FieldError("sources", "bind the scope publish, and go without admin, which may do everything"))
+    if "admin" in body.scopes:
+        errors.append(FieldError("sources", "go without the scope admin, which may do everything"))
     if not 0 < len(body.sources) <= MAX_SOURCES:
         errors.append(FieldError("sources", f"must be 1 to {MAX_SOURCES} names, exact or with *"))
     for i, pattern in enumerate(body.sources[:MAX_SOURCES]):

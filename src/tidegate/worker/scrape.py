@@ -102,7 +102,9 @@ class _Server:
         headers = [(name.strip().lower(), value.strip()) for name, _, value in lines]
         authorization = dict(headers).get(b"authorization", b"").decode("latin-1")
         try:
-            await self._access.check(authorization, "read", headers, peer)
+            principal = await self._access.check(authorization, "read", headers, peer)
+            if principal is not None and principal.sources is not None:
+                raise Forbidden("metrics are of all sources, and the token is bound to some", "read")
         except Unauthorized as exc:
             return "401 Unauthorized", f"{exc}\n".encode()
         except Forbidden as exc:

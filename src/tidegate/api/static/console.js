@@ -171,7 +171,7 @@ function drawCounts() {
 
 // What is wrong, since when, and where to read what to do; nothing is shown while nothing is
 
-function drawCauses({ causes, warnings, dead_letters: letters }) {
+function drawCauses({ causes, warnings = [], dead_letters: letters = { total: 0 } }) { // a token for some sources is told less
   const section = $("#causes");
   section.hidden = !causes.length && !warnings.length && !letters.total;
   const page = (where) => (/^https?:/.test(where) ? el("a", { href: where, rel: "noreferrer" }, "runbook") : code(visible(where)));
@@ -341,7 +341,7 @@ async function tick() {
     if (runPage.value) drawList(runs, runPage.value);
     if (eventPage.value) drawList(events, eventPage.value);
     const [held, deliveries] = waits.map((answer) => answer.value);
-    if (held && deliveries && health.value) drawHeld([...held.retries, ...deliveries.retries], health.value);
+    if (held && deliveries && health.value?.retries) drawHeld([...held.retries, ...deliveries.retries], health.value);
     drawCounts();
     drawPanel();
     suggest($("[name=workflow]"), workflows.value?.workflows.map((workflow) => workflow.slug));

@@ -1,0 +1,188 @@
+"""What a token that is bound to sources may see and do: what belongs to these, and nothing that belongs to all.
+
+Every route that such a token may use is in the table at the end; all others are refused to it. Of a list it is shown
+its own rows, so that a page may be shorter than was asked for; what belongs to another source does not exist for it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+
+from tidegate.api import bodies
+from tidegate.api.routes import Route, Services, path_uuid
+from tidegate.errors import Forbidden, NotFound
+from tidegate.flow import explain
+from tidegate.flow.access import Principal
+from tidegate.flow.health import Snapshot, SourceHealth, status_of
+from tidegate.flow.verdict import Cause
+from tidegate.store import dead_letters, events, held_deliveries, held_steps, runs
+from tidegate.store.db import Connection
+from tidegate.store.health import LimitHealth, PausedSource, SourceBreaker
+
+Check = Callable[[Request, Services, Principal], Awaitable[None]]
+
+
+class Own(NamedTuple):
+    """How a route is bounded: `check` looks at the one thing that is asked for, `rows` names the list in the answer."""
+
+    check: Check | None = None
+    rows: str | None = None
+
+
+class OwnHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """Health for a token that is bound to sources: what the snapshot has about these."""
+
+    status: Literal["ok", "degraded", "critical"]
+    causes: list[Cause]
+    generated_at: datetime
+    sources: list[SourceHealth]
+    rate_limits: list[LimitHealth]
+    paused_sources: list[PausedSource]
+    source_breakers: list[SourceBreaker]
+
+
+async def answer(route: Route, request: Request, services: Services, principal: Principal) -> Any:
+    """The answer to a token that is bound to sources. Forbidden where a route is about more than sources."""
+    own = OWN.get((route.method, route.path))
+    if own is None or route.scope == "public":
+        text = f"this is not about single sources, which the token {principal.name} is bound to"
+        raise Forbidden(text, str(route.scope))
+    if own.check is not None:
+        await own.check(request, services, principal)
+    result = await route.handler(request, services)
+    if own.rows is None:
+        return result
+    rows: list[Any] = getattr(result, own.rows)
+    async with services.database.connection() as connection:
+        found = await _sources(connection, rows)
+    shown = [row for row, source in zip(rows, found, strict=True) if source is not None and principal.may_use(source)]
+    return msgspec.structs.replace(result, **{own.rows: shown})
+
+
+def narrowed(found: Snapshot, principal: Principal) -> OwnHealth:
+    """What a snapshot tells of the token's own sources."""
+    causes = [c for c in found.causes if c.code.startswith("source_") and principal.may_use(c.subject)]
+
+    def own(rows: Sequence[Any]) -> list[Any]:
+        return [row for row in rows if principal.may_use(row.source)]
+
+    return OwnHealth(
+        status=status_of(causes),
+        causes=causes,
+        generated_at=found.generated_at,
+        sources=own(found.sources),
+        rate_limits=own(found.rate_limits),
+        paused_sources=own(found.paused_sources),
+        source_breakers=own(found.source_breakers),
+    )
+
+
+async def _sources(connection: Connection, rows: Sequence[Any]) -> list[str | None]:
+    """The source of each row: its own, or that of the event that it came of."""
+    ids = {row.event_id for row in rows if not hasattr(row, "source") and row.event_id is not None}
+    known = await events.get_many(connection, ids) if ids else {}
+    of_events = {event_id: event.source for event_id, event in known.items()}
+    return [row.source if hasattr(row, "source") else of_events.get(row.event_id) for row in rows]
+
+
+async def _event(request: Request, services: Services, principal: Principal) -> None:
+    """By our id from here on: a producer's id may be that of another source's event too."""
+    given = request.path_params["id"]
+    async with services.database.connection() as connection:
+        found = [event for event in await events.find(connection, given) if principal.may_use(event.source)]
+    request.path_params["id"] = str(explain.only_one(given, found).id)
+
+
+async def _run(request: Request, services: Services, principal: Principal) -> None:
+    run_id = path_uuid(request, "run_id")
+    async with services.database.connection() as connection:
+        is_own = await _is_own_run(connection, run_id, principal)
+    if not is_own:
+        raise NotFound(f"no run {run_id}")
+
+
+async def _delivery(request: Request, services: Services, principal: Principal) -> None:
+    delivery_id = path_uuid(request, "delivery_id")
+    async with services.database.connection() as connection:
+        found = await held_deliveries.get(connection, delivery_id)
+    if found is None or not principal.may_use(found.source):
+        raise NotFound(f"no delivery {delivery_id}")
+
+
+async def _step(request: Request, services: Services, principal: Principal) -> None:
+    step_id = path_uuid(request, "step_id")
+    async with services.database.connection() as connection:
+        found = await held_steps.get(connection, [step_id])
+        is_own = bool(found) and await _is_own_run(connection, found[0].workflow_run_id, principal)
+    if not is_own:
+        raise NotFound(f"no step {step_id}")
+
+
+async def _letter(request: Request, services: Services, principal: Principal) -> None:
+    letter_id = path_uuid(request, "dead_letter_id")
+    async with services.database.connection() as connection:
+        found = await dead_letters.get(connection, letter_id)
+    if found is None or found.source is None or not principal.may_use(found.source):
+        raise NotFound(f"no dead letter {letter_id}")
+
+
+async def _source(request: Request, _: Services, principal: Principal) -> None:
+    _require(principal, request.path_params["source"])
+
+
+async def _named_source(request: Request, _: Services, principal: Principal) -> None:
+    """What is done to many names their source, and so leaves those of others alone."""
+    given = await bodies.read_plain(request)
+    _require(principal, given.get("source") if isinstance(given, dict) else None)
+
+
+def _require(principal: Principal, source: object) -> None:
+    if not isinstance(source, str) or not principal.may_use(source):
+        bound = ", ".join(principal.sources or ())
+        raise Forbidden(f"the token {principal.name} is for the sources {bound} only: name one of them", "operate")
+
+
+async def _is_own_run(connection: Connection, run_id: uuid.UUID, principal: Principal) -> bool:
+    run = await runs.get(connection, run_id)
+    if run is None:
+        return False
+    [source] = await _sources(connection, [run])
+    return source is not None and principal.may_use(source)
+
+
+OWN: dict[tuple[str, str], Own] = {
+    ("POST", "/v1/events"): Own(),  # which looks at each event
+    ("GET", "/admin/event-health"): Own(),  # which narrows the snapshot
+    ("GET", "/v1/events"): Own(rows="events"),
+    ("GET", "/v1/events/{id:path}"): Own(_event),
+    ("GET", "/v1/events/{id:path}/explain"): Own(_event),
+    ("GET", "/v1/runs"): Own(rows="runs"),
+    ("GET", "/v1/runs/{run_id}"): Own(_run),
+    ("POST", "/v1/runs/{run_id}/cancel"): Own(_run),
+    ("GET", "/v1/deliveries"): Own(rows="deliveries"),
+    ("GET", "/admin/decisions"): Own(rows="decisions"),
+    ("GET", "/admin/retries"): Own(rows="retries"),
+    ("POST", "/admin/retries/{kind}/cancel"): Own(_named_source),
+    ("POST", "/admin/retries/{kind}/force"): Own(_named_source),
+    ("POST", "/admin/retries/events/{id:path}/cancel"): Own(_event),
+    ("POST", "/admin/retries/events/{id:path}/force"): Own(_event),
+    ("POST", "/admin/retries/deliveries/{delivery_id}/cancel"): Own(_delivery),
+    ("POST", "/admin/retries/deliveries/{delivery_id}/force"): Own(_delivery),
+    ("POST", "/admin/retries/steps/{step_id}/cancel"): Own(_step),
+    ("POST", "/admin/retries/steps/{step_id}/force"): Own(_step),
+    ("GET", "/admin/dead-letters"): Own(rows="dead_letters"),
+    ("GET", "/admin/dead-letters/{dead_letter_id}"): Own(_letter),
+    ("POST", "/admin/dead-letters/{dead_letter_id}/replay"): Own(_letter),
+    ("POST", "/admin/dead-letters/replay"): Own(_named_source),
+    ("GET", "/admin/sources"): Own(rows="sources"),
+    ("POST", "/admin/sources/{source:path}/pause"): Own(_source),
+    ("POST", "/admin/sources/{source:path}/resume"): Own(_source),
+    ("GET", "/admin/webhooks"): Own(rows="webhooks"),
+    ("GET", "/admin/sources/{source:path}/webhook"): Own(_source),
+}
