@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tidegate.errors import FieldError
-from tidegate.model import budget, cel_reader, expression, path, pattern, predicate, template
+from tidegate.model import budget, cel_reader, expression, liquid_environment, path, pattern, predicate, template
 from tidegate.model.expression import compile_expression
 from tidegate.model.path import FIELDS
 from tidegate.model.predicate import OPERATORS, Predicate, compile_predicate
@@ -108,9 +108,10 @@ def test_limits() -> None:
         "characters of a text in a template": template.MAX_LENGTH,
         "levels of a template": template.MAX_DEPTH,
         "characters that a text may become": template.MAX_OUTPUT,
+        "bits of a whole number in a template": liquid_environment.MAX_BITS,
         "steps of its templates on an event": budget.MAX_STEPS,
     }
-    assert f"template's step costs {template._PRICE}" in TEXT
+    assert f"template's step costs {liquid_environment.PRICE}" in TEXT
     assert f"Steps of `where`: {expression._CONVERSION_STEPS} for each value" in TEXT
     assert f"{path.MAX_WORK:,} divided by its length" in TEXT
 

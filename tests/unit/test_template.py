@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from tidegate.errors import FieldError
 from tidegate.model.budget import OverBudget
+from tidegate.model.liquid_environment import MAX_STEPS, MAX_TEXT
 from tidegate.model.template import (
     MAX_DEPTH,
     MAX_LENGTH,
-    MAX_STEPS,
-    MAX_TEXT,
     Render,
     TemplateError,
     compile_template,
@@ -74,7 +73,7 @@ def refused(source: Any) -> FieldError:
         ("{{ event.payload.name | upcase }}", "ANN"),
         ("{{ event.payload.nope | default: 3 }}", 3),
         ("{{ event.payload.name | replace: 'n', 'm' }}", "Amm"),
-        ("{{ event.payload.list | join: '-' }}", "1-a-None"),
+        ("{{ event.payload.list | join: '-' }}", "1-a-"),
         ("id {{ event.payload.id }}", "id 7"),
         (" {{ event.payload.id }}", " 7"),
         ("{{ event.payload.id }}{{ event.payload.id }}", "77"),
@@ -202,9 +201,11 @@ def test_depth_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% for i in (1..1000000000) %}{% endfor %}", STEPS),
+        ("{% for i in (1..event.payload.n) %}{% endfor %}", STEPS),
+        ("{% for i in (1..event.payload.n) reversed %}{% endfor %}", STEPS),
+        ("{% tablerow i in (1..event.payload.n) reversed %}{% endtablerow %}", STEPS),
         ("{% for i in (1..999) %}{% for j in (1..999) %}x{% endfor %}{% endfor %}", STEPS),
-        ("{% tablerow i in (1..1000000000) %}{% endtablerow %}", STEPS),
+        ("{% assign x = 9 %}{% for i in (1..60) %}{% assign x = x | times: x %}{% endfor %}{{ x }}", "bits"),
         ("{% for i in (1..2000) %}{{ event.payload.t }}{% endfor %}", "output stream limit"),
         ("{% for i in (1..4000) %}{% if 1 == 1 and 2 == 2 and 3 == 3 %}{% endif %}{% endfor %}", STEPS),
         ("{% for i in (1..100) %}" * 2 + "{% endfor %}" * 2 + "{% for i in (1..9000) %}{% endfor %}", STEPS),
@@ -216,13 +217,37 @@ def test_depth_is_bounded() -> None:
         ("{{ event.payload.t | replace: '', event.payload.t }}", f"longer than {MAX_TEXT}"),
         ("{{ event.payload.t | split: '' | join: event.payload.t }}", f"longer than {MAX_TEXT}"),
         ("{{ event.payload.long | split: '' }}", "pieces"),
-        (["{{ event.type }}"] * MAX_STEPS, STEPS),
+        (["{{ event.type }}"] * (MAX_STEPS // 10 + 1), STEPS),
     ],
 )
 def test_work_and_output_are_bounded(source: Any, message: str) -> None:
-    payload = {"t": "x" * 2000, "long": "x" * 100_000, "l": list(range(2000)), "m": list(range(2000))}
+    payload = {"t": "x" * 2000, "long": "x" * 100_000, "l": list(range(2000)), "m": list(range(2000)), "n": 10**9}
     with pytest.raises((TemplateError, OverBudget), match=f"parameter_template.*: .*{message}"):
         compiled(source)({"type": "t", "payload": payload})
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ event.payload.v }}{{ event.payload.x }} ", 'truefalse1{"a":[null,true],"b":"c"} '),
+        ("{{ event.payload.x.a }}|{{ event.payload.v | join: ',' }}", 'true|true,false,,1,{"a":[null,true],"b":"c"}'),
+        ("{{ event.payload.yes | append: event.payload.none | append: event.payload.x.b }}", "truec"),
+        ("a{{ event.payload.x | append: '!' }}", 'a{"a":[null,true],"b":"c"}!'),
+        ("{{ event.payload.x | upcase }}", '{"A":[NULL,TRUE],"B":"C"}'),
+        ("{{ 'a true b' | remove: event.payload.yes }}", "a  b"),
+        ("{{ 'abc' | split: event.payload.none | join: '-' }}", "a-b-c"),
+        ("{{ 'abc' | split: nil | join: '-' }}", "a-b-c"),
+        ("{% for i in event.payload.v %}{% cycle event.payload.yes, event.payload.none %}{% endfor %}", "truetrue"),
+        ("{% liquid\necho event.payload.x\n%}", '{"a":[null,true],"b":"c"}'),
+        ("{% capture a %}{{ event.payload.none }}{{ event.payload.yes }}{% endcapture %}{{ a }} ", "true "),
+        ("{{ event.payload.yes | date: '%Y' }} ", "true "),
+    ],
+)
+def test_values_are_spelled_as_in_liquid_and_json(source: str, expected: str) -> None:
+    x = {"a": [None, True], "b": "c"}
+    payload = {"v": [True, False, None, 1, x][:4] if "x.a" not in source else [True, False, None, 1, x], "x": x}
+    payload |= {"yes": True, "none": None}
+    assert compiled(source)({"payload": payload}) == expected
 
 
 def test_all_texts_of_a_template_share_the_work() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
 
 from tidegate.model.cel_library import cel
 from tidegate.model.path import FIELDS, unknown_field
@@ -30,6 +32,45 @@ _PARTS = ("FullYear", "Month", "Date", "DayOfMonth", "DayOfWeek", "DayOfYear", "
 _METHODS: dict[str, tuple[int, ...]] = {f"get{part}": (0,) for part in (*_PARTS, "Milliseconds")}
 _METHODS |= {"size": (0,), "contains": (1,), "startsWith": (1,), "endsWith": (1,), "matches": (1,), **_LOOPS}
 WORDS = frozenset({"true", "false", "null", "in", "int", "uint", "double", "string", "bytes"})
+
+
+def _timestamp(value: object) -> object:
+    """A time in UTC, which the getters are to speak of: of a text with any offset, or of seconds since 1970."""
+    try:
+        if isinstance(value, str) and not value.endswith(("Z", "z")) and _TIME.fullmatch(value):
+            return datetime.fromisoformat(value).astimezone(UTC).isoformat()
+        if isinstance(value, int) and not isinstance(value, bool):
+            return datetime.fromtimestamp(value, UTC).isoformat()
+        return value.astimezone(UTC).isoformat() if isinstance(value, datetime) else value
+    except (ValueError, OverflowError, OSError):
+        return value
+
+
+def _seconds(value: object) -> object:
+    """The whole seconds since 1970 of a time; whatever else is for the library."""
+    return int(value.timestamp() // 1) if isinstance(value, datetime) else value
+
+
+def _text(value: object) -> object:
+    """A bool, time or duration as CEL writes it; whatever else is for the library."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, datetime):
+        text = value.astimezone(UTC).isoformat().removesuffix("+00:00")
+        return (text.rstrip("0") if "." in text else text) + "Z"
+    if isinstance(value, timedelta):
+        return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
+    return value
+
+
+# What a value becomes before the library's conversion of that name gets it. They never raise: it would be logged.
+CONVERSIONS: dict[str, Callable[[Any], object]] = {
+    "timestamp": _timestamp,
+    "duration": lambda value: value,
+    "int": _seconds,
+    "string": _text,
+}
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?[+-]\d\d:\d\d")
 
 
 class Token(NamedTuple):
@@ -124,6 +165,8 @@ class Reader:
             self._close(i)
         elif token.text == "," and self._frames:
             self._frames[-1].commas += 1
+        elif token.text == "+":
+            self._check_sum(i)
         elif token.text in ("'", '"', "`"):
             raise Mistake("has a quote that does not end", token.start)
         return i + 1
@@ -137,7 +180,7 @@ class Reader:
                 self._lists[i] = within = self._within(i - 2)  # which the library copies once more
                 (self.named_in if within.kind == "member" else self.read_in).append((self._inside, within.number))
             return i + 1
-        if after == "{":
+        if after == "{" and token.text not in WORDS:
             raise Mistake(f"makes a `{token.text}`; there are no such types here", token.start)
         frame = self._frames[-1] if self._frames else None
         if frame is not None and frame.loop >= 0 and not frame.commas:
@@ -254,3 +297,42 @@ class Reader:
             except ValueError as exc:
                 raise Mistake(f"has matches() without an RE2 pattern: {exc}", argument.start) from exc
             self.rewritten.append((name.start, name.end, f"{self.prefix}matches"))
+        elif name.text in CONVERSIONS and not method:
+            self._check_literal(frame, name, i)
+            # Our own comes first: the library's knows fewer kinds of values.
+            self.rewritten.append((name.start, name.end, f"{name.text}({self.prefix}{name.text}"))
+            self.rewritten.append((self.tokens[i].end, self.tokens[i].end, ")"))
+
+    def _check_literal(self, frame: _Frame, name: Token, i: int) -> None:
+        """A time or duration that is written out is right, or the expression could never be true."""
+        argument = self.tokens[frame.opened + 1]
+        if (
+            name.text not in ("timestamp", "duration")
+            or i - frame.opened != 2
+            or argument.kind not in ("text", "number")
+        ):
+            return
+        value = CONVERSIONS[name.text](cel.evaluate(argument.text))
+        try:
+            cel.evaluate(f"{name.text}(given)", {"given": value})
+        except Exception as exc:
+            wanted = "2026-01-31T09:30:00Z" if name.text == "timestamp" else "1h30m"
+            raise Mistake(
+                f"has {name.text}({argument.text}), which is none; write it as '{wanted}'", name.start
+            ) from exc
+
+    def _check_sum(self, i: int) -> None:
+        """`... + timestamp(...)`: only a duration could stand before it, and the library does not know that sum."""
+        first = i + 1
+        while self._text(first) == "(":
+            first += 1
+        if self._text(first) != "timestamp" or self._text(first + 1) != "(":
+            return
+        depth, last = 1, first + 1
+        while depth and last + 1 < len(self.tokens):
+            last += 1
+            depth += (self._text(last) == "(") - (self._text(last) == ")")
+        around = first - i - 1
+        if self._text(last + 1) != "." and all(self._text(last + 1 + n) == ")" for n in range(around)):
+            told = "adds a timestamp to something; write the timestamp first: timestamp(...) + duration(...)"
+            raise Mistake(told, self.tokens[i].start)

@@ -8,13 +8,13 @@ the path finds, and the work on an event is added up before it is done.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tidegate.errors import FieldError
 from tidegate.model.budget import MAX_STEPS, Budget, OverBudget
 from tidegate.model.cel_library import cel
-from tidegate.model.cel_reader import WORDS, List, Mistake, Read, Reader
+from tidegate.model.cel_reader import CONVERSIONS, WORDS, List, Mistake, Read, Reader
 from tidegate.model.pattern import Pattern
 
 MAX_LENGTH = 2000
@@ -24,12 +24,13 @@ _CONVERSION_STEPS = 15  # for each value that is handed to the library
 class CompiledExpression:
     """`reason` is None when the expression is true, else why it is not; or it raises OverBudget."""
 
-    __slots__ = ("_names", "_program", "_reader", "field", "source")
+    __slots__ = ("_conversions", "_names", "_program", "_reader", "field", "source")
 
     def __init__(self, source: str, field: str, reader: Reader) -> None:
         self.source = source
         self.field = field
         self._reader = reader
+        self._conversions = {f"{reader.prefix}{name}": convert for name, convert in CONVERSIONS.items()}
         self._names = [f"{reader.prefix}{i}" for i in range(len(reader.reads))]
         text = source
         for start, end, name in sorted(reader.rewritten, reverse=True):
@@ -43,7 +44,8 @@ class CompiledExpression:
         variables = {self._names[number]: value for number, value in found.items()}
         matches = _Matches(self._reader.patterns, budget)
         try:
-            context = cel.Context(variables=variables, functions={f"{self._reader.prefix}matches": matches})
+            functions: dict[str, Callable[..., Any]] = {f"{self._reader.prefix}matches": matches, **self._conversions}
+            context = cel.Context(variables=variables, functions=functions)
             result = self._program.execute(context)
         except KeyError as exc:
             return f"where: {exc.args[0]} is not in the event"

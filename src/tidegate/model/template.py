@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from io import StringIO
 from typing import Any, TextIO
 
 import liquid
-import msgspec
 from liquid.builtin.expressions import FilteredExpression, LoopExpression, TernaryFilteredExpression
 from liquid.builtin.expressions.arguments import KeywordArgument
 from liquid.builtin.expressions.filtered import Filter
-from liquid.builtin.expressions.primitive import RangeLiteral
+from liquid.builtin.expressions.primitive import IntegerLiteral, RangeLiteral
 from liquid.builtin.output import OutputNode
-from liquid.exceptions import LiquidError, LiquidValueError
-from liquid.filter import sequence_filter, string_filter, with_environment
+from liquid.exceptions import LiquidError
 from liquid.output import LimitedStringIO
 
 from tidegate.errors import FieldError
-from tidegate.model import budget
 from tidegate.model.budget import Budget, OverBudget
+from tidegate.model.liquid_environment import (
+    MAX_STEPS,
+    PRICE,
+    BoundedRange,
+    arguments_of,
+    check_result,
+    environment,
+)
 from tidegate.model.path import FIELDS, unknown_field
 
 MAX_LENGTH = 4000
 MAX_DEPTH = 16
 MAX_OUTPUT = 64 * 1024
-MAX_TEXT = 1 << 20
-MAX_DATE_LENGTH = 100
-# A step here takes most of a microsecond, so it costs several of the budget's.
-MAX_STEPS = 50_000
-_PRICE = budget.MAX_STEPS // MAX_STEPS
 _TEXT_STEPS = 10
 
 Render = Callable[..., Any]  # of an envelope and a budget
@@ -50,7 +50,7 @@ class _Rendering:
         self._sizes: dict[int, tuple[object, int]] = {}
 
     def pay(self, steps: int) -> None:
-        self._budget.pay(steps * _PRICE)
+        self._budget.pay(steps * PRICE)
 
     def size(self, value: Any) -> int:
         """How many values there are in it, a long text counting as several."""
@@ -91,7 +91,8 @@ class _Context(liquid.RenderContext):
 
         def counted(*args: object, **more: object) -> object:
             self._rendering.pay(1 + sum(map(self._rendering.size, args)))
-            value = function(*args, **more)
+            value = function(*arguments_of(name, args), **more)
+            check_result(value)
             self._rendering.pay(self._rendering.size(value))
             return value
 
@@ -99,59 +100,6 @@ class _Context(liquid.RenderContext):
 
     def raise_for_loop_limit(self, length: int = 1) -> None:
         self._rendering.pay(length * self._nodes)
-
-
-@string_filter
-def _replace(text: str, old: object, new: object = "") -> str:
-    """`replace`, which could make a text of any size out of two small ones, within bounds."""
-    _bounded(len(text) + text.count(str(old)) * len(str(new)))
-    return text.replace(str(old), str(new))
-
-
-@sequence_filter
-def _join(items: Iterable[object], separator: object = " ") -> str:
-    """`join`, within the same bounds."""
-    texts = [str(item) for item in items]
-    _bounded(sum(map(len, texts)) + len(texts) * len(str(separator)))
-    return str(separator).join(texts)
-
-
-@string_filter
-def _split(text: str, separator: object) -> list[str]:
-    """`split`, into no more pieces than could be worked on."""
-    mark = str(separator)
-    if (text.count(mark) if mark else len(text)) > MAX_STEPS:
-        raise LiquidValueError(f"there would be more than {MAX_STEPS} pieces", token=None)
-    return list(_library_split(text, mark))
-
-
-@sequence_filter
-def _uniq(items: Iterable[Any], key: object = None) -> list[object]:
-    """`uniq` by one look at each; the library compares each with each."""
-    seen: dict[bytes, object] = {}
-    for item in items:
-        seen.setdefault(msgspec.json.encode(item if key is None else item.get(key), order="deterministic"), item)
-    return list(seen.values())
-
-
-@with_environment
-def _date(value: object, form: object, *, environment: liquid.Environment) -> object:
-    """`date` of a time that is short enough to be one. There is no clock here: rendering again gives the same."""
-    if isinstance(value, str) and (len(value) > MAX_DATE_LENGTH or value in ("now", "today")):
-        raise LiquidValueError(f"{value[:20]!r} is not a time", token=None)
-    return _library_date(value, form, environment=environment)
-
-
-def _bounded(size: int) -> None:
-    if size > MAX_TEXT:
-        raise LiquidValueError(f"the text would be longer than {MAX_TEXT} characters", token=None)
-
-
-_environment = liquid.Environment(undefined=liquid.StrictDefaultUndefined, strict_filters=True)
-_library_date, _library_split = _environment.filters["date"], _environment.filters["split"]
-_environment.filters |= {"replace": _replace, "join": _join, "split": _split, "uniq": _uniq, "date": _date}
-del _environment.filters["strip_html"]  # takes quadratic time on a text that only begins tags
-del _environment.tags["include"], _environment.tags["render"]
 
 
 def compile_template(source: Any, field: str, errors: list[FieldError], depth: int = 0) -> Render | None:
@@ -183,10 +131,10 @@ def _compile_text(source: str, field: str, errors: list[FieldError]) -> Callable
         errors.append(FieldError(field, f"is longer than {MAX_LENGTH} characters"))
         return None
     try:
-        template = _environment.from_string(source)
+        template = environment.from_string(source)
         analysis = template.analyze()
         nodes, expressions = _parts(template)
-        mistake = _mistake(analysis, expressions)
+        mistake = _mistake(analysis, expressions) or _endless(expressions)
     except (LiquidError, RecursionError) as exc:
         told = exc.message if isinstance(exc, LiquidError) else "it is nested too deeply"
         token = getattr(exc, "token", None)
@@ -241,6 +189,7 @@ def _parts(template: liquid.BoundTemplate) -> tuple[list[Any], list[Any]]:
         expressions += (e for e in expression.children() if e is not over or not isinstance(e, RangeLiteral))
         if isinstance(over, RangeLiteral):
             expressions += over.children()
+            expression.iterable = BoundedRange(over.token, over.start, over.stop)
     return nodes, expressions
 
 
@@ -256,7 +205,7 @@ def _mistake(analysis: Any, expressions: list[Any]) -> tuple[str, int] | None:
         if isinstance(first, int) or (isinstance(first, str) and first not in FIELDS):
             return unknown_field(first), variable.span.index
     for used in _filters(expressions):
-        function = _environment.filters.get(used.name)
+        function = environment.filters.get(used.name)
         if function is None:
             return f"uses the unknown filter `{used.name}`", used.token.start_index
         named = {a.name: None for a in used.args if isinstance(a, KeywordArgument)}
@@ -269,6 +218,19 @@ def _mistake(analysis: Any, expressions: list[Any]) -> tuple[str, int] | None:
     for expression in expressions:
         if isinstance(expression, RangeLiteral):
             return "uses a range such as (1..3) outside a `for`", expression.token.start_index
+    return None
+
+
+def _endless(expressions: list[Any]) -> tuple[str, int] | None:
+    """A loop that no event could bring to its end."""
+    for expression in expressions:
+        over = expression.iterable if isinstance(expression, LoopExpression) else None
+        if not isinstance(over, RangeLiteral) or expression.limit is not None:
+            continue
+        start, stop = over.start, over.stop
+        literal = isinstance(start, IntegerLiteral) and isinstance(stop, IntegerLiteral)
+        if literal and stop.value - start.value > MAX_STEPS:  # type: ignore[attr-defined]
+            return f"loops over {over}, which is more than the budget of an event allows", over.token.start_index
     return None
 
 
