@@ -135,10 +135,15 @@ class RetryAfter(TidegateError):
         self.everyone = everyone
 
 
+def first_line(text: str) -> str:
+    """The reason that an error's text gives: its first line that says anything; what follows leads to it, or adds."""
+    return next((line for each in text.splitlines() if (line := each.strip())), "")
+
+
 class StepFailed(TidegateError):
     """A step was given up. A workflow may catch it and go on; uncaught, its run has failed."""
 
     def __init__(self, name: str, error: str) -> None:
-        super().__init__(f"step {name!r} failed: {error.splitlines()[-1] if error else 'no reason'}")
+        super().__init__(f"step {name!r} failed: {first_line(error) or 'no reason'}")
         self.name = name
         self.error = error

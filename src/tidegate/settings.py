@@ -257,6 +257,8 @@ def _policy(names: dict[str, str], default: Policy, given: dict[str, str]) -> Po
     """The default with the texts given in its place; `names` is what a refusal calls each field."""
     hints = get_type_hints(type(default))
     parsed = {part: _parse(names[part], hints[part], text) for part, text in given.items()}
+    if isinstance(default, RetryPolicy) and "base_ms" in parsed:  # a longest wait that nobody has set follows
+        parsed.setdefault("max_ms", max(default.max_ms, parsed["base_ms"]))
     try:
         return msgspec.structs.replace(default, **parsed)
     except ValueError as exc:

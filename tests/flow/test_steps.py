@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import Clock
-from tests.flow.step_world import World, the_run, the_steps
+from tests.flow.step_world import POLICY, World, the_run, the_steps
 from tests.flow.test_dispatch import publish
 from tidegate import Context, NonRetryable, RetryAfter, StepFailed, SyncContext
 from tidegate.flow import control
 from tidegate.flow.delivery_retry import DeliveryRetry
+from tidegate.flow.explain import explain
 from tidegate.flow.reconcile import Reconcile
 from tidegate.model.retry import Retry
 from tidegate.model.source import TRIGGER_BREAKER
@@ -396,6 +397,38 @@ async def test_a_zombies_step_changes_nothing(
     assert (run["status"], run["output"], run["crashes"]) == ("succeeded", "heir", 0)
     assert steps["call"]["result"] == "heir"
     assert world.done == ["call", "call", "after"]
+
+
+async def test_the_reason_is_the_first_line_of_what_was_raised(
+    database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    """As of httpx, whose last line is a link to a page about status codes; wherever a reason is told in one line."""
+
+    async def call() -> None:
+        raise OSError("404 Not Found for url 'https://shop.example'\nFor more information check: https://docs.example")
+
+    @world.app.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        await ctx.step("call", call)
+
+    @world.app.workflow(on="go", name="bare")
+    async def bare(ctx: Context) -> None:
+        await call()
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    reason = "OSError: 404 Not Found for url 'https://shop.example'"
+    warning = await connection.fetchval("select warning from tidegate.workflow_runs where warning is not null")
+    assert warning.endswith(reason)
+    for _ in range(POLICY.max_attempts):
+        await clock.advance(POLICY.max_ms)
+        await world.turn(runner)
+    letters = await connection.fetch("select kind, reason from tidegate.dead_letters order by kind")
+    assert [tuple(row) for row in letters] == [("run", reason), ("step", f"step 'call' failed: {reason}")]
+    event_id = await connection.fetchval("select id from tidegate.workflow_events")
+    story = await explain(connection, str(event_id))
+    assert {line.reason for line in story.decisions if line.stage == "run"} == {reason, f"step 'call' failed: {reason}"}
 
 
 async def test_unknown_run(database: Database) -> None:

@@ -174,17 +174,30 @@ def test_retry_as_people_write_it() -> None:
 @pytest.mark.parametrize(
     ("given_retry", "message"),
     [
-        ({"base": "soon"}, "duration"),
-        ({"cap": "-1s"}, "duration"),
-        ({"base": "10m", "cap": "5s"}, "max_ms"),
-        ({"base": "0s"}, "base_ms"),
-        ({"max_attempts": 0}, "max_attempts"),
-        ({"jitter": 2}, "jitter_ratio"),
+        ({"base": "soon"}, "Retry: base: a duration is written like .*, not 'soon'"),
+        ({"cap": "-1s"}, "Retry: cap: a duration .*, not '-1s'"),
+        ({"max_age": "1y"}, "Retry: max_age: a duration .*, not '1y'"),
+        ({"base": "10m", "cap": "5s"}, "Retry: cap is '5s', which is below base, '10m'"),
+        ({"base": "0s"}, "Retry: base must be at least 1 ms, not '0s'"),
+        ({"max_attempts": 0}, "Retry: max_attempts must be a number between 1 and 1000000, not 0"),
+        ({"factor": "2"}, "Retry: factor must be a number between 1 and 100, not '2'"),
+        ({"jitter": 2}, "Retry: jitter must be a number between 0 and 1, not 2"),
     ],
 )
-def test_retry_refuses(given_retry: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_retry_refuses_in_the_words_of_whoever_wrote_it(given_retry: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
         Retry(**given_retry)  # type: ignore[arg-type]
+    assert "_ms" not in str(refused.value) and "_ratio" not in str(refused.value)
+
+
+def test_a_cap_that_is_not_given_follows_the_base() -> None:
+    assert Retry(base="10m").max_ms == 600_000
+    assert Retry(base="1m").max_ms == STEP_RETRY.max_ms
+    assert RetryPolicy(base_ms=3_600_000).max_ms == 3_600_000
+    assert msgspec.json.decode(b'{"base_ms": 3600000}', type=RetryPolicy).max_ms == 3_600_000
+    assert type(RetryPolicy().max_ms) is int and RetryPolicy().max_ms == 900_000
+    with pytest.raises(msgspec.ValidationError, match=r"max_ms \(900000\) must not be below base_ms \(3600000\)"):
+        msgspec.json.decode(b'{"base_ms": 3600000, "max_ms": 900000}', type=RetryPolicy)
 
 
 @pytest.mark.parametrize(("attempts", "exhausted"), [(0, False), (4, False), (5, True), (6, True)])

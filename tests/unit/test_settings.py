@@ -75,7 +75,6 @@ def test_each_retry_variable(kind: str, part: str, text: str, value: float) -> N
         ("base_ms", "-5", "between 1 and"),
         ("base_ms", "5s", "a whole number"),
         ("base_ms", "1.5", "a whole number"),
-        ("base_ms", "1000000", "below"),
         ("factor", "0.5", "between 1 and 100"),
         ("factor", "nan", "between 1 and 100"),
         ("factor", "inf", "between 1 and 100"),
@@ -97,6 +96,13 @@ def test_retry_variable_refused(kind: str, part: str, text: str, expected: str) 
     assert variable in message
     assert expected in message
     assert text in message
+
+
+def test_a_longest_wait_that_is_not_set_follows_the_first_one() -> None:
+    given = load({"TIDEGATE_STEP_RETRY_BASE_MS": "1000000"}, Path("absent.toml"))
+    assert given.step_retry.max_ms == 1_000_000
+    both = {"TIDEGATE_STEP_RETRY_BASE_MS": "1000000", "TIDEGATE_STEP_RETRY_MAX_MS": "999"}
+    assert "TIDEGATE_STEP_RETRY_MAX_MS (999) must not be below TIDEGATE_STEP_RETRY_BASE_MS (1000000)" in refusal(both)
 
 
 @pytest.mark.parametrize(

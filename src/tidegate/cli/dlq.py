@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from tidegate.cli.output import client, json_option, last_line, plain, print_json, print_table, short_json, short_time
+from tidegate.cli.output import client, json_option, plain, print_json, print_table, short_json, short_time
 from tidegate.cli.triggers import find_trigger
 from tidegate.client import Client
+from tidegate.errors import first_line
 
 
 @click.group()
@@ -51,7 +52,7 @@ def list_letters(as_json: bool, limit: int, state: str, trigger: str | None, **f
         return
     rows = [
         (one["id"], one["kind"], one["workflow"] or one["source"] or "", short_time(one["created_at"]), _state(one),
-         last_line(one["reason"]))
+         first_line(one["reason"])[:80])
         for one in page["dead_letters"]
     ]  # fmt: skip
     print_table(("ID", "KIND", "OF", "GIVEN UP", "REPLAY", "REASON"), rows, "No dead letters.")

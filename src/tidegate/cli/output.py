@@ -105,12 +105,6 @@ def plain(cell: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cell)
 
 
-def last_line(text: str) -> str:
-    """What an error says, without the lines that lead to it."""
-    lines = text.splitlines()
-    return lines[-1][:80] if lines else ""
-
-
 def short_json(value: Any, width: int = 60) -> str:
     if value is None:
         return ""

@@ -9,9 +9,10 @@ from urllib.parse import quote
 
 import click
 
-from tidegate.cli.output import client, json_option, last_line, print_json, print_table, short_eta, short_time
+from tidegate.cli.output import client, json_option, print_json, print_table, short_eta, short_time
 from tidegate.cli.triggers import find_trigger
 from tidegate.client import Client
+from tidegate.errors import first_line
 
 KINDS = ("events", "deliveries", "steps")
 _SINGULAR = {"events": "event", "deliveries": "delivery", "steps": "step"}
@@ -61,7 +62,7 @@ def list_retries(kind: str, limit: int, as_json: bool, **filters: str | None) ->
         print_json(page)
         return
     rows = [(*_what(r), r["reason"] or "", str(r["attempts"]), short_time(r["next_attempt_at"]), _eta(r),
-             last_line(r["last_error"] or "")) for r in page["retries"]]  # fmt: skip
+             first_line(r["last_error"] or "")[:80]) for r in page["retries"]]  # fmt: skip
     who = {
         "events": ("EXTERNAL ID", "TYPE", "SOURCE"),
         "deliveries": ("TRIGGER", "EVENT", "SOURCE"),

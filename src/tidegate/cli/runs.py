@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from tidegate.cli.output import client, json_option, print_json, print_table, short_json, short_time
+from tidegate.cli.output import client, json_option, plain, print_json, print_table, short_json, short_time
+from tidegate.errors import first_line
 from tidegate.model.run import RUN_STATUSES
 
 
@@ -32,7 +33,7 @@ def list_runs(workflow: str | None, status: str | None, limit: int, as_json: boo
             r["status"],
             r["id"],
             short_json(r["parameters"], 40),
-            short_json(r["output"]) if not r["error"] else r["error"].splitlines()[-1][:80],
+            short_json(r["output"]) if not r["error"] else first_line(r["error"])[:80],
         )
         for r in page["runs"]
     ]
@@ -72,13 +73,13 @@ def show_run(run_id: str, as_json: bool) -> None:
             click.echo(f"  {field:<16}{short_time(run[field]) if field.endswith('_at') else run[field]}")
     click.echo(f"  {'parameters':<16}{short_json(run['parameters'], 100)}")
     if run["error"]:
-        click.echo(f"  {'error':<16}{run['error'].splitlines()[-1]}")
+        click.echo(f"  {'error':<16}{plain(first_line(run['error']))}")
     elif run["output"] is not None:
         click.echo(f"  {'output':<16}{short_json(run['output'], 100)}")
     rows = [
         (
             s["name"], s["status"], str(s["retry_attempts"]), short_time(s["next_attempt_at"]),
-            (s["error"] or "").splitlines()[-1][:80] if s["error"] else short_json(s["result"]),
+            first_line(s["error"])[:80] if s["error"] else short_json(s["result"]),
         )
         for s in found["steps"]
     ]  # fmt: skip

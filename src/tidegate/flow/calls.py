@@ -13,10 +13,10 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
-from tidegate.errors import NonRetryable, RetryAfter
+from tidegate.errors import NonRetryable, RetryAfter, first_line
 from tidegate.model.units import MAX_DURATION_MS, duration_ms
 
-MAX_ERROR_CHARACTERS = 8000
+MAX_ERROR_CHARACTERS, MAX_HEADLINE = 8000, 1000
 MAX_STEP_NAME = 200
 
 
@@ -99,10 +99,10 @@ async def called_within(
 ) -> Any:
     """The same, for so long; TimeoutError, which names the step, when it takes longer."""
     try:
-        async with asyncio.timeout(duration_ms(duration) / 1000):
+        async with asyncio.timeout(duration_ms(duration) / 1000) as limit:
             return await called_in(executor, threads, call, function)
     except TimeoutError as exc:
-        if not isinstance(exc.__cause__, asyncio.CancelledError):
+        if not limit.expired():  # the function's own; what caused it does not tell: 3.11.2 does not set it
             raise
         raise TimeoutError(f"step {name!r} took longer than {duration}") from exc
 
@@ -139,16 +139,35 @@ def cleaned(text: str) -> str:
 
 def reason_of(exc: BaseException) -> str:
     """What an exception says of itself, never empty."""
+    return _said(exc) or type(exc).__name__
+
+
+def error_text(exc: BaseException) -> str:
+    """The reason in its first line (the exception's type and what it says first), then the traceback, cut to a size; of
+    a refusal that names its reason, the reason alone."""
+    if isinstance(exc, NonRetryable | RetryAfter):
+        return reason_of(exc)
+    text = cleaned("".join(traceback.format_exception(exc)))
+    cut = text if len(text) <= MAX_ERROR_CHARACTERS else f"…{text[-MAX_ERROR_CHARACTERS:]}"
+    return f"{_headline(exc)}\n\n{cut}"
+
+
+def _headline(exc: BaseException) -> str:
+    """`httpx.ConnectError: no such host`; of a group, also what the first of it says."""
+    kind = type(exc)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    says = first_line(_said(exc))[:MAX_HEADLINE]
+    told = cleaned(f"{name}: {says}" if says else name)
+    if isinstance(exc, BaseExceptionGroup) and len(told) < MAX_HEADLINE:
+        return f"{told}: {_headline(exc.exceptions[0])}"
+    return told
+
+
+def _said(exc: BaseException) -> str:
     try:
         text = str(exc)
     except Exception:  # its __str__ fails
         text = ""
-    return cleaned(text[:MAX_ERROR_CHARACTERS]).strip() or type(exc).__name__
-
-
-def error_text(exc: BaseException) -> str:
-    """The traceback, cut to a size; of a refusal that names its reason, the reason alone."""
-    if isinstance(exc, NonRetryable | RetryAfter):
-        return reason_of(exc)
-    text = cleaned("".join(traceback.format_exception(exc)))
-    return text if len(text) <= MAX_ERROR_CHARACTERS else f"…{text[-MAX_ERROR_CHARACTERS:]}"
+    return cleaned(text[:MAX_ERROR_CHARACTERS]).strip()

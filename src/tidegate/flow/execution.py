@@ -18,7 +18,7 @@ import msgspec
 
 from tidegate import failpoints
 from tidegate.clock import monotonic, uuid7
-from tidegate.errors import NonRetryable, RetryAfter, StepFailed
+from tidegate.errors import NonRetryable, RetryAfter, StepFailed, first_line
 from tidegate.flow import calls
 from tidegate.flow.calls import Failure, Threads, called_in, called_within, error_text, guarded, retry_after_ms
 from tidegate.flow.endings import End, Endings, Then, hand_in
@@ -276,7 +276,7 @@ class Execution:
         attempt = (known.retry_attempts if known else 0) + 1
         age = self.now() - known.created_at if known and known.created_at else timedelta()
         is_final = isinstance(exc, NonRetryable) or why_given_up(policy, attempt, age) is not None
-        told = run_fields(self.run, self.event) | {"step": name, "attempt": attempt, "reason": error.splitlines()[-1]}
+        told = run_fields(self.run, self.event) | {"step": name, "attempt": attempt, "reason": first_line(error)}
         if is_final:
             _log.warning("step.exhausted", **told)
             self._write(
@@ -320,7 +320,7 @@ class Execution:
         if step.error:
             self._endings.warnings[step.name] = (
                 f"step {step.name!r} failed {step.retry_attempts} times, next at {until:%Y-%m-%d %H:%M:%S} UTC: "
-                + step.error.splitlines()[-1]
+                + first_line(step.error)
             )
         if not self._workflow.is_async:
             self._is_resting = True

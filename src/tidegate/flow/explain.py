@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from tidegate.errors import Conflict, FieldError, NotFound
+from tidegate.errors import Conflict, FieldError, NotFound, first_line
 from tidegate.flow.match import Matcher
 from tidegate.flow.slices import Slices
 from tidegate.model.budget import OverBudget
@@ -221,7 +221,7 @@ def _run_line(run: Run) -> Decision:
         at=run.finished_at or run.started_at or run.created_at,
         stage="run",
         decision=run.status,
-        reason=run.error.splitlines()[-1] if run.error else None,
+        reason=first_line(run.error) if run.error else None,
         workflow=run.workflow,
         run_id=run.id,
     )

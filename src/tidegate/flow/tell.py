@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from tidegate.errors import first_line
 from tidegate.model.event import Event
 from tidegate.model.run import ClaimedRun, FinishedRun
 from tidegate.model.trigger import CompiledTrigger
@@ -93,7 +94,7 @@ def tell_ended(run: ClaimedRun, event: Event | None, ended: FinishedRun, held_se
     if ended.status == "succeeded" and not _of_runs.is_info:
         return
     log = _of_runs.info if ended.status == "succeeded" else _of_runs.warning
-    reason = {"reason": ended.error.splitlines()[-1]} if ended.error else {}
+    reason = {"reason": first_line(ended.error)} if ended.error else {}
     log(f"run.{ended.status}", **run_fields(run, event), **reason)
 
 

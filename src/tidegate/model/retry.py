@@ -7,6 +7,7 @@ import random as _random
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -21,28 +22,38 @@ MAX_ATTEMPTS = 1_000_000
 MAX_AGE_MS = 3650 * 86_400_000
 
 
+_BOUNDS = {
+    "base_ms": (1, MAX_DURATION_MS),
+    "factor": (1, 100),
+    "max_ms": (1, MAX_DURATION_MS),
+    "jitter_ratio": (0, 1),
+    "max_attempts": (1, MAX_ATTEMPTS),
+    "max_age_ms": (0, MAX_AGE_MS),
+}
+
+
+class _Default(int):
+    """A number that nobody has given."""
+
+
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Exponential backoff: `base_ms * factor ** (attempt - 1)`, at most `max_ms`, spread by ± `jitter_ratio`.
 
-    What has used `max_attempts`, or has become older than `max_age_ms` (0: no bound), is given up.
+    A `max_ms` that is not given is at least `base_ms`. What has used `max_attempts`, or has become older than
+    `max_age_ms` (0: no bound), is given up.
     """
 
     base_ms: int = 10_000
     factor: float = 2
-    max_ms: int = 900_000
+    max_ms: int = msgspec.field(default_factory=partial(_Default, 900_000))
     jitter_ratio: float = 0.2
     max_attempts: int = 50
     max_age_ms: int = 7 * 86_400_000
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("base_ms", 1, MAX_DURATION_MS),
-            ("factor", 1, 100),
-            ("max_ms", 1, MAX_DURATION_MS),
-            ("jitter_ratio", 0, 1),
-            ("max_attempts", 1, MAX_ATTEMPTS),
-            ("max_age_ms", 0, MAX_AGE_MS),
-        ):
+        if type(self.max_ms) is _Default:
+            msgspec.structs.force_setattr(self, "max_ms", max(int(self.max_ms), self.base_ms))
+        for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
             if not low <= value <= high:  # NaN fails every comparison
                 raise ValueError(f"{name} must lie between {low} and {high}, not {value!r}")
@@ -73,19 +84,44 @@ def Retry(  # noqa: N802 - read as a noun where it is used: retry=Retry(max_atte
     max_attempts: int = STEP_RETRY.max_attempts,
     base: str | int | float = "1s",
     factor: float = 2,
-    cap: str | int | float = "5m",
+    cap: str | int | float | None = None,
     jitter: float = 0.2,
     max_age: str | int | float = "7d",
 ) -> RetryPolicy:
-    """A retry policy as people write it: `Retry(max_attempts=8, base="5s", factor=2, cap="10m")`."""
+    """A retry policy as people write it: `Retry(max_attempts=8, base="5s", factor=2, cap="10m")`.
+
+    Without a `cap` it is 5 minutes, or `base` if that is longer. Errors name what is written here.
+    """
+    ms = {"base": _ms("base", base, low=1), "max_age": _ms("max_age", max_age)}
+    ms["cap"] = max(STEP_RETRY.max_ms, ms["base"]) if cap is None else _ms("cap", cap, low=1)
+    if ms["cap"] < ms["base"]:
+        raise ValueError(f"Retry: cap is {cap!r}, which is below base, {base!r}")
+    for name, field, value in (
+        ("factor", "factor", factor),
+        ("jitter", "jitter_ratio", jitter),
+        ("max_attempts", "max_attempts", max_attempts),
+    ):
+        low, high = _BOUNDS[field]
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"Retry: {name} must be a number between {low} and {high}, not {value!r}")
     return RetryPolicy(
-        base_ms=duration_ms(base),
+        base_ms=ms["base"],
         factor=factor,
-        max_ms=duration_ms(cap),
+        max_ms=ms["cap"],
         jitter_ratio=jitter,
         max_attempts=max_attempts,
-        max_age_ms=duration_ms(max_age),
+        max_age_ms=ms["max_age"],
     )
+
+
+def _ms(name: str, value: str | int | float, low: int = 0) -> int:
+    try:
+        found = duration_ms(value)
+    except ValueError as exc:
+        raise ValueError(f"Retry: {name}: {exc}") from exc
+    if found < low:
+        raise ValueError(f"Retry: {name} must be at least {low} ms, not {value!r}")
+    return found
 
 
 def backoff_ms(policy: RetryPolicy, attempt: float, random: Callable[[], float] = _random.random) -> int:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import asyncpg
 import msgspec
 
+from tidegate.errors import first_line
 from tidegate.model.run import SUSPECT_CRASHES, ClaimedRun, FinishedRun, Run, RunStatus
 from tidegate.model.step import StepWrite, SuspendedRun
 from tidegate.store.columns import column, same
@@ -168,7 +169,7 @@ async def bury(connection: Connection, failed: Sequence[FinishedRun]) -> None:
             _sql["bury"],
             [f.id for f in failed],
             [f.dead_step_id for f in failed],
-            [(f.error or "failed").splitlines()[-1][:1000] for f in failed],
+            [first_line(f.error or "failed")[:1000] for f in failed],
         )
 
 

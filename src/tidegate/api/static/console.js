@@ -51,7 +51,7 @@ const visible = (text) =>
 const json = (value, indent) => visible(JSON.stringify(value, null, indent));
 const oneLine = (text) => text.replace(/(?<=[[{])\n\s*|\n\s*(?=[\]}])/g, "").replace(/\n\s*/g, " ");
 const preview = (value) => (value === null ? "" : oneLine(json(value, 1)).slice(0, 240));
-const lastLine = (text) => visible(text.trimEnd().split("\n").at(-1)).slice(0, 240);
+const firstLine = (text) => visible(text.trimStart().split("\n")[0]).slice(0, 240);
 const tone = (word) => Object.keys(TONES).find((name) => TONES[name].includes(word)) ?? "calm";
 const pill = (word) => el("span", { class: `pill ${tone(word)}` }, word.replaceAll("_", " "));
 const code = (text) => el("code", {}, text);
@@ -82,7 +82,7 @@ const runs = prepare("runs", (run) => [
   cell("c-name", visible(run.workflow)),
   cell("c-status", pill(run.status)),
   cell("c-text", code(preview(run.parameters))),
-  run.error ? cell("c-text error", lastLine(run.error)) : cell("c-text", code(preview(run.output))),
+  run.error ? cell("c-text error", firstLine(run.error)) : cell("c-text", code(preview(run.output))),
   cell("c-end", duration(run)),
 ]);
 const events = prepare("events", (event) => [
