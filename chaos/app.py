@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from chaos.records import Mark
+from chaos.traffic import KEYED
 from tidegate import Breaker, Context, NonRetryable, Retry, Tidegate, clock
 
 app = Tidegate()
@@ -55,6 +56,8 @@ def mark(ctx: Context, workflow: str, step: str, what: str) -> None:
         step=step,
         key=ctx.idempotency_key,
         what=what,
+        generation=ctx._execution.run.claim_generation,
+        subject=event.payload.get("order", "") if event and workflow in KEYED else "",
     )
     os.write(_fd, msgspec.json.encode(made) + b"\n")
 
@@ -128,6 +131,37 @@ async def narrow(ctx: Context, **_: Any) -> str:
 @app.workflow(on="chaos.keyed", idempotency_key="{{ event.payload.order }}", idempotency_window="1h")
 async def keyed(ctx: Context, **_: Any) -> str:
     await effect(ctx, "keyed", "only")
+    return "done"
+
+
+@app.workflow(on="chaos.keyed", idempotency_key="{{ event.payload.order }}", idempotency_window="1h", max_concurrency=2)
+async def keyed_narrow(ctx: Context, **_: Any) -> str:
+    await effect(ctx, "keyed_narrow", "only", seconds=0.02)
+    return "done"
+
+
+@app.workflow(on="chaos.keyed")
+async def each(ctx: Context, **_: Any) -> str:
+    await effect(ctx, "each", "only")
+    return "done"
+
+
+@app.workflow(on="chaos.fan")
+async def fan_free(ctx: Context, **_: Any) -> str:
+    await effect(ctx, "fan_free", "only")
+    return "done"
+
+
+@app.workflow(on="chaos.fan", max_concurrency=3)
+async def fan_narrow(ctx: Context, **_: Any) -> str:
+    await effect(ctx, "fan_narrow", "first", seconds=0.02)
+    await effect(ctx, "fan_narrow", "second")
+    return "done"
+
+
+@app.workflow(on="chaos.fan", throttle="15/s")
+async def fan_throttled(ctx: Context, **_: Any) -> str:
+    await effect(ctx, "fan_throttled", "only")
     return "done"
 
 

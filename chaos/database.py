@@ -21,7 +21,9 @@ GRACE_MS = 2000
 
 _HISTORY = """
 create schema if not exists chaos;
-create table chaos.owned (n bigserial, run_id uuid, at timestamptz, worker text, due_at timestamptz);
+create table chaos.owned (
+  n bigserial, run_id uuid, at timestamptz, worker text, due_at timestamptz, lease_ended boolean
+);
 create table chaos.waited (
   n bigserial, kind text, subject uuid, name text, at timestamptz, due_at timestamptz, went_on boolean
 );
@@ -29,11 +31,12 @@ create table chaos.waited (
 create function chaos.keep_run() returns trigger language plpgsql as $$
 begin
   if tg_op = 'INSERT' then
-    insert into chaos.owned (run_id, at, worker, due_at)
-    values (new.id, new.updated_at, new.claimed_by, new.next_attempt_at);
+    insert into chaos.owned (run_id, at, worker, due_at, lease_ended)
+    values (new.id, new.updated_at, new.claimed_by, new.next_attempt_at, false);
   elsif old.claimed_by is distinct from new.claimed_by or old.claim_generation <> new.claim_generation then
-    insert into chaos.owned (run_id, at, worker, due_at)
-    values (new.id, new.updated_at, new.claimed_by, case when new.status = 'running' then old.next_attempt_at end);
+    insert into chaos.owned (run_id, at, worker, due_at, lease_ended)
+    values (new.id, new.updated_at, new.claimed_by, case when new.status = 'running' then old.next_attempt_at end,
+            new.status = 'pending' and old.claim_expires_at <= tidegate.now());
   end if;
   return null;
 end $$;
@@ -102,7 +105,9 @@ select r.id::text, w.slug as workflow, r.event_id::text, r.trigger_id::text, r.d
 _STEPS = """
 select workflow_run_id::text as run_id, name, kind, status, retry_state, updated_at from tidegate.workflow_run_steps
 """
-_OWNED = "select run_id::text, at, worker, due_at from chaos.owned order by n"
+_OWNED = """
+select run_id::text, at, worker, due_at, coalesce(lease_ended, false) as lease_ended from chaos.owned order by n
+"""
 _WAITED = "select kind, subject::text, coalesce(name, '') as name, at, due_at, went_on from chaos.waited order by n"
 _TRIGGERS = """
 select w.slug, t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.idempotency_key, t.idempotency_window_ms

@@ -1,21 +1,22 @@
 """`python -m chaos.fences`: would anyone notice? Each fence is taken out of a cluster, and its verdict must find it.
 
 The product has no switch for this. A process of such a cluster reads `chaos/patched/sitecustomize.py` first, which
-changes the statements that hold the fence as they are loaded, in that process alone.
+changes the statements and functions that hold the fence as they are loaded, in that process alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import re
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import uvloop
 
@@ -26,13 +27,15 @@ from tidegate.telemetry import logs
 
 
 class Fence(NamedTuple):
-    """What holds it: patterns in the statements of an aggregate, and what stands there instead. How it is found out."""
+    """What holds it: patterns in the statements of an aggregate, and what stands there instead; functions, by module
+    and name, and what is made of each. How it is found out."""
 
     edits: tuple[tuple[str, str, str], ...]
     verdicts: tuple[str, ...]
     seconds: float
     per_second: float
     faults: tuple[str, ...] = ()
+    functions: tuple[tuple[str, str, Callable[[Any], Any]], ...] = ()
 
 
 FENCES = {
@@ -59,11 +62,23 @@ FENCES = {
         (("sources", r"for update of s\b", ""),),
         ("limits exceeded",), seconds=10, per_second=250,
     ),
+    # Events of one batch with one idempotency key: those that are skipped name the run of the first, and claim nothing.
+    # Behind that stands another fence: a worker takes up no claim twice.
+    "one execution": Fence(
+        (),
+        ("effects repeated without a reason", "executions side by side"), seconds=6, per_second=60,
+        functions=(
+            ("tidegate.flow.deliver", "claimed_with", lambda _: lambda one, created: created.get(one.run_id)),
+            ("tidegate.flow.deliver", "claimed_run",
+             lambda made: lambda one, *others: made(one._replace(status="launched"), *others)),
+            ("tidegate.flow.claims", "Claims.take", lambda _: lambda _claims, _run: True),
+        ),
+    ),
 }  # fmt: skip
 
 
 def take_out(names: Sequence[str]) -> None:
-    """In this process, before the statements are loaded: what holds the fences is not in them."""
+    """In this process, before the statements are loaded: what holds the fences is not there."""
     original = sql.blocks
     edits = [edit for name in names for edit in FENCES[name].edits]
 
@@ -77,13 +92,19 @@ def take_out(names: Sequence[str]) -> None:
         return found
 
     sql.blocks = blocks
+    for module, name, instead in (one for fence in names for one in FENCES[fence].functions):
+        place, _, last = name.rpartition(".")
+        owner = importlib.import_module(module)
+        owner = getattr(owner, place) if place else owner
+        setattr(owner, last, instead(getattr(owner, last)))
 
 
-def without(names: Sequence[str], folder: Path, seed: int) -> run.Result:
+def without(names: Sequence[str], folder: Path, seed: int, queue: str = "postgres") -> run.Result:
     """A short run without the fences."""
     fences = [FENCES[name] for name in names]
     choice = run.Choice(
         seed=seed,
+        queue=queue,
         seconds=max(fence.seconds for fence in fences),
         per_second=max(fence.per_second for fence in fences),
         faults=sorted({fault for fence in fences for fault in fence.faults}),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from chaos.judge import GIVEN_UP, Owners
+from chaos.effects import GIVEN_UP
+from chaos.judge import Owners
 from chaos.records import Evidence
 
 

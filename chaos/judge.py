@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from chaos import effects
+from chaos.effects import GIVEN_UP, SLACK_SECONDS
 from chaos.records import Answer, Evidence, Mark, Owned, RunRow, Verb
 
-# Two clocks are compared, as closely as one can.
-SLACK_SECONDS = 0.003
 SETTLED = ("launched", "skipped", "failed", "exhausted", "cancelled")
-GIVEN_UP = "given up: "
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,6 +222,9 @@ VERDICTS: dict[str, Callable[[Evidence], Iterator[str]]] = {
     "early retries": early,
     "202 while Postgres was down": acknowledged_while_down,
     "finished steps done again": done_again,
+    "effects repeated without a reason": effects.repeated,
+    "executions side by side": effects.overlapping,
+    "effects missing": effects.missing,
 }
 
 

@@ -22,7 +22,7 @@ import uvloop
 
 from chaos.http import request
 from chaos.records import Answer, Verb, Writer
-from chaos.traffic import Event, event
+from chaos.traffic import Event, events
 
 WAIT_SECONDS = 5.0
 MAX_OPEN = 400
@@ -57,37 +57,45 @@ class Publisher:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.stopping.wait(), max(wait, 0.01))
                 continue
-            task = asyncio.create_task(self._publish(event(self._job.seed, n)))
+            task = asyncio.create_task(self._publish(events(self._job.seed, n)))
             self._open.add(task)
             task.add_done_callback(self._open.discard)
             n += 1
         await asyncio.gather(*self._open)
         self._ledger.close()
 
-    async def _publish(self, made: Event) -> None:
+    async def _publish(self, made: list[Event]) -> None:
         for attempt in itertools.count(1):
-            answer = await self._send(made)
-            self._ledger.write(answer)
-            if answer.status == 202 or made.is_once:
+            answers = await self._send(made)
+            for answer in answers:
+                self._ledger.write(answer)
+            if answers[0].status == 202 or made[0].is_once:
                 return
             await asyncio.sleep(self._chance.uniform(0.2, 0.5) * min(attempt, 5))
 
-    async def _send(self, made: Event) -> Answer:
+    async def _send(self, made: list[Event]) -> list[Answer]:
+        """One request: a single event, or several, which are accepted all or none."""
         sent_at, url = time.monotonic(), self._chance.choice(self._job.urls)
-        response = await request(url, "POST", "/v1/events", msgspec.json.encode(made.body), seconds=WAIT_SECONDS)
-        receipt = response.json() if response.status == 202 else {}
-        return Answer(
-            key=made.key,
-            type=made.body["type"],
-            source=made.body["source"],
-            has_id=made.has_id,
-            dedupe_key=made.body["payload"].get("order"),
-            sent_at=sent_at,
-            answered_at=time.monotonic(),
-            status=response.status,
-            event_id=receipt.get("id"),
-            outcome=receipt.get("status"),
-        )
+        body = made[0].body if len(made) == 1 else [one.body for one in made]
+        response = await request(url, "POST", "/v1/events", msgspec.json.encode(body), seconds=WAIT_SECONDS)
+        receipts: list[dict[str, Any]] = [{}] * len(made)
+        if response.status == 202:
+            receipts = [response.json()] if len(made) == 1 else response.json()["events"]
+        return [
+            Answer(
+                key=one.key,
+                type=one.body["type"],
+                source=one.body["source"],
+                has_id=one.has_id,
+                dedupe_key=one.body["payload"].get("order"),
+                sent_at=sent_at,
+                answered_at=time.monotonic(),
+                status=response.status,
+                event_id=receipt.get("id"),
+                outcome=receipt.get("status"),
+            )
+            for one, receipt in zip(made, receipts, strict=True)
+        ]
 
 
 class Operator:
@@ -133,7 +141,7 @@ class Operator:
                     status=status,
                 )
             )
-            if 200 <= status < 300:
+            if 200 <= status < 300 or (verb == "resume" and status == 404):  # it was never paused, and is not known
                 return
             await asyncio.sleep(0.2)
 

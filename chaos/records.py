@@ -52,7 +52,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's side effect: it `began`, it `ended`, or it `failed`."""
+    """A step's side effect: it `began`, it `ended`, or it `failed`, under a claim of its run. `subject`: what it is
+    done for, where that is not the event."""
 
     at: float
     pid: int
@@ -62,6 +63,8 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     step: str
     key: str
     what: str
+    generation: int = 1
+    subject: str = ""
 
 
 class EventRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,12 +119,14 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Owned(msgspec.Struct, frozen=True, kw_only=True):
-    """Who held a run from then on; None: nobody. `due_at`: when it was due as it was claimed."""
+    """Who held a run from then on; None: nobody. `due_at`: when it was due as it was claimed. `lease_ended`: it was
+    taken from whoever held it since the lease was over."""
 
     run_id: str
     at: float
     worker: str | None
     due_at: float | None
+    lease_ended: bool = False
 
 
 class Waited(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,22 +7,40 @@ from typing import Any, NamedTuple
 
 # How many of a hundred events are of which kind.
 MIX = {
-    "plain": 28,
+    "plain": 24,
     "steps": 16,
     "nap": 8,
     "long": 6,
     "throttled": 10,
     "narrow": 10,
     "keyed": 8,
+    "fan": 4,
     "limited": 6,
     "paused": 4,
     "stopped": 2,
     "broken": 2,
 }
+# What each kind of event sets going: the steps of each workflow, in order. `broken` has none.
+STEPS: dict[str, dict[str, tuple[str, ...]]] = {
+    "plain": {"plain": ("only",)},
+    "steps": {"steps": ("first", "second", "third")},
+    "nap": {"nap": ("before", "after")},
+    "long": {"long": ("only",)},
+    "throttled": {"throttled": ("only",)},
+    "narrow": {"narrow": ("only",)},
+    "keyed": {"keyed": ("only",), "keyed_narrow": ("only",), "each": ("only",)},
+    "fan": {"fan_free": ("only",), "fan_narrow": ("first", "second"), "fan_throttled": ("only",)},
+    "limited": {"limited": ("only",)},
+    "paused": {"paused": ("only",)},
+    "stopped": {"stopped": ("only",)},
+}
+# Workflows that run once for each order, however many events tell of it.
+KEYED = {"keyed", "keyed_narrow"}
 SOURCES = {"limited": "limited", "paused": "pausable"}
 CUSTOMERS = 5
-# So many events share an idempotency key.
+# So many requests share an idempotency key, and a request has up to so many events with it.
 REPEATS = 3
+TOGETHER = 4
 
 
 class Event(NamedTuple):
@@ -35,6 +53,19 @@ class Event(NamedTuple):
     @property
     def has_id(self) -> bool:
         return "id" in self.body
+
+
+def events(seed: int, n: int) -> list[Event]:
+    """What the request with this number publishes: one event, or several that share an idempotency key."""
+    first = event(seed, n)
+    if "order" not in first.body["payload"]:
+        return [first]
+    made = [first]
+    for i in range(1, random.Random(f"{seed}:{n}").randint(1, TOGETHER)):
+        key = f"{first.key}.{i}"
+        body = first.body | {"payload": first.body["payload"] | {"key": key}}
+        made.append(Event(key, body | {"id": key} if first.has_id else body, first.is_once))
+    return made
 
 
 def event(seed: int, n: int) -> Event:

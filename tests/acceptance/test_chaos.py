@@ -5,6 +5,7 @@ It judges what happened, never how fast; `make chaos` is the long version.
 
 from __future__ import annotations
 
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -110,11 +111,33 @@ def test_a_fence_that_is_taken_out_is_noticed() -> None:
     raise AssertionError(run.table(result))
 
 
+@pytest.mark.parametrize("queue", ["postgres", "bullmq"])
+def test_an_execution_too_many_is_noticed(queue: str) -> None:
+    """By its effects alone: no row tells of it."""
+    if queue == "bullmq" and redis_server.binary() is None:
+        pytest.skip("no redis-server: put one on the PATH")
+    folder = Path(tempfile.mkdtemp(prefix="tidegate-fence-"))
+    try:
+        result = fences.without(["one execution"], folder, seed=1, queue=queue)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    broken = {verdict.name for verdict in result.verdicts if verdict.count}
+    assert {"effects repeated without a reason", "executions side by side"} <= broken, run.table(result)
+    assert broken <= {"effects repeated without a reason", "executions side by side"}, run.table(result)
+
+
 @pytest.mark.parametrize("name", fences.FENCES)
 def test_every_fence_is_where_it_is_taken_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql, "blocks", sql.blocks)  # put back afterwards
+    functions = {}
+    for module, place, _ in fences.FENCES[name].functions:
+        owner = f"{module}.{place}".rpartition(".")[0]
+        functions[f"{module}.{place}"] = found = pkgutil.resolve_name(f"{module}:{place}")
+        monkeypatch.setattr(pkgutil.resolve_name(owner), place.rpartition(".")[2], found)
     before = {aggregate: sql.blocks(aggregate) for aggregate, *_ in fences.FENCES[name].edits}
     fences.take_out([name])
     for aggregate, blocks in before.items():
         assert sql.blocks(aggregate) != blocks
         assert [block.name for block in sql.blocks(aggregate)] == [block.name for block in blocks]
+    assert all(pkgutil.resolve_name(place) is not original for place, original in functions.items())
+    assert before or functions

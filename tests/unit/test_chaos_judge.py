@@ -284,6 +284,54 @@ def result_without_effect(found: Evidence) -> Evidence:
     return msgspec.structs.replace(found, marks=[m for m in found.marks if m.run != "r3"])
 
 
+def executed_twice_by_one_claim(found: Evidence) -> Evidence:
+    """Side by side, in one process; the lease was not over, and nothing was broken."""
+    twin = [mark(2, 2.1201, "began"), mark(2, 2.1501, "ended")]
+    return msgspec.structs.replace(found, marks=sorted([*found.marks, *twin], key=lambda m: m.at))
+
+
+def taken_over(found: Evidence, *, lease_ended: bool, **faults: float) -> Evidence:
+    """Run 5 is claimed by another while its worker, 7, is in its step, which that one ends too."""
+    story = [owned(5, 5.13, worker=None, due_at=None, lease_ended=lease_ended), owned(5, 5.14, worker="host:8")]
+    story += [one for one in found.dump.owned if (one.run_id, one.worker) != ("r5", None)]
+    marks = [*found.marks, mark(5, 5.145, "began", pid=8, generation=3), mark(5, 5.16, "ended", pid=8, generation=3)]
+    broken = [Fault(at=at, fault=fault, pid=PID, until=5.149) for fault, at in faults.items()]
+    found = changed(found, owned=sorted([*story, owned(5, 5.2, worker=None, due_at=None)], key=lambda one: one.at))
+    return msgspec.structs.replace(found, marks=sorted(marks, key=lambda m: m.at), faults=broken)
+
+
+def taken_over_without_a_fault(found: Evidence) -> Evidence:
+    return taken_over(found, lease_ended=True)
+
+
+def taken_over_before_the_lease_was_over(found: Evidence) -> Evidence:
+    return taken_over(found, lease_ended=False, freeze=5.125)
+
+
+def beside_another_step(found: Evidence) -> Evidence:
+    """No effect is repeated, but one execution goes on while another is in a step."""
+    marks = [mark(5, 5.13, "began", step="next", generation=3), mark(5, 5.16, "ended", step="next", generation=3)]
+    return msgspec.structs.replace(found, marks=sorted([*found.marks, *marks], key=lambda m: m.at))
+
+
+def effect_missing(found: Evidence) -> Evidence:
+    """A second workflow of the event was to run."""
+    answers = put(found.answers, 0, type="chaos.keyed", dedupe_key="o1")
+    marks = [msgspec.structs.replace(m, workflow="each") if m.run == "r0" else m for m in found.marks]
+    return msgspec.structs.replace(found, answers=answers, marks=marks)
+
+
+AGAIN, BESIDE, MISSING = "effects repeated without a reason", "executions side by side", "effects missing"
+# Where the sink tells the same story as the rows, both verdicts find it.
+ALSO: dict[Plant, set[str]] = {
+    step_again: {AGAIN},
+    two_ids_for_one: {MISSING},
+    timer_early: {MISSING},
+    result_without_effect: {MISSING},
+    executed_twice_by_one_claim: {BESIDE},
+    taken_over_without_a_fault: {BESIDE},
+    taken_over_before_the_lease_was_over: {BESIDE},
+}
 PLANTED: dict[Plant, str] = {
     event_missing: "acknowledged events lost",
     event_never_decided: "acknowledged events lost",
@@ -311,6 +359,11 @@ PLANTED: dict[Plant, str] = {
     accepted_while_down: "202 while Postgres was down",
     step_again: "finished steps done again",
     result_without_effect: "finished steps done again",
+    executed_twice_by_one_claim: AGAIN,
+    taken_over_without_a_fault: AGAIN,
+    taken_over_before_the_lease_was_over: AGAIN,
+    beside_another_step: BESIDE,
+    effect_missing: MISSING,
 }
 
 
@@ -324,7 +377,7 @@ def test_a_clean_story_is_acquitted() -> None:
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_violation_is_found_by_its_verdict_alone(plant: Plant) -> None:
-    assert broken(plant(clean())) == {PLANTED[plant]}
+    assert broken(plant(clean())) == {PLANTED[plant]} | ALSO.get(plant, set())
 
 
 def test_every_verdict_has_a_planted_violation() -> None:
@@ -335,16 +388,19 @@ def test_what_is_allowed_is_acquitted() -> None:
     """A repeated effect after a crash, a zombie's mark, an unknown answer, a skipped key, a planned failure."""
     found = clean()
     zombie = mark(2, 2.5, "began", pid=99)
-    again = [owned(5, 5.13, worker=None, due_at=None), owned(5, 5.14, worker="host:8")]
-    story = sorted([*found.dump.owned, *again], key=lambda one: one.at)
-    marks = [*found.marks, zombie, mark(5, 5.15, "began", pid=8), mark(5, 5.16, "ended", pid=8)]
+    frozen = [owned(2, 2.02, worker="host:99"), owned(2, 2.1, worker=None, due_at=None, lease_ended=True)]
+    again = [owned(5, 5.13, worker=None, due_at=None, lease_ended=True), owned(5, 5.14, worker="host:8")]
+    story = sorted([*found.dump.owned, *frozen, *again], key=lambda one: one.at)
+    marks = [msgspec.structs.replace(m, generation=3) if m.run == "r2" else m for m in found.marks]
+    marks += [zombie, mark(5, 5.15, "began", pid=8, generation=3), mark(5, 5.16, "ended", pid=8, generation=3)]
+    broke = [Fault(at=2.03, fault="freeze", pid=99, until=2.49), Fault(at=5.125, fault="kill", pid=PID)]
     unknown = answer(20, 4.0, status=0, event_id=None, outcome=None)
     runs = put(found.dump.runs, 7, workflow="broken", status="failed", error="as planned")
     skipped = put(found.dump.deliveries, 8, workflow="keyed", status="skipped", run_id="r1", launched_at=None)
     runs = [run for run in runs if run.id != "r8"]
     steps = [step for step in found.dump.steps if step.run_id != "r8"]
     found = changed(found, owned=story, runs=runs, deliveries=skipped, steps=steps)
-    found = msgspec.structs.replace(found, marks=marks, answers=[*found.answers, unknown])
+    found = msgspec.structs.replace(found, marks=marks, answers=[*found.answers, unknown], faults=broke)
     assert broken(found) == set()
     counted = figures(found)
     assert (counted.effects_repeated, counted.unanswered, counted.effects_of_zombies) == (1, 1, 2)

@@ -277,7 +277,7 @@ def _claimed(
     return [
         (deliver.claimed_run(d, c.trigger, parameters, now), c.event)
         for c, d in zip(candidates, decided, strict=True)
-        if (parameters := launched.get(d.id)) is not None
+        if (parameters := deliver.claimed_with(d, launched)) is not None
     ]
 
 

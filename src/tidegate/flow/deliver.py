@@ -23,7 +23,7 @@ from tidegate.model.run import ClaimedRun
 from tidegate.model.template import TemplateError
 from tidegate.model.trigger import NO_KEYS, CompiledTrigger, Keys
 from tidegate.model.units import written_rate
-from tidegate.store.deliveries import Decided
+from tidegate.store.deliveries import Created, Decided
 from tidegate.store.trigger_gates import LockedTrigger, Slots
 
 MAX_PARAMETER_BYTES = 256 * 1024
@@ -120,6 +120,12 @@ def render(
     except (TemplateError, TypeError, ValueError, RecursionError) as exc:
         error = str(exc)
     return Candidate(delivery_id, event, trigger, parameters, keys, error, attempts, waited_for, is_over_budget)
+
+
+def claimed_with(one: Decided, created: Created) -> dict[str, Any] | None:
+    """The parameters of the run that a delivery has created and that is claimed. One that was skipped names the run
+    that another has created: it has none of its own."""
+    return created.get(one.id)
 
 
 def claimed_run(one: Decided, trigger: CompiledTrigger, parameters: dict[str, Any], now: datetime) -> ClaimedRun:

@@ -223,7 +223,7 @@ class DeliveryRetry:
             claimed=[
                 (_claimed(d, parameters, look), found[d.event_id])
                 for d in decided
-                if (parameters := launched.get(d.id)) is not None
+                if (parameters := deliver.claimed_with(d, launched)) is not None
             ],
             woken=woken,
             decided=decided,
