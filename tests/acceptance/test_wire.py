@@ -123,6 +123,47 @@ async def test_an_upgrade_is_read_alike_wherever_it_is_cut(
     assert await smuggled(connection) == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "stays"),
+    [
+        (b"/v1/events", 202, True),
+        (b"/nowhere", 404, False),
+        (b"/v1/webhooks/nobody", 401, False),
+        (b"/livez", 405, False),
+    ],
+)
+async def test_who_waits_to_be_asked_and_is_not_has_no_further_request(
+    ways: tuple[int, int], path: bytes, status: int, stays: bool
+) -> None:
+    """It may send its body or not: another's request, which a proxy sends next, would be taken for it."""
+    event = b'{"type": "a", "source": "b"}'
+    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % path
+    head += b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(event)
+    for port in ways:
+        answers = await wire.answers(port, [head, event, wire.last(b"next").raw], gap_seconds=0.2)
+        assert [answer.status for answer in answers] == ([status, 404] if stays else [status])
+        assert answers[0].closes != stays
+
+
+PATHS = {
+    b"/v1/events": 202, b"/v1/%65vents": 202, b"/%761/events": 202, b"http://elsewhere/v1/events": 202,
+    b"/v1/events?x=1": 202, b"/v1%2Fevents": 202, b"/v1/events/": 405, b"//v1/events": 404, b"/v1//events": 404,
+    b"/v1/./events": 404, b"/x/../v1/events": 404, b"/V1/EVENTS": 404, b"/v1/events%00": 404, b"/v1/%2565vents": 404,
+    b"/v1/events%ff": 400, b"/%ff/..%2f": 400, b"/%ef%bf%bd": 404, b"*": 404, b"v1/events": 400,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS, ids=str)
+async def test_a_path_has_one_meaning(ways: tuple[int, int], path: bytes) -> None:
+    """The octets it stands for, decoded once: nothing is cleaned up, and nobody is sent elsewhere."""
+    event = b'{"type": "a", "source": "b"}'
+    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % path
+    raw = head + b"content-length: %d\r\n\r\n%b" % (len(event), event) + wire.last(b"next").raw
+    short, long = [alike(await wire.answers(port, [raw])) for port in ways]
+    assert [answer.status for answer in short[:1]] == [PATHS[path]]
+    assert [answer.status for answer in short] == [answer.status for answer in long]
+
+
 async def test_random_connections(address: str, shared_url: str) -> None:
     found = await wire.attack(int(address.rpartition(":")[2]), shared_url, 2000, random.randrange(1_000_000))
     assert found.is_clean, wire.table(found)

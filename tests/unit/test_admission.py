@@ -45,6 +45,20 @@ def test_bodies_fill_it_from_their_first_byte() -> None:
         again.hold_bytes(admission.MAX_HELD_BYTES)  # all of it is free again
 
 
+def test_strangers_take_nothing_from_those_who_are_known() -> None:
+    gate = Admission(10)
+    with gate.request(is_known=False) as first, gate.request(is_known=False) as second, gate.request() as known:
+        first.hold_bytes(admission.MAX_STRANGERS_BYTES)
+        assert gate.is_full_for_strangers and not gate.is_full
+        with pytest.raises(Overloaded, match="try again"):
+            second.hold_bytes(1)
+        known.hold_bytes(admission.MAX_HELD_BYTES - admission.MAX_STRANGERS_BYTES)
+        first.show()
+        assert gate.is_full and not gate.is_full_for_strangers
+    with gate.request() as again:
+        again.hold_bytes(admission.MAX_HELD_BYTES)  # all of it is free again
+
+
 def test_a_request_that_fails_leaves_nothing_behind() -> None:
     gate = Admission(1)
     with pytest.raises(ZeroDivisionError), gate.request() as place:
@@ -81,7 +95,7 @@ async def test_large_bodies_are_parsed_one_in_each_turn_of_the_loop_in_order() -
     gate, parsed, others = Admission(10), list[int](), list[int]()
 
     async def request(n: int) -> None:
-        await gate.turn(admission.TURN_BYTES)
+        await gate.known.turn(admission.TURN_BYTES)
         parsed.append(n)
 
     async def somebody_else() -> None:
@@ -98,7 +112,7 @@ async def test_small_bodies_share_a_turn() -> None:
     gate, parsed = Admission(10), list[int]()
 
     async def request(n: int) -> None:
-        await gate.turn(10)
+        await gate.known.turn(10)
         parsed.append(n)
 
     tasks = [asyncio.create_task(request(n)) for n in range(1000)]
@@ -110,16 +124,16 @@ async def test_small_bodies_share_a_turn() -> None:
 
 async def test_a_burst_of_small_requests_is_taken_whole() -> None:
     gate = Admission(20_000)
-    results = await asyncio.gather(*(gate.turn(100) for _ in range(10_000)), return_exceptions=True)
+    results = await asyncio.gather(*(gate.known.turn(100) for _ in range(10_000)), return_exceptions=True)
     assert results == [None] * 10_000, "none was refused"
     assert not gate.is_full
 
 
 async def test_what_waits_for_its_turn_is_bounded_and_may_go_away() -> None:
     gate, half = Admission(10), admission.MAX_WAITING_BYTES // 2
-    results = await asyncio.gather(*(gate.turn(half) for _ in range(4)), return_exceptions=True)
+    results = await asyncio.gather(*(gate.known.turn(half) for _ in range(4)), return_exceptions=True)
     assert [type(result) for result in results] == [type(None), type(None), type(None), Overloaded]
-    _, gone = (asyncio.create_task(gate.turn(admission.MAX_WAITING_BYTES)) for _ in range(2))
+    _, gone = (asyncio.create_task(gate.known.turn(admission.MAX_WAITING_BYTES)) for _ in range(2))
     await asyncio.sleep(0)
     assert gate.is_full
     gone.cancel()

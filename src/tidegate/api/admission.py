@@ -2,6 +2,9 @@
 
 Refusing must cost next to nothing, or an overloaded process spends its time on what it refuses. And whoever is refused
 is to know it at once, so nothing holds the event loop for long: large bodies are parsed one in each turn of the loop.
+
+Those who have shown nothing yet, as the sender of a webhook until its signature is checked, have a room of their own:
+however many there are, they take nothing from those who are known.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ WAIT_SECONDS = 1.0
 # With so many events under way the database never waits for us: two full commits, one under way and the next.
 ENOUGH_EVENTS = 2000
 MEASURE_SECONDS = 0.5
-# What bodies may occupy from their first byte until their request is answered, in all.
+# What bodies may occupy from their first byte until their request is answered, in all; and those of strangers.
 MAX_HELD_BYTES = 64 * 1024 * 1024
+MAX_STRANGERS_BYTES = 16 * 1024 * 1024
 # Of bodies that are parsed in one turn of the event loop (some ten milliseconds), and that may wait for their turn (a
 # second or so); each counts for so many bytes more, since an empty one costs something too.
 TURN_BYTES = 64 * 1024
@@ -34,44 +38,22 @@ def overloaded() -> Overloaded:
     return Overloaded("more is under way than can be stored at once; try again in a second")
 
 
-class Admission:
-    """What one process has taken on. `max_events` bounds it while nothing has been measured, and ever after."""
+class Room:
+    """The bodies of some requests: what they occupy, and which of them is parsed next."""
 
-    def __init__(self, max_events: int, *, clock: Callable[[], float] = monotonic) -> None:
-        self._max_events = max_events
-        self._clock = clock
-        self.limit_events = max_events
-        self._events = 0
-        self._held_bytes = 0
+    def __init__(self, max_held_bytes: int) -> None:
+        self.max_held_bytes = max_held_bytes
+        self.held_bytes = 0
         self._parsed_bytes = 0
         self._waiting_bytes = 0
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
-        self._is_measuring_since: float | None = None
-        self._stored = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether no more may be begun."""
-        return (
-            self._events >= self.limit_events
-            or self._waiting_bytes >= MAX_WAITING_BYTES
-            or self._held_bytes >= MAX_HELD_BYTES
-        )
-
-    @contextlib.contextmanager
-    def request(self) -> Iterator[Place]:
-        """A request that was begun; whatever it held is free again when it is left."""
-        place = Place(self)
-        try:
-            yield place
-        finally:
-            self._held_bytes -= place.bytes
-            if place.events:
-                self._events -= place.events
-                self._measure(place.events)
+        return self._waiting_bytes >= MAX_WAITING_BYTES or self.held_bytes >= self.max_held_bytes
 
     async def turn(self, size: int) -> None:
-        """Returns when a body of this size may be parsed. Overloaded when by now too much is under way."""
+        """Returns when a body of this size may be parsed. Overloaded when too many wait, or hold too much."""
         if self.is_full:
             raise overloaded()
         cost = size + REQUEST_BYTES
@@ -97,6 +79,41 @@ class Admission:
                 future.set_result(None)
                 self._take(cost)
 
+
+class Admission:
+    """What one process has taken on. `max_events` bounds it while nothing has been measured, and ever after."""
+
+    def __init__(self, max_events: int, *, clock: Callable[[], float] = monotonic) -> None:
+        self._max_events = max_events
+        self._clock = clock
+        self.limit_events = max_events
+        self._events = 0
+        self.known = Room(MAX_HELD_BYTES)
+        self.strangers = Room(MAX_STRANGERS_BYTES)
+        self._is_measuring_since: float | None = None
+        self._stored = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may be begun."""
+        return self._events >= self.limit_events or self.known.is_full
+
+    @property
+    def is_full_for_strangers(self) -> bool:
+        return self._events >= self.limit_events or self.strangers.is_full
+
+    @contextlib.contextmanager
+    def request(self, *, is_known: bool = True) -> Iterator[Place]:
+        """A request that was begun; whatever it held is free again when it is left."""
+        place = Place(self, self.known if is_known else self.strangers)
+        try:
+            yield place
+        finally:
+            place.room.held_bytes -= place.bytes
+            if place.events:
+                self._events -= place.events
+                self._measure(place.events)
+
     def _measure(self, stored: int) -> None:
         """Events stored a second, while there is enough to do: otherwise it would only tell how many were sent."""
         now = self._clock()
@@ -116,19 +133,32 @@ class Admission:
 
 
 class Place:
-    """What one request holds."""
+    """What one request holds, and in which room."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, room: Room) -> None:
         self._admission = admission
+        self.room = room
         self.bytes = 0
         self.events = 0
 
     def hold_bytes(self, count: int) -> None:
-        """More of its body has come. Overloaded when all bodies together are too much."""
+        """More of its body has come. Overloaded when all bodies of its room together are too much."""
         self.bytes += count
-        self._admission._held_bytes += count
-        if self._admission._held_bytes > MAX_HELD_BYTES:
+        self.room.held_bytes += count
+        if self.room.held_bytes > self.room.max_held_bytes:
             raise overloaded()
+
+    async def turn(self) -> None:
+        """Returns when its body may be parsed. Overloaded when by now too much is under way."""
+        if self._admission._events >= self._admission.limit_events:
+            raise overloaded()
+        await self.room.turn(self.bytes)
+
+    def show(self) -> None:
+        """Whose request it is has been shown."""
+        self.room.held_bytes -= self.bytes
+        self.room = self._admission.known
+        self.room.held_bytes += self.bytes
 
     def hold_events(self, count: int) -> None:
         """Its events are about to be stored."""

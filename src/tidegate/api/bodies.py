@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Send
 
 from tidegate.api.problems import Problem
 from tidegate.errors import FieldError, InvalidInput
@@ -128,3 +129,23 @@ def _not_finite(raw: bytes) -> list[str]:
         elif isinstance(value, float) and not math.isfinite(value):
             wrong.append(place or "body")
     return sorted(wrong)
+
+
+def closing_unless_read(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """For a request that waits to be asked for its body: answered without that, it is the last of its connection.
+
+    Whether such a client still sends the body is open, and what it sends next would be taken for it.
+    """
+    is_asked_for = False
+
+    async def ask() -> Message:
+        nonlocal is_asked_for
+        is_asked_for = True
+        return await receive()
+
+    async def answer(message: Message) -> None:
+        if message["type"] == "http.response.start" and not is_asked_for:
+            message["headers"] = [*message["headers"], (b"connection", b"close")]
+        await send(message)
+
+    return ask, answer

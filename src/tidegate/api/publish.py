@@ -89,7 +89,7 @@ async def _answer(
         principal = await services.access.check(headers.get("authorization"), "publish", raw_headers, peer)
         with services.admission.request() as place:
             body = await read(headers, place)
-            await services.admission.turn(len(body))
+            await place.turn()
             events, is_batch = _parse(services, headers, body)
             del body
             if principal is not None:

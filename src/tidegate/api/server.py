@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from importlib import resources
 from typing import Any, cast
+from urllib.parse import unquote_to_bytes
 
 import uvicorn
 from starlette.applications import Starlette
@@ -260,9 +261,15 @@ def _application(services: Services) -> ASGIApp:
         content = (resources.files("tidegate.api") / "static" / name).read_bytes()
         routes.append(StarletteRoute(path, _fixed(Response(content, media_type=media))))
     framework = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
+    framework.router.redirect_slashes = False  # a path has one meaning, and nobody is sent elsewhere
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        if _is_cross_site(scope):
+        if any(name == b"expect" for name, _ in scope["headers"]):
+            receive, send = bodies.closing_unless_read(receive, send)
+        if not _is_utf8(scope):
+            metrics.answered(metrics.OTHER, 400)
+            await problems.response(Problem(400, "the address is not UTF-8"))(scope, receive, send)
+        elif _is_cross_site(scope):
             metrics.answered(metrics.OTHER, 403)
             await _cross_site()(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == "/v1/events" and scope["method"] == "POST":
@@ -271,6 +278,15 @@ def _application(services: Services) -> ASGIApp:
             await framework(scope, receive, send)
 
     return application
+
+
+def _is_utf8(scope: Scope) -> bool:
+    """Whether the address can be read; where not, two addresses could become one name."""
+    if "\ufffd" not in scope["path"]:
+        return True
+    with contextlib.suppress(UnicodeDecodeError):
+        return "\ufffd" in unquote_to_bytes(scope["raw_path"]).decode()
+    return False
 
 
 def _is_cross_site(scope: Scope) -> bool:

@@ -37,7 +37,7 @@ async def receive_webhook(request: Request, services: Services) -> Response:
     source: str = request.path_params["source"]
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
     webhook: Webhook | None = None
-    if services.admission.is_full:
+    if services.admission.is_full_for_strangers:
         return publish.OVERLOADED
     try:
         webhook = await services.webhooks.find(source)
@@ -45,12 +45,13 @@ async def receive_webhook(request: Request, services: Services) -> Response:
             return _unsigned(services, source, webhook, "repeated_header")
         if not any(name in headers for name in SIGNATURE_HEADERS.values()):  # nobody makes us read a body for nothing
             return _unsigned(services, source, webhook, "missing_signature")
-        with services.admission.request() as place:
+        with services.admission.request(is_known=False) as place:
             body = await publish.read_body(request.receive, headers, services.settings.max_body_bytes, place)
-            await services.admission.turn(len(body))
+            await place.turn()
             reason = refusal(webhook.config if webhook else None, headers, body, utc_now())
             if reason is not None or webhook is None:
                 return _unsigned(services, source, webhook, reason or "unknown_source")
+            place.show()
             event = _event(services, webhook, headers, body)
             place.hold_events(1)
             accepted = await services.webhooks.accept(event)
