@@ -8,16 +8,22 @@ OTHERS := $(VENV)/others
 
 JOBS   ?= 2
 
-.PHONY: dev test check fmt bench chaos wheel clean
+.PHONY: dev test test-pythons check fmt bench chaos wheel clean
 
 dev: $(READY)
 	@exec $(BIN)/tidegate dev examples/demo.py
 
 # Most tests wait for processes and clocks: two at a time take half as long. A file stays together. Those that measure run
-# by themselves afterwards.
+# by themselves afterwards, also when others failed.
 test: $(READY) $(OTHERS)/.ready
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone" $(ARGS) || [ $$? -eq 5 ]
-	@$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]
+	@failed=0; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone" $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	exit $$failed
+
+# On each Python from 3.11 on that is found here; ARGS as for `test` (`make test-pythons ARGS="tests/unit"`).
+test-pythons: $(READY)
+	@JOBS=$(JOBS) $(BIN)/python .ci/pythons.py $(ARGS)
 
 check: $(READY)
 	@$(BIN)/ruff format --check .
