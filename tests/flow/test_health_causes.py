@@ -343,6 +343,34 @@ async def test_unserved(database: Database, connection: Connection, clock: Clock
     assert await gauge(database, "tidegate_unserved_workflows") == 0
 
 
+async def test_a_forgotten_run_of_a_removed_workflow_is_a_cause_of_its_own(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    """More workers would not help, and nothing that they can run is late."""
+    await ticks(connection, 1)
+    await worker.turn()
+    await clock.advance(86_400_000)
+    await workers.beat(connection, "w", [uuid.uuid4()])
+    found = await health.snapshot(connection)
+    assert [(c.code, c.severity, c.subject) for c in found.causes] == [("workflow_unserved", "degraded", "tick")]
+    assert found.causes[0].message.endswith("Start a worker that has it, or cancel them")
+    assert (found.status, found.queues["runs"].ready, found.queues["runs"].oldest_due_age_seconds) == ("degraded", 1, 0)
+    await workers.beat(connection, "w", [await definition(connection)])
+    late = await cause(connection, "runs_stalled")
+    assert late and late.severity == "critical", "now it is they who are late"
+
+
+async def test_the_worst_cause_comes_first(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    await control.pause(database, "noisy", duration_ms=None, actor="ann")
+    await ticks(connection, 1, source="quiet")
+    await worker.turn()
+    await clock.advance(86_400_000)
+    severities = [cause.severity for cause in (await health.snapshot(connection)).causes]
+    assert severities == sorted(severities) and set(severities) == {"critical", "degraded"}
+
+
 async def definition(connection: Connection) -> uuid.UUID:
     found: uuid.UUID = await connection.fetchval("select id from tidegate.workflow_definitions where slug = 'tick'")
     return found

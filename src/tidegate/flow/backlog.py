@@ -20,7 +20,7 @@ def retries(groups: Sequence[Group]) -> dict[str, RetrySummary]:
 def queues(groups: Sequence[Group], depths: Depths, now: datetime) -> dict[str, QueueDepth]:
     """The depths of `ingress`, `triggers` and `runs`."""
     events, deliveries = _due(groups, "events"), _due(groups, "deliveries")
-    runs = _Due(depths.runs_due, depths.runs_total, depths.runs_since if depths.runs_due else None)
+    runs = _Due(depths.runs_due, depths.runs_total, depths.runs_since)
     undecided = _Due(depths.inbox, depths.inbox, depths.inbox_since)
     return {
         "ingress": _depth([undecided, events], depths.active_events, now),

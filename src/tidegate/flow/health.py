@@ -137,7 +137,7 @@ async def facts(connection: Connection, policy: HealthPolicy, of_sources: Sequen
     paused_sources = await health.paused_sources(connection, now, SHOWN)
     names = {*of_sources, *(paused.source for paused in paused_sources)}
     groups, waiting = await health.waiting(connection, now, late, names)
-    depths = await health.depths(connection, now)
+    depths = await health.depths(connection, now, policy.worker_degraded_ms)
     recent = now - timedelta(milliseconds=policy.dead_letters_window_ms)
     return Facts(
         now=now,

@@ -61,7 +61,8 @@ class Facts(NamedTuple):
 
 
 def verdict(facts: Facts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[Cause]:
-    """Everything that is not as it should be; what an operator did first, then what must be mended.
+    """Everything that is not as it should be, the worst first; among equals, what an operator did, then what must be
+    mended.
 
     `runbook` is where the runbook is published; each cause names its section of it.
     """
@@ -73,6 +74,7 @@ def verdict(facts: Facts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[
         *_workers(facts, policy),
         *_reconcile(facts, policy),
     ]
+    found.sort(key=lambda cause: cause.severity != "critical")
     return [msgspec.structs.replace(cause, runbook=f"{runbook}#{cause.runbook}") for cause in found]
 
 
@@ -134,7 +136,10 @@ def _workers(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
         since = facts.workers.seen_at or (facts.now - timedelta(seconds=waiting) if waiting else None)
         yield _cause("no_worker", level, "workers", text, since)
     for one in facts.unserved:
-        text = f"no worker that is alive has the code of {one.workflow}; runs that are due: {one.waiting}"
+        text = (
+            f"no worker that is alive has the code of {one.workflow}; runs that are due: {one.waiting}. Start a worker "
+            "that has it, or cancel them"
+        )
         yield _cause("workflow_unserved", "degraded", one.workflow, text, one.since)
 
 

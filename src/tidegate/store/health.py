@@ -215,9 +215,9 @@ async def waiting(
     return [group for group in found if group.kind != "source"], by_source
 
 
-async def depths(connection: Connection, now: datetime) -> Depths:
-    """What is undecided, to be run and claimed."""
-    return Depths(**dict(await connection.fetchrow(_sql["depths"], now, INBOX_COUNTED) or {}))
+async def depths(connection: Connection, now: datetime, alive_ms: int) -> Depths:
+    """What is undecided, to be run and claimed; a worker is alive that was seen within `alive_ms`."""
+    return Depths(**dict(await connection.fetchrow(_sql["depths"], now, INBOX_COUNTED, alive_ms) or {}))
 
 
 async def limits(connection: Connection, most: int) -> list[LimitHealth]:

@@ -53,15 +53,18 @@ select 'source', source, false, sum(total)::bigint, min(next_attempt_at), sum(du
 
 -- name: depths
 -- What else the queues hold at $1: undecided events and the oldest of them, runs that are due or wait for a time and the
--- earliest, and what is claimed. Of a very long inbox only the first $2 are counted; for the rest the numbers that were
+-- earliest of them whose code a worker has that was seen within $3 ms (where there is none: of all), and what is claimed. Of a very long inbox only the first $2 are counted; for the rest the numbers that were
 -- given out since then stand, also those of events that were sent twice.
 with first as materialized (
   select count(*) as counted, max(ingress_sequence) as last
     from (select ingress_sequence from tidegate.event_inbox order by ingress_sequence limit $2) i
+), served as materialized (
+  select array_agg(distinct d.id) as ids from tidegate.workers w, unnest(w.definitions) as d (id)
+   where w.seen_at > tidegate.now() - $3::bigint * interval '1 ms'
 ), runs as (
-  select count(*) filter (where next_attempt_at <= $1::timestamptz) as due, count(*) as total,
-         min(next_attempt_at) as next_attempt_at
-    from tidegate.workflow_runs where status = 'pending'
+  select count(*) filter (where next_attempt_at <= $1::timestamptz) as due, count(next_attempt_at) as total,
+         min(next_attempt_at) filter (where served.ids is null or workflow_definition_id = any (served.ids)) as next_attempt_at
+    from served left join tidegate.workflow_runs on status = 'pending'
 )
 select first.counted + case when first.counted < $2 then 0
                             else (select max(ingress_sequence) from tidegate.event_inbox) - first.last end as inbox,
