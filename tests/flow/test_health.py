@@ -57,6 +57,31 @@ async def test_depths_and_ages(database: Database, connection: Connection, clock
     assert found.status == "ok"  # waiting for a limit is no fault
 
 
+async def test_what_the_console_counts_is_what_the_database_holds(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    await limit(database, 120, interval_ms=60_000)
+    await ticks(connection, 130)  # more than a page of any list
+    await worker.turn()
+    await ticks(connection, 3)
+    await connection.execute(
+        "update tidegate.workflow_runs set status = 'running', claim_expires_at = tidegate.now() "
+        "where id in (select id from tidegate.workflow_runs limit 70)"
+    )
+    await connection.execute(
+        "update tidegate.workflow_runs set next_attempt_at = tidegate.now() + interval '1 hour' "
+        "where id in (select id from tidegate.workflow_runs where status = 'pending' limit 20)"
+    )
+    found = await health.snapshot(connection)
+    held = await connection.fetchrow(
+        "select (select count(*) from tidegate.workflow_events), count(*), count(*) filter (where status = 'pending'), "
+        "count(*) filter (where status = 'running') from tidegate.workflow_runs"
+    )
+    runs = found.queues["runs"]
+    assert (found.totals.received, found.totals.launched, runs.ready + runs.delayed, runs.active) == tuple(held)
+    assert tuple(held) == (133, 120, 50, 70)
+
+
 async def test_overdue_and_stalled(database: Database, connection: Connection, clock: Clock, worker: Worker) -> None:
     await limit(database, 1)
     await ticks(connection, 2)

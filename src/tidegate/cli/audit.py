@@ -32,4 +32,4 @@ def list_audit(as_json: bool, limit: int, **filters: str | None) -> None:
          short_json(one["before"]), short_json(one["after"]))
         for one in page["entries"]
     ]  # fmt: skip
-    print_table(("AT", "ACTOR", "FROM", "ACTION", "SUBJECT", "BEFORE", "AFTER"), rows, "Nothing was changed.")
+    print_table(("AT", "ACTOR", "FROM", "ACTION", "SUBJECT", "BEFORE", "AFTER"), rows, "Nothing was changed.", page)

@@ -41,4 +41,4 @@ def list_deliveries(trigger: str | None, status: str | None, limit: int, as_json
         for d in page["deliveries"]
     ]
     columns = ("ID", "TRIGGER", "EVENT", "SOURCE", "STATUS", "RUN", "LAUNCHED/NEXT", "WHY")
-    print_table(columns, rows, "No deliveries yet.")
+    print_table(columns, rows, "No deliveries yet.", page)

@@ -55,7 +55,7 @@ def list_letters(as_json: bool, limit: int, state: str, trigger: str | None, **f
          first_line(one["reason"])[:80])
         for one in page["dead_letters"]
     ]  # fmt: skip
-    print_table(("ID", "KIND", "OF", "GIVEN UP", "REPLAY", "REASON"), rows, "No dead letters.")
+    print_table(("ID", "KIND", "OF", "GIVEN UP", "REPLAY", "REASON"), rows, "No dead letters.", page)
 
 
 @dlq.command("show")

@@ -43,7 +43,7 @@ def list_events(
         )
         for e in page["events"]
     ]
-    print_table(("RECEIVED", "TYPE", "SOURCE", "EXTERNAL ID", "ID", "PAYLOAD"), rows, "No events yet.")
+    print_table(("RECEIVED", "TYPE", "SOURCE", "EXTERNAL ID", "ID", "PAYLOAD"), rows, "No events yet.", page)
 
 
 @events.command("show")

@@ -6,7 +6,7 @@ import getpass
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -57,8 +57,11 @@ def print_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
-    """A table: one line for each row when piped, as many as it needs on a terminal that is too narrow."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str, page: Mapping[str, Any] | None = None
+) -> None:
+    """A table: one line for each row when piped, as many as it needs on a terminal that is too narrow. Of a `page` that
+    has others behind it that is said, beside the output that a program may read."""
     if not rows:
         click.echo(empty)
         return
@@ -66,6 +69,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: st
     lines = table_lines(columns, rows, width)
     heading, body = lines[0], lines[1:]
     click.echo("\n".join([*(click.style(line, bold=True) for line in heading), *chain.from_iterable(body)]))
+    if page is not None and page["next_cursor"] is not None:
+        click.echo(f"… and more than these {len(rows)}: --limit (up to 500) shows more, or narrow it down", err=True)
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[list[str]]:

@@ -68,7 +68,7 @@ def list_retries(kind: str, limit: int, as_json: bool, **filters: str | None) ->
         "deliveries": ("TRIGGER", "EVENT", "SOURCE"),
         "steps": ("WORKFLOW", "STEP", "RUN"),
     }[kind]
-    print_table(("ID", *who, "REASON", "ATTEMPTS", "NEXT ATTEMPT", "ETA", "WHY"), rows, "Nothing waits.")
+    print_table(("ID", *who, "REASON", "ATTEMPTS", "NEXT ATTEMPT", "ETA", "WHY"), rows, "Nothing waits.", page)
 
 
 @retries.command("cancel")

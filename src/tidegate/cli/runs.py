@@ -37,7 +37,7 @@ def list_runs(workflow: str | None, status: str | None, limit: int, as_json: boo
         )
         for r in page["runs"]
     ]
-    print_table(("CREATED", "WORKFLOW", "STATUS", "ID", "PARAMETERS", "OUTPUT"), rows, "No runs yet.")
+    print_table(("CREATED", "WORKFLOW", "STATUS", "ID", "PARAMETERS", "OUTPUT"), rows, "No runs yet.", page)
 
 
 @runs.command("cancel")

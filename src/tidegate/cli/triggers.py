@@ -178,7 +178,7 @@ def list_versions(trigger_id: str, limit: int, as_json: bool) -> None:
         (f"v{v['version']}", short_time(v["changed_at"]), v["changed_by"], _difference(older, v))
         for v, older in zip(versions, [*versions[1:], None], strict=True)
     ]
-    print_table(("VERSION", "AT (UTC)", "BY", "CHANGED"), rows, "No versions.")
+    print_table(("VERSION", "AT (UTC)", "BY", "CHANGED"), rows, "No versions.", page)
 
 
 def find_trigger(api: Client, trigger_id: str) -> Any:

@@ -152,18 +152,27 @@ function drawList(list, page) {
   more.textContent = list.hasMore || list.items.length > next ? `Show ${next}` : `Show all ${list.items.length}`;
 }
 
-function drawCounts() {
+// Of everything, as health counts it; of what is filtered (or where health is not for this token), what a page shows of it:
+// 50+ says that there are more, and how many of a cut page have a status would say nothing.
+function drawCounts(health) {
   if (!runs.items || !events.items) return;
   const count = (number, word, name) => el("span", { class: name }, el("b", {}, String(number)), ` ${word}`);
-  const parts = [events, runs].map(({ name, items, hasMore }) =>
-    count(items.length + (hasMore ? "+" : ""), items.length === 1 ? name.slice(0, -1) : name));
-  for (const status of ["pending", "running", "failed"]) {
-    const number = runs.items.filter((run) => run.status === status).length;
-    if (number) parts.push(count(number, status, tone(status)));
-  }
+  const isOfAll = !isFiltered(runs, events) && Boolean(health?.totals && health.queues?.runs);
+  const parts = [events, runs].map(({ name, items, hasMore }, index) => {
+    const number = isOfAll ? [health.totals.received, health.totals.launched][index] : items.length;
+    return count(number + (hasMore && !isOfAll ? "+" : ""), number === 1 ? name.slice(0, -1) : name);
+  });
+  const inPage = (status) => (runs.hasMore ? 0 : runs.items.filter((run) => run.status === status).length);
+  const waiting = isOfAll ? health.queues.runs : null;
+  const statuses = waiting
+    ? { pending: waiting.ready + waiting.delayed, running: waiting.active }
+    : Object.fromEntries(["pending", "running", "failed"].map((status) => [status, inPage(status)]));
+  for (const [status, number] of Object.entries(statuses)) if (number) parts.push(count(number, status, tone(status)));
   if (isFiltered(runs, events)) parts.push(el("i", {}, "as filtered"));
   $("#counts").replaceChildren(...parts);
-  $("#counts").title = `In the newest ${limit(runs)} runs and ${limit(events)} events`;
+  $("#counts").title = isOfAll
+    ? "Events received and runs launched since the beginning; runs that wait and that are running now"
+    : `In the newest ${limit(runs)} runs and ${limit(events)} events`;
   const isEmpty = !isFiltered(runs, events) && !runs.items.length && !events.items.length;
   runs.section.hidden = events.section.hidden = isEmpty;
   $("#welcome").hidden = !isEmpty;
@@ -342,7 +351,7 @@ async function tick() {
     if (eventPage.value) drawList(events, eventPage.value);
     const [held, deliveries] = waits.map((answer) => answer.value);
     if (held && deliveries && health.value?.retries) drawHeld([...held.retries, ...deliveries.retries], health.value);
-    drawCounts();
+    drawCounts(health.value);
     drawPanel();
     suggest($("[name=workflow]"), workflows.value?.workflows.map((workflow) => workflow.slug));
     for (const field of ["type", "source"]) suggest($(`#${field}s`), events.items?.map((event) => event[field]));
