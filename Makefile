@@ -47,6 +47,9 @@ chaos: $(READY)
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.hostile --out chaos/results/hostile.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.wire --out chaos/results/wire.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.poison --out chaos/results/poison.json
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.silence
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.pooler
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.roles
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.fences
 
 # Tidegate as one file, to install on other machines (docs/installing.md).

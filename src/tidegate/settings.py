@@ -65,6 +65,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     poll_ms: int = 1000
     lease_ms: int = 15_000
     worker_concurrency: int = 20
+    serve_connections: int = 9
+    worker_connections: int = 10
     shutdown_ms: int = 20_000
     max_body_bytes: int = 1024 * 1024
     max_batch_events: int = 1000
@@ -86,6 +88,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("poll_ms", 10, 60_000),
             ("lease_ms", 500, 3_600_000),
             ("worker_concurrency", 1, 1000),
+            ("serve_connections", 3, 1000),
+            ("worker_connections", 6, 1000),
             ("shutdown_ms", 0, 600_000),
             ("max_body_bytes", 1024, 64 * 1024 * 1024),
             ("max_batch_events", 1, 10_000),

@@ -97,7 +97,7 @@ def until(addresses: list[str], is_so: Callable[[int, Any], bool]) -> Any:
 
 
 def is_ready(code: int, found: Any) -> bool:
-    return code == 200 and found == {"status": "ok", "checks": FINE}
+    return code == 200 and found["status"] == "ok" and found["checks"] == FINE
 
 
 def test_a_database_that_is_stopped_and_started(own_postgres: EmbeddedPostgres, app: Path) -> None:
@@ -179,6 +179,10 @@ async def test_redis_that_is_stopped_or_may_evict(
         until(addresses, says("degraded", "allkeys-lru"))
         await client.config_set("maxmemory-policy", "noeviction")
         until(addresses, says("ok", "ok"))
+        await client.config_set("maxmemory", "1")
+        until(addresses, says("degraded", "full"))
+        await client.config_set("maxmemory", "0")
+        until(addresses, says("ok", "ok"))
         await asyncio.to_thread(server.stop)
         until(addresses, says("degraded", "does not answer"))
         await asyncio.to_thread(server.start)
@@ -190,3 +194,83 @@ def test_only_three_paths_are_served_by_a_worker(own_postgres: EmbeddedPostgres,
         assert httpx.get(f"{own}/").status_code == 404
         assert httpx.post(f"{own}/readyz").status_code == 405
         assert httpx.get(f"{own}/metrics").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("breaks", "mends", "cause"),
+    [
+        (
+            "revoke insert on tidegate.event_inbox from tidegate",
+            "grant insert on tidegate.event_inbox to tidegate",
+            "this role may not",
+        ),
+        (
+            # As a full disk answers; the short way to one is a trigger.
+            "create function public.full() returns trigger language plpgsql as $$ begin raise exception 'no space' "
+            "using errcode = 'disk_full'; end $$; create trigger full_disk before insert on tidegate.workflow_events "
+            "for each row execute function public.full()",
+            "drop trigger full_disk on tidegate.workflow_events; drop function public.full()",
+            "its disk is full",
+        ),
+    ],
+    ids=["rights", "disk"],
+)
+def test_it_is_not_ready_while_every_publish_is_refused(
+    own_postgres: EmbeddedPostgres, app: Path, breaks: str, mends: str, cause: str
+) -> None:
+    """The database answers, and yet stores nothing."""
+    with both(own_postgres.url(), app) as addresses:
+        until(addresses, is_ready)
+        execute(own_postgres, breaks)
+        try:
+            found = until(addresses, lambda code, found: code == 503)
+            assert cause in found["checks"]["database"] and found["checks"]["schema"] == "ok"
+        finally:
+            execute(own_postgres, mends)
+        until(addresses, is_ready)
+        assert stored(own_postgres) == 0  # asking leaves nothing behind
+
+
+def stored(server: EmbeddedPostgres) -> int:
+    async def count() -> int:
+        connection = await asyncpg.connect(server.url())
+        found: int = await connection.fetchval("select count(*) from tidegate.workflow_events")
+        await connection.close()
+        return found
+
+    return asyncio.run(count())
+
+
+def test_no_connection_left(app: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="tidegate-ready-", ignore_cleanup_errors=True) as folder:
+        server = EmbeddedPostgres(Path(folder), {"max_connections": "12", "superuser_reserved_connections": "3"})
+        url = server.start()
+        try:
+            assert run("migrate", env={"TIDEGATE_DATABASE_URL": url}).returncode == 0
+            with api(url) as (_, address):
+                with_all_taken(url, address)
+                until([address], is_ready)
+        finally:
+            server.stop()
+
+
+def with_all_taken(url: str, address: str) -> None:
+    """Take every connection, and those that the API gives up, until it says so."""
+
+    async def take() -> None:
+        taken = []
+        try:
+            while httpx.get(f"{address}/readyz", timeout=30).status_code == 200:
+                with contextlib.suppress(asyncpg.TooManyConnectionsError):
+                    taken.append(await asyncpg.connect(url))
+                admin = await asyncpg.connect(url.replace(f"{ROLE}@", "postgres@", 1))
+                await admin.execute(
+                    "select pg_terminate_backend(pid) from pg_stat_activity where application_name like 'tidegate-%'"
+                )
+                await admin.close()
+            assert "no connection left" in httpx.get(f"{address}/readyz", timeout=30).json()["checks"]["database"]
+        finally:
+            for connection in taken:
+                await connection.close()
+
+    asyncio.run(take())

@@ -132,9 +132,10 @@ class Api:
     def __init__(self, settings: Settings) -> None:
         url = settings.require_database_url()
         self._settings = settings
-        self._database = Database(url, "api", size=6)
+        ingesting = settings.serve_connections // 3  # events share commits, so that few are needed
+        self._database = Database(url, "api", size=settings.serve_connections - ingesting)
         self._ingest_database = Database(
-            url, "ingest", size=3, lock_timeout_ms=LOCK_TIMEOUT_MS, statement_seconds=STATEMENT_SECONDS
+            url, "ingest", size=ingesting, lock_timeout_ms=LOCK_TIMEOUT_MS, statement_seconds=STATEMENT_SECONDS
         )
         # On the connection that has just stored the events: another one's server process may have to be woken first.
         self._queue = open_queue(settings, self._ingest_database)
@@ -146,7 +147,7 @@ class Api:
         access = Access(settings, self._database)
         exposition = Exposition(self._database, settings.health)
         snapshots = Snapshots(self._database, settings.health, settings.runbook_url, notices.notices(settings))
-        readiness = Readiness(settings, self._database, self._queue)
+        readiness = Readiness(settings, self._database, self._queue, self._ingest_database)
         received = Webhooks(self._database, ingest)
         self.services = Services(
             settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access, received,

@@ -7,6 +7,7 @@ import asyncio
 import click
 
 from tidegate import settings
+from tidegate.store import grants
 from tidegate.store import migrate as migrating
 from tidegate.store.db import Database
 
@@ -14,13 +15,19 @@ from tidegate.store.db import Database
 @click.command()
 @click.option("--status", "show_status", is_flag=True, help="Say what is applied and what is pending; change nothing.")
 @click.option("--sql", "show_sql", is_flag=True, help="Print the SQL of all migrations; change nothing.")
-def migrate(show_status: bool, show_sql: bool) -> None:
-    """Bring the database's schema up to date. Safe to run from many processes at once."""
+@click.option("--grant-to", "workers", multiple=True, metavar="ROLE", help="Let ROLE run `serve` and `worker`; no DDL.")
+@click.option("--grant-publish-to", "producers", multiple=True, metavar="ROLE",
+              help="Let ROLE call tidegate.publish() and nothing else.")  # fmt: skip
+def migrate(show_status: bool, show_sql: bool, workers: tuple[str, ...], producers: tuple[str, ...]) -> None:
+    """Bring the database's schema up to date. Safe to run from many processes at once.
+
+    A migration may add tables: roles that were granted rights before are named again with each release.
+    """
     if show_sql:
         for migration in migrating.migrations():
             click.echo(f"-- {migration.name} (checksum {migration.checksum})\n{migration.sql}")
         return
-    asyncio.run(_status() if show_status else _migrate())
+    asyncio.run(_status() if show_status else _migrate(workers, producers))
 
 
 async def _status() -> None:
@@ -34,10 +41,14 @@ async def _status() -> None:
     click.echo(f"schema version {found.version}, this Tidegate knows {migrating.latest()}")
 
 
-async def _migrate() -> None:
+async def _migrate(workers: tuple[str, ...], producers: tuple[str, ...]) -> None:
     database = Database(settings.load().require_database_url(), "migrate", size=1)
     try:
         applied = await migrating.migrate(database)
+        async with database.transaction() as connection:
+            for rights, roles in ((grants.WORK, workers), (grants.PUBLISH, producers)):
+                for role in roles:
+                    await grants.grant(connection, rights, role)
     finally:
         await database.close()
     for migration in applied:

@@ -11,12 +11,12 @@ from typing import Final, Literal
 import msgspec
 
 from tidegate.clock import monotonic
-from tidegate.errors import SchemaError, SettingsError, TidegateError, Unavailable
+from tidegate.errors import SchemaError
 from tidegate.flow.notices import Notice, notices
 from tidegate.queue.port import Queue
 from tidegate.settings import Settings
-from tidegate.store import durability, migrate
-from tidegate.store.db import Database
+from tidegate.store import durability, events, migrate
+from tidegate.store.db import Database, TransientConflict, why_down
 from tidegate.telemetry.logs import logger
 
 OK: Final = "ok"
@@ -38,9 +38,11 @@ class Ready(msgspec.Struct, frozen=True):
 class Readiness:
     """Looks at most once a second, however many ask."""
 
-    def __init__(self, settings: Settings, database: Database, queue: Queue) -> None:
+    def __init__(self, settings: Settings, database: Database, queue: Queue, publishing: Database) -> None:
+        """`publishing` are the connections that events are stored by."""
         self._settings = settings
         self._database = database
+        self._publishing = publishing
         self._queue = queue
         self._notices = notices(settings)
         self._fresh_until = 0.0
@@ -84,17 +86,23 @@ class Readiness:
                     checks["durability"] = f"{unsafe}; TIDEGATE_ALLOW_UNSAFE_DURABILITY allows it"
                 migrate.refuse_pending(await migrate.status_on(connection))
                 checks["schema"] = OK
+            if checks["database"] == OK:
+                checks["database"] = await self._storing()
         except SchemaError as exc:
             checks["schema"] = str(exc)
-        except (TidegateError, TimeoutError) as exc:
+        except Exception as exc:
             _log.warning("ready.database_cannot_be_asked", error=exc)
-            checks = {"database": _without_detail(exc), "schema": UNKNOWN, "durability": UNKNOWN}
+            checks = {"database": why_down(exc), "schema": UNKNOWN, "durability": UNKNOWN}
         return checks, is_allowed
 
-
-def _without_detail(exc: BaseException) -> str:
-    if isinstance(exc, SettingsError):
-        return "it refuses the login, or is not there: see TIDEGATE_DATABASE_URL and the log"
-    if isinstance(exc, Unavailable):
-        return "it cannot be reached, or refuses to work; the log says why"
-    return "it does not answer in time"
+    async def _storing(self) -> str:
+        """What keeps events from being stored: tried, since a database may answer and yet store nothing."""
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                await events.probe(self._publishing)
+        except TransientConflict:
+            return OK  # someone has a table for a moment
+        except Exception as exc:
+            _log.warning("ready.cannot_store", error=exc)
+            return why_down(exc)
+        return OK

@@ -131,11 +131,14 @@ class BullmqQueue:
             if self._probe is None:
                 self._probe = self._connect(socket_timeout=ASK_SECONDS, socket_connect_timeout=ASK_SECONDS)
             async with asyncio.timeout(2 * ASK_SECONDS):
-                policy = (await self._probe.info("memory")).get("maxmemory_policy", "noeviction")
+                memory = await self._probe.info("memory")
+            policy = memory.get("maxmemory_policy", "noeviction")
         except Exception as exc:
             return f"Redis does not answer ({type(exc).__name__}): workers look every poll_ms instead of being told"
         if policy != "noeviction":
             return f"Redis may evict jobs: maxmemory-policy is {policy}, and should be noeviction"
+        if 0 < memory.get("maxmemory", 0) <= memory.get("used_memory", 0):
+            return "Redis is full (maxmemory): it takes no jobs, and workers look every poll_ms instead of being told"
         return None
 
     def start_listening(self) -> None:

@@ -67,6 +67,14 @@ _MISCONFIGURED = (
     asyncpg.InvalidPasswordError,
     asyncpg.InvalidAuthorizationSpecificationError,
 )
+_CAUSES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
+    (asyncpg.DiskFullError, "its disk is full: events cannot be stored"),
+    (asyncpg.TooManyConnectionsError, "it has no connection left for this process: events cannot be stored"),
+    (asyncpg.ReadOnlySQLTransactionError, "it is read-only, as a standby is: events cannot be stored"),
+    (asyncpg.InsufficientPrivilegeError, "this role may not do what is needed: see `tidegate migrate --grant-to`"),
+    ((SettingsError, *_MISCONFIGURED), "it refuses the login, or is not there: see TIDEGATE_DATABASE_URL and the log"),
+    (TimeoutError, "it does not answer in time"),
+)
 
 
 class TransientConflict(Unavailable):
@@ -97,6 +105,17 @@ async def translated() -> AsyncIterator[None]:
         if isinstance(exc, asyncpg.InterfaceError) and not _is_lost_connection(exc):
             raise
         raise Unavailable(f"the database cannot be reached: {exc or type(exc).__name__}") from exc
+
+
+def why_down(exc: BaseException) -> str:
+    """What keeps the database from being used, in words that hold no address and no text of the driver."""
+    causes: list[BaseException] = [exc]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    for kinds, text in _CAUSES:
+        if any(isinstance(cause, kinds) for cause in causes):
+            return text
+    return "it cannot be reached, or refuses to work; the log says why"
 
 
 def is_data_error(exc: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import asyncpg
 
 from tidegate.model.event import Event, NewEvent
 from tidegate.store.columns import column, same
-from tidegate.store.db import Connection
+from tidegate.store.db import Connection, Database
 from tidegate.store.sql import load
 
 _sql = load("events")
@@ -54,6 +55,18 @@ async def insert_new(connection: Connection, events: Sequence[NewEvent]) -> bool
     except asyncpg.UniqueViolationError:
         return False
     return True
+
+
+async def probe(database: Database) -> None:
+    """Store an event and take it back: raises what publishing would meet."""
+    with suppress(_Undone):
+        async with database.transaction(wait_seconds=2) as connection:
+            await connection.execute(_sql["probe"])
+            raise _Undone
+
+
+class _Undone(Exception):
+    """Rolls a transaction back that has shown what it should."""
 
 
 async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[uuid.UUID, Resolved]:

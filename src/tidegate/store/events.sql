@@ -50,6 +50,15 @@ with input as materialized (
 )
 insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from input
 
+-- name: probe
+-- What storing an event takes, tried; for a transaction that is rolled back.
+with stored as (
+  insert into tidegate.workflow_events (id, type, source, occurred_at, payload, correlation_id)
+  values (tidegate.uuid7(), 'tidegate.probe', 'tidegate', tidegate.now(), '{}', 'probe')
+  returning ingress_sequence, id
+)
+insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from stored
+
 -- name: resolve
 -- For events that were not new: the stored event with the same id or producer's id, and whether the bodies agree.
 -- The time counts only when the repeat carries one; the correlation id names the request, not the content.

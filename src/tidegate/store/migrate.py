@@ -103,8 +103,9 @@ async def migrate(database: Database) -> list[Migration]:
         await connection.execute(_LOCK)
         try:
             await connection.execute(f"set lock_timeout = '{LOCK_TIMEOUT_MS}ms'")
-            await connection.execute(_LEDGER)
-            found = _status(await connection.fetch("select version, checksum from tidegate.schema_migrations"))
+            found = await status_on(connection)
+            if not found.applied:
+                await connection.execute(_LEDGER)
             for migration in found.pending:
                 await _apply_between_others(connection, migration)
             return found.pending

@@ -33,7 +33,7 @@ async def scrapable(settings: Settings) -> AsyncIterator[None]:
         return
     database = Database(settings.require_database_url(), "metrics", size=1)
     queue = open_queue(settings, database)  # only asked how it is
-    readiness = Readiness(settings, database, queue)
+    readiness = Readiness(settings, database, queue, database)
     server = _Server(Exposition(database, settings.health), Access(settings, database), readiness)
     try:
         listening = await asyncio.start_server(server.answer, settings.host, settings.metrics_port, limit=HEAD_BYTES)

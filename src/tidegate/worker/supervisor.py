@@ -63,7 +63,9 @@ class Worker:
     def __init__(self, settings: Settings, workflows: Mapping[str, Workflow], definitions: list[uuid.UUID]) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         self.settings = settings
-        self._database = Database(settings.require_database_url(), "worker", size=8)
+        # One connection keeps the leases, one listens, and one is for the metrics' port.
+        others = 2 + bool(settings.metrics_port)
+        self._database = Database(settings.require_database_url(), "worker", size=settings.worker_connections - others)
         self._queue = open_queue(settings, self._database)
         matcher = Matcher()  # one for all stages: a thousand triggers are compiled once
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
