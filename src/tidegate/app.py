@@ -141,6 +141,7 @@ class Tidegate:
         try:
             await migrate.require_current(database)
             await control.seed_limits(database, self.settings.source_rate_limits)
+            await control.seed_breakers(database, self.settings.source_breakers)
             definitions = await database.run(self.register)
         finally:
             await database.close()

@@ -22,7 +22,7 @@ from tidegate.model.client_address import parse_networks
 from tidegate.model.event import EventLimits, is_name
 from tidegate.model.health import HEALTH, HealthPolicy
 from tidegate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
-from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit
+from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit, SourceBreakerPolicy
 
 TOML_FILE = "tidegate.toml"
 MAX_RETENTION_SECONDS = 100 * 366 * 86_400
@@ -37,6 +37,11 @@ _POLICIES: dict[str, Policy] = {
     "source_error": SOURCE_BREAKER,
     "trigger_error": TRIGGER_BREAKER,
     "health": HEALTH,
+}
+# Settings that are lists of objects, each with a `source`, and what the rest of an object is.
+_BY_SOURCE: dict[str, type[RateLimit | SourceBreakerPolicy]] = {
+    "source_rate_limits": RateLimit,
+    "source_breakers": SourceBreakerPolicy,
 }
 
 
@@ -54,7 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trigger_retry: RetryPolicy = TRIGGER_RETRY
     step_retry: RetryPolicy = STEP_RETRY
     source_rate_limits: dict[str, RateLimit] = {}
-    source_error: BreakerPolicy = SOURCE_BREAKER
+    source_breakers: dict[str, SourceBreakerPolicy] = {}
+    source_error: SourceBreakerPolicy = SOURCE_BREAKER
     trigger_error: BreakerPolicy = TRIGGER_BREAKER
     health: HealthPolicy = HEALTH
     host: str = "127.0.0.1"
@@ -232,8 +238,9 @@ def _from_environment(environ: Mapping[str, str], below: Mapping[str, Any]) -> d
         given = {part: environ[variable] for part, variable in names.items() if environ.get(variable)}
         if given:
             values[name] = _policy(names, below.get(name, default), given)
-    if environ.get(_env("source_rate_limits")):
-        values["source_rate_limits"] = _rate_limits(_env("source_rate_limits"), environ[_env("source_rate_limits")])
+    for name in _BY_SOURCE:
+        if environ.get(_env(name)):
+            values[name] = _by_source(name, _env(name), environ[_env(name)])
     return values
 
 
@@ -248,8 +255,8 @@ def _from_toml(table: dict[str, Any], file: str) -> dict[str, Any]:
                 raise SettingsError(f"{where} must be a table with {', '.join(parts)}, not {value!r}")
             names = {part: f"{where}.{part}" for part in parts}
             values[name] = _policy(names, _POLICIES[name], {part: str(given) for part, given in value.items()})
-        elif name == "source_rate_limits":
-            values[name] = _rate_limits(where, msgspec.json.encode(value).decode())
+        elif name in _BY_SOURCE:
+            values[name] = _by_source(name, where, msgspec.json.encode(value).decode())
         elif name in plain:
             values[name] = _parse(where, plain[name], str(value) if not isinstance(value, bool) else str(value).lower())
         else:
@@ -270,28 +277,31 @@ def _policy(names: dict[str, str], default: Policy, given: dict[str, str]) -> Po
         raise SettingsError(field.sub(lambda found: names[found[0]], str(exc))) from exc
 
 
-def _rate_limits(where: str, text: str) -> dict[str, RateLimit]:
-    """`[{"source", "limit", "interval_ms", "pause_ms"}, …]`; a refusal says which entry and why."""
+def _by_source(name: str, where: str, text: str) -> dict[str, Any]:
+    """`[{"source", …}, …]`; a refusal says which entry and why. `*`, the default, has a limit; of breakers the settings
+    `TIDEGATE_SOURCE_ERROR_…` are the default."""
     try:
         entries = msgspec.json.decode(text, type=list[dict[str, Any]])
     except msgspec.MsgspecError as exc:
         raise SettingsError(f"{where} must be a JSON list of objects: {exc}") from exc
-    limits: dict[str, RateLimit] = {}
+    found: dict[str, Any] = {}
+    has_default = name == "source_rate_limits"
     for i, entry in enumerate(entries):
         source = entry.pop("source", None)
-        if not isinstance(source, str) or not (source == "*" or is_name(source)):
-            raise SettingsError(f"{where}[{i}].source must be the name of a source or *, not {source!r}")
-        if source in limits:
+        if not isinstance(source, str) or not ((source == "*" and has_default) or is_name(source)):
+            what = "the name of a source or *" if has_default else "the name of a source"
+            raise SettingsError(f"{where}[{i}].source must be {what}, not {source!r}")
+        if source in found:
             raise SettingsError(f"{where}[{i}].source is {source!r}, which an earlier entry has already")
         try:
-            limits[source] = msgspec.convert(entry, RateLimit)
+            found[source] = msgspec.convert(entry, _BY_SOURCE[name])
         except (ValueError, msgspec.ValidationError) as exc:
             raise SettingsError(f"{where}[{i}] ({source}): {exc}") from exc
-    return limits
+    return found
 
 
 def _plain_fields() -> dict[str, Any]:
-    special = {*_POLICIES, "source_rate_limits"}
+    special = {*_POLICIES, *_BY_SOURCE}
     return {name: hint for name, hint in get_type_hints(Settings).items() if name not in special}
 
 

@@ -225,6 +225,12 @@ CALLS: dict[tuple[str, str], Callable[[World], Call]] = {
     ("DELETE", "/admin/sources/{source:path}/limit"): lambda w: Call(
         f"/admin/sources/{(name := w.source())}/limit", None, "source.limit", name
     ),
+    ("PUT", "/admin/sources/{source:path}/breaker"): lambda w: Call(
+        f"/admin/sources/{(name := w.source())}/breaker", {"threshold": 9, "runs": True}, "source.breaker", name
+    ),
+    ("DELETE", "/admin/sources/{source:path}/breaker"): lambda w: Call(
+        f"/admin/sources/{(name := w.source())}/breaker", None, "source.breaker", name
+    ),
     ("POST", "/admin/sources/{source:path}/pause"): lambda w: Call(
         f"/admin/sources/{(name := w.source())}/pause", {"duration_ms": 5000, "reason": "x"}, "source.pause", name
     ),

@@ -19,21 +19,21 @@ from tidegate.flow.explain import explain
 from tidegate.flow.replan import Replan
 from tidegate.flow.retry import Retry
 from tidegate.model.retry import RetryPolicy
-from tidegate.model.source import Breaker, BreakerPolicy, RateLimit
+from tidegate.model.source import Breaker, RateLimit, SourceBreakerPolicy
 from tidegate.store import sources
 from tidegate.store.db import Connection, Database
 
 POLICY = RetryPolicy(base_ms=100, factor=2, max_ms=1000, jitter_ratio=0, max_attempts=3, max_age_ms=3_600_000)
-BREAKER = BreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000)
+BREAKER = SourceBreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000)
 
 
 class Worker:
     """The stages of one worker, turned by hand."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, retry: RetryPolicy = POLICY) -> None:
         self.dispatch = Dispatch(database, batch_size=500, after_launch=lambda: None, breaker=BREAKER)
         self.retry = Retry(database, batch_size=500, after_launch=lambda: None, breaker=BREAKER)
-        self.replan = Replan(database, policy=POLICY)
+        self.replan = Replan(database, policy=retry)
 
     async def turn(self) -> Outcome:
         """One look at everything."""
@@ -324,11 +324,12 @@ async def test_a_failed_probe_opens_the_breaker_again(
     for _ in range(3):
         await publish(connection, "bad", "noisy")
     await worker.turn()
-    await publish(connection, "bad", "noisy")
+    for _ in range(2):
+        await publish(connection, "bad", "noisy")
     good = await ticks(connection, 2)
     await worker.turn()
     await clock.advance(10_001)
-    for _ in range(3):
+    for _ in range(5):
         await worker.turn()
     assert await launched(connection) == []
     assert await connection.fetchval("select breaker_state from tidegate.event_scheduler_sources") == "open"
@@ -495,3 +496,116 @@ async def test_metrics_add_up(database: Database, connection: Connection, clock:
     assert row is not None
     assert (row["total"], row["passed"], row["throttled"], row["dropped"]) == (4, 4, 2, 0)
     assert row["max_lag_ms"] >= 1000
+
+
+# The policy of event retries ------------------------------------------------------------------------------------------
+
+
+async def refused(database: Database, connection: Connection, clock: Clock, attempts: int, **policy: Any) -> float:
+    """How many seconds an event waits whose slot has come, with so many attempts, and for which there is no room."""
+    worker = Worker(database, retry=RetryPolicy(**{"jitter_ratio": 0, "max_age_ms": 0} | policy))
+    await control.set_limit(database, "noisy", RateLimit(limit=1, interval_ms=60_000), "test")
+    await ticks(connection, 2)
+    await worker.turn()
+    await connection.execute(
+        "update tidegate.event_ingress_retries set attempts = $1, next_attempt_at = $2 where retry_state = 'scheduled'",
+        attempts,
+        clock.now,
+    )
+    for _ in range(2):  # it is refused, and gets a new slot
+        await worker.turn()
+    [row] = await connection.fetch(
+        "select retry_state, next_attempt_at from tidegate.event_ingress_retries where retry_state <> 'completed'"
+    )
+    return -1 if row["retry_state"] == "exhausted" else (row["next_attempt_at"] - clock.now).total_seconds()
+
+
+@pytest.mark.parametrize(
+    ("attempts", "policy", "expected"),
+    [
+        (1, {"base_ms": 600_000, "max_ms": 6_000_000}, 60.9),  # a slot that fails once is followed by the next slot
+        (2, {"base_ms": 600_000, "max_ms": 6_000_000}, 600),
+        (2, {"base_ms": 900_000, "max_ms": 6_000_000}, 900),
+        (2, {"base_ms": 5000}, 60.9),  # never before there is room
+        (4, {"base_ms": 600_000, "max_ms": 6_000_000, "factor": 2}, 2400),
+        (4, {"base_ms": 600_000, "max_ms": 6_000_000, "factor": 3}, 5400),
+        (4, {"base_ms": 600_000, "max_ms": 1_000_000, "factor": 3}, 1000),
+        (4, {"base_ms": 600_000, "max_ms": 1_000_000, "max_attempts": 5}, 1000),
+        (4, {"base_ms": 600_000, "max_ms": 1_000_000, "max_attempts": 4}, -1),
+    ],
+)
+async def test_a_slot_that_fails_again_is_backed_off_from(
+    database: Database, connection: Connection, clock: Clock, attempts: int, policy: dict[str, Any], expected: float
+) -> None:
+    assert await refused(database, connection, clock, attempts, **policy) == pytest.approx(expected, abs=1)
+
+
+async def test_waits_of_events_are_spread(database: Database, connection: Connection, clock: Clock) -> None:
+    policy = {"base_ms": 1_000_000, "max_ms": 6_000_000, "jitter_ratio": 0.5}
+    seconds = await refused(database, connection, clock, 2, **policy)
+    assert 500 <= seconds <= 1500 and seconds != 1000
+
+
+# A source's own breaker -----------------------------------------------------------------------------------------------
+
+
+async def state(connection: Connection, source: str = "noisy") -> str:
+    found: str = await connection.fetchval(
+        "select breaker_state from tidegate.event_scheduler_sources where source = $1", source
+    )
+    return found
+
+
+async def test_a_source_opens_on_a_share_of_what_was_delivered_before(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    """Four good events, then three bad ones: 3 of 7. Another bad one makes it half."""
+    await ticks(connection, 4)
+    await worker.turn()
+    for _ in range(3):
+        await publish(connection, "bad", "noisy")
+    await worker.turn()
+    assert await state(connection) == "closed"
+    await publish(connection, "bad", "noisy")
+    await worker.turn()
+    assert await state(connection) == "open"
+    row = await sources.get(connection, "noisy")
+    assert row is not None and row.breaker_reason == "4 failures among 8 outcomes within 1m"
+
+
+async def test_one_poisoned_event_does_not_keep_a_source_closed_off(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    for _ in range(3):
+        await publish(connection, "bad", "noisy")
+    await worker.turn()
+    await publish(connection, "bad", "noisy")
+    good = await ticks(connection, 3)
+    await worker.turn()
+    await clock.advance(10_001)
+    for _ in range(5):
+        await worker.turn()
+    assert [event_id for event_id, _ in await launched(connection)] == good
+    assert await state(connection) == "closed"
+
+
+async def test_a_source_has_its_own_policy_until_it_is_removed(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    policy = SourceBreakerPolicy(threshold=1, ratio=0, window_ms=1000, pause_ms=500)
+    set_by = await control.set_breaker(database, "noisy", policy, "ann")
+    assert (set_by.breaker, set_by.breaker_set_by) == (policy, "operator")
+    await ticks(connection, 5)
+    await publish(connection, "bad", "noisy")
+    await worker.turn()
+    assert await state(connection) == "open"
+    await control.set_breaker(database, "noisy", None, "ann")
+    await control.resume(database, "noisy", "ann")
+    await publish(connection, "bad", "noisy")
+    await worker.turn()
+    assert await state(connection) == "closed"
+    seeded = {"noisy": policy, "quiet": policy}
+    assert await control.seed_breakers(database, seeded) == ["quiet"], "an operator's decision stays"
+    assert await control.seed_breakers(database, seeded) == []
+    with pytest.raises(InvalidInput):
+        await control.set_breaker(database, "*", policy, "ann")

@@ -37,7 +37,7 @@ from tidegate.flow.dispatch import Dispatch
 from tidegate.flow.replan import Replan
 from tidegate.flow.retry import Retry
 from tidegate.model.retry import RetryPolicy
-from tidegate.model.source import Breaker, BreakerPolicy, RateLimit
+from tidegate.model.source import Breaker, RateLimit, SourceBreakerPolicy
 from tidegate.store.db import Database
 
 EXAMPLES = int(os.environ.get("TIDEGATE_TEST_EXAMPLES", "40"))
@@ -47,7 +47,7 @@ STEPS = int(os.environ.get("TIDEGATE_TEST_STEPS", "40"))
 PHASES = set(Phase) - (set() if os.environ.get("TIDEGATE_TEST_SHRINK") else {Phase.shrink})
 
 POLICY = RetryPolicy(base_ms=100, factor=2, max_ms=1000, jitter_ratio=0, max_attempts=6, max_age_ms=5 * 86_400_000)
-BREAKER = BreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000)
+BREAKER = SourceBreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000)
 SOURCES = ("a", "b", "c")
 POINTS = {
     "dispatch": ["dispatch.after_claim", "dispatch.after_gate", "dispatch.after_match", "dispatch.before_commit",

@@ -170,7 +170,7 @@ async def test_paused_and_broken_triggers(database: Database, connection: Connec
 
     await database.run(app.register)
     trigger_id = await connection.fetchval("select id from tidegate.workflow_event_triggers")
-    for state in ("paused_at = tidegate.now()", "breaker_state = 'open', failures = array[tidegate.now()]"):
+    for state in ("paused_at = tidegate.now()", "breaker_state = 'open', breaker_at = tidegate.now()"):
         code = "trigger_paused" if "paused" in state else "trigger_breaker_open"
         await connection.execute(
             "insert into tidegate.event_scheduler_triggers (trigger_id) values ($1) on conflict do nothing", trigger_id
@@ -190,7 +190,7 @@ async def test_an_open_source_breaker(database: Database, connection: Connection
     await control.pause(database, "bad", actor="ann")
     await control.resume(database, "bad", "ann")
     await connection.execute(
-        "update tidegate.event_scheduler_sources set breaker_state = 'open', failures = array[tidegate.now()], "
+        "update tidegate.event_scheduler_sources set breaker_state = 'open', breaker_at = tidegate.now(), "
         "breaker_until = tidegate.now() + interval '1 h'"
     )
     found = await cause(connection, "source_breaker_open")

@@ -19,7 +19,7 @@ from tidegate.flow import control
 from tidegate.flow.dispatch import Outcome
 from tidegate.flow.explain import explain
 from tidegate.model.retry import RetryPolicy
-from tidegate.model.source import BreakerPolicy
+from tidegate.model.source import BreakerPolicy, SourceBreakerPolicy
 from tidegate.store import trigger_gates
 from tidegate.store.db import Connection, Database
 
@@ -354,18 +354,169 @@ async def test_a_failing_probe_opens_the_breaker_again(
     await ticks(connection, 3)
     await worker.turn()
     await worker.end_runs(3, "failed")
-    await ticks(connection, 2)
+    await ticks(connection, 3)
     await worker.turn()
     await clock.advance(10_100)
     await worker.turn()
     freed = await worker.end_runs(1, "failed")
+    assert [move.move for move in freed.moves] == ["trial_failed"]
+    await worker.turn()
+    freed = await worker.end_runs(1, "failed")
     assert [move.move for move in freed.moves] == ["reopened"]
     await worker.turn()
-    assert await statuses(connection) == {"launched": 4, "paused": 1}
+    assert await statuses(connection) == {"launched": 5, "paused": 1}
     await clock.advance(10_100)
     await worker.turn()
     await worker.end_runs(1, "succeeded")
-    assert await statuses(connection) == {"launched": 5}
+    assert await statuses(connection) == {"launched": 6}
+
+
+async def test_one_poisoned_delivery_does_not_keep_the_breaker_open(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    """The first in line fails its trial; the next trial is another delivery, at once, and closes the breaker."""
+    await make_trigger(database)
+    await ticks(connection, 3)
+    await worker.turn()
+    await worker.end_runs(3, "failed")
+    await ticks(connection, 4)
+    await worker.turn()
+    await clock.advance(10_100)
+    await worker.turn()
+    [poisoned] = await unfinished(connection)
+    await worker.end_runs(1, "failed")
+    await worker.turn()
+    [healthy] = await unfinished(connection)
+    assert healthy != poisoned
+    freed = await worker.end_runs(1, "succeeded")
+    assert [move.move for move in freed.moves] == ["closed"]
+    await worker.turn()
+    assert await statuses(connection) == {"launched": 7}
+
+
+async def test_a_cancelled_trial_shows_nothing_and_another_follows(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database)
+    await ticks(connection, 3)
+    await worker.turn()
+    await worker.end_runs(3, "failed")
+    await ticks(connection, 3)
+    await worker.turn()
+    await clock.advance(10_100)
+    for _ in range(2):
+        await worker.turn()
+        freed = await worker.end_runs(1, "cancelled")
+        assert [move.move for move in freed.moves] == ["trial_void"]
+    await worker.turn()
+    freed = await worker.end_runs(1, "succeeded")
+    assert [move.move for move in freed.moves] == ["closed"]
+
+
+async def test_a_breaker_opens_on_a_share_of_what_succeeded_before_and_meanwhile(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    """Three of ten fail: before the first failure five had succeeded, and two after it."""
+    await make_trigger(database)
+    await ticks(connection, 10)
+    await worker.turn()
+    await worker.end_runs(5, "succeeded")
+    await clock.advance(1000)
+    await worker.end_runs(1, "failed")
+    await worker.end_runs(2, "succeeded")
+    await clock.advance(1000)
+    freed = await worker.end_runs(2, "failed")
+    assert freed.moves == [] and await breaker(connection) == ("closed", None)
+    await ticks(connection, 4)
+    await worker.turn()
+    assert [move.move for move in (await worker.end_runs(3, "failed")).moves] == []
+    freed = await worker.end_runs(1, "failed")
+    assert [move.move for move in freed.moves] == ["opened"]
+    assert await breaker(connection) == ("open", "7 failures among 14 outcomes within 1m")
+
+
+async def test_successes_leave_no_row_while_nothing_fails(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database)
+    await ticks(connection, 6)
+    await worker.turn()
+    await worker.end_runs(2, "succeeded")
+    counted = "select coalesce(sum(succeeded), 0)::int from tidegate.trigger_successes"
+    assert await connection.fetchval(counted) == 0
+    await worker.end_runs(1, "failed")
+    await worker.end_runs(2, "succeeded")
+    assert await connection.fetchval(counted) == 2
+    await clock.advance(60_001)
+    await worker.end_runs(1, "succeeded")
+    await trigger_gates.forget_successes(connection)
+    assert await connection.fetchval(counted) == 0
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+async def test_what_cannot_be_retried_counts_only_if_asked_to(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker, is_asked: bool
+) -> None:
+    policy = BreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000, non_retryable=is_asked)
+    await make_trigger(database, breaker=policy)
+    await ticks(connection, 5)
+    await worker.turn()
+    await worker.end_runs(5, "failed", is_non_retryable=True)
+    assert (await breaker(connection))[0] == ("open" if is_asked else "closed")
+
+
+async def test_a_breaker_that_moves_names_who_moved_it(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database)
+    await ticks(connection, 3)
+    await worker.turn()
+    [move] = (await worker.end_runs(3, "failed")).moves
+    row = await connection.fetchrow(
+        "select event_id, correlation_id, trigger_id from tidegate.workflow_runs where id = $1", move.run_id
+    )
+    assert row is not None
+    assert (move.event_id, move.correlation_id, move.trigger_id) == tuple(row)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+async def test_failed_runs_count_for_their_source_if_asked_to(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker, counts: bool
+) -> None:
+    """Three of four runs of a source fail, and one of another source."""
+    await make_trigger(database, breaker=BreakerPolicy(threshold=10_000))
+    policy = SourceBreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000, runs=counts)
+    for source in ("shop", "other"):
+        await control.set_breaker(database, source, policy, "test")
+    await ticks(connection, 4)
+    await ticks(connection, 1, "other")
+    await worker.turn()
+    await worker.end_runs(1, "succeeded")
+    freed = await worker.end_runs(2, "failed")
+    assert not freed.source_moves
+    freed = await worker.end_runs(2, "failed")
+    moves = [(move.source, move.move, move.reason) for move in freed.source_moves]
+    assert moves == ([("shop", "opened", "3 failures among 4 outcomes within 1m")] if counts else [])
+    states = await connection.fetch("select source, breaker_state from tidegate.event_scheduler_sources order by 1")
+    assert [tuple(row) for row in states] == [("other", "closed"), ("shop", "open" if counts else "closed")]
+    if counts:
+        [move] = freed.source_moves
+        assert None not in move
+        await ticks(connection, 1)
+        await worker.turn()
+        held_by = await connection.fetchval("select reason from tidegate.event_ingress_retries")
+        assert held_by == "breaker_open"
+
+
+async def breaker(connection: Connection) -> tuple[str, str | None]:
+    row = await connection.fetchrow("select breaker_state, breaker_reason from tidegate.event_scheduler_triggers")
+    assert row is not None
+    return tuple(row)
+
+
+async def unfinished(connection: Connection) -> list[Any]:
+    rows = await connection.fetch("select id from tidegate.workflow_runs where status in ('pending', 'running')")
+    return [row[0] for row in rows]
 
 
 async def test_a_trigger_may_have_its_own_threshold(

@@ -50,7 +50,7 @@ class TriggerWorker:
         return outcome
 
     async def end_runs(
-        self, count: int = 1, status: RunStatus = "succeeded", *, ids: Sequence[uuid.UUID] | None = None
+        self, count: int = 1, status: RunStatus = "succeeded", *, ids: Sequence[uuid.UUID] | None = None, **fields: Any
     ) -> slots.Freed:
         """Claim the oldest pending runs (or those given) and end them."""
 
@@ -70,6 +70,7 @@ class TriggerWorker:
                     trigger_id=run.trigger_id,
                     concurrency_key=run.concurrency_key,
                     is_probe=run.is_probe,
+                    **fields,
                 )
                 for run in mine
             ]

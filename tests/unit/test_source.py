@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime, timedelta
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -150,15 +151,17 @@ def test_a_manual_pause_holds_everything() -> None:
 
 def test_the_breaker_opens_probes_once_and_closes() -> None:
     gate = Gate("s")
-    assert gate.record(T0, failures=2, admitted=10, policy=POLICY) is None
-    assert gate.record(after(100), failures=1, admitted=10, policy=POLICY) == "opened"
+    assert gate.record(T0, failures=2, admitted=2, policy=POLICY) is None
+    assert gate.record(after(100), failures=1, admitted=2, policy=POLICY) == "opened"
     assert gate.room(after(200)) == 0
     assert gate.slots(after(200), 1) == [after(5100)]
     assert gate.is_probing(after(5100)) and gate.room(after(5100)) == 1
+    assert gate.record(after(5100), failures=1, admitted=1, policy=POLICY) == "trial_failed"
+    assert gate.is_probing(after(5100)) and gate.room(after(5100)) == 1, "another one is the next trial"
     assert gate.record(after(5100), failures=1, admitted=1, policy=POLICY) == "reopened"
     assert gate.room(after(5200)) == 0
     assert gate.record(after(10_100), failures=0, admitted=1, policy=POLICY) == "closed"
-    assert gate.room(after(10_200)) is None and gate.failures == []
+    assert gate.room(after(10_200)) is None and gate.outcomes.buckets == []
 
 
 def test_failures_outside_the_window_do_not_count() -> None:
@@ -202,3 +205,59 @@ def test_admissions_under_the_old_limit_count_under_the_new(
         recent = [t for t in admitted if t > now - timedelta(milliseconds=window)]
         assert count == 0 or len(recent) + count <= later[0]
         admitted += [now] * count
+
+
+SHARE = BreakerPolicy(threshold=5, ratio=0.5, window_ms=64_000, pause_ms=1000)
+
+
+@pytest.mark.parametrize(
+    ("failed", "succeeded", "ratio", "is_open"),
+    [
+        (4, 0, 0.5, False),  # too few, whatever their share
+        (5, 0, 0.5, True),
+        (5, 5, 0.5, True),
+        (5, 6, 0.5, False),
+        (50, 51, 0.5, False),
+        (50, 50, 0.5, True),
+        (5, 1_000_000, 0, True),  # the count alone
+        (5, 1, 1, False),
+        (500, 0, 1, True),
+    ],
+)
+def test_the_breaker_opens_on_a_count_and_a_share(failed: int, succeeded: int, ratio: float, is_open: bool) -> None:
+    policy = msgspec.structs.replace(SHARE, ratio=ratio)
+    gate = Gate("s")
+    assert gate.record(T0, failures=1, admitted=1, policy=policy) is None
+    gate.record(after(1000), failures=0, admitted=succeeded, policy=policy)
+    moved = gate.record(after(2000), failures=failed - 1, admitted=failed - 1, policy=policy)
+    assert (moved == "opened") == is_open
+    if is_open:
+        among = f" among {failed + succeeded} outcomes" if succeeded else ""
+        assert gate.breaker_reason == f"{failed} failures{among} within 64s"
+
+
+def test_successes_are_counted_only_while_a_failure_is_in_the_window() -> None:
+    gate = Gate("s")
+    assert gate.record(T0, failures=0, admitted=1000, policy=SHARE) is None
+    assert gate.outcomes.buckets == [] and not gate.is_changed
+    gate.record(after(10), failures=1, admitted=1, policy=SHARE)
+    gate.record(after(1000), failures=0, admitted=7, policy=SHARE)
+    assert (gate.outcomes.failed, gate.outcomes.succeeded) == (1, 7)
+    gate.is_changed = False
+    assert gate.record(after(66_000), failures=0, admitted=9, policy=SHARE) is None
+    assert gate.outcomes.buckets == [] and not gate.is_changed
+
+
+def test_a_window_keeps_few_buckets_however_much_happens() -> None:
+    gate = Gate("s")
+    for n in range(2000):
+        gate.record(after(n * 100), failures=1, admitted=10, policy=SHARE)
+        assert len(gate.outcomes.buckets) <= 66
+    assert 640 <= gate.outcomes.failed <= 651
+    assert gate.outcomes.succeeded == gate.outcomes.failed * 9
+
+
+@pytest.mark.parametrize(("field", "value"), [("ratio", -0.1), ("ratio", 1.1), ("threshold", 0), ("window_ms", 0)])
+def test_a_policy_is_checked(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} must lie between"):
+        msgspec.structs.replace(SHARE, **{field: value})

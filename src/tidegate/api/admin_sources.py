@@ -12,7 +12,7 @@ from tidegate.api import bodies
 from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, page_query, parameters
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import control
-from tidegate.model.source import BreakerState, RateLimit
+from tidegate.model.source import SOURCE_BREAKER, BreakerState, RateLimit, SourceBreakerPolicy
 from tidegate.store import sources
 from tidegate.store.sources import SourceRecord
 
@@ -32,6 +32,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     paused_until: datetime | None
     pause_reason: str | None
     paused_by: str | None
+    breaker: SourceBreakerPolicy | None
+    breaker_set_by: str | None
     breaker_state: BreakerState
     breaker_until: datetime | None
     breaker_reason: str | None
@@ -57,6 +59,18 @@ class LimitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     limit: int
     interval_ms: int
     pause_ms: int = 0
+
+
+class BreakerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """At least `threshold` failures within `window_ms`, which are at least `ratio` of the outcomes, open the breaker
+    for `pause_ms`. With `runs`, failed runs count, with `non_retryable` also those that ended so."""
+
+    threshold: int = SOURCE_BREAKER.threshold
+    ratio: float = SOURCE_BREAKER.ratio
+    window_ms: int = SOURCE_BREAKER.window_ms
+    pause_ms: int = SOURCE_BREAKER.pause_ms
+    non_retryable: bool = False
+    runs: bool = False
 
 
 class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +104,21 @@ async def set_limit(request: Request, services: Services) -> Source:
 async def remove_limit(request: Request, services: Services) -> Source:
     await bodies.read(request, bodies.Nothing)
     return await _done(services, await control.set_limit(services.database, _name(request), None, _actor(request)))
+
+
+async def set_breaker(request: Request, services: Services) -> Source:
+    given = await bodies.read(request, BreakerBody)
+    try:
+        policy = SourceBreakerPolicy(**msgspec.structs.asdict(given))
+    except ValueError as exc:
+        field, _, message = str(exc).partition(" ")
+        raise InvalidInput("the breaker is not valid", [FieldError(field, message)]) from exc
+    return await _done(services, await control.set_breaker(services.database, _name(request), policy, _actor(request)))
+
+
+async def remove_breaker(request: Request, services: Services) -> Source:
+    await bodies.read(request, bodies.Nothing)
+    return await _done(services, await control.set_breaker(services.database, _name(request), None, _actor(request)))
 
 
 async def pause_source(request: Request, services: Services) -> Source:
@@ -141,6 +170,8 @@ def _source(record: SourceRecord, now: datetime) -> Source:
         paused_until=record.paused_until if paused else None,
         pause_reason=record.pause_reason if paused else None,
         paused_by=record.paused_by if paused else None,
+        breaker=record.breaker,
+        breaker_set_by=record.breaker_set_by,
         breaker_state=record.breaker_state,
         breaker_until=record.breaker_until,
         breaker_reason=record.breaker_reason,
@@ -162,6 +193,10 @@ ROUTES = (
           scope="admin", body=bodies.schema(LimitBody), errors=_REFUSALS),
     Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit, "Remove a source's limit", (Source,),
           scope="admin", errors=_REFUSALS),
+    Route("PUT", "/admin/sources/{source:path}/breaker", set_breaker, "Set the policy of a source's breaker", (Source,),
+          scope="admin", body=bodies.schema(BreakerBody), errors=_REFUSALS),
+    Route("DELETE", "/admin/sources/{source:path}/breaker", remove_breaker,
+          "Let a source's breaker follow the settings", (Source,), scope="admin", errors=_REFUSALS),
     Route("POST", "/admin/sources/{source:path}/pause", pause_source, "Pause a source", (Source,), scope="operate",
           body=bodies.schema(PauseBody), errors=_REFUSALS),
     Route("POST", "/admin/sources/{source:path}/resume", resume_source,

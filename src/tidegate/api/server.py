@@ -160,6 +160,7 @@ class Api:
         await migrate.require_current(self._database)
         await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
         await control.seed_limits(self._database, self._settings.source_rate_limits)
+        await control.seed_breakers(self._database, self._settings.source_breakers)
 
     async def publish(self, headers: list[tuple[bytes, bytes]], body: bytes, peer: str | None) -> bytes | Response:
         """A request to publish of which all has come, past the application."""

@@ -54,6 +54,27 @@ def limit_source(source: str, rate: str | None, pause: str | None, remove: bool,
     _act("PUT", path, {"limit": count, "interval_ms": interval_ms, "pause_ms": pause_ms}, as_json)
 
 
+@sources.command("breaker")
+@click.argument("source")
+@click.option("--threshold", type=int, default=None, help="At least so many failures open it; 5 unless told.")
+@click.option("--ratio", type=float, default=None, help="At least this share of the outcomes, as in 0.5.")
+@click.option("--window", default=None, metavar="DURATION", help="Within this time, as in 5m.")
+@click.option("--pause", "pause", default=None, metavar="DURATION", help="Open for so long, as in 5m.")
+@click.option("--runs", is_flag=True, help="Failed runs count for the source, too.")
+@click.option("--non-retryable", is_flag=True, help="Of these also the ones that ended with NonRetryable.")
+@click.option("--remove", is_flag=True, help="Follow the settings TIDEGATE_SOURCE_ERROR_… again.")
+@json_option
+def breaker_of_source(source: str, remove: bool, as_json: bool, **given: Any) -> None:
+    """Give the breaker of SOURCE a policy of its own; what is not named has its default."""
+    body = {name: value for name, value in given.items() if value not in (None, False)}
+    if remove and body:
+        raise click.UsageError("give options such as --threshold 10, or --remove alone")
+    for name in ("window", "pause"):
+        if name in body:
+            body[f"{name}_ms"] = parsed(units.duration_ms, body.pop(name))
+    _act("DELETE" if remove else "PUT", _path(source, "breaker"), None if remove else body, as_json)
+
+
 @sources.command("pause")
 @click.argument("source")
 @pause_options

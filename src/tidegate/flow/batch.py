@@ -17,11 +17,11 @@ from tidegate.flow.deliver import Candidate
 from tidegate.flow.gate import OpenGates
 from tidegate.flow.match import Filtered, Match, Matcher, match
 from tidegate.flow.slices import Slices
-from tidegate.flow.tell import held_line, tell, tell_moves, trigger_name
+from tidegate.flow.tell import held_line, tell, tell_moves, tell_source_moves, trigger_name
 from tidegate.model.event import Event
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
-from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
+from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.trigger import TriggerIndex
 from tidegate.model.trigger_gate import TriggerMove
 from tidegate.store import decisions, deliveries
@@ -83,7 +83,7 @@ class Batch:
 
     def __init__(
         self,
-        breaker: BreakerPolicy,
+        breaker: SourceBreakerPolicy,
         *,
         matcher: Matcher | None = None,
         trigger_breaker: BreakerPolicy = TRIGGER_BREAKER,
@@ -180,8 +180,8 @@ class Batch:
         failed = {d.event_id for d in decided if d.status == "failed"}
         failed -= {d.event_id for d in decided if d.status != "failed" or d.reason == deliver.OVER_BUDGET}
         failures = Counter(event.source for event in events if event.id in failed)
-        first = {event.source: event.correlation_id for event in reversed(events) if event.id in failed}
-        await self._record(connection, gates, Counter(event.source for event in events), failures, first)
+        last = {d.source: d for d in decided if d.event_id in failed}
+        await self._record(connection, gates, Counter(event.source for event in events), failures, last)
         return failures
 
     async def record_failure(self, connection: Connection, gates: OpenGates, source: str) -> None:
@@ -195,17 +195,15 @@ class Batch:
         gates: OpenGates,
         admitted: Counter[str],
         failures: Counter[str],
-        correlation_ids: Mapping[str, str],
+        blamed: Mapping[str, Decided],
     ) -> None:
         moves = await gate.record(connection, gates, admitted=admitted, failures=failures, policy=self._breaker)
+        told = []
         for move in moves:
-            log = _log.info if move.move == "closed" else _log.error
-            log(
-                f"source.breaker_{move.move}",
-                source=move.source,
-                reason=move.reason,
-                correlation_id=correlation_ids.get(move.source),
-            )
+            by = blamed.get(move.source)
+            told.append(move if by is None else move._replace(
+                event_id=by.event_id, correlation_id=by.correlation_id, trigger_id=by.trigger_id))  # fmt: skip
+        tell_source_moves(told)
 
 
 def measure(

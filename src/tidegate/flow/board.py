@@ -76,11 +76,16 @@ async def close_board(
         await idempotency.keep(connection, kept, board.now)
         await idempotency.release(connection, board.taken - {(k.trigger_id, k.dedupe_key) for k in kept})
     moves = []
-    for trigger_id, count in Counter(d.trigger_id for d in decided if d.status == "failed").items():
-        locked = board.gates[trigger_id]
-        move = locked.gate.count_failures(board.now, count, locked.breaker or breaker)
+    failed = [d for d in decided if d.status == "failed"]
+    last = {d.trigger_id: d for d in failed}
+    for trigger_id, count in Counter(d.trigger_id for d in failed).items():
+        gate, policy = board.gates[trigger_id].gate, board.gates[trigger_id].breaker or breaker
+        if gate.breaker_state == "closed":
+            await trigger_gates.gather_outcomes(connection, gate, board.now, policy)
+        move = gate.count_failures(board.now, count, policy)
         if move:
-            moves.append(TriggerMove(trigger_id, move, locked.gate.breaker_reason))
+            by = last[trigger_id]
+            moves.append(TriggerMove(trigger_id, move, gate.breaker_reason, by.event_id, by.correlation_id))
     await trigger_gates.save(connection, (locked.gate for locked in board.gates.values()))
     for moved in moves:  # whoever waits gets a time behind the breaker's pause
         await trigger_gates.begin_plan(connection, moved.trigger_id, None)

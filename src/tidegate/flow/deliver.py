@@ -172,17 +172,16 @@ def given_up(all_decided: Sequence[Decided]) -> list[tuple[uuid.UUID, uuid.UUID,
 
 
 def _decide(board: Board, candidate: Candidate, is_newcomer: bool) -> Decided:
-    done: RetryState = "none" if is_newcomer else "completed"
     if candidate.error is not None:
         held = _why_held(board, candidate)
         if held is not None:
             return _wait(board, candidate, held, is_newcomer)
         reason = OVER_BUDGET if candidate.is_over_budget else None
-        return decided(candidate, "failed", last_error=candidate.error, retry_state=done, reason=reason)
+        return decided(candidate, "failed", last_error=candidate.error, reason=reason)
     holder = board.keys.get(candidate.dedupe) if candidate.dedupe else None
     if holder is not None:
         message = f"run {holder} was launched with the same idempotency key"
-        return decided(candidate, "skipped", last_error=message, run_id=holder, reason="idempotency", retry_state=done)
+        return decided(candidate, "skipped", last_error=message, run_id=holder, reason="idempotency")
     gate = board.gates[candidate.trigger_id].gate if candidate.trigger_id in board.gates else None
     is_unlimited = gate is None and candidate.slot is None
     wait = None if is_unlimited else _why_wait(board, candidate, is_newcomer)
@@ -199,6 +198,7 @@ def _decide(board: Board, candidate: Candidate, is_newcomer: bool) -> Decided:
         board.slots[candidate.slot] = slots._replace(in_use=slots.in_use + 1)
     if candidate.dedupe is not None:
         board.keys[candidate.dedupe] = run_id
+    done: RetryState = "none" if is_newcomer else "completed"
     return decided(candidate, "launched", run_id=run_id, is_probe=is_probe, retry_state=done)
 
 

@@ -332,7 +332,7 @@ def _judge(look: _Look, row: Taken, event: Event) -> Candidate | Decided:
         return bare._replace(error=str(exc), is_over_budget=True)
     if reason is not None:
         text = f"the trigger (version {compiled.trigger.version}) does not take the event any more: {reason}"
-        return deliver.decided(bare, "skipped", last_error=text, retry_state="completed", reason="filtered")
+        return deliver.decided(bare, "skipped", last_error=text, reason="filtered")
     return deliver.render(row.id, event, compiled, envelope, attempts=row.retry_attempts, waited_for=row.reason)
 
 

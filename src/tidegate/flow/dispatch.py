@@ -21,7 +21,7 @@ from tidegate.flow.event_spans import EventSpans, newcomers_gated
 from tidegate.flow.slices import LONGEST_SECONDS, TooLong
 from tidegate.model.event import Event
 from tidegate.model.ingress_retry import IngressRetry
-from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy
+from tidegate.model.source import SOURCE_BREAKER, SourceBreakerPolicy
 from tidegate.store import decisions, events, ingress_retries, sources
 from tidegate.store.db import Connection, Database
 from tidegate.store.decisions import Recorded
@@ -69,7 +69,7 @@ class Dispatch:
         after_launch: Callable[[], None],
         after_hold: Callable[[Sequence[IngressRetry]], None] = lambda _: None,
         after_full: Callable[[], None] = lambda: None,
-        breaker: BreakerPolicy = SOURCE_BREAKER,
+        breaker: SourceBreakerPolicy = SOURCE_BREAKER,
         batch: Batch | None = None,
     ) -> None:
         self._database = database

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
-from tidegate.errors import RetryAfter, StepFailed
+from tidegate.errors import NonRetryable, RetryAfter, StepFailed
 from tidegate.flow.calls import cleaned, error_text, reason_of, retry_after_ms
 from tidegate.flow.journal import Journal, Written
 from tidegate.flow.workflow import Workflow
@@ -20,6 +20,8 @@ End = FinishedRun | SuspendedRun
 Then = Callable[[End, Written | BaseException], None]
 
 MAX_WARNING = 1000
+# Said of a step whose function raised NonRetryable, in its `retry_metadata`.
+NON_RETRYABLE = "non_retryable"
 
 
 class Endings:
@@ -64,11 +66,15 @@ class Endings:
         if isinstance(exc, StepFailed):
             step = self._steps.get(exc.name)
             error = cleaned(f"{exc}\n{exc.error}")
-            return self._finished("failed", error=error, dead_step_id=step.id if step else None)
+            is_final = isinstance(exc.__cause__, NonRetryable) or (
+                step is not None and bool(step.retry_metadata.get(NON_RETRYABLE))
+            )
+            dead_step_id = step.id if step else None
+            return self._finished("failed", error=error, dead_step_id=dead_step_id, is_non_retryable=is_final)
         if isinstance(exc, RetryAfter) and not is_exhausted(self._policy, self._run.retry_attempts + 1):
             self.warnings[""] = reason_of(exc)
             return self._rests(None, retry_after_ms(exc), is_retry=True)
-        return self._finished("failed", error=error_text(exc))
+        return self._finished("failed", error=error_text(exc), is_non_retryable=isinstance(exc, NonRetryable))
 
     def closing(self, exc: BaseException, delay_ms: int) -> Closing | None:
         """What a step's refusal closes for everyone; a key only where the trigger limits by key."""

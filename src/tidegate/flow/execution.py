@@ -21,7 +21,7 @@ from tidegate.clock import monotonic, uuid7
 from tidegate.errors import NonRetryable, RetryAfter, StepFailed, first_line
 from tidegate.flow import calls
 from tidegate.flow.calls import Failure, Threads, called_in, called_within, error_text, guarded, retry_after_ms
-from tidegate.flow.endings import End, Endings, Then, hand_in
+from tidegate.flow.endings import NON_RETRYABLE, End, Endings, Then, hand_in
 from tidegate.flow.journal import Cancelled, Journal, LeaseLost, Put, Soon, Stop, Written
 from tidegate.flow.leaving import Leaving
 from tidegate.flow.output import encode_output
@@ -281,7 +281,7 @@ class Execution:
             _log.warning("step.exhausted", **told)
             self._write(
                 name, status="failed", error=error, retry_state="exhausted", retry_attempts=attempt,
-                retry_metadata={"reason": "failed"},
+                retry_metadata={"reason": "failed"} | ({NON_RETRYABLE: True} if isinstance(exc, NonRetryable) else {}),
             )  # fmt: skip
             raise StepFailed(name, error) from exc
         delay_ms = retry_after_ms(exc) if isinstance(exc, RetryAfter) else backoff_ms(policy, attempt)

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
+from tidegate.flow.source_failures import SourceMove
 from tidegate.model.event import Event
 from tidegate.model.ingress_retry import IngressRetry
-from tidegate.model.source import BreakerPolicy, Gate
+from tidegate.model.source import Gate, SourceBreakerPolicy
 from tidegate.model.units import written_rate
 from tidegate.store import ingress_retries
 from tidegate.store import sources as store
@@ -49,14 +50,6 @@ class Verdict(NamedTuple):
     admitted: list[Event]
     held: list[IngressRetry]
     expired: list[IngressRetry]
-
-
-class BreakerMove(NamedTuple):
-    """A source's breaker that changed in this batch."""
-
-    source: str
-    move: str
-    reason: str | None
 
 
 async def open_gates(connection: Connection, names: Iterable[str]) -> OpenGates:
@@ -123,20 +116,25 @@ async def record(
     *,
     admitted: Counter[str],
     failures: Counter[str],
-    policy: BreakerPolicy,
-) -> list[BreakerMove]:
+    policy: SourceBreakerPolicy,
+) -> list[SourceMove]:
     """Count how admitted events fared, by source; the breakers that moved."""
     unknown = sorted(source for source in failures if source not in gates.sources)
     if unknown:  # a source without limit or pause gets a row with its first failure
         gates.sources.update(await store.create(connection, unknown))
     moves = []
     for source, count in admitted.items():
-        gate = gates.gate(source)
-        if gate is None:
+        locked = gates.sources.get(source)
+        if locked is None:
             continue
-        move = gate.record(gates.now, failures=failures[source], admitted=count, policy=policy)
+        gate, own, failed = locked.gate, locked.breaker or policy, failures[source]
+        if failed and gate.breaker_state == "closed" and gate.is_calm(gates.now, own):
+            await store.gather_outcomes(connection, gate, gates.now, own)
+            move = gate.count(gates.now, failed=failed, succeeded=0, policy=own)  # the rest of the batch is gathered
+        else:
+            move = gate.record(gates.now, failures=failed, admitted=count, policy=own)
         if move:
-            moves.append(BreakerMove(source, move, gate.breaker_reason))
+            moves.append(SourceMove(source, move, gate.breaker_reason))
             if move != "closed":  # whoever waits gets a slot behind the breaker's pause
                 await begin_plan(connection, gates, source, is_refusal=False)
     return moves

@@ -14,9 +14,9 @@ from tidegate.errors import Unavailable
 from tidegate.flow import slots
 from tidegate.flow.journal import Recorded, Written
 from tidegate.flow.slots import Fill, Freed
-from tidegate.flow.tell import tell_moves
+from tidegate.flow.tell import tell_moves, tell_source_moves
 from tidegate.model.run import FinishedRun
-from tidegate.model.source import BreakerPolicy
+from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.step import Closing, Outcome, StepWrite, SuspendedRun
 from tidegate.store import runs, steps, trigger_gates
 from tidegate.store.db import Connection, Database
@@ -59,6 +59,7 @@ class Outcomes:
         database: Database,
         *,
         breaker: BreakerPolicy,
+        source_breaker: SourceBreakerPolicy = SOURCE_BREAKER,
         fill: Fill | None,
         claim: Callable[[int], Claim | None],
         after_free: Callable[[Freed], None],
@@ -67,6 +68,7 @@ class Outcomes:
     ) -> None:
         self._database = database
         self._breaker = breaker
+        self._source_breaker = source_breaker
         self._fill = fill
         self._claim = claim
         self._after_free = after_free
@@ -183,6 +185,7 @@ class Outcomes:
             connection,
             finished,
             breaker=self._breaker,
+            source_breaker=self._source_breaker,
             fill=None if closing else fill,  # what waits is judged by the gate as it is after the closing
             claim=claim or NOBODY,
             before=close,
@@ -211,6 +214,7 @@ class Outcomes:
 
     def _committed(self, items: list[Outcome], recorded: list[Recorded], freed: Freed) -> None:
         tell_moves(freed.moves)
+        tell_source_moves(freed.source_moves)
         metrics.STEP_RETRIES.labels("cancelled").inc(freed.cancelled_retries)
         if freed.woken or freed.filled or freed.moves:
             self._after_free(freed)

@@ -15,7 +15,7 @@ from tidegate.model.run import MAX_TRIALS, FinishedRun
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
 from tidegate.queue.port import Queue, Wakeup
 from tidegate.queue.wakeups import HORIZON, Spacing, delivery_wakeups, event_wakeups, step_wakeups
-from tidegate.store import deliveries, idempotency, ingress_retries, runs, sources, steps, workers
+from tidegate.store import deliveries, idempotency, ingress_retries, runs, sources, steps, trigger_gates, workers
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
@@ -65,6 +65,7 @@ class Reconcile:
         released["deliveries"] = len(await deliveries.release_expired(connection, self._batch_size))
         released["events"] = len(await ingress_retries.release_expired(connection, self._batch_size))
         await idempotency.forget_expired(connection, self._batch_size)
+        await trigger_gates.forget_successes(connection)
         return released
 
     async def _give_up(self, connection: Connection) -> list[str]:

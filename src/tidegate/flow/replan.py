@@ -17,7 +17,7 @@ from tidegate import failpoints
 from tidegate.errors import Unavailable
 from tidegate.flow import batch, gate
 from tidegate.flow.gate import OpenGates
-from tidegate.model.retry import RetryPolicy, why_given_up
+from tidegate.model.retry import RetryPolicy, next_attempt_at, why_given_up
 from tidegate.store import decisions, ingress_retries, sources
 from tidegate.store.db import Connection, Database
 from tidegate.store.decisions import Recorded
@@ -151,6 +151,11 @@ class Replan:
                 )
             else:
                 waiting.append((row, row.attempts + int(was_refused)))
+        # A slot that does not hold once is the ordinary unevenness of a drain. One that does not hold again and again
+        # is backed off from, and with it those that stand behind: they keep their order.
+        refusals = max((attempts - 2 for row, attempts in waiting if _was_refused(row, locked)), default=0)
+        if hold is None and refusals > 0:
+            one.drain_at = max(one.drain_at or gates.now, next_attempt_at(self._policy, refusals, gates.now))
         slots = one.slots(gates.now, len(waiting), is_refusal=False)
         return given_up + [
             Settled(row.event_id, "scheduled", attempts, slot, reason, message,

@@ -20,7 +20,7 @@ from tidegate.flow.batch import Batch, Delivered
 from tidegate.flow.event_spans import EventSpans, Gated
 from tidegate.flow.gate import OpenGates
 from tidegate.model.event import Event
-from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, room_soon
+from tidegate.model.source import SOURCE_BREAKER, SourceBreakerPolicy, room_soon
 from tidegate.store import decisions, events, ingress_retries
 from tidegate.store.db import Connection, Database
 from tidegate.store.decisions import Recorded
@@ -71,7 +71,7 @@ class Retry:
         batch_size: int,
         after_launch: Callable[[], None],
         after_plan: Callable[[], None] = lambda: None,
-        breaker: BreakerPolicy = SOURCE_BREAKER,
+        breaker: SourceBreakerPolicy = SOURCE_BREAKER,
         batch: Batch | None = None,
     ) -> None:
         self._database = database

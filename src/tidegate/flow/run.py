@@ -29,7 +29,7 @@ from tidegate.flow.workflow import Workflow
 from tidegate.model.event import Event
 from tidegate.model.retry import STEP_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun, FinishedRun, Step
-from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
+from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.store import runs
 from tidegate.store.db import Database
 from tidegate.store.deliveries import NOBODY, Claim
@@ -59,6 +59,7 @@ class Runner:
         lease_ms: int,
         policy: RetryPolicy = STEP_RETRY,
         breaker: BreakerPolicy = TRIGGER_BREAKER,
+        source_breaker: SourceBreakerPolicy = SOURCE_BREAKER,
         fill: Fill | None = None,
         after_free: Callable[[Freed], None] = lambda _: None,
         after_wait: Callable[[Sequence[Waiting]], None] = lambda _: None,
@@ -88,7 +89,7 @@ class Runner:
         self._workflow_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="workflow")
         self._step_threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="step")
         self._outcomes = Outcomes(
-            database, breaker=breaker, fill=fill, claim=self._claim_freed,
+            database, breaker=breaker, source_breaker=source_breaker, fill=fill, claim=self._claim_freed,
             after_free=self._freed, after_wait=after_wait, after_close=self._ahead.give_back_of,
         )  # fmt: skip
         self._leases = LeaseKeeper(

@@ -10,9 +10,11 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
+from tidegate.flow import source_failures
+from tidegate.flow.source_failures import SourceMove
 from tidegate.model.event import Event
 from tidegate.model.run import ClaimedRun, FinishedRun
-from tidegate.model.source import BreakerPolicy
+from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.template import TemplateError
 from tidegate.model.trigger import CompiledTrigger
 from tidegate.model.trigger_gate import TriggerMove
@@ -59,6 +61,7 @@ class Freed(NamedTuple):
     woken: int = 0
     filled: Filled | None = None
     moves: Sequence[TriggerMove] = ()
+    source_moves: Sequence[SourceMove] = ()
     cancelled_retries: int = 0
 
 
@@ -67,6 +70,7 @@ async def finish(
     finished: Sequence[FinishedRun],
     *,
     breaker: BreakerPolicy,
+    source_breaker: SourceBreakerPolicy = SOURCE_BREAKER,
     fill: Fill | None = None,
     claim: Claim = NOBODY,
     before: Callable[[], Awaitable[None]] | None = None,
@@ -81,6 +85,8 @@ async def finish(
     wanted = {run.trigger_id for run in finished if run.trigger_id is not None and run.matters_to_trigger} | {*also}
     if wanted:  # also so that the triggers cannot be changed while we wait for their rows
         await sources.share_all(connection)
+    failed = [run for run in finished if run.status == "failed"]
+    blamed = await source_failures.lock(connection, failed, source_breaker) if failed else None
     locked = await trigger_gates.lock(connection, always=wanted)
     if before is not None:
         await before()  # what belongs to the same transaction and touches runs; `also` are triggers that it touches
@@ -92,14 +98,16 @@ async def finish(
     if late:  # a limit that came while the run was under way
         raise Unlocked(late)
     written = frozenset(run.id for run in ended)
-    moves = await _tell(connection, locked, ended, breaker)
+    non_retryable = {run.id for run in failed if run.is_non_retryable}
+    moves = await _tell(connection, locked, ended, breaker, non_retryable)
+    source_moves = await source_failures.tell(connection, blamed, ended, non_retryable) if blamed else ()
+    done = Freed(written, moves=moves, source_moves=source_moves)
     if not freed:
-        return Freed(written, moves=moves)
+        return done
     if fill is None or moves:
-        return Freed(written, await trigger_gates.wake(connection, freed), moves=moves)
+        return done._replace(woken=await trigger_gates.wake(connection, freed))
     line = await trigger_gates.next_in_line(connection, freed)
-    filled = await fill(connection, locked, line, claim) if line is not None else None
-    return Freed(written, filled=filled)
+    return done._replace(filled=await fill(connection, locked, line, claim) if line is not None else None)
 
 
 async def end_waiting(
@@ -140,7 +148,11 @@ async def end_all_waiting(
 
 
 async def _tell(
-    connection: Connection, locked: Gates, ended: Sequence[EndedRun], breaker: BreakerPolicy
+    connection: Connection,
+    locked: Gates,
+    ended: Sequence[EndedRun],
+    breaker: BreakerPolicy,
+    non_retryable: Collection[uuid.UUID] = (),
 ) -> list[TriggerMove]:
     if not any(run.is_probe or run.status == "failed" for run in ended):
         return []
@@ -149,11 +161,22 @@ async def _tell(
     for trigger_id, one in locked.items():
         mine = [run for run in ended if run.trigger_id == trigger_id]
         policy, gate = one.breaker or breaker, one.gate
+        bad = [r for r in mine if r.status == "failed" and (policy.non_retryable or r.id not in non_retryable)]
+        found: list[tuple[str | None, EndedRun]] = []
         # While it is open, only the probe tells: what was launched before may still be failing.
-        failures = sum(run.status == "failed" and not run.is_probe for run in mine) * (gate.breaker_state == "closed")
-        found = [gate.end_probe(now, r.id, policy, is_good=r.status == "succeeded") for r in mine if r.is_probe]
-        found.append(gate.count_failures(now, failures, policy) if failures else None)
-        moves += [TriggerMove(trigger_id, move, gate.breaker_reason) for move in found if move]
+        failures = [run for run in bad if not run.is_probe] if gate.breaker_state == "closed" else []
+        for run in mine:
+            if run.is_probe:
+                is_good = True if run.status == "succeeded" else False if run in bad else None
+                found.append((gate.end_probe(now, run.id, policy, is_good=is_good), run))
+        if failures:
+            await trigger_gates.gather_outcomes(connection, gate, now, policy)
+            found.append((gate.count_failures(now, len(failures), policy), failures[-1]))
+        moves += [
+            TriggerMove(trigger_id, move, gate.breaker_reason, run.event_id, run.correlation_id, run.id)
+            for move, run in found
+            if move
+        ]
     await trigger_gates.save(connection, (one.gate for one in locked.values()))
     for trigger_id in sorted({move.trigger_id for move in moves}):  # whoever waits gets a new time
         await trigger_gates.replan(connection, trigger_id)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from tidegate.errors import first_line
+from tidegate.flow.source_failures import SourceMove
 from tidegate.model.event import Event
 from tidegate.model.run import ClaimedRun, FinishedRun
 from tidegate.model.trigger import CompiledTrigger
@@ -75,10 +76,22 @@ def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newc
 
 
 def tell_moves(moves: Iterable[TriggerMove]) -> None:
-    """Log, after the commit, the triggers whose breaker moved."""
+    """Log, after the commit, the triggers whose breaker moved, and the delivery or run that moved it."""
     for one in moves:
-        log = _log.info if one.move == "closed" else _log.error
-        log(f"trigger.breaker_{one.move}", trigger_id=str(one.trigger_id), reason=one.reason)
+        _level(one.move)(f"trigger.breaker_{one.move}", trigger_id=one.trigger_id, event_id=one.event_id,
+                         correlation_id=one.correlation_id, run_id=one.run_id, reason=one.reason)  # fmt: skip
+
+
+def tell_source_moves(moves: Iterable[SourceMove]) -> None:
+    """The same for sources."""
+    for one in moves:
+        _level(one.move)(f"source.breaker_{one.move}", source=one.source, event_id=one.event_id,
+                         correlation_id=one.correlation_id, trigger_id=one.trigger_id, run_id=one.run_id,
+                         reason=one.reason)  # fmt: skip
+
+
+def _level(move: str) -> Callable[..., None]:
+    return {"closed": _log.info, "trial_void": _log.info, "trial_failed": _log.warning}.get(move, _log.error)
 
 
 def run_fields(run: ClaimedRun, event: Event | None) -> dict[str, Any]:
@@ -109,4 +122,4 @@ def _outcome(one: Decided, is_newcomer: bool) -> str | None:
         return "scheduled" if is_newcomer else "rescheduled"
     if is_newcomer:
         return None
-    return one.retry_state
+    return "completed" if one.status == "launched" else one.status

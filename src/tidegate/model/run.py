@@ -70,7 +70,8 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """How a claimed run ended; `output` is JSON text. `dead_step_id` is the step it failed with, if it was one."""
+    """How a claimed run ended; `output` is JSON text. `dead_step_id` is the step it failed with, if it was one;
+    `is_non_retryable` says that it failed in a way that trying again cannot mend."""
 
     id: uuid.UUID
     claim_generation: int
@@ -81,6 +82,7 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     concurrency_key: str | None = None
     is_probe: bool = False
     dead_step_id: uuid.UUID | None = None
+    is_non_retryable: bool = False
     has_waiting_steps: bool = False
 
     @property

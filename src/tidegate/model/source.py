@@ -10,7 +10,9 @@ nobody up for longer than one new interval.
 Slots lie `max(interval, pause) / limit` apart, so a backlog drains at the allowed rate, in arrival order, with one
 attempt each.
 
-**Breaker.** `threshold` failures within a window open it; when its pause is over, one event is let through as a probe.
+**Breaker.** At least `threshold` failures within a window, which are at least `ratio` of the outcomes counted in it,
+open it. When its pause is over, one event is let through as a trial. One that fails may be at fault itself: the next is
+a trial, too, and only when both fail does the pause begin anew.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from tidegate.model.outcomes import Outcomes
 from tidegate.model.units import duration_ms, written_duration
 
 BUCKETS = 64
@@ -67,29 +70,55 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`threshold` failures within `window_ms` open the breaker for `pause_ms`."""
+    """`threshold` failures within `window_ms`, at least `ratio` of the outcomes, open the breaker for `pause_ms`.
+
+    Runs that end with NonRetryable, also because their parameters are refused, count only with `non_retryable`.
+    """
 
     threshold: int = 5
+    ratio: float = 0.5
     window_ms: int = 300_000
     pause_ms: int = 300_000
+    non_retryable: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high in (("threshold", 1, 10_000), ("window_ms", 1, MAX_INTERVAL_MS),
+        for name, low, high in (("threshold", 1, 10_000), ("ratio", 0, 1), ("window_ms", 1, MAX_INTERVAL_MS),
                                 ("pause_ms", 1, MAX_INTERVAL_MS)):  # fmt: skip
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} must lie between {low} and {high}, not {value}")
 
+    def is_exceeded(self, outcomes: Outcomes) -> bool:
+        """Whether so much has failed that the breaker opens."""
+        failed = outcomes.failed
+        return failed >= self.threshold and failed >= self.ratio * (failed + outcomes.succeeded)
 
-SOURCE_BREAKER = BreakerPolicy(threshold=5, window_ms=300_000, pause_ms=300_000)
-TRIGGER_BREAKER = BreakerPolicy(threshold=5, window_ms=300_000, pause_ms=300_000)
+
+class SourceBreakerPolicy(BreakerPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The same for a source, of which events fail that no trigger could take; with `runs`, failed runs count, too."""
+
+    runs: bool = False
+
+
+SOURCE_BREAKER = SourceBreakerPolicy()
+TRIGGER_BREAKER = BreakerPolicy()
+# After a pause so many trials, each of another delivery or event, are to fail before the next pause begins.
+TRIALS = 2
 
 
 def Breaker(  # noqa: N802 - read as a noun where it is used: breaker=Breaker(threshold=3)
-    *, threshold: int = 5, window: str | int | float = "5m", pause: str | int | float = "5m"
+    *,
+    threshold: int = 5,
+    ratio: float = 0.5,
+    window: str | int | float = "5m",
+    pause: str | int | float = "5m",
+    non_retryable: bool = False,
 ) -> BreakerPolicy:
-    """A trigger's breaker as people write it: `Breaker(threshold=3, window="1m", pause="30s")`."""
-    return BreakerPolicy(threshold=threshold, window_ms=duration_ms(window), pause_ms=duration_ms(pause))
+    """A trigger's breaker as people write it: `Breaker(threshold=3, ratio=0.5, window="1m", pause="30s")`."""
+    return BreakerPolicy(
+        threshold=threshold, ratio=ratio, window_ms=duration_ms(window), pause_ms=duration_ms(pause),
+        non_retryable=non_retryable,
+    )  # fmt: skip
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -121,7 +150,9 @@ class Gate:
         breaker_state: BreakerState = "closed",
         breaker_until: datetime | None = None,
         breaker_reason: str | None = None,
-        failures: list[datetime] | None = None,
+        breaker_at: datetime | None = None,
+        failed_trials: int = 0,
+        outcomes: list[list[int]] | None = None,
     ) -> None:
         self.source = source
         self.limit = limit
@@ -139,7 +170,9 @@ class Gate:
         self.breaker_state: BreakerState = breaker_state
         self.breaker_until = breaker_until
         self.breaker_reason = breaker_reason
-        self.failures = list(failures or [])
+        self.breaker_at = breaker_at
+        self.failed_trials = failed_trials
+        self.outcomes = Outcomes(outcomes or ())
         self.is_changed = False
 
     def hold(self, now: datetime) -> Hold | None:
@@ -213,25 +246,47 @@ class Gate:
         """The places given so far count no more: who waits is about to get a new one. The limit's pause stays."""
         self.drain_at = None
 
+    def is_calm(self, now: datetime, policy: BreakerPolicy) -> bool:
+        """Whether no failure is left in the window: nothing is counted until the next."""
+        self.outcomes.forget(now, policy.window_ms)
+        return not self.outcomes.buckets
+
     def record(self, now: datetime, *, failures: int, admitted: int, policy: BreakerPolicy) -> str | None:
-        """Count how admitted events fared; `opened`, `closed` or `reopened` when the breaker moved."""
+        """Count how admitted events fared; how the breaker moved, if it did."""
         if admitted and self.breaker_state != "closed":
-            self.is_changed = True
-            if failures:
-                self.breaker_state, self.breaker_until = "open", now + timedelta(milliseconds=policy.pause_ms)
-                return "reopened"
-            self.breaker_state, self.breaker_until, self.breaker_reason, self.failures = "closed", None, None, []
-            return "closed"
-        if not failures:
+            return self._fail_trial(now, policy) if failures else self._close_breaker()
+        return self.count(now, failed=failures, succeeded=admitted - failures, policy=policy)
+
+    def count(self, now: datetime, *, failed: int, succeeded: int, policy: BreakerPolicy) -> str | None:
+        """Count outcomes while the breaker is closed; `opened` when that is enough. `succeeded` is below 0 for what was
+        counted as a success before."""
+        if not failed and self.is_calm(now, policy):
             return None
-        since = now - timedelta(milliseconds=policy.window_ms)
-        self.failures = [at for at in (*self.failures, *[now] * failures) if at > since][-policy.threshold :]
+        self.outcomes.add(now, policy.window_ms, failed=failed, succeeded=succeeded)
+        self.outcomes.forget(now, policy.window_ms)
         self.is_changed = True
-        if len(self.failures) < policy.threshold:
+        if not failed or self.breaker_state != "closed" or not policy.is_exceeded(self.outcomes):
             return None
+        bad, good = self.outcomes.failed, self.outcomes.succeeded
+        among = f" among {bad + good} outcomes" if good else ""
         self.breaker_state, self.breaker_until = "open", now + timedelta(milliseconds=policy.pause_ms)
-        self.breaker_reason = f"{len(self.failures)} failures within {written_duration(policy.window_ms)}"
+        self.breaker_reason = f"{bad} failures{among} within {written_duration(policy.window_ms)}"
+        self.breaker_at, self.failed_trials = now, 0
         return "opened"
+
+    def _fail_trial(self, now: datetime, policy: BreakerPolicy) -> str:
+        """The trial failed: it may be at fault itself, so another follows at once; after the last, the next pause."""
+        self.failed_trials += 1
+        self.breaker_state, self.breaker_until, self.is_changed = "open", now, True
+        if self.failed_trials < TRIALS:
+            return "trial_failed"
+        self.failed_trials, self.breaker_until = 0, now + timedelta(milliseconds=policy.pause_ms)
+        return "reopened"
+
+    def _close_breaker(self) -> str:
+        self.breaker_state, self.breaker_until, self.breaker_reason, self.breaker_at = "closed", None, None, None
+        self.failed_trials, self.outcomes, self.is_changed = 0, Outcomes(), True
+        return "closed"
 
     def room_at(self, now: datetime) -> datetime:
         """When the limit has room for one more."""

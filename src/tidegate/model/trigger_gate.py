@@ -13,11 +13,14 @@ from tidegate.model.source import BreakerPolicy, Gate, Hold
 
 
 class TriggerMove(NamedTuple):
-    """A trigger's breaker that changed: `opened`, `reopened` or `closed`."""
+    """A trigger's breaker that moved: `opened`, `closed`, `reopened`, `trial_failed` or `trial_void`; and by whom."""
 
     trigger_id: uuid.UUID
     move: str
     reason: str | None
+    event_id: uuid.UUID | None = None
+    correlation_id: str | None = None
+    run_id: uuid.UUID | None = None
 
 
 class TriggerGate(Gate):
@@ -30,6 +33,7 @@ class TriggerGate(Gate):
         probe_run_id: uuid.UUID | None = None,
         closed_until: datetime | None = None,
         closed_reason: str | None = None,
+        counting_until: datetime | None = None,
         **rest: Any,
     ) -> None:
         super().__init__(str(trigger_id), **rest)
@@ -37,6 +41,7 @@ class TriggerGate(Gate):
         self.probe_run_id = probe_run_id
         self.closed_until = closed_until
         self.closed_reason = closed_reason
+        self.counting_until = counting_until
 
     def hold(self, now: datetime) -> Hold | None:
         """Why nothing is launched now; None when throttle and concurrency alone decide."""
@@ -51,23 +56,23 @@ class TriggerGate(Gate):
         """This run shows whether the trigger works again; nothing else is launched until it has ended."""
         self.breaker_state, self.probe_run_id, self.is_changed = "half_open", run_id, True
 
-    def end_probe(self, now: datetime, run_id: uuid.UUID, policy: BreakerPolicy, *, is_good: bool) -> str | None:
-        """The run has ended; `closed` or `reopened` if it was the probe."""
+    def end_probe(self, now: datetime, run_id: uuid.UUID, policy: BreakerPolicy, *, is_good: bool | None) -> str | None:
+        """The run has ended; how the breaker moved if it was the probe. One that shows nothing (None), since it was
+        cancelled or its failure does not count, is followed by another."""
         if self.breaker_state != "half_open" or self.probe_run_id != run_id:
             return None
-        if is_good:
-            self.probe_run_id, self.is_changed = None, True
-            self.breaker_state, self.breaker_until, self.breaker_reason, self.failures = "closed", None, None, []
-            return "closed"
-        return self._reopen(now, policy)
+        self.probe_run_id = None
+        if is_good is None:
+            self.breaker_state, self.breaker_until, self.is_changed = "open", now, True
+            return "trial_void"
+        if not is_good:
+            return self._fail_trial(now, policy)
+        self.counting_until = None
+        return self._close_breaker()
 
     def count_failures(self, now: datetime, count: int, policy: BreakerPolicy) -> str | None:
-        """Deliveries or runs failed; `opened` or `reopened` (when it was to be the probe) when the breaker moved."""
+        """Deliveries or runs failed; how the breaker moved, if it did: one that was to be the probe has failed it."""
         if self.breaker_state == "closed":
-            return self.record(now, failures=count, admitted=0, policy=policy)
-        return self._reopen(now, policy) if self.is_probing(now) else None
-
-    def _reopen(self, now: datetime, policy: BreakerPolicy) -> str:
-        self.breaker_state, self.probe_run_id, self.is_changed = "open", None, True
-        self.breaker_until = now + timedelta(milliseconds=policy.pause_ms)
-        return "reopened"
+            self.counting_until = now + timedelta(milliseconds=policy.window_ms)
+            return self.count(now, failed=count, succeeded=0, policy=policy)
+        return self._fail_trial(now, policy) if self.is_probing(now) else None

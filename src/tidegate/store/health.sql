@@ -92,9 +92,9 @@ select source, paused_until as until, pause_reason as reason, paused_by, paused_
 -- name: source_breakers
 -- Sources whose breaker is not closed, $1 of them.
 select source, breaker_state as state, breaker_until as until, breaker_reason as reason,
-       failures[cardinality(failures)] as since
+       breaker_at as since
   from tidegate.event_scheduler_sources where breaker_state <> 'closed'
- order by breaker_until, source limit $1
+ order by breaker_at, source limit $1
 
 -- name: counts
 -- How many there are of what the snapshot lists, at $1.
@@ -140,12 +140,12 @@ select t.trigger_id, w.slug as workflow, e.name, t.paused_until as until, t.paus
 -- name: trigger_breakers
 -- Triggers whose breaker is not closed, $1 of them.
 select t.trigger_id, w.slug as workflow, e.name, t.breaker_state as state, t.breaker_until as until, t.breaker_reason as reason,
-       t.probe_run_id, t.failures[cardinality(t.failures)] as since
+       t.probe_run_id, t.breaker_at as since
   from tidegate.event_scheduler_triggers t
   join tidegate.workflow_event_triggers e on e.id = t.trigger_id
   join tidegate.workflow_definitions w on w.id = e.workflow_definition_id
  where t.breaker_state <> 'closed' and e.deleted_at is null
- order by t.breaker_until, t.trigger_id limit $1
+ order by t.breaker_at, t.trigger_id limit $1
 
 -- name: trigger_metrics
 -- The totals of triggers, the last changed first, $1 of them.

@@ -78,6 +78,8 @@ class EndedRun(NamedTuple):
     trigger_id: uuid.UUID | None
     concurrency_key: str | None
     is_probe: bool
+    event_id: uuid.UUID | None = None
+    correlation_id: str | None = None
 
 
 async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> list[EndedRun]:

@@ -82,22 +82,30 @@ select id, cancel_requested from held
 
 -- name: finish
 -- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing. Its worker lives,
--- so crashes are forgotten. An empty array of statuses: all succeeded.
+-- so crashes are forgotten. An empty array of statuses: all succeeded. What succeeded is counted for triggers that count (`trigger_successes`).
 with clock as materialized (
   select tidegate.now() as now
-)
+), ended as (
 update tidegate.workflow_runs r
    set status = coalesce(u.status, 'succeeded'), output = u.output::jsonb, error = u.error, warning = null, finished_at = now, next_attempt_at = null,
        crashes = 0, trials = null, claimed_by = null, claim_expires_at = null, updated_at = now
   from unnest($1::uuid[], $2::bigint[], $3::text[], $4::text[], $5::text[])
          as u (id, claim_generation, status, output, error), clock
  where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
-returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
+returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.correlation_id
+), counted as (
+  insert into tidegate.trigger_successes (trigger_id, at, succeeded)
+  select g.trigger_id, now, count(*)
+    from tidegate.event_scheduler_triggers g join ended e on e.trigger_id = g.trigger_id, clock
+   where g.counting_until > now and e.status = 'succeeded' and not e.is_probe
+   group by g.trigger_id, now
+)
+select * from ended
 
 -- name: succeed
 -- Ends runs that succeeded and that their worker still holds, with the steps ($4 and on) that succeeded since they last wrote;
 -- these have no row yet, or it fails by its unique key. Returns how many of them hold no slot and are no breaker's
--- trial: unless these are all, the caller rolls back, and `finish` has its turn. `is true` has the planner look the runs up
+-- trial, and counts them for triggers that count (next to none, by a partial index): unless these are all, the caller rolls back, and `finish` has its turn. `is true` has the planner look the runs up
 -- in a hash table; it expects one and would compare each step with all of them. A name that all steps share is given once.
 with clock as materialized (
   select tidegate.now() as now
@@ -108,7 +116,13 @@ with clock as materialized (
     from unnest($1::uuid[], $2::bigint[], $3::text[]) as u (id, claim_generation, output), clock
    where r.id = u.id and r.claim_expires_at is not null
      and r.claim_generation = coalesce(u.claim_generation, ($2::bigint[])[1])
-  returning r.id, r.concurrency_key is not null or r.is_probe as matters
+  returning r.id, r.trigger_id, r.concurrency_key is not null or r.is_probe as matters
+), counted as (
+  insert into tidegate.trigger_successes (trigger_id, at, succeeded)
+  select g.trigger_id, now, count(*)
+    from tidegate.event_scheduler_triggers g join ended e on e.trigger_id = g.trigger_id, clock
+   where g.counting_until > now
+   group by g.trigger_id, now
 ), written as (
   insert into tidegate.workflow_run_steps (id, workflow_run_id, name, status, result, created_at, updated_at)
   select u.id, u.workflow_run_id, coalesce(u.name, ($6::text[])[1]), 'succeeded', u.result::json, now, now
@@ -149,7 +163,7 @@ update tidegate.workflow_runs r
        finished_at = tidegate.now(), next_attempt_at = null, claim_generation = r.claim_generation + 1,
        updated_at = tidegate.now()
  where r.id = $1 and r.status = 'pending'
-returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
+returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.correlation_id
 
 -- name: request_cancel
 -- Asks the worker that holds a run to stop it at its next step. Returns the id when there is one to ask.
@@ -226,7 +240,7 @@ update tidegate.workflow_runs r
    set status = 'failed', error = $2, warning = null, finished_at = tidegate.now(), next_attempt_at = null,
        claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
  where r.id = $1 and r.status = 'pending'
-returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe
+returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.correlation_id
 
 -- name: next_due
 -- Seconds until the next pending run of the given workflows is due, or null; not counting suspects ($2), whose turn does not

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import msgspec
 
-from tidegate.model.source import BreakerState, Gate, Hold, RateLimit
+from tidegate.model.outcomes import width_ms
+from tidegate.model.source import BreakerPolicy, BreakerState, Gate, Hold, RateLimit, SourceBreakerPolicy
 from tidegate.store.db import Connection, Row, TransientConflict
 from tidegate.store.sql import load
 
 _sql = load("sources")
 
 DEFAULT = "*"
+# With the first failure in a window, so many events are looked back at that were delivered within it.
+MAX_LOOKED_BACK = 1000
 
 
 class LockedSource(NamedTuple):
@@ -25,6 +29,7 @@ class LockedSource(NamedTuple):
     is_replanning: bool
     last_waiting: int | None
     refused_at: datetime | None = None
+    breaker: SourceBreakerPolicy | None = None
 
     @property
     def has_backlog(self) -> bool:
@@ -52,6 +57,8 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     paused_until: datetime | None
     pause_reason: str | None
     paused_by: str | None
+    breaker: SourceBreakerPolicy | None
+    breaker_set_by: str | None
     breaker_state: BreakerState
     breaker_until: datetime | None
     breaker_reason: str | None
@@ -169,9 +176,44 @@ async def save(connection: Connection, gates: Sequence[Gate]) -> None:
         [g.breaker_state for g in changed],
         [g.breaker_until for g in changed],
         [g.breaker_reason for g in changed],
-        ["{" + ",".join(at.isoformat() for at in g.failures) + "}" for g in changed],
+        [msgspec.json.encode(g.outcomes.buckets).decode() for g in changed],
         [g.spent_at for g in changed],
+        [g.breaker_at for g in changed],
+        [g.failed_trials for g in changed],
     )
+
+
+async def gather_outcomes(connection: Connection, gate: Gate, now: datetime, policy: BreakerPolicy) -> None:
+    """Add to a locked source's window what succeeded within it before its first failure, which is next."""
+    if not gate.is_calm(now, policy):
+        return
+    since = now - timedelta(milliseconds=policy.window_ms)
+    arguments = gate.source, since, width_ms(policy.window_ms), MAX_LOOKED_BACK
+    for row in await connection.fetch(_sql["recent_successes"], *arguments):
+        gate.outcomes.add(row["at"], policy.window_ms, succeeded=row["succeeded"])
+
+
+async def counting_runs(
+    connection: Connection, run_ids: Sequence[uuid.UUID], default: SourceBreakerPolicy
+) -> dict[uuid.UUID, str]:
+    """The sources of those runs that count for their source's breaker when they fail."""
+    rows = await connection.fetch(_sql["counting_runs"], list(run_ids))
+    return {
+        row["id"]: row["source"]
+        for row in rows
+        if (msgspec.convert(row["breaker"], SourceBreakerPolicy) if row["breaker"] else default).runs
+    }
+
+
+async def seed_breaker(connection: Connection, source: str, policy: SourceBreakerPolicy) -> bool:
+    """A policy from the settings; False when it is there already or an operator's is in force."""
+    return await connection.fetchval(_sql["seed_breaker"], source, msgspec.json.encode(policy).decode()) is not None
+
+
+async def set_breaker(connection: Connection, source: str, policy: SourceBreakerPolicy | None, actor: str) -> None:
+    """An operator's policy, or none; it wins over the settings from now on."""
+    text = msgspec.json.encode(policy).decode() if policy else None
+    await connection.execute(_sql["set_breaker"], source, text, actor)
 
 
 async def begin_plan(connection: Connection, source: str, refused_at: datetime | None) -> None:
@@ -261,5 +303,7 @@ def _locked(row: Row, default: RateLimit | None, last_waiting: int | None) -> Lo
         del fields[name]
     plan_version, is_replanning = fields.pop("plan_version"), fields.pop("is_replanning")
     refused_at = fields.pop("refused_at")
+    breaker = fields.pop("breaker")
     gate = Gate(limit=_limit(row) or default, **fields)
-    return LockedSource(gate, plan_version, is_replanning, last_waiting, refused_at)
+    policy = msgspec.convert(breaker, SourceBreakerPolicy) if breaker else None
+    return LockedSource(gate, plan_version, is_replanning, last_waiting, refused_at, policy)

@@ -31,7 +31,8 @@ returning source
 -- name: lock
 -- The state of sources, locked in a fixed order until the commit.
 select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.ring, s.ring_at, s.ring_width_us, s.spent_at, s.drain_at, s.throttled_until,
-       s.paused_at, s.paused_until, s.pause_reason, s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.failures,
+       s.paused_at, s.paused_until, s.pause_reason, s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.breaker_at,
+       s.failed_trials, s.outcomes, s.breaker,
        s.plan_version, s.is_replanning, s.refused_at
   from tidegate.event_scheduler_sources s
  where s.source = any ($1::text[]) and s.source <> '*'
@@ -72,11 +73,11 @@ select s.source, s.paused_until, s.pause_reason, s.paused_by from tidegate.event
 update tidegate.event_scheduler_sources s
    set ring = u.ring::bigint[], ring_at = u.ring_at, ring_width_us = u.ring_width_us, drain_at = u.drain_at,
        throttled_until = u.throttled_until, breaker_state = u.breaker_state, breaker_until = u.breaker_until, breaker_reason = u.breaker_reason,
-       failures = u.failures::timestamptz[], spent_at = u.spent_at, updated_at = tidegate.now()
+       breaker_at = u.breaker_at, failed_trials = u.failed_trials, outcomes = u.outcomes::jsonb, spent_at = u.spent_at, updated_at = tidegate.now()
   from unnest($1::text[], $2::text[], $3::bigint[], $4::bigint[], $5::timestamptz[], $6::timestamptz[], $7::text[],
-              $8::timestamptz[], $9::text[], $10::text[], $11::timestamptz[])
-    as u (source, ring, ring_at, ring_width_us, drain_at, throttled_until, breaker_state, breaker_until, breaker_reason, failures,
-          spent_at)
+              $8::timestamptz[], $9::text[], $10::text[], $11::timestamptz[], $12::timestamptz[], $13::bigint[])
+    as u (source, ring, ring_at, ring_width_us, drain_at, throttled_until, breaker_state, breaker_until, breaker_reason, outcomes,
+          spent_at, breaker_at, failed_trials)
  where s.source = u.source
 
 -- name: set_plan
@@ -110,7 +111,7 @@ select source from tidegate.event_scheduler_sources where is_replanning order by
 -- A page of the sources that have a limit, a pause, a breaker or waiting events, by name, after a given one ($2); or (not null)
 -- one of them.
 select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.limit_set_by, s.paused_at, s.paused_until, s.pause_reason,
-       s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.throttled_until, s.version, s.updated_by,
+       s.paused_by, s.breaker, s.breaker_set_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.throttled_until, s.version, s.updated_by,
        s.created_at, s.updated_at, w.waiting, w.next_attempt_at
   from tidegate.event_scheduler_sources s,
        lateral (select count(*) as waiting, min(next_attempt_at) as next_attempt_at
@@ -153,6 +154,40 @@ on conflict (source) do update
        limit_set_by = 'operator', version = s.version + 1, updated_by = excluded.updated_by,
        updated_at = tidegate.now()
 
+-- name: seed_breaker
+-- A breaker's policy from the settings: created, or changed unless an operator set it.
+insert into tidegate.event_scheduler_sources as s (source, breaker, breaker_set_by, updated_by)
+values ($1, $2::text::jsonb, 'settings', 'settings')
+on conflict (source) do update
+   set breaker = excluded.breaker, breaker_set_by = 'settings', version = s.version + 1, updated_by = 'settings',
+       updated_at = tidegate.now()
+ where s.breaker_set_by is distinct from 'operator' and s.breaker is distinct from excluded.breaker
+returning source
+
+-- name: set_breaker
+-- An operator's policy for the breaker of a source, or none (null): then the settings' holds.
+insert into tidegate.event_scheduler_sources as s (source, breaker, breaker_set_by, updated_by)
+values ($1, $2::text::jsonb, 'operator', $3)
+on conflict (source) do update
+   set breaker = excluded.breaker, breaker_set_by = 'operator', version = s.version + 1, updated_by = excluded.updated_by,
+       updated_at = tidegate.now()
+
+-- name: recent_successes
+-- How many of a source's last $4 events that were received after $2 were delivered, by spans of $3 ms.
+select to_timestamp(floor(extract(epoch from e.received_at) * 1000 / $3::bigint) * $3::bigint / 1000.0) as at, count(*) as succeeded
+  from (select e.id, e.received_at from tidegate.workflow_events e where e.source = $1 order by e.ingress_sequence desc limit $4) e
+ where e.received_at > $2
+   and exists (select from tidegate.workflow_trigger_deliveries d where d.event_id = e.id and d.status <> 'failed')
+ group by 1
+
+-- name: counting_runs
+-- The sources of runs, each with the policy of its breaker.
+select r.id, e.source, s.breaker
+  from tidegate.workflow_runs r
+  join tidegate.workflow_events e on e.id = r.event_id
+  left join tidegate.event_scheduler_sources s on s.source = e.source
+ where r.id = any ($1::uuid[])
+
 -- name: pause
 -- Pauses a source until a time, for a duration from now, or until it is resumed (both null).
 insert into tidegate.event_scheduler_sources as s
@@ -168,7 +203,8 @@ returning paused_until
 -- Lifts the pause and closes the breaker. Returns the source when there was one to lift.
 update tidegate.event_scheduler_sources
    set paused_at = null, paused_until = null, pause_reason = null, paused_by = null, breaker_state = 'closed',
-       breaker_until = null, breaker_reason = null, failures = '{}', version = version + 1, updated_by = $2,
+       breaker_until = null, breaker_reason = null, breaker_at = null, failed_trials = 0, outcomes = '[]',
+       version = version + 1, updated_by = $2,
        updated_at = tidegate.now()
  where source = $1
 returning source

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import msgspec
 
+from tidegate.model.outcomes import width_ms
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, BreakerState, Hold, RateLimit
 from tidegate.model.trigger_gate import TriggerGate
@@ -21,6 +22,8 @@ _sql = load("trigger_gates")
 
 # So many deliveries of a key are launched at most in the transaction that ends runs; it should be short.
 MAX_IN_LINE = 100
+# With the first failure in a window, so many deliveries are looked back at for runs that succeeded within it.
+MAX_LOOKED_BACK = 1000
 
 # Triggers whose row exists, as far as this process has seen; rows are not removed.
 _known: set[uuid.UUID] = set()
@@ -153,10 +156,31 @@ async def save(connection: Connection, gates: Iterable[TriggerGate]) -> None:
         [g.breaker_state for g in changed],
         [g.breaker_until for g in changed],
         [g.breaker_reason for g in changed],
-        ["{" + ",".join(at.isoformat() for at in g.failures) + "}" for g in changed],
+        [msgspec.json.encode(g.outcomes.buckets).decode() for g in changed],
         [g.probe_run_id for g in changed],
         [g.spent_at for g in changed],
+        [g.breaker_at for g in changed],
+        [g.failed_trials for g in changed],
+        [g.counting_until for g in changed],
     )
+
+
+async def gather_outcomes(connection: Connection, gate: TriggerGate, now: datetime, policy: BreakerPolicy) -> None:
+    """Add to a locked trigger's window what succeeded within it: what was counted since its first failure, or, when
+    the next failure is the first, the runs of its last deliveries."""
+    if not gate.is_calm(now, policy):
+        rows = await connection.fetch(_sql["take_successes"], gate.trigger_id)
+    else:
+        since = now - timedelta(milliseconds=policy.window_ms)
+        arguments = gate.trigger_id, since, width_ms(policy.window_ms), MAX_LOOKED_BACK
+        rows = await connection.fetch(_sql["recent_successes"], *arguments)
+    for row in rows:
+        gate.outcomes.add(row["at"], policy.window_ms, succeeded=row["succeeded"])
+
+
+async def forget_successes(connection: Connection) -> None:
+    """Delete what was counted for triggers that count no more."""
+    await connection.execute(_sql["forget_successes"])
 
 
 async def begin_plan(connection: Connection, trigger_id: uuid.UUID, refused_at: datetime | None) -> None:

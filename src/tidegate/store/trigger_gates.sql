@@ -13,7 +13,7 @@ on conflict (trigger_id) do nothing
 -- The state of triggers with their limits, locked in a fixed order until the commit: those asked for ($1), and of the
 -- others ($2) those that are paused or whose breaker is not closed.
 select g.trigger_id, g.ring, g.ring_at, g.ring_width_us, g.spent_at, g.drain_at, g.paused_at, g.paused_until, g.pause_reason,
-       g.paused_by, g.breaker_state, g.breaker_until, g.breaker_reason, g.failures, g.probe_run_id, g.closed_until,
+       g.paused_by, g.breaker_state, g.breaker_until, g.breaker_reason, g.breaker_at, g.failed_trials, g.outcomes, g.counting_until, g.probe_run_id, g.closed_until,
        g.closed_reason, g.plan_version, g.is_replanning, g.refused_at, t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker
   from tidegate.event_scheduler_triggers g
   join tidegate.workflow_event_triggers t on t.id = g.trigger_id
@@ -112,13 +112,33 @@ returning d.id
 update tidegate.event_scheduler_triggers g
    set ring = u.ring::bigint[], ring_at = u.ring_at, ring_width_us = u.ring_width_us, drain_at = u.drain_at,
        breaker_state = u.breaker_state, breaker_until = u.breaker_until, breaker_reason = u.breaker_reason,
-       failures = u.failures::timestamptz[], probe_run_id = u.probe_run_id, spent_at = u.spent_at,
+       breaker_at = u.breaker_at, failed_trials = u.failed_trials, outcomes = u.outcomes::jsonb,
+       counting_until = u.counting_until, probe_run_id = u.probe_run_id, spent_at = u.spent_at,
        updated_at = tidegate.now()
   from unnest($1::uuid[], $2::text[], $3::bigint[], $4::bigint[], $5::timestamptz[], $6::text[], $7::timestamptz[],
-              $8::text[], $9::text[], $10::uuid[], $11::timestamptz[])
-    as u (trigger_id, ring, ring_at, ring_width_us, drain_at, breaker_state, breaker_until, breaker_reason, failures,
-          probe_run_id, spent_at)
+              $8::text[], $9::text[], $10::uuid[], $11::timestamptz[], $12::timestamptz[], $13::bigint[],
+              $14::timestamptz[])
+    as u (trigger_id, ring, ring_at, ring_width_us, drain_at, breaker_state, breaker_until, breaker_reason, outcomes,
+          probe_run_id, spent_at, breaker_at, failed_trials, counting_until)
  where g.trigger_id = u.trigger_id
+
+-- name: take_successes
+-- Takes what was counted of runs that succeeded.
+delete from tidegate.trigger_successes where trigger_id = $1 returning at, succeeded
+
+-- name: recent_successes
+-- How many of a trigger's last $4 deliveries had a run that succeeded after $2, by spans of $3 ms.
+select to_timestamp(floor(extract(epoch from r.finished_at) * 1000 / $3::bigint) * $3::bigint / 1000.0) as at, count(*) as succeeded
+  from (select d.id from tidegate.workflow_trigger_deliveries d where d.trigger_id = $1 order by d.id desc limit $4) d
+  join tidegate.workflow_runs r on r.id = d.id
+ where r.status = 'succeeded' and r.finished_at > $2
+ group by 1
+
+-- name: forget_successes
+-- Deletes what was counted for triggers that count no more.
+delete from tidegate.trigger_successes s
+ where not exists (select from tidegate.event_scheduler_triggers g
+                    where g.trigger_id = s.trigger_id and g.counting_until > tidegate.now())
 
 -- name: set_plan
 -- Ends a plan, or begins a new one: every waiting delivery of the trigger gets a new slot. $5 is when due deliveries
@@ -188,6 +208,7 @@ update tidegate.workflow_runs r
 -- Lifts the pause and closes the breaker.
 update tidegate.event_scheduler_triggers
    set paused_at = null, paused_until = null, pause_reason = null, paused_by = null, breaker_state = 'closed',
-       breaker_until = null, breaker_reason = null, failures = '{}', probe_run_id = null, closed_until = null,
+       breaker_until = null, breaker_reason = null, breaker_at = null, failed_trials = 0,
+       outcomes = '[]', counting_until = null, probe_run_id = null, closed_until = null,
        closed_reason = null, version = version + 1, updated_at = tidegate.now()
  where trigger_id = $1

@@ -42,7 +42,8 @@ EVENT_RETRIES = Counter(
     registry=REGISTRY,
 )  # fmt: skip
 DELIVERY_RETRIES = Counter(
-    "tidegate_delivery_retries", "Held deliveries: scheduled, due, completed, rescheduled, cancelled, exhausted",
+    "tidegate_delivery_retries", "Held deliveries: scheduled, due, completed (launched), skipped, failed, rescheduled, "
+    "cancelled, exhausted",
     ["outcome"], registry=REGISTRY,
 )  # fmt: skip
 TRIGGER_EVALUATIONS = Counter(
@@ -115,6 +116,8 @@ for _outcome in ("scheduled", "due", "completed", "rescheduled", "cancelled", "e
     EVENT_RETRIES.labels(_outcome)
     DELIVERY_RETRIES.labels(_outcome)
     STEP_RETRIES.labels(_outcome)
+for _outcome in ("skipped", "failed"):
+    DELIVERY_RETRIES.labels(_outcome)
 for _kind in ("events", "deliveries", "steps", "runs"):
     RECONCILE_REQUEUED.labels(_kind)
 for _loop in ("reconcile", "requeue"):

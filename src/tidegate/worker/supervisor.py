@@ -80,6 +80,7 @@ class Worker:
             lease_ms=settings.lease_ms,
             policy=settings.step_retry,
             breaker=settings.trigger_error,
+            source_breaker=settings.source_error,
             fill=self._delivery_retry.fill,
             after_free=self._after_free,
             after_wait=lambda waiting: self._queue.schedule(step_wakeups(waiting)),

@@ -12,7 +12,7 @@ from tidegate.flow.control.dead_letters import (
 from tidegate.flow.control.deliveries import cancel_delivery, force_delivery
 from tidegate.flow.control.events import cancel_event, force_event
 from tidegate.flow.control.runs import cancel_run
-from tidegate.flow.control.sources import pause, resume, seed_limits, set_limit
+from tidegate.flow.control.sources import pause, resume, seed_breakers, seed_limits, set_breaker, set_limit
 from tidegate.flow.control.step_retries import cancel_step, force_step
 from tidegate.flow.control.tokens import NewToken, create_token, revoke_token
 from tidegate.flow.control.triggers import (
@@ -77,7 +77,9 @@ __all__ = [
     "revoke_token",
     "rotate_secret",
     "rotate_webhook",
+    "seed_breakers",
     "seed_limits",
+    "set_breaker",
     "set_limit",
     "set_webhook",
     "shown_workflow",

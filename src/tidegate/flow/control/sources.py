@@ -11,7 +11,7 @@ from datetime import datetime
 from tidegate.errors import FieldError, InvalidInput, NotFound
 from tidegate.flow.control.pauses import check_length, check_until
 from tidegate.model.event import is_name
-from tidegate.model.source import RateLimit
+from tidegate.model.source import RateLimit, SourceBreakerPolicy
 from tidegate.store import audit
 from tidegate.store import sources as store
 from tidegate.store.db import Connection, Database
@@ -40,6 +40,39 @@ async def seed_limits(database: Database, limits: dict[str, RateLimit]) -> list[
     changed = [] if is_done else await database.run(seed)
     for source in changed:
         _log.info("source.limit_seeded", source=source)
+    return changed
+
+
+async def seed_breakers(database: Database, policies: dict[str, SourceBreakerPolicy]) -> list[str]:
+    """The settings' policies for the breakers of sources into the shared table; what an operator set stays."""
+
+    async def seed(connection: Connection) -> list[str]:
+        return [source for source, policy in sorted(policies.items())
+                if await store.seed_breaker(connection, source, policy)]  # fmt: skip
+
+    changed = await database.run(seed) if policies else []
+    for source in changed:
+        _log.info("source.breaker_seeded", source=source)
+    return changed
+
+
+async def set_breaker(database: Database, source: str, policy: SourceBreakerPolicy | None, actor: str) -> SourceRecord:
+    """Give a source's breaker a policy of its own, or (None) that of the settings. What it has counted stays."""
+    _check_source(source, allow_default=False)
+
+    async def change(connection: Connection) -> SourceRecord:
+        await store.exclude(connection, source)
+        before = await store.get(connection, source)
+        await store.set_breaker(connection, source, policy, actor)
+        after = await _required(connection, source)
+        told = [{"breaker": record.breaker} if record else None for record in (before, after)]
+        await audit.insert(
+            connection, actor=actor, action="source.breaker", subject=source, before=told[0], after=told[1]
+        )
+        return after
+
+    changed = await database.run(change)
+    _log.info("source.breaker_changed", source=source, actor=actor)
     return changed
 
 
