@@ -78,14 +78,16 @@ def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newc
 def tell_moves(moves: Iterable[TriggerMove]) -> None:
     """Log, after the commit, the triggers whose breaker moved, and the delivery or run that moved it."""
     for one in moves:
-        _level(one.move)(f"trigger.breaker_{one.move}", trigger_id=one.trigger_id, event_id=one.event_id,
+        log = _level(one.move)
+        log(f"trigger.breaker_{one.move}", trigger_id=one.trigger_id, event_id=one.event_id,
                          correlation_id=one.correlation_id, run_id=one.run_id, reason=one.reason)  # fmt: skip
 
 
 def tell_source_moves(moves: Iterable[SourceMove]) -> None:
     """The same for sources."""
     for one in moves:
-        _level(one.move)(f"source.breaker_{one.move}", source=one.source, event_id=one.event_id,
+        log = _level(one.move)
+        log(f"source.breaker_{one.move}", source=one.source, event_id=one.event_id,
                          correlation_id=one.correlation_id, trigger_id=one.trigger_id, run_id=one.run_id,
                          reason=one.reason)  # fmt: skip
 
