@@ -53,6 +53,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str | None = None
     auth: Literal["on", "off"] = "on"
     trusted_proxies: str = ""
+    max_connections: int = 10_000
+    max_connections_per_address: int = 2000
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     event_retry: RetryPolicy = EVENT_RETRY
@@ -101,6 +103,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("max_batch_events", 1, 10_000),
             ("max_payload_bytes", 1024, 16 * 1024 * 1024),
             ("ingest_max_waiting", 1, 1_000_000),
+            ("max_connections", 10, 1_000_000),
+            ("max_connections_per_address", 0, 1_000_000),
             ("metrics_port", 0, 65535),
             ("retention_events_seconds", 0, MAX_RETENTION_SECONDS),
             ("retention_dead_letters_seconds", 0, MAX_RETENTION_SECONDS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import resource
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,8 +15,10 @@ import pytest
 from chaos import wire
 
 from tests.processes import Process, api
-from tidegate.api import admission
+from tidegate.api import admission, connections
 from tidegate.api.server import Api, Server
+
+EVENT = {"type": "a.b", "source": "floods"}
 
 
 def connected(stack: contextlib.ExitStack, address: str) -> socket.socket:
@@ -74,6 +77,51 @@ def test_requests_that_do_not_wait_are_not_piled_up(database_url: str) -> None:
             if not taken:
                 break
         assert most_memory_mb(process) < calm + 100
+
+
+def test_two_thousand_silent_connections_shut_nobody_out(database_url: str) -> None:
+    """Also where the shell allows a process fewer files than that: it takes what it may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 5000:
+        pytest.skip("this machine allows a process fewer than 5,000 files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            process, address = stack.enter_context(api(database_url))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            for _ in range(2000):
+                connected(stack, address)
+            with httpx.Client(trust_env=False, timeout=30) as client:
+                assert client.post(f"{address}/v1/events", json=EVENT).status_code == 202
+            assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) > 2000
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_quiet_make_room(database_url: str) -> None:
+    """Who has been quiet for longest first; whoever comes is answered."""
+    with api(database_url, TIDEGATE_MAX_CONNECTIONS="20") as (_, address), contextlib.ExitStack() as stack:
+        quiet = [connected(stack, address) for _ in range(100)]
+        with httpx.Client(trust_env=False, timeout=30) as client:
+            for _ in range(3):
+                assert client.post(f"{address}/v1/events", json=EVENT).status_code == 202
+        assert quiet[0].recv(1) == b""  # closed
+
+
+async def test_who_does_not_read_is_ended(served: tuple[Api, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "READING_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "LEAVING_SECONDS", 0.3)
+    _, server = served
+    here = server._uvicorn.server_state.connections
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+    try:
+        writer.write(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * connections.MAX_PIPELINED)
+        await reader.readline()
+        assert here
+        while here:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    finally:
+        writer.close()
 
 
 def test_who_is_answered_so_many_is_closed(address: str) -> None:

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tidegate.api import heads, problems
+from tidegate.api.crowd import Crowd
 from tidegate.api.heads import MAX_HEAD_BYTES
 from tidegate.api.problems import Problem
 from tidegate.telemetry import metrics
@@ -30,6 +31,8 @@ PATIENCE_SECONDS = 20
 # Of what a client still sends after its last answer, before it has read it.
 LEAVING_SECONDS = 5
 MAX_LEFT_BYTES = 64 * 1024 * 1024
+# Of what is ready to be sent, a client must take so much in so long.
+READING_SECONDS, MIN_READ_BYTES = 20, 16 * 1024
 # Of requests that were sent before the one before them was answered. Whoever sends more is answered so many.
 MAX_PIPELINED = 64
 
@@ -50,9 +53,11 @@ _ACCEPTED = (
 class Connection(HttpToolsProtocol):
     """One connection. A head that is too large gets 431; one that is not complete in time, and silence, the end."""
 
-    def __init__(self, *arguments: Any, publish: Publish | None = None, **named: Any) -> None:
+    def __init__(self, *arguments: Any, crowd: Crowd, publish: Publish | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._crowd = crowd
         self._publish = publish
+        self.quiet_since = self.loop.time()
         # Of the body of a request that publishes, while all of it may still come in a moment.
         self._parts: list[bytes] | None = None
         self._parts_bytes = 0
@@ -65,6 +70,8 @@ class Connection(HttpToolsProtocol):
         self._unread_bytes = 0
         self._is_read = False
         self._timer: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0
+        self._reading_timer: asyncio.TimerHandle | None = None
         self.is_leaving = False
         self._left_bytes = 0
 
@@ -75,9 +82,13 @@ class Connection(HttpToolsProtocol):
         self.flow = _Flow(self._way_out, self.pipeline)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=False)
         self._start_timer()
+        if not self._crowd.enter(self, self.client[0] if self.client else ""):
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._crowd.leave(self)
         self._stop_timer()
+        self.resume_writing()
         self._parts_are_over()
         super().connection_lost(exc)
         # What knows the connection that knows it would be left to the garbage collector: thousands of them, as under
@@ -99,13 +110,45 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
         if not self._is_in_message:
             self._socket.close()
+            if self._socket.get_write_buffer_size():
+                self._abort_soon()
             return
         self.is_leaving = True
         self.pipeline.clear()
         self.flow.resume_reading()
         self._socket.write_eof()
+        self._abort_soon()
+
+    def _abort_soon(self) -> None:
+        """Whether or not the client has read all by then."""
         self._stop_timer()
-        self._timer = self.loop.call_later(LEAVING_SECONDS, self._socket.close)
+        self._timer = self.loop.call_later(LEAVING_SECONDS, self._socket.abort)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing of a request but its head has come, and no answer is due."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered and (self._is_in_head or not self._is_in_message)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unsent_bytes = self._socket.get_write_buffer_size()
+        self._reading_timer = self.loop.call_later(READING_SECONDS, self._check_reading)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
+
+    def _check_reading(self) -> None:
+        """End the connection of a client that sends and does not read."""
+        left = self._socket.get_write_buffer_size()
+        if left > self._unsent_bytes - MIN_READ_BYTES:
+            self._socket.abort()
+        else:
+            self._unsent_bytes = left
+            self._reading_timer = self.loop.call_later(READING_SECONDS, self._check_reading)
 
     def data_received(self, data: bytes) -> None:
         if self.is_leaving or self._is_deaf:
@@ -262,6 +305,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.quiet_since = self.loop.time()
         if self._is_in_message and self._timer is None:
             self._start_timer()
 

@@ -45,6 +45,7 @@ from tidegate.api import (
     workflows,
 )
 from tidegate.api.admission import Admission
+from tidegate.api.crowd import Crowd, raise_file_limit
 from tidegate.api.problems import Problem
 from tidegate.api.routes import Route, Services, json_response
 from tidegate.errors import NotFound, SettingsError
@@ -54,6 +55,7 @@ from tidegate.flow.health import Exposition, Snapshots
 from tidegate.flow.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Accepted, Ingest
 from tidegate.flow.ready import Readiness
 from tidegate.flow.webhooks import Webhooks
+from tidegate.model.client_address import parse_networks
 from tidegate.queue.choose import open_queue
 from tidegate.settings import Settings
 from tidegate.store import durability, migrate
@@ -183,7 +185,7 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
     """The API on its socket; open for business when this is entered, closed when it is left."""
     traces.switch_on()
     api = Api(settings)
-    server = Server(api.app, listening, api.publish)
+    server = Server(api.app, listening, api.publish, settings)
     try:
         await api.open()
         await server.start()
@@ -198,8 +200,14 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
 class Server:
     """uvicorn, started and stopped by us (it installs no signal handlers)."""
 
-    def __init__(self, app: ASGIApp, listening: socket.socket, publish: connections.Publish | None = None) -> None:
-        connection = partial(connections.Connection, publish=publish)
+    def __init__(
+        self,
+        app: ASGIApp,
+        listening: socket.socket,
+        publish: connections.Publish | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        connection = partial(connections.Connection, publish=publish, crowd=_crowd(settings or Settings()))
         self._listening = listening
         self.port: int = listening.getsockname()[1]
         self._uvicorn = _Uvicorn(
@@ -229,6 +237,11 @@ class Server:
         """Until the server ends by itself, which it does only by a fault."""
         assert self._task is not None
         await asyncio.shield(self._task)
+
+
+def _crowd(settings: Settings) -> Crowd:
+    most = min(settings.max_connections, raise_file_limit())
+    return Crowd(most, settings.max_connections_per_address, parse_networks(settings.trusted_proxies))
 
 
 class _Uvicorn(uvicorn.Server):
@@ -269,8 +282,8 @@ def _application(services: Services) -> ASGIApp:
         if any(name == b"expect" for name, _ in scope["headers"]):
             receive, send = bodies.closing_unless_read(receive, send)
         if not _is_utf8(scope):
-            metrics.answered(metrics.OTHER, 400)
-            await problems.response(Problem(400, "the address is not UTF-8"))(scope, receive, send)
+            metrics.answered(metrics.OTHER, 404)
+            await problems.response(Problem(404, "nothing has an address that is not UTF-8"))(scope, receive, send)
         elif _is_cross_site(scope):
             metrics.answered(metrics.OTHER, 403)
             await _cross_site()(scope, receive, send)
