@@ -279,7 +279,7 @@ def _application(services: Services) -> ASGIApp:
     framework.router.redirect_slashes = False  # a path has one meaning, and nobody is sent elsewhere
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        if any(name == b"expect" for name, _ in scope["headers"]):
+        if any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"]):
             receive, send = bodies.closing_unless_read(receive, send)
         if not _is_utf8(scope):
             metrics.answered(metrics.OTHER, 404)
