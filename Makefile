@@ -7,8 +7,10 @@ READY  := $(VENV)/.ready
 OTHERS := $(VENV)/others
 
 JOBS   ?= 2
+# Anything: install exactly what requirements/dev.txt has, with its hashes, as CI does.
+LOCKED ?=
 
-.PHONY: dev test test-pythons check fmt bench chaos wheel clean
+.PHONY: dev test test-pythons check fmt bench chaos wheel lock clean
 
 dev: $(READY)
 	@exec $(BIN)/tidegate dev examples/demo.py
@@ -57,6 +59,15 @@ wheel: $(READY)
 	@$(BIN)/python -m build --wheel --no-isolation --outdir dist . >/dev/null
 	@ls dist/tidegate-*.whl
 
+# Exact versions with hashes, for images and CI: of Tidegate with the extras of an image, and of all that its tests need.
+# One resolution for every version of Python; indexes are those of the environment, and none is written down.
+LOCK = $(BIN)/uv pip compile -q --universal --python-version 3.11 --upgrade --generate-hashes --no-emit-index-url \
+  --no-emit-find-links --custom-compile-command "make lock" pyproject.toml
+lock: $(READY)
+	@$(BIN)/pip install -q --disable-pip-version-check --group lock
+	@$(LOCK) --extra bullmq --extra otel --group build -o requirements/image.txt
+	@$(LOCK) --extra embedded --group dev -o requirements/dev.txt
+
 clean:
 	rm -rf $(VENV) dist .tidegate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
@@ -66,7 +77,10 @@ $(READY): pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
 	@echo "Tidegate: installing (a minute or so, once) ..."
 	@$(BIN)/pip install -q --disable-pip-version-check --upgrade "pip>=25.1"
-	@$(BIN)/pip install -q --disable-pip-version-check --group dev -e ".[embedded]"
+	@if [ -n "$(LOCKED)" ]; then \
+	  $(BIN)/pip install -q --disable-pip-version-check --require-hashes -r requirements/dev.txt && \
+	  $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .; \
+	else $(BIN)/pip install -q --disable-pip-version-check --group dev -e ".[embedded]"; fi
 	@touch $(READY)
 
 $(OTHERS)/.ready: $(READY) pyproject.toml

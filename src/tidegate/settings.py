@@ -18,6 +18,7 @@ import msgspec
 
 from tidegate import failpoints
 from tidegate.errors import SettingsError
+from tidegate.model.addresses import parse_allowed
 from tidegate.model.client_address import parse_networks
 from tidegate.model.event import EventLimits, is_name
 from tidegate.model.health import HEALTH, HealthPolicy
@@ -83,7 +84,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_unsafe_durability: bool = False
     metrics_port: int = 0
     runbook_url: str = "docs/operations/event-scheduler.md"
-    http_allow_private: bool = False
+    http_allow: str = ""
+    http_ca_file: str | None = None
     retention_events_seconds: int = 0
     retention_dead_letters_seconds: int = 0
     retention_audit_seconds: int = 0
@@ -140,10 +142,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 "for them, and `tidegate token create` makes them"
             )
 
-        try:
-            parse_networks(self.trusted_proxies)
-        except ValueError as exc:
-            raise SettingsError(f"{_env('trusted_proxies')}: {exc}") from exc
+        for name, parse in (("trusted_proxies", parse_networks), ("http_allow", parse_allowed)):
+            try:
+                parse(getattr(self, name))
+            except ValueError as exc:
+                raise SettingsError(f"{_env(name)}: {exc}") from exc
 
     @property
     def is_loopback(self) -> bool:

@@ -28,7 +28,7 @@ from tests.processes import Process, api, run, worker
 
 DOCS = (ROOT / "docs" / "http-workflows.md").read_text()
 SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()
-ALLOW = {"TIDEGATE_HTTP_ALLOW_PRIVATE": "true"}
+ALLOW = {"TIDEGATE_HTTP_ALLOW": "127.0.0.0/8, localhost"}
 URL = "https://example.com/hook"
 # Every table but the one that holds them.
 TABLES = """

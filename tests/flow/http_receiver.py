@@ -13,6 +13,12 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tidegate.flow.http_guard import Outgoing
+from tidegate.model.addresses import parse_allowed
+
+# Where receivers of tests are.
+LOOPBACK = Outgoing(parse_allowed("127.0.0.0/8, ::1"))
+
 
 class Receiver:
     """An HTTP server in a thread. `answer` decides what it says: (status, headers, body)."""

@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import Clock
 from tests.flow.conftest import eventually
-from tests.flow.http_receiver import Receiver
+from tests.flow.http_receiver import LOOPBACK, Receiver
 from tests.flow.test_dispatch import publish
 from tests.flow.test_http_workflow import SECRET, World, the_run
 from tidegate import Tidegate
@@ -58,7 +58,7 @@ async def world(database: Database, clock: Clock) -> Any:
 
 async def create(database: Database, slug: str = "hook", **fields: Any) -> Any:
     body = {"slug": slug, "kind": "http", "url": URL, "secret": SECRET} | fields
-    return await control.create_workflow(database, body, allow_private=True, actor="ann")
+    return await control.create_workflow(database, body, allowed=LOOPBACK.allowed, actor="ann")
 
 
 async def refused(database: Database, slug: str = "hook") -> dict[str, str]:
@@ -94,7 +94,7 @@ async def test_deleted_when_nothing_more_may_come_and_all_has_ended(
     assert "canary" not in kept and SECRET[6:] not in kept  # no secret outlives it
     for verb in (
         control.delete_workflow(database, "hook", actor="ann"),
-        control.update_workflow(database, "hook", {}, allow_private=True, actor="ann"),
+        control.update_workflow(database, "hook", {}, allowed=LOOPBACK.allowed, actor="ann"),
         control.rotate_secret(database, "hook", {}, actor="ann"),
         control.create_trigger(database, "hook", {"name": "t", "event_type": "go"}, "ann"),
     ):
@@ -276,7 +276,7 @@ async def test_old_secrets_sign_until_their_time_is_over(
     assert await signing() == list(range(len(secrets)))[-MAX_OLD_SECRETS - 1 :]
     again = await control.rotate_secret(database, "hook", {"secret": secrets[-1]}, actor="bob")
     assert not again.is_written and again.secret is None
-    done = await control.update_workflow(database, "hook", {"secret": None}, allow_private=True, actor="bob")
+    done = await control.update_workflow(database, "hook", {"secret": None}, allowed=LOOPBACK.allowed, actor="bob")
     secrets.append(done.secret or "")
     assert await signing() == list(range(len(secrets)))[-MAX_OLD_SECRETS - 1 :]
     audited = await connection.fetch("select action, l::text as text from tidegate.audit_log l where actor = 'bob'")
@@ -291,7 +291,7 @@ async def test_a_change_leaves_old_secrets_alone(database: Database) -> None:
     await create(database)
     await control.rotate_secret(database, "hook", {"keep_ms": MAX_KEEP_MS}, actor="ann")
     before = control.shown_workflow((await control.update_workflow(
-        database, "hook", {"timeout_ms": 1000}, allow_private=True, actor="ann")).definition)  # fmt: skip
+        database, "hook", {"timeout_ms": 1000}, allowed=LOOPBACK.allowed, actor="ann")).definition)  # fmt: skip
     assert len(before.config["old_secrets_until"]) == 1
     again = await create(database, secret=None, timeout_ms=1000)  # the same, whichever secrets it had
     assert not again.is_written

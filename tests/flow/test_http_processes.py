@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from tests.flow.conftest import eventually
-from tests.flow.http_receiver import Receiver
+from tests.flow.http_receiver import LOOPBACK, Receiver
 from tests.processes import worker
 from tidegate.flow import control
 from tidegate.store.db import Connection, Database
 
 QUICK = {"TIDEGATE_LEASE_MS": "1000", "TIDEGATE_STEP_RETRY_BASE_MS": "100", "TIDEGATE_STEP_RETRY_MAX_MS": "200",
-         "TIDEGATE_HTTP_ALLOW_PRIVATE": "true"}  # fmt: skip
+         "TIDEGATE_HTTP_ALLOW": "127.0.0.0/8"}  # fmt: skip
 KEY = b"k" * 32
 SUCCEEDED = "select count(*) = 1 from tidegate.workflow_runs where status = 'succeeded'"
 
@@ -45,7 +45,7 @@ def app(tmp_path: Path) -> Path:
 async def launch(database: Database, receiver: Receiver) -> None:
     secret = "whsec_" + base64.b64encode(KEY).decode()
     body = {"slug": "hook", "kind": "http", "url": receiver.url, "secret": secret, "allow_private": True}
-    await control.create_workflow(database, body, allow_private=True, actor="ann")
+    await control.create_workflow(database, body, allowed=LOOPBACK.allowed, actor="ann")
     await control.create_trigger(database, "hook", {"name": "t", "event_type": "go"}, "ann")
     async with database.connection() as connection:
         await connection.execute("select tidegate.publish('go', 'test', '{\"n\": 1}')")

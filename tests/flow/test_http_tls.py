@@ -11,9 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.flow.http_receiver import Receiver
-from tidegate.flow import http_guard
-from tidegate.flow.http_guard import GuardedTransport
+from tests.flow.http_receiver import LOOPBACK, Receiver
+from tidegate.errors import SettingsError
+from tidegate.flow.http_guard import GuardedTransport, outgoing
+from tidegate.settings import Settings
 
 NAME = "hooks.example"
 
@@ -49,34 +50,36 @@ def receiver(certificate: Path, asked: list[str | None]) -> Iterator[Receiver]:
     made.close()
 
 
-async def post(receiver: Receiver, host: str) -> int:
+async def post(receiver: Receiver, host: str, ca_file: str | None = None) -> int:
     async def loopback(_: str, __: int) -> list[str]:
         return ["127.0.0.1"]
 
-    async with httpx.AsyncClient(transport=GuardedTransport(allow_private=True, resolve=loopback)) as client:
+    async with httpx.AsyncClient(transport=GuardedTransport(LOOPBACK._replace(ca_file=ca_file), loopback)) as client:
         return (await client.post(f"https://{host}:{receiver.port}/", content=b"{}")).status_code
 
 
-@pytest.fixture
-def trusted(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = ssl.create_default_context(cafile=f"{certificate}.crt")
-    monkeypatch.setattr(http_guard, "_ssl_context", lambda: context)
-
-
-@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("host", [NAME, f"{NAME}.", NAME.upper()])
-async def test_the_name_is_asked_for_and_proven(receiver: Receiver, asked: list[str | None], host: str) -> None:
-    assert await post(receiver, host) == 200
+async def test_the_name_is_asked_for_and_proven(
+    receiver: Receiver, certificate: Path, asked: list[str | None], host: str
+) -> None:
+    """The authority is one of the operator's own."""
+    assert await post(receiver, host, f"{certificate}.crt") == 200
     assert asked == [NAME]
     assert receiver.seen[0][0]["host"].lower() == f"{host.lower()}:{receiver.port}"
 
 
-@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("host", ["other.example", "127.0.0.1"])
-async def test_a_certificate_for_another_name_is_refused(receiver: Receiver, host: str) -> None:
+async def test_a_certificate_for_another_name_is_refused(receiver: Receiver, certificate: Path, host: str) -> None:
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-        await post(receiver, host)
+        await post(receiver, host, f"{certificate}.crt")
     assert receiver.seen == []
+
+
+def test_a_file_that_holds_no_certificates(tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").write_text("nothing")
+    for name in ("empty.pem", "absent.pem"):
+        with pytest.raises(SettingsError, match=f"TIDEGATE_HTTP_CA_FILE is .*{name}"):
+            outgoing(Settings(http_ca_file=str(tmp_path / name)))
 
 
 async def test_a_certificate_that_nobody_vouches_for_is_refused(receiver: Receiver) -> None:

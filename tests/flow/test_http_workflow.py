@@ -18,15 +18,16 @@ import httpx
 import pytest
 
 from tests.conftest import Clock
-from tests.flow.http_receiver import Receiver, dripping
+from tests.flow.http_receiver import LOOPBACK, Receiver, dripping
 from tests.flow.test_dispatch import publish
 from tidegate import Tidegate, __version__
 from tidegate.errors import Conflict, InvalidInput, NonRetryable, RetryAfter
 from tidegate.flow import control, http_guard
 from tidegate.flow.dispatch import Dispatch
-from tidegate.flow.http_guard import MAX_ANSWER_BYTES, GuardedTransport, post
+from tidegate.flow.http_guard import MAX_ANSWER_BYTES, GuardedTransport, Outgoing, post
 from tidegate.flow.http_workflow import HttpWorkflows
 from tidegate.flow.run import Runner
+from tidegate.model.addresses import parse_allowed
 from tidegate.model.http_workflow import HttpConfig
 from tidegate.model.retry import RetryPolicy
 from tidegate.store.db import Connection, Database
@@ -50,12 +51,12 @@ class World:
         self.database = database
         self._dispatch = Dispatch(database, batch_size=500, after_launch=lambda: None)
         self._workflows: dict[str, Any] = {}
-        self._http = HttpWorkflows(database, allow_private=True)
+        self._http = HttpWorkflows(database, LOOPBACK)
         self.runner = Runner(database, self._workflows, worker="t", concurrency=10, lease_ms=60_000, policy=POLICY)
 
     async def define(self, url: str, slug: str = "hook", **fields: Any) -> None:
         body = {"slug": slug, "kind": "http", "url": url, "secret": SECRET, "allow_private": True} | fields
-        await control.create_workflow(self.database, body, allow_private=True, actor="ann")
+        await control.create_workflow(self.database, body, allowed=LOOPBACK.allowed, actor="ann")
         await control.create_trigger(self.database, slug, {"name": "t", "event_type": "go"}, "ann")
 
     async def turn(self) -> None:
@@ -87,7 +88,7 @@ def config(receiver: Receiver, **fields: Any) -> HttpConfig:
 
 
 async def send(receiver: Receiver, **fields: Any) -> Any:
-    return await post(config(receiver, **fields), [SECRET], "id-1", b"{}", allow_private=True)
+    return await post(config(receiver, **fields), [SECRET], "id-1", b"{}", LOOPBACK)
 
 
 async def test_a_run_is_posted_signed_and_its_answer_is_the_output(
@@ -206,7 +207,7 @@ async def test_a_change_counts_for_the_next_request(
     await publish(connection, "go")
     await world.turn()
     fields = {"url": f"http://127.0.0.1:{receiver.port}/new", "secret": None}
-    changed = await control.update_workflow(database, "hook", fields, allow_private=True, actor="bob")
+    changed = await control.update_workflow(database, "hook", fields, allowed=LOOPBACK.allowed, actor="bob")
     assert changed.secret is not None and changed.definition.version == 2
     receiver.says(200)
     await clock.advance(1500)
@@ -403,8 +404,31 @@ async def test_private_addresses_need_both_the_definition_and_the_setting(
     for host in ("127.0.0.1", "localhost", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]"):
         one = config(receiver, url=f"http://{host}:{receiver.port}/", allow_private=definition)
         with pytest.raises(NonRetryable, match="is a loopback address"):
-            await post(one, [SECRET], "id-1", b"{}", allow_private=setting)
+            await post(one, [SECRET], "id-1", b"{}", LOOPBACK if setting else Outgoing())
     assert receiver.seen == []
+
+
+@pytest.mark.parametrize(
+    ("allowed", "is_let"),
+    [
+        ("127.0.0.0/8:{port}", True), ("127.0.0.1", True), ("localhost:{port}", True), ("localhost", True),
+        ("127.0.0.0/8:1", False), ("localhost:1", False), ("10.0.0.0/8, hooks.internal", False), ("::1", False),
+    ],
+)  # fmt: skip
+async def test_what_the_operator_allows(receiver: Receiver, allowed: str, is_let: bool) -> None:
+    receiver.says(200, b"1")
+    by = Outgoing(parse_allowed(allowed.format(port=receiver.port)))
+
+    async def here(_: str, __: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    async with httpx.AsyncClient(transport=GuardedTransport(by, here)) as client:
+        sending = client.post(f"http://localhost:{receiver.port}/")
+        if is_let:
+            assert (await sending).status_code == 200
+        else:
+            with pytest.raises(NonRetryable, match=f"TIDEGATE_HTTP_ALLOW names it with port {receiver.port}"):
+                await sending
 
 
 async def test_no_proxy_of_the_environment(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +454,7 @@ async def test_the_checked_address_is_the_one_connected_to(receiver: Receiver) -
 
     for scheme in ("http", "https"):
         asked.clear()
-        transport = GuardedTransport(allow_private=False, resolve=rebinding)
+        transport = GuardedTransport(Outgoing(), rebinding)
         transport._inner = httpx.MockTransport(connect)  # type: ignore[assignment]
         async with httpx.AsyncClient(transport=transport, trust_env=False) as client:
             await client.post(f"{scheme}://rebind.example:{receiver.port}/")
@@ -442,7 +466,7 @@ async def test_one_private_address_among_public_ones_is_refused() -> None:
     async def both(_: str, __: int) -> list[str]:
         return ["1.1.1.1", "10.0.0.1"]
 
-    async with httpx.AsyncClient(transport=GuardedTransport(allow_private=False, resolve=both)) as client:
+    async with httpx.AsyncClient(transport=GuardedTransport(Outgoing(), both)) as client:
         with pytest.raises(NonRetryable, match=r"two\.example is a private address"):
             await client.post("http://two.example/")
 
@@ -451,7 +475,7 @@ async def test_the_next_address_is_tried_when_one_does_not_answer(receiver: Rece
     async def two(_: str, __: int) -> list[str]:
         return ["127.0.0.2", "127.0.0.1"]  # the receiver listens on the second only
 
-    async with httpx.AsyncClient(transport=GuardedTransport(allow_private=True, resolve=two)) as client:
+    async with httpx.AsyncClient(transport=GuardedTransport(LOOPBACK, two)) as client:
         assert (await client.post(f"http://two.example:{receiver.port}/", content=b"{}")).status_code == 200
     assert receiver.seen[0][0]["host"] == f"two.example:{receiver.port}"
 
@@ -474,13 +498,13 @@ async def test_code_does_not_take_over_a_slug_nor_the_other_way_round(
     await database.run(app.register)
     body = {"slug": "coded", "kind": "http", "url": "https://example.com/"}
     with pytest.raises(Conflict, match="coded exists already"):
-        await control.create_workflow(database, body, allow_private=False, actor="ann")
+        await control.create_workflow(database, body, allowed=(), actor="ann")
     with pytest.raises(Conflict, match="declared in code"):
-        await control.update_workflow(database, "coded", {"url": "https://e.com"}, allow_private=False, actor="ann")
+        await control.update_workflow(database, "coded", {"url": "https://e.com"}, allowed=(), actor="ann")
 
 
 async def test_allow_private_needs_the_setting_when_it_is_asked_for(database: Database) -> None:
     body = {"slug": "h", "kind": "http", "url": "http://127.0.0.1/", "allow_private": True}
     with pytest.raises(InvalidInput) as caught:
-        await control.create_workflow(database, body, allow_private=False, actor="ann")
+        await control.create_workflow(database, body, allowed=(), actor="ann")
     assert [e.field for e in caught.value.errors] == ["allow_private"]

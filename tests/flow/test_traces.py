@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.conftest import Clock
-from tests.flow.http_receiver import Receiver
+from tests.flow.http_receiver import LOOPBACK, Receiver
 from tidegate import AsyncClient, Client, Context, SyncContext, Tidegate, failpoints
 from tidegate.api.server import bind, serving
 from tidegate.app import checked
@@ -451,9 +451,9 @@ async def test_an_http_workflows_request_carries_the_steps_span(
     receiver = Receiver()
     try:
         body = {"slug": "hook", "kind": "http", "url": receiver.url, "allow_private": True}
-        await control.create_workflow(database, body, allow_private=True, actor="ann")
+        await control.create_workflow(database, body, allowed=LOOPBACK.allowed, actor="ann")
         await control.create_trigger(database, "hook", {"name": "t", "event_type": "go"}, "ann")
-        app.configure(Settings(http_allow_private=True))
+        app.configure(Settings(http_allow="127.0.0.0/8"))
         workers.append(await app.worker())
         await workers[0]._definitions_once()  # what the worker's own loop does
         with spans.provider.get_tracer("mine").start_as_current_span("caller"):

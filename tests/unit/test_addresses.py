@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from tidegate.errors import NonRetryable
 from tidegate.flow.http_guard import check, resolve
-from tidegate.model.addresses import literal_address, parse_address, private_kind, url_problem
+from tidegate.model.addresses import (
+    is_allowed,
+    literal_address,
+    parse_address,
+    parse_allowed,
+    private_kind,
+    url_problem,
+)
 
 PRIVATE = [
     ("127.0.0.1", "loopback"),
@@ -107,7 +114,7 @@ def test_private_addresses_are_named(text: str, word: str) -> None:
     kind = private_kind(parse_address(text))
     assert kind is not None and word in kind
     with pytest.raises(NonRetryable, match=word):
-        check("example.com", ["8.8.8.8", text])  # one is enough
+        check("example.com", 80, ["8.8.8.8", text], ())  # one is enough
     host = text.partition("%")[0]
     url = f"http://[{host}]/x" if ":" in host else f"http://{host}/x"
     assert word in str(url_problem(url, allow_private=False))
@@ -117,7 +124,7 @@ def test_private_addresses_are_named(text: str, word: str) -> None:
 @pytest.mark.parametrize("text", PUBLIC)
 def test_public_addresses_pass(text: str) -> None:
     assert private_kind(parse_address(text)) is None
-    check("example.com", [text])
+    check("example.com", 80, [text], ())
 
 
 @pytest.mark.parametrize("host", NUMERIC)
@@ -140,7 +147,7 @@ async def test_names_that_lead_to_loopback(host: str) -> None:
         pytest.skip(f"{host} is not known here")
     assert url_problem(f"http://{host}/", allow_private=False) is None  # only the resolver knows
     with pytest.raises(NonRetryable, match=f"{host} is a loopback address"):
-        check(host, await resolve(host, 80))
+        check(host, 80, await resolve(host, 80), ())
 
 
 async def test_a_name_that_does_not_exist() -> None:
@@ -214,3 +221,34 @@ def test_urls_that_are_refused(url: str, word: str) -> None:
 )
 def test_urls_that_are_taken(url: str) -> None:
     assert url_problem(url, allow_private=False) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "address", "port", "expected"),
+    [
+        ("10.0.0.0/8:8080, hooks.internal:443", "x.example", "10.1.2.3", 8080, True),
+        ("10.0.0.0/8:8080, hooks.internal:443", "x.example", "10.1.2.3", 80, False),
+        ("10.0.0.0/8:8080, hooks.internal:443", "Hooks.Internal.", "192.168.0.1", 443, True),
+        ("10.0.0.0/8:8080, hooks.internal:443", "hooks.internal.evil.example", "192.168.0.1", 443, False),
+        ("10.0.0.0/8", "x", "::ffff:10.0.0.1", 1, True),
+        ("192.168.7.5", "x", "192.168.7.5", 1, True),
+        ("192.168.7.5", "x", "192.168.7.6", 1, False),
+        ("fd00::/8", "x", "fd00::1", 443, True),
+        ("[fd00::/8]:443", "x", "fd00::1", 443, True),
+        ("[fd00::/8]:443", "x", "fd00::1", 80, False),
+        ("::1", "x", "::1", 80, True),
+        ("", "x", "10.0.0.1", 80, False),
+    ],
+)
+def test_what_is_allowed(text: str, host: str, address: str, port: int, expected: bool) -> None:
+    assert is_allowed(parse_allowed(text), host, parse_address(address), port) is expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["10.0.0.1/8", "10.0.0.0/8:0", "10.0.0.0/8:99999", "10.0.0.0/8:", "http://x", "x:y", "[hooks.internal]:1", "a b",
+     "0x7f.1", "127.1", "[::1", "[::1]x"],
+)  # fmt: skip
+def test_what_cannot_be_allowed(text: str) -> None:
+    with pytest.raises(ValueError, match="must be a network or host"):
+        parse_allowed(text)

@@ -11,6 +11,7 @@ from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, json_respons
 from tidegate.errors import NotFound
 from tidegate.flow import control
 from tidegate.flow.control import Changed
+from tidegate.model.addresses import parse_allowed
 from tidegate.model.http_workflow import HttpWorkflowBody, HttpWorkflowPatch, SecretRotation
 from tidegate.model.trigger import WorkflowDefinition
 from tidegate.store import triggers
@@ -54,7 +55,7 @@ async def show_workflow(request: Request, services: Services) -> WorkflowDefinit
 async def create_workflow(request: Request, services: Services) -> Response:
     given = await bodies.read_plain(request, MAX_BYTES)
     done = await control.create_workflow(
-        services.database, given, allow_private=services.settings.http_allow_private, actor=bodies.actor(request)
+        services.database, given, allowed=parse_allowed(services.settings.http_allow), actor=bodies.actor(request)
     )
     return json_response(_written(done), 201 if done.is_written else 200)
 
@@ -64,7 +65,7 @@ async def update_workflow(request: Request, services: Services) -> WorkflowWritt
     slug, actor = request.path_params["slug"], bodies.actor(request)
     return _written(
         await control.update_workflow(
-            services.database, slug, given, allow_private=services.settings.http_allow_private, actor=actor
+            services.database, slug, given, allowed=parse_allowed(services.settings.http_allow), actor=actor
         )
     )
 

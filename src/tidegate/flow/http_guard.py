@@ -16,17 +16,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
 
 from tidegate import __version__
 from tidegate.clock import utc_now
-from tidegate.errors import NonRetryable, RetryAfter
+from tidegate.errors import NonRetryable, RetryAfter, SettingsError
 from tidegate.flow.output import encode_output
-from tidegate.model.addresses import parse_address, private_kind
+from tidegate.model.addresses import Allowed, is_allowed, parse_address, parse_allowed, private_kind
 from tidegate.model.http_workflow import SECRET_PREFIX, HttpConfig
+from tidegate.settings import Settings
 from tidegate.telemetry import traces
 
 CONNECT_SECONDS = 10.0
@@ -49,21 +50,41 @@ async def resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for _, _, _, _, address in found))
 
 
-class GuardedTransport(httpx.AsyncBaseTransport):
-    """Sends requests to public addresses only, unless `allow_private`. NonRetryable when a name leads elsewhere."""
+class Outgoing(NamedTuple):
+    """What the operator says about requests that go out: where to beside public addresses, and whom to trust."""
 
-    def __init__(self, *, allow_private: bool, resolve: Resolve = resolve) -> None:
-        self._allow_private = allow_private
+    allowed: tuple[Allowed, ...] = ()
+    ca_file: str | None = None
+
+
+def outgoing(settings: Settings) -> Outgoing:
+    """As the settings say. SettingsError when certificates cannot be read."""
+    found = Outgoing(parse_allowed(settings.http_allow), settings.http_ca_file)
+    try:
+        _ssl_context(found.ca_file)
+    except (OSError, ssl.SSLError) as exc:
+        reason = exc.strerror or exc
+        raise SettingsError(
+            f"TIDEGATE_HTTP_CA_FILE is {settings.http_ca_file!r}, which must be a file of certificates (PEM): {reason}"
+        ) from exc
+    return found
+
+
+class GuardedTransport(httpx.AsyncBaseTransport):
+    """Sends requests to public addresses, and to what `by` allows. NonRetryable when a name leads elsewhere."""
+
+    def __init__(self, by: Outgoing, resolve: Resolve = resolve) -> None:
+        self._allowed = by.allowed
         self._resolve = resolve
         # One connection for one request: an idle one may be dead, and a POST on it would be lost.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._inner = httpx.AsyncHTTPTransport(verify=_ssl_context(), trust_env=False, limits=limits)
+        self._inner = httpx.AsyncHTTPTransport(verify=_ssl_context(by.ca_file), trust_env=False, limits=limits)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         url, host = request.url, request.url.host
-        addresses = await self._resolve(host, url.port or (443 if url.scheme == "https" else 80))
-        if not self._allow_private:
-            check(host, addresses)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        addresses = await self._resolve(host, port)
+        check(host, port, addresses, self._allowed)
         failure: Exception = ConnectionError(f"the name {host} has no address")
         for address in addresses:
             pinned = httpx.Request(
@@ -83,18 +104,20 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         await self._inner.aclose()
 
 
-def check(host: str, addresses: list[str]) -> None:
-    """NonRetryable when one of a name's addresses is not public. Which one is not told: it is nobody's business."""
+def check(host: str, port: int, addresses: list[str], allowed: Sequence[Allowed]) -> None:
+    """NonRetryable when one of a name's addresses is neither public nor allowed. Which one is not told: it is nobody's
+    business."""
     for text in addresses:
-        kind = private_kind(parse_address(text))
-        if kind is not None:
+        address = parse_address(text)
+        kind = private_kind(address)
+        if kind is not None and not is_allowed(allowed, host, address, port):
             raise NonRetryable(
-                f"{host} is {kind}; requests go to public addresses only, unless the workflow's allow_private and the "
-                "worker's TIDEGATE_HTTP_ALLOW_PRIVATE are both true (docs/http-workflows.md)"
+                f"{host} is {kind}; requests go to public addresses only, unless the workflow's allow_private is true "
+                f"and the worker's TIDEGATE_HTTP_ALLOW names it with port {port} (docs/http-workflows.md)"
             )
 
 
-async def post(config: HttpConfig, secrets: Sequence[str], message_id: str, body: bytes, *, allow_private: bool) -> Any:
+async def post(config: HttpConfig, secrets: Sequence[str], message_id: str, body: bytes, by: Outgoing) -> Any:
     """Post a run, signed with each of `secrets`; the output in the answer.
 
     NonRetryable and RetryAfter as the answer says; ConnectionError and TimeoutError when another try may help.
@@ -105,7 +128,7 @@ async def post(config: HttpConfig, secrets: Sequence[str], message_id: str, body
     headers = config.headers | signed_headers(secrets, message_id, body)
     if traces.is_on and (traceparent := traces.current()) is not None:
         headers["traceparent"] = traceparent
-    transport = GuardedTransport(allow_private=config.allow_private and allow_private)
+    transport = GuardedTransport(by if config.allow_private else by._replace(allowed=()))
     try:
         async with (
             asyncio.timeout(seconds),
@@ -211,5 +234,9 @@ def _one_line(text: str, config: HttpConfig) -> str:
 
 
 @cache
-def _ssl_context() -> ssl.SSLContext:
-    return httpx.create_ssl_context(trust_env=False)
+def _ssl_context(ca_file: str | None) -> ssl.SSLContext:
+    """Those that everybody trusts, and those of the file."""
+    context = httpx.create_ssl_context(trust_env=False)
+    if ca_file is not None:
+        context.load_verify_locations(cafile=ca_file)
+    return context

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import NonRetryable
-from tidegate.flow.http_guard import post
+from tidegate.flow.http_guard import Outgoing, post
 from tidegate.flow.workflow import Context, Workflow
 from tidegate.model.http_workflow import KIND, HttpConfig, signing_secrets
 from tidegate.store import sources, triggers
@@ -22,7 +22,7 @@ from tidegate.store.db import Database
 class HttpWorkflow(Workflow):
     """Runs as a workflow with the step `request`; so it is retried, fenced, cancelled and buried like any other."""
 
-    def __init__(self, slug: str, database: Database, *, allow_private: bool) -> None:
+    def __init__(self, slug: str, database: Database, by: Outgoing) -> None:
         async def request(message_id: str, body: bytes) -> Any:
             async with database.connection() as connection:  # as it is now, whatever it was when the run was launched
                 found = await triggers.get_definition(connection, slug)
@@ -30,7 +30,7 @@ class HttpWorkflow(Workflow):
                     raise NonRetryable(f"workflow {slug} of kind {KIND} is not there any more")
                 config = msgspec.convert(found.config, HttpConfig)
                 secrets = signing_secrets(config, await sources.now(connection))
-            return await post(config, secrets, message_id, body, allow_private=allow_private)
+            return await post(config, secrets, message_id, body, by)
 
         async def call(ctx: Context, parameters: dict[str, Any]) -> Any:
             body = {
@@ -52,9 +52,9 @@ class HttpWorkflow(Workflow):
 class HttpWorkflows:
     """The http definitions that there are, for a worker; it needs no code for them."""
 
-    def __init__(self, database: Database, *, allow_private: bool) -> None:
+    def __init__(self, database: Database, by: Outgoing) -> None:
         self._database = database
-        self._allow_private = allow_private
+        self._by = by
         self._version = -1
 
     async def refresh(self, workflows: dict[str, Workflow]) -> list[uuid.UUID] | None:
@@ -66,6 +66,6 @@ class HttpWorkflows:
             found = await triggers.list_of_kind(connection, KIND)
         for slug in found.values():
             if not isinstance(workflows.get(slug), HttpWorkflow):
-                workflows[slug] = HttpWorkflow(slug, self._database, allow_private=self._allow_private)
+                workflows[slug] = HttpWorkflow(slug, self._database, self._by)
         self._version = version
         return list(found)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 MAX_URL = 2000
@@ -67,6 +69,30 @@ _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
 
 
+class Allowed(NamedTuple):
+    """Where requests may go although it is not public: a host by its name, or a network; at one port, or (None) any."""
+
+    host: str | None
+    network: ipaddress.IPv4Network | ipaddress.IPv6Network | None
+    port: int | None
+
+
+def parse_allowed(text: str) -> tuple[Allowed, ...]:
+    """A list such as `10.0.0.0/8:8080, hooks.internal:443, [fd00::/8]:443`. ValueError names the entry."""
+    return tuple(_allowed(part.strip()) for part in text.split(",") if part.strip())
+
+
+def is_allowed(allowed: Sequence[Allowed], host: str, address: Address, port: int) -> bool:
+    """Whether an entry names the host, or a network that its address lies in, and the port."""
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    name = host.lower().removesuffix(".")
+    return any(
+        entry.port in (None, port) and (entry.host == name if entry.network is None else address in entry.network)
+        for entry in allowed
+    )
+
+
 def private_kind(address: Address) -> str | None:
     """What kind of address it is that requests may not go to ("a loopback address"); None for a public one."""
     if isinstance(address, ipaddress.IPv4Address):
@@ -93,6 +119,25 @@ def literal_address(host: str) -> Address | None:
         return ipaddress.IPv4Address(socket.inet_aton(host.removesuffix(".")))
     except (OSError, UnicodeEncodeError, ValueError):
         return None
+
+
+def _allowed(entry: str) -> Allowed:
+    place, colon, port = entry, "", ""
+    if entry.startswith("["):  # an IPv6 network with a port
+        place, _, rest = entry[1:].partition("]:")
+        colon, port = ":", rest
+    elif entry.count(":") == 1:
+        place, colon, port = entry.partition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535
+    if (colon == ":" and is_port) or (colon == port == ""):
+        number = int(port) if port else None
+        try:
+            return Allowed(None, ipaddress.ip_network(place), number)
+        except ValueError:
+            if _NAME.fullmatch(place) and literal_address(place) is None and not entry.startswith("["):
+                return Allowed(place.lower().removesuffix("."), None, number)
+    example = "10.0.0.0/8:8080, [fd00::/8]:443 or hooks.internal"
+    raise ValueError(f"must be a network or host, with a port or without, as in {example}, not {entry!r}")
 
 
 def url_problem(url: str, *, allow_private: bool) -> str | None:

@@ -17,6 +17,7 @@ from tidegate.flow.delivery_replan import DeliveryReplan
 from tidegate.flow.delivery_retry import DeliveryRetry
 from tidegate.flow.delivery_retry import Turn as DeliveryTurn
 from tidegate.flow.dispatch import Dispatch
+from tidegate.flow.http_guard import outgoing
 from tidegate.flow.http_workflow import HttpWorkflows
 from tidegate.flow.match import Matcher
 from tidegate.flow.prune import Prune, Retention
@@ -71,7 +72,7 @@ class Worker:
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
         self._rests = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0, "replays": 0.0, "prune": 0.0}
         self._definitions, self._served = definitions, dict(workflows)  # http workflows join as they appear
-        self._http_workflows = HttpWorkflows(self._database, allow_private=settings.http_allow_private)
+        self._http_workflows = HttpWorkflows(self._database, outgoing(settings))
         self._runner = Runner(
             self._database,
             self._served,

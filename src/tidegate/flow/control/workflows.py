@@ -19,6 +19,7 @@ from msgspec import UNSET
 from tidegate.clock import utc_now
 from tidegate.errors import Conflict, FieldError, InvalidInput, NotFound
 from tidegate.model import http_workflow as rules
+from tidegate.model.addresses import Allowed
 from tidegate.model.conversion import convert
 from tidegate.model.http_workflow import (
     DEFAULT_KEEP_MS,
@@ -59,7 +60,7 @@ def shown_workflow(definition: WorkflowDefinition) -> WorkflowDefinition:
     return msgspec.structs.replace(definition, config=shown)
 
 
-async def create_workflow(database: Database, given: Any, *, allow_private: bool, actor: str) -> Changed:
+async def create_workflow(database: Database, given: Any, *, allowed: Sequence[Allowed], actor: str) -> Changed:
     """A new definition from decoded JSON; the same again is no error. Conflict when another has the slug."""
     body = convert(given, HttpWorkflowBody, "the workflow is not valid")
     errors = rules.slug_errors(body.slug)
@@ -67,7 +68,7 @@ async def create_workflow(database: Database, given: Any, *, allow_private: bool
         errors.append(FieldError("kind", "must be http; workflows in Python are declared by their worker"))
     made = None if isinstance(body.secret, str) else _new_secret()
     config = rules.changed(HttpConfig(url=body.url, secret=made or str(body.secret)), body)
-    _check(config, errors, asks_for_private=body.allow_private is True, allow_private=allow_private)
+    _check(config, errors, asks_for_private=body.allow_private is True, allowed=allowed)
 
     async def change(connection: Connection) -> Changed:
         await trigger_gates.exclude(connection)
@@ -86,7 +87,9 @@ async def create_workflow(database: Database, given: Any, *, allow_private: bool
     return done
 
 
-async def update_workflow(database: Database, slug: str, given: Any, *, allow_private: bool, actor: str) -> Changed:
+async def update_workflow(
+    database: Database, slug: str, given: Any, *, allowed: Sequence[Allowed], actor: str
+) -> Changed:
     """Change the fields in `given`; requests that begin after the call use them. Nothing new, no version.
 
     A new secret replaces the old one as `rotate_secret` does, with its default.
@@ -99,7 +102,7 @@ async def update_workflow(database: Database, slug: str, given: Any, *, allow_pr
         new = rules.changed(_config(before), body)
         if body.secret is not UNSET:
             new = rules.rotated(new, made or str(body.secret), DEFAULT_KEEP_MS, await sources.now(connection))
-        _check(new, [], asks_for_private=body.allow_private is True, allow_private=allow_private)
+        _check(new, [], asks_for_private=body.allow_private is True, allowed=allowed)
         return before, new
 
     async def change(connection: Connection) -> Changed:
@@ -159,10 +162,10 @@ async def delete_workflow(database: Database, slug: str, *, actor: str) -> Workf
     return gone
 
 
-def _check(config: HttpConfig, errors: list[FieldError], *, asks_for_private: bool, allow_private: bool) -> None:
+def _check(config: HttpConfig, errors: list[FieldError], *, asks_for_private: bool, allowed: Sequence[Allowed]) -> None:
     """InvalidInput names each field that breaks a rule."""
-    if asks_for_private and not allow_private:
-        message = "needs the setting TIDEGATE_HTTP_ALLOW_PRIVATE=true, for the API and the workers"
+    if asks_for_private and not allowed:
+        message = "needs the setting TIDEGATE_HTTP_ALLOW, which says where to, for the API and the workers"
         errors.append(FieldError("allow_private", message))
     errors += rules.config_errors(config)
     if not any(error.field == "url" for error in errors):
