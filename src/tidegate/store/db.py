@@ -11,7 +11,7 @@ import asyncio
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import asyncpg
@@ -202,10 +202,10 @@ class Database:
             yield connection
         except asyncpg.InternalClientError:
             # A dying server left it in the middle of something: it must not go back to the pool.
-            connection.terminate()
+            _cut_off(connection)
             raise
         except TimeoutError as exc:
-            connection.terminate()
+            _cut_off(connection)
             self._abandon(pool)
             raise TimeoutError(f"no answer within {self._answer_seconds:g} s") from exc
         finally:
@@ -298,6 +298,11 @@ async def _roll_back(connection: Any, transaction: Any) -> None:
         async with asyncio.timeout(RELEASE_SECONDS):
             await transaction.rollback()
     except Exception:
+        _cut_off(connection)
+
+
+def _cut_off(connection: Any) -> None:
+    with suppress(asyncpg.InterfaceError):  # the driver has done it already
         connection.terminate()
 
 
