@@ -551,7 +551,7 @@ async def test_a_commit_whose_answer_was_lost(
 
     runner = await world.runner()
     told: list[str] = []
-    monkeypatch.setattr(runner, "_tell", lambda _, run: told.append(run.status))
+    monkeypatch.setattr("tidegate.flow.run.tell_ended", lambda _, __, run, ___: told.append(run.status))
     real, lost = runner._database.run, []
 
     async def run(work: Any, attempts: int = 5) -> Any:
@@ -664,7 +664,8 @@ async def test_retry_after_with_a_strange_number(
     await publish(connection, "go")
     await world.turn(runner)
     run = await the_run(connection)
-    assert run["status"] in ("pending", "failed"), "not left behind"
+    # Whatever is no number waits a second, which may be over on a slow machine.
+    assert run["status"] in ("pending", "failed", "succeeded"), "not left behind"
     await clock.advance(366 * 86_400_000)
     if place == "step":
         assert (await the_steps(connection)).get("call") is not None, "the attempt is recorded"

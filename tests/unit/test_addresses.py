@@ -164,7 +164,9 @@ def test_every_way_to_embed_an_address_is_judged_as_the_address(address: ipaddre
 
 @given(st.ip_addresses())
 def test_nothing_that_python_calls_private_passes(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
-    if private_kind(address) is None and address not in ipaddress.ip_network("64:ff9b::/96"):
+    # Of what embeds another address the one inside is judged; Python's own opinion of it differs between versions.
+    embeds = any(address in ipaddress.ip_network(network) for network in ("64:ff9b::/96", "2002::/16"))
+    if private_kind(address) is None and not embeds:
         mapped = getattr(address, "ipv4_mapped", None) or address
         assert not (mapped.is_private or mapped.is_loopback or mapped.is_link_local or mapped.is_multicast)
 
