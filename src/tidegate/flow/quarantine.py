@@ -1,9 +1,10 @@
 """Quarantine: when a worker tries suspects, the runs whose workers died again and again, each alone.
 
 While a suspect is tried, nothing else of users' code executes in its process: if that dies then, it was this run. A
-busy worker begins nothing more until what it executes has ended, but has patience for a moment only; and trials take a
-bounded share of its time. A suspect that lives on for a while is one among others again; for how long it must be alone
-grows with each death, so that one which kills its worker late is found too.
+busy worker begins nothing more until what it executes has ended, but has patience for a moment only: then the suspect
+is begun beside the others, and what happens does not count. One that kills its worker leaves it idle, and the next time
+it is alone. Trials take a bounded share of a worker's time. A suspect that lives on for a while is one among others
+again; for how long it must be alone grows with each death, so that one which kills its worker late is found too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tidegate.telemetry.logs import logger
 
 # How long the first trial is alone, and how many times longer each that follows another death.
 ALONE_SECONDS, ALONE_FACTOR = 5.0, 4
-# How often a worker asks for suspects, and how long it waits, at first, until what it executes has ended.
+# How often a worker asks for suspects, and how long it waits until what it executes has ended.
 LOOK_SECONDS, PATIENCE_SECONDS = 1.0, 1.0
 # After so long it is time for something else, if there is anything, for so many times as long.
 TURN_SECONDS, REST_FACTOR = 1.0, 4
@@ -53,7 +54,7 @@ class Quarantine:
         self._after_open = after_open
         self._began_at = 0.0
         self._look_at = 0.0
-        self._patience_seconds = PATIENCE_SECONDS
+        self._is_patient = True
         self._timer: asyncio.Task[None] | asyncio.TimerHandle | None = None
 
     def look_now(self) -> None:
@@ -69,7 +70,8 @@ class Quarantine:
         self._look_at = monotonic() + LOOK_SECONDS
         if self.has_suspects:
             self.state, self._began_at = "draining", monotonic()
-            self._timer = asyncio.get_running_loop().call_later(self._patience_seconds, self._lose_patience)
+            self._is_patient = True
+            self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._lose_patience)
 
     async def next(
         self,
@@ -85,15 +87,15 @@ class Quarantine:
             self._end_trial()
             if self.state == "open":
                 return None
-        if is_busy or self.trial is not None:
+        if self.trial is not None or (is_busy and (self.state != "draining" or self._is_patient)):
             return None
         if self.state == "open":
             self._began_at = monotonic()
         self._stop_timer()
-        self.state, self._patience_seconds = "closed", PATIENCE_SECONDS
+        self.state = "closed"
         found = None
         try:
-            found = await self._due.claim_suspect(definitions, is_counted=is_counted)
+            found = await self._due.claim_suspect(definitions, is_counted=is_counted and not is_busy)
         finally:
             if found is None:
                 self.has_suspects = False
@@ -101,8 +103,11 @@ class Quarantine:
                 self._open()
         return found
 
-    def begin(self, execution: Execution, crashes: int) -> None:
-        """A trial begins."""
+    def begin(self, execution: Execution, crashes: int, *, is_busy: bool) -> None:
+        """A trial begins; one that is not alone is a run like any other."""
+        if is_busy:
+            self._open_for_a_while()
+            return
         fields = run_fields(execution.run, execution.event)
         _log.warning("run.tried_alone", **fields, reason=f"its worker died {crashes} times in a row")
         self.trial = execution
@@ -130,9 +135,9 @@ class Quarantine:
         self._after_open()
 
     def _lose_patience(self) -> None:
-        """What executes takes longer. The next time it is waited for longer, so that the turn of suspects comes."""
-        self._patience_seconds *= 2
-        self._open_for_a_while()
+        """What executes takes longer."""
+        self._is_patient = False
+        self._after_open()
 
     async def _let_others_in(self, execution: Execution, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -186,6 +186,8 @@ class Runner:
 
     async def _try_suspect(self) -> int:
         """Execute one suspect, and nothing beside it, once nothing else executes here; how many were begun."""
+        if len(self._executing) >= self._concurrency:
+            return 0
         is_busy = bool(self._executing) or len(self._ahead) > 0
         is_alone = not (self._stuck or self._earlier)  # or what kills the worker may be a function that does not leave
         found = await self._quarantine.next(self._definitions, is_busy, self._held, is_counted=is_alone)
@@ -194,7 +196,7 @@ class Runner:
         ready, crashes = found
         execution = self._taken_up(*ready)
         assert execution is not None, "a claim made just now was taken up before"
-        self._quarantine.begin(execution, crashes)
+        self._quarantine.begin(execution, crashes, is_busy=is_busy)
         self._go_on_in_slot(execution)
         return 1
 
@@ -389,10 +391,9 @@ class Runner:
 
     def _claim_freed(self, ending: int) -> Claim | None:
         """What this worker claims of what is launched into the slots of runs that end; None: nothing is launched."""
-        if self._closing:
-            return None
-        is_open = self._quarantine.state == "open"
-        return Claim(self._worker, self._lease_ms, self._definitions, ending) if is_open else NOBODY
+        if self._closing or self._quarantine.state != "open":
+            return None if self._closing else NOBODY
+        return Claim(self._worker, self._lease_ms, self._definitions, ending)
 
     def _freed(self, freed: Freed) -> None:
         if freed.filled:

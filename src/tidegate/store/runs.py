@@ -42,7 +42,7 @@ class Suspect(NamedTuple):
 async def claim_suspect(
     connection: Connection, *, definitions: Sequence[uuid.UUID], worker: str, lease_ms: int, is_counted: bool
 ) -> Suspect | None:
-    """Claim the oldest suspect of the given workflows; whether it counts as a trial if its worker dies."""
+    """Claim a suspect of the given workflows; whether it counts as a trial if its worker dies."""
     row = await connection.fetchrow(
         _sql["claim_suspect"], definitions, SUSPECT_CRASHES, worker, lease_ms, int(is_counted)
     )

@@ -30,14 +30,14 @@ select exists (select from tidegate.workflow_runs
                   and workflow_definition_id = any ($1::uuid[]))
 
 -- name: claim_suspect
--- Claims the oldest due run of the given workflows whose workers have died so often ($2), to be executed with nothing beside
--- it. That its worker dies is on the run from now on (`trials`, by $5), until it comes to an end, rests, is given back, or
--- others are let in (`pass_trial`).
+-- Claims a due run of the given workflows whose workers have died so often ($2), of those that have waited longest any one,
+-- so that whoever dies again is not always tried behind the same others. If nothing executes beside it, that its worker dies
+-- is on the run from now on (`trials`, by $5), until it ends, rests, is given back, or others are let in (`pass_trial`).
 with due as materialized (
   select id from tidegate.workflow_runs
    where status = 'pending' and crashes > 0 and crashes >= $2::bigint and next_attempt_at <= tidegate.now()
      and workflow_definition_id = any ($1::uuid[])
-   order by next_attempt_at, id limit 1 for update skip locked
+   order by date_trunc('second', next_attempt_at), random() limit 1 for update skip locked
 ), clock as materialized (
   select tidegate.now() as now
 )
