@@ -118,9 +118,9 @@ class Runner:
         """Whether runs that are created now are left to others, or until later."""
         return self.room == 0 or not self._definitions
 
-    def claim(self) -> Claim:
-        """What this worker claims of runs that are being created."""
-        room = self.room
+    def claim(self, ending: int = 0) -> Claim:
+        """What this worker claims of runs that are being created, also into the slots of runs that end."""
+        room = ending if ending and self._quarantine.state == "open" else self.room
         return Claim(self._worker, self._lease_ms, self._definitions, room) if room else NOBODY
 
     def expect(self) -> None:
@@ -391,9 +391,7 @@ class Runner:
 
     def _claim_freed(self, ending: int) -> Claim | None:
         """What this worker claims of what is launched into the slots of runs that end; None: nothing is launched."""
-        if self._closing or self._quarantine.state != "open":
-            return None if self._closing else NOBODY
-        return Claim(self._worker, self._lease_ms, self._definitions, ending)
+        return None if self._closing else self.claim(ending)
 
     def _freed(self, freed: Freed) -> None:
         if freed.filled:
