@@ -212,7 +212,7 @@ def test_the_welcome_of_dev(database_url: str) -> None:
     with tidegate("dev", "--port", "0", **env) as process:
         line = process.wait_for_line("database:").string
         process.wait_for_line("Ctrl-C stops it")
-        assert "postgres:[hidden]@" in line and DATABASE not in process.output
+        assert ":[hidden]@" in line and DATABASE not in process.output
 
 
 @pytest.mark.parametrize(

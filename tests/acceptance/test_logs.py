@@ -92,6 +92,7 @@ def lines(shared_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     folder = tmp_path_factory.mktemp("logs")
     (folder / "app.py").write_text(APP)
     env = {"TIDEGATE_DATABASE_URL": shared_url, "TIDEGATE_POLL_MS": "100", "TIDEGATE_LOG_LEVEL": "debug"}
+    env |= {"TIDEGATE_AUTH": "off"}
     worker_env = env | {"TIDEGATE_STEP_RETRY_BASE_MS": "50", "TIDEGATE_STEP_RETRY_JITTER_RATIO": "0"}
     with (
         logging(folder / "api.log", "serve", "--port", "0", **env) as api,
