@@ -186,6 +186,80 @@ def test_cloudevents_uri_sources_other_data_and_mistakes(demo: str) -> None:
     assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "id")
 
 
+CE = {"ce-specversion": "1.0", "ce-type": "t", "ce-source": "edges"}
+
+
+def shown_event(demo: str, answer: httpx.Response) -> Any:
+    assert answer.status_code == 202, answer.text
+    return _http.get(f"{demo}/v1/events/{answer.json()['id']}").json()
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        (b"a%20b%C3%A9", "a bé"),
+        ("bé".encode(), "bé"),
+        (b'"quoted \\"x\\" %41"', 'quoted "x" A'),
+        (b"100%25", "100%"),
+        (b"%2541", "%41"),
+        (b'"', '"'),
+    ],
+)
+def test_cloudevents_headers_are_unescaped_once(demo: str, header: bytes, expected: str) -> None:
+    headers = {**CE, "ce-id": f"h-{next(_ids)}", "ce-subject": header}
+    answer = _http.post(f"{demo}/v1/events", content=b"{}", headers=headers)  # type: ignore[arg-type]
+    assert shown_event(demo, answer)["metadata"]["subject"] == expected
+
+
+@pytest.mark.parametrize("header", [b"%FF", b"%C3", b"a\xffb", b"%ED%A0%80"])
+def test_cloudevents_headers_that_are_not_utf8_are_refused(demo: str, header: bytes) -> None:
+    """Or two ids that differ would become one event."""
+    answer = _http.post(f"{demo}/v1/events", content=b"{}", headers={**CE, "ce-id": header})  # type: ignore[arg-type]
+    assert answer.status_code == 422, answer.text
+    assert "ce-id" in {error["field"] for error in answer.json()["errors"]}
+
+
+@pytest.mark.parametrize(
+    ("media", "body", "payload"),
+    [
+        (None, b'{"a": 1}', {"a": 1}),
+        (None, b"\x89PNG", {"data_base64": "iVBORw=="}),
+        (None, b"", {}),
+        ("text/json", b"[1]", {"data": [1]}),
+        ("application/vnd.x+json; charset=utf-8", b'{"a": 1}', {"a": 1}),
+        ("application/json", b"null", {}),
+        ("text/plain", b'{"a": 1}', {"data_base64": "eyJhIjogMX0="}),
+    ],
+)
+def test_cloudevents_data_in_binary_mode(demo: str, media: str | None, body: bytes, payload: Any) -> None:
+    headers = {**CE, "ce-id": f"d-{next(_ids)}"} | ({"content-type": media} if media else {})
+    assert shown_event(demo, _http.post(f"{demo}/v1/events", content=body, headers=headers))["payload"] == payload
+
+
+def test_cloudevents_structured_edges(demo: str) -> None:
+    kind = {"content-type": "application/cloudevents+json"}
+    event = {
+        "specversion": "1.0",
+        "type": "t",
+        "source": "edges",
+        "id": f"s-{next(_ids)}",
+        "time": None,
+        "subject": None,
+    }
+    answer = _http.post(f"{demo}/v1/events", json=event | {"data": {"a": 1}, "data_base64": None}, headers=kind)
+    found = shown_event(demo, answer)
+    assert found["payload"] == {"a": 1} and "subject" not in found["metadata"]
+    both = _http.post(f"{demo}/v1/events", json=event | {"data": 1, "data_base64": "eA=="}, headers=kind)
+    assert (both.status_code, both.json()["errors"][0]["field"]) == (422, "data_base64")
+    unset = _http.post(f"{demo}/v1/events", json=event | {"id": None}, headers=kind)
+    assert (unset.status_code, unset.json()["errors"][0]["field"]) == (422, "id")
+    empty = _http.post(
+        f"{demo}/v1/events", content=b"[]", headers={"content-type": "application/cloudevents-batch+json"}
+    )
+    assert (empty.status_code, empty.json()) == (202, {"events": []})
+    assert _http.post(f"{demo}/v1/events", json=[]).status_code == 422
+
+
 async def test_sql_inside_a_transaction(demo: str, shared_url: str) -> None:
     connection = await asyncpg.connect(shared_url)
     try:

@@ -238,6 +238,23 @@ def test_a_header_that_came_twice_is_believed_neither_time(url: str, admin: Admi
     assert ok(send(url, source, headers, body), 202)["status"] == "accepted"
 
 
+def test_svix_names_are_the_standards(url: str, admin: Admin, source: str) -> None:
+    secret = admin.set(source, "standard")
+    body = b'{"type": "order.created", "n": 1}'
+    names = {"webhook-id": "svix-id", "webhook-timestamp": "svix-timestamp", "webhook-signature": "svix-signature"}
+    given = signed("standard", secret, body, message_id="m-svix")
+    svix = {names[name]: value for name, value in given.items()}
+    answer = send(url, source, svix, body)
+    assert (answer.status_code, answer.json()["external_id"]) == (202, "m-svix"), answer.text
+    assert send(url, source, given, body).json()["status"] == "duplicate"
+    # What is signed belongs together: the names are never mixed.
+    for name, other in names.items():
+        mixed = {k: v for k, v in svix.items() if k != other} | {name: given[name]}
+        assert send(url, source, mixed, body).status_code == 401, name
+    twice = [*svix.items(), ("svix-id", "m-other"), ("content-type", "application/json")]
+    assert _http.post(f"{url}/v1/webhooks/{source}", content=body, headers=twice).status_code == 401
+
+
 def test_no_token_for_senders_but_for_operators(url: str, admin: Admin, source: str, shared_url: str) -> None:
     made = run("token", "create", f"reader-{source}", "--scope", "read", env={"TIDEGATE_DATABASE_URL": shared_url})
     reader = {"authorization": f"Bearer {made.stdout.strip()}"}

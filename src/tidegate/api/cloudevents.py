@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote_to_bytes
 
 from tidegate.errors import FieldError
 
@@ -20,21 +21,33 @@ def from_structured(raw: Any, prefix: str, errors: list[FieldError]) -> tuple[An
     """An event in structured mode as the fields of one of ours, and its `traceparent`."""
     if not isinstance(raw, dict):
         return raw, None
+    raw = {name: value for name, value in raw.items() if value is not None}  # null means that it is not set
     if raw.get("specversion") != "1.0":
         errors.append(FieldError(f"{prefix}specversion", "must be 1.0"))
-    if "data_base64" in raw:
-        payload: Any = _from_base64(raw["data_base64"], f"{prefix}data_base64", errors)
+    payload: Any
+    if "data_base64" in raw and "data" in raw:
+        errors.append(FieldError(f"{prefix}data_base64", "goes without data: an event has one of them"))
+        payload = {}
+    elif "data_base64" in raw:
+        payload = _from_base64(raw["data_base64"], f"{prefix}data_base64", errors)
     else:
         payload = _payload(raw.get("data"))
     return _fields(raw, payload), _text(raw.get("traceparent"))
 
 
-def from_binary(headers: dict[str, str], payload: Any) -> tuple[dict[str, Any], str | None]:
+def from_binary(headers: dict[str, str], payload: Any, errors: list[FieldError]) -> tuple[dict[str, Any], str | None]:
     """An event in binary mode (`ce-*` headers, the data as the body) as the fields of one of ours."""
-    attributes = {name[3:]: unquote(value) for name, value in headers.items() if name.startswith("ce-")}
+    attributes = {
+        name[3:]: _unescaped(value, name, errors) for name, value in headers.items() if name.startswith("ce-")
+    }
     if "content-type" in headers:
         attributes["datacontenttype"] = headers["content-type"]
     return _fields(attributes, _payload(payload)), attributes.get("traceparent") or headers.get("traceparent")
+
+
+def is_json(media: str) -> bool:
+    """Whether a media type says that the data is JSON: `*/json` or `*/*+json`."""
+    return media.endswith(("/json", "+json"))
 
 
 def binary_payload(body: bytes) -> dict[str, Any]:
@@ -69,6 +82,17 @@ def _from_base64(text: Any, field: str, errors: list[FieldError]) -> dict[str, A
         errors.append(FieldError(field, "must be base64"))
         return {}
     return {"data_base64": text}
+
+
+def _unescaped(value: str, header: str, errors: list[FieldError]) -> str:
+    """An attribute as it was before it became a header: without its quotes, percent-decoded once, in UTF-8."""
+    if len(value) > 1 and value[0] == value[-1] == '"':
+        value = re.sub(r"\\(.)", r"\1", value[1:-1])
+    try:
+        return unquote_to_bytes(value.encode("latin-1")).decode()
+    except UnicodeDecodeError:
+        errors.append(FieldError(header, "is not UTF-8, as it is or percent-encoded"))
+        return ""
 
 
 def _text(value: Any) -> str | None:

@@ -97,7 +97,7 @@ async def _answer(
             if traced is not None:
                 events = _continued(traced, headers.get("traceparent"), events)
             place.hold_events(len(events))
-            accepted = await services.ingest.accept(events)
+            accepted = await services.ingest.accept(events) if events else []
     except Exception as exc:
         return problems.response(exc)
     return msgspec.json.encode(AcceptedBatch(accepted) if is_batch else accepted[0])
@@ -178,9 +178,7 @@ def _parse(services: Services, headers: dict[str, str], body: bytes) -> tuple[li
     elif "ce-specversion" in headers or "ce-id" in headers or "ce-type" in headers:
         if headers.get("ce-specversion") != "1.0":
             errors.append(FieldError("ce-specversion", "must be 1.0"))
-        is_json = media in ("", "application/json") or media.endswith("+json")
-        payload = (_json(body) if body else {}) if is_json else cloudevents.binary_payload(body)
-        fields, trace = cloudevents.from_binary(headers, payload)
+        fields, trace = cloudevents.from_binary(headers, _data(media, body), errors)
         given, traces = [fields], [trace]
     elif media in ("application/json", ""):
         raw = _json(body)
@@ -192,7 +190,8 @@ def _parse(services: Services, headers: dict[str, str], body: bytes) -> tuple[li
             f"the content type {media[:60]!r} is not taken; send application/json (curl --json does), "
             f"{CE_STRUCTURED}, {CE_BATCH}, or CloudEvents in binary mode",
         )
-    _refuse_sizes(given, services.settings.max_batch_events)
+    if given or media != CE_BATCH:  # where CloudEvents allows for none
+        _refuse_sizes(given, services.settings.max_batch_events)
     header_trace = headers.get("traceparent")
     correlation = trace_id(header_trace) or headers.get("x-request-id")
     if correlation is not None and not is_text_id(correlation):
@@ -234,6 +233,20 @@ def _checked(
         what = "the batch was refused as a whole" if is_batch else "the event is not valid"
         raise InvalidInput(what, errors)
     return events
+
+
+def _data(media: str, body: bytes) -> Any:
+    """The data of an event in binary mode. Without a content type it is JSON if it can be read as such, else bytes."""
+    if not body:
+        return {}
+    if cloudevents.is_json(media):
+        return _json(body)
+    if not media:
+        try:
+            return _json(body)
+        except Problem:
+            pass
+    return cloudevents.binary_payload(body)
 
 
 def _refuse_sizes(given: list[Any], max_events: int) -> None:

@@ -17,14 +17,21 @@ from tidegate.errors import FieldError, InvalidInput, TidegateError, Unavailable
 from tidegate.flow.ingest import Accepted
 from tidegate.model import webhook_event
 from tidegate.model.event import NewEvent, check_event, is_text_id, trace_id
-from tidegate.model.webhook import SIGNATURE_HEADERS, Webhook, refusal
+from tidegate.model.webhook import SIGNATURE_HEADERS, SVIX_HEADERS, Webhook, refusal, standard_names
 
 _UNSIGNED = "no webhook takes this request: its signature does not hold; the log of the server says why"
 
 # Given twice, what was signed and what is believed could be two things: something on the way may have added one.
 _ONCE = [
     name.encode()
-    for name in (*SIGNATURE_HEADERS.values(), "webhook-id", "webhook-timestamp", "x-github-delivery", "x-github-event")
+    for name in (
+        *SIGNATURE_HEADERS.values(),
+        *SVIX_HEADERS,
+        "webhook-id",
+        "webhook-timestamp",
+        "x-github-delivery",
+        "x-github-event",
+    )
 ]
 # What the log says of a request that cannot be stored; the sender is told more, the log never what was sent.
 _REASONS = {
@@ -35,7 +42,7 @@ _REASONS = {
 
 async def receive_webhook(request: Request, services: Services) -> Response:
     source: str = request.path_params["source"]
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.scope["headers"]}
+    headers = standard_names({n.decode("latin-1"): value.decode("latin-1") for n, value in request.scope["headers"]})
     webhook: Webhook | None = None
     if services.admission.is_full_for_strangers:
         return publish.OVERLOADED

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tidegate.errors import InvalidInput
 from tidegate.flow.slices import Slices
-from tidegate.model.budget import OverBudget
+from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.event import Event
 from tidegate.model.trigger import CompiledTrigger, TriggerIndex
 from tidegate.store import triggers as store
@@ -80,6 +80,7 @@ async def match(index: TriggerIndex, events: Sequence[Event], slices: Slices) ->
     fails on an event, or would take too long, is that trigger's failure. Raises TooLong."""
     fired: list[Match] = []
     filtered: list[Filtered] = []
+    budget = Budget()
     for number, event in enumerate(events):
         candidates = index.candidates(event.type, event.source)
         if not candidates:
@@ -89,7 +90,7 @@ async def match(index: TriggerIndex, events: Sequence[Event], slices: Slices) ->
         for trigger in candidates:
             envelope = payload if trigger.of_payload else whole
             try:
-                reason = trigger.reason(envelope)
+                reason = trigger.reason(envelope, budget)
             except OverBudget as exc:
                 fired.append(Match(event, envelope, trigger, str(exc), is_over_budget=True))
             except Exception as exc:  # that trigger's failure; the others go on

@@ -133,6 +133,7 @@ class Reader:
         self.named_in: list[tuple[int, int]] = []
         self.names: set[str] = set()
         self.patterns: dict[str, Pattern] = {}
+        self.conversions: set[str] = set()
         self.rewritten: list[tuple[int, int, str]] = []
         self.prefix = "_"
         while any(t.text.startswith(self.prefix) for t in self.tokens):
@@ -299,6 +300,7 @@ class Reader:
             self.rewritten.append((name.start, name.end, f"{self.prefix}matches"))
         elif name.text in CONVERSIONS and not method:
             self._check_literal(frame, name, i)
+            self.conversions.add(name.text)
             # Our own comes first: the library's knows fewer kinds of values.
             self.rewritten.append((name.start, name.end, f"{name.text}({self.prefix}{name.text}"))
             self.rewritten.append((self.tokens[i].end, self.tokens[i].end, ")"))

@@ -30,7 +30,9 @@ class CompiledExpression:
         self.source = source
         self.field = field
         self._reader = reader
-        self._conversions = {f"{reader.prefix}{name}": convert for name, convert in CONVERSIONS.items()}
+        self._conversions = {
+            f"{reader.prefix}{name}": convert for name, convert in CONVERSIONS.items() if name in reader.conversions
+        }
         self._names = [f"{reader.prefix}{i}" for i in range(len(reader.reads))]
         text = source
         for start, end, name in sorted(reader.rewritten, reverse=True):
@@ -42,9 +44,10 @@ class CompiledExpression:
         found = dict(_find(self._reader.reads, envelope))
         budget.pay(_work(self._reader, found))
         variables = {self._names[number]: value for number, value in found.items()}
-        matches = _Matches(self._reader.patterns, budget)
+        functions: dict[str, Callable[..., Any]] = self._conversions  # each that is handed over takes its time
+        if self._reader.patterns:
+            functions = functions | {f"{self._reader.prefix}matches": _Matches(self._reader.patterns, budget)}
         try:
-            functions: dict[str, Callable[..., Any]] = {f"{self._reader.prefix}matches": matches, **self._conversions}
             context = cel.Context(variables=variables, functions=functions)
             result = self._program.execute(context)
         except KeyError as exc:

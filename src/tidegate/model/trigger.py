@@ -11,7 +11,7 @@ import msgspec
 import re2
 
 from tidegate.errors import FieldError, InvalidInput
-from tidegate.model.budget import Budget, OverBudget
+from tidegate.model.budget import MAX_STEPS, Budget, OverBudget
 from tidegate.model.event import Event
 from tidegate.model.expression import compile_expression
 from tidegate.model.predicate import Predicate, compile_predicate
@@ -149,10 +149,11 @@ class CompiledTrigger:
     def takes_source(self, source: str) -> bool:
         return self._source is None or self._source.fullmatch(source) is not None
 
-    def reason(self, envelope: dict[str, Any]) -> str | None:
+    def reason(self, envelope: dict[str, Any], budget: Budget | None = None) -> str | None:
         """None when the event fires this trigger, else the check that stops it. OverBudget names the check that would
-        take too long."""
-        budget = Budget()
+        take too long. A `budget` that is given is a whole one again."""
+        budget = budget or Budget()
+        budget.left = MAX_STEPS
         for check in self._checks:
             try:
                 reason = check.reason(envelope, budget)

@@ -28,6 +28,8 @@ SIGNATURE_HEADERS: dict[Scheme, str] = {
     "github": "x-hub-signature-256",
     "stripe": "stripe-signature",
 }
+# Svix, from which the standard comes, sends its own names for the same three headers.
+SVIX_HEADERS = {f"svix-{part}": f"webhook-{part}" for part in ("id", "timestamp", "signature")}
 SECRET_PREFIX = "whsec_"  # noqa: S105 - a prefix, not a secret
 DEFAULT_TOLERANCE_SECONDS, MAX_TOLERANCE_SECONDS = 300, 3600
 # How long a replaced secret goes on to hold beside the new one; and how many of them.
@@ -211,6 +213,15 @@ def refusal(config: WebhookConfig | None, headers: Mapping[str, str], body: byte
     age = now.timestamp() - claim.timestamp
     tolerance = config.tolerance_seconds or DEFAULT_TOLERANCE_SECONDS
     return "too_old" if age > tolerance else "too_new" if age < -tolerance else None
+
+
+def standard_names(headers: dict[str, str]) -> dict[str, str]:
+    """The headers with Svix's names as the standard's, when the standard's signature is not there. All three are taken
+    from one of them: what is signed belongs together."""
+    if "webhook-signature" in headers or "svix-signature" not in headers:
+        return headers
+    kept = {name: value for name, value in headers.items() if name not in SVIX_HEADERS.values()}
+    return kept | {SVIX_HEADERS[name]: value for name, value in headers.items() if name in SVIX_HEADERS}
 
 
 def signed_at(scheme: Scheme, headers: Mapping[str, str]) -> int | None:
