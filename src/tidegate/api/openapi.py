@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 
 from tidegate import __version__
 from tidegate.api.problems import TITLES, ProblemBody
@@ -16,7 +17,10 @@ _REF = "#/components/schemas/{name}"
 # What any request with a body, or with nothing where nothing is taken, may be answered.
 _BODY_REFUSALS = (400, 408, 413, 415, 422)
 
+NEW_EVENT = {"$ref": _REF.format(name="NewEvent")}
 EVENT_SCHEMA: dict[str, Any] = {
+    "title": "NewEvent",
+    "description": "An event to publish. CloudEvents 1.0 are taken too, in binary, structured and batch mode.",
     "type": "object",
     "required": ["type", "source"],
     "additionalProperties": False,
@@ -33,16 +37,18 @@ EVENT_SCHEMA: dict[str, Any] = {
 }
 
 
-def document(routes: Sequence[Route]) -> dict[str, Any]:
+def document(routes: Sequence[Route]) -> Any:
     """The whole document."""
     types = [ProblemBody, *(answer for route in routes for answer in route.returns)]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    for name, field in _times(types):
+        _mark_time(components.get(name, {}).get("properties", {}).get(field, {}))
     by_type = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, by_type)
-    return {
+    return _complete({
         "openapi": "3.1.0",
         "info": {
             "title": "Tidegate",
@@ -52,7 +58,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": components | {"NewEvent": EVENT_SCHEMA},
             "securitySchemes": {
                 "token": {
                     "type": "http",
@@ -61,7 +67,43 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
                 }
             },
         },
-    }
+    })  # fmt: skip
+
+
+def _times(types: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """The fields that hold times, by the name of their type: the schemas say only that they are texts."""
+    waiting, seen = list(inspect.multi_type_info(types)), set[type]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, inspect.StructType) and one.cls not in seen:
+            seen.add(one.cls)
+            for field in one.fields:
+                waiting.append(field.type)
+                kinds = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)
+                if any(isinstance(kind, inspect.DateTimeType) for kind in kinds):
+                    yield one.cls.__name__, field.encode_name
+        elif isinstance(one, inspect.UnionType):
+            waiting += one.types
+        elif isinstance(one, inspect.CollectionType):
+            waiting.append(one.item_type)
+        elif isinstance(one, inspect.DictType):
+            waiting.append(one.value_type)
+
+
+def _mark_time(schema: dict[str, Any]) -> None:
+    for one in schema.get("anyOf", [schema]):
+        if one.get("type") == "string":
+            one["format"] = "date-time"
+
+
+def _complete(schema: Any) -> Any:
+    """The document with `items` in every array: those who make clients of it ask for them."""
+    if isinstance(schema, list):
+        return [_complete(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    added: dict[str, Any] = {"items": {}} if schema.get("type") == "array" and "items" not in schema else {}
+    return {name: _complete(one) for name, one in schema.items()} | added
 
 
 def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, Any]:
