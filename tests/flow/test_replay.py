@@ -199,7 +199,7 @@ async def test_a_delivery_is_judged_by_the_current_trigger(
         await publish(connection, "tick", "shop", n=n)
     for _ in range(6):
         await worker.turn()
-        await clock.advance(1000)
+        await clock.advance(15_000)
     [letter] = await letters(connection, kind="delivery", trigger_id=trigger_id)
     await clock.advance(7 * 86_400_000)
     await control.update_trigger(database, trigger_id, {"max_concurrency": 2}, "ann")

@@ -639,15 +639,20 @@ async def test_runs_from_before_a_concurrency_limit_hold_its_slots(
 async def test_attempts_are_used_up(database: Database, connection: Connection, clock: Clock) -> None:
     policy = RetryPolicy(base_ms=1000, factor=1, max_ms=1000, jitter_ratio=0, max_attempts=3, max_age_ms=0)
     worker = TriggerWorker(database)
-    await make_trigger(database, max_concurrency=1, retry=policy)
+    await make_trigger(database, throttle_count=1, throttle_window_ms=60_000, retry=policy)
     ids = await ticks(connection, 2)
-    for _ in range(6):
-        await worker.turn()
-        await clock.advance(1000)
+    await worker.turn()
+    for _ in range(3):  # at its time there is no room
+        await connection.execute(
+            "update tidegate.workflow_trigger_deliveries set next_attempt_at = tidegate.now() "
+            "where retry_state = 'scheduled'"
+        )
+        await worker.delivery_retry.run_once()
+        await worker.delivery_replan.run_once()
     row = await connection.fetchrow("select * from tidegate.workflow_trigger_deliveries where status = 'exhausted'")
     assert row is not None
     assert (row["retry_state"], row["retry_attempts"], row["next_attempt_at"]) == ("exhausted", 3, None)
-    assert row["last_error"] == "given up after 3 attempts: 1 of 1 slots are in use"
+    assert row["last_error"] == "given up after 3 attempts: waits for its turn"
     letter = await connection.fetchrow("select kind, subject_id, event_id::text, reason from tidegate.dead_letters")
     assert letter is not None and tuple(letter) == ("delivery", row["id"], ids[1], row["last_error"])
 
@@ -706,8 +711,8 @@ async def test_the_story_of_a_held_delivery(
     story = await explain(connection, ids[1])
     told = [(line.stage, line.decision) for line in story.decisions]
     assert told == [
-        ("ingest", "accepted"), ("gate", "allowed"), ("deliver", "throttled"), ("deliver", "rescheduled"),
-        ("deliver", "launched"), ("run", "pending"),
+        ("ingest", "accepted"), ("gate", "allowed"), ("deliver", "throttled"), ("deliver", "launched"),
+        ("run", "pending"),
     ]  # fmt: skip
 
 

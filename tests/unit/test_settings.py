@@ -13,9 +13,9 @@ from tidegate.settings import Settings, from_sources, trace_exporters
 
 # The numbers of the contract: base_ms, factor, max_ms, jitter_ratio, max_attempts.
 DEFAULT_RETRIES = {
-    "event": (5000, 2, 600_000, 0.2, 50, 604_800_000),
-    "trigger": (10_000, 2, 900_000, 0.2, 50, 604_800_000),
-    "step": (1000, 2, 300_000, 0.2, 5, 604_800_000),
+    "event": (5000, 2, 600_000, 0.2, 50, 0),
+    "trigger": (10_000, 2, 900_000, 0.2, 50, 0),
+    "step": (1000, 2, 300_000, 0.2, 5, 0),
 }
 PARTS = RetryPolicy.__struct_fields__
 
@@ -56,7 +56,7 @@ def test_defaults_are_the_contracts() -> None:
         ("max_ms", "1000000", 1_000_000),
         ("jitter_ratio", "0", 0.0),
         ("max_attempts", "7", 7),
-        ("max_age_ms", "0", 0),
+        ("max_age_ms", "86400000", 86_400_000),
     ],
 )
 def test_each_retry_variable(kind: str, part: str, text: str, value: float) -> None:

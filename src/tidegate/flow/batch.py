@@ -69,6 +69,11 @@ class Matched(NamedTuple):
     matching_ns: tuple[int, int]
 
     @property
+    def is_limited(self) -> bool:
+        """Whether the order in which they are decided decides who goes first."""
+        return any(c.trigger.trigger.is_limited for c in self.candidates)
+
+    @property
     def is_plain(self) -> bool:
         """Whether nothing but the state of a source or a trigger could keep them from being launched."""
         return not any(
@@ -109,6 +114,15 @@ class Batch:
         index, version = self._matcher.known
         return None if version < 0 else await _matched(index, version, events)
 
+    async def match_at(
+        self, connection: Connection, gates: OpenGates, events: Sequence[Event], matched: Matched | None = None
+    ) -> Matched:
+        """What the events fire by the triggers as they are under the locks; `matched` again, if it still holds."""
+        index = await self._matcher.at(connection, gates.registry_version)
+        if matched is None or matched.triggers is not index or len(matched.events) != len(events):
+            matched = await _matched(index, gates.registry_version, events)
+        return matched
+
     async def launch(self, connection: Connection, now: datetime, matched: Matched) -> Delivered | None:
         """Launch and count all that is fired, in one statement; None, and nothing is written, when it finds that the
         triggers have changed or that any of them, or of the sources, has a state. `matched` is plain."""
@@ -134,9 +148,7 @@ class Batch:
         """Match (or go by what is matched already), decide and launch; the breakers hear how it went."""
         if not events:
             return Delivered()
-        index = await self._matcher.at(connection, gates.registry_version)
-        if matched is None or matched.triggers is not index or len(matched.events) != len(events):
-            matched = await _matched(index, gates.registry_version, events)
+        matched = await self.match_at(connection, gates, events, matched)
         failpoints.hit("dispatch.after_match")
         candidates, filtered = matched.candidates, matched.filtered
         board = await open_board(connection, candidates, policy=self._trigger_retry, now=gates.now)

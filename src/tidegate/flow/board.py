@@ -13,7 +13,7 @@ from tidegate.flow.slots import Unlocked
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy
 from tidegate.model.trigger_gate import TriggerMove
-from tidegate.store import idempotency, sources, trigger_gates
+from tidegate.store import held_deliveries, idempotency, sources, trigger_gates
 from tidegate.store.db import Connection
 from tidegate.store.deliveries import Decided
 from tidegate.store.idempotency import Kept
@@ -41,7 +41,7 @@ async def open_board(
     elif missing := {c.trigger_id for c in candidates if c.error is not None} - gates.keys():
         raise Unlocked(missing)
     sound = [c for c in candidates if c.error is None]
-    board = Board(now=now, policy=policy, gates=gates)
+    board = Board(now=now, policy=policy, gates=gates, are_newcomers=are_newcomers)
     if gates and are_newcomers:
         board.lines = await trigger_gates.lines(connection, gates)
         for trigger_id, locked in gates.items():
@@ -87,9 +87,21 @@ async def close_board(
             by = last[trigger_id]
             moves.append(TriggerMove(trigger_id, move, gate.breaker_reason, by.event_id, by.correlation_id))
     await trigger_gates.save(connection, (locked.gate for locked in board.gates.values()))
+    await held_deliveries.keep_order(connection, _overtaken(board, decided))
     for moved in moves:  # whoever waits gets a time behind the breaker's pause
         await trigger_gates.begin_plan(connection, moved.trigger_id, None)
     return moves
+
+
+def _overtaken(board: Board, decided: Sequence[Decided]) -> dict[uuid.UUID, int]:
+    """The triggers in whose line later arrivals stand already, and who came late: a newcomer that its source had held,
+    or one that had waited for something else."""
+    found: dict[uuid.UUID, int] = {}
+    for one in decided:
+        is_in_line = one.retry_state == "scheduled" and one.reason in held_deliveries.IN_LINE
+        if is_in_line and (not board.are_newcomers or one.ingress_sequence < board.lines.get(one.trigger_id, 0)):
+            found[one.trigger_id] = min(found.get(one.trigger_id, one.ingress_sequence), one.ingress_sequence)
+    return found
 
 
 def count(

@@ -18,7 +18,7 @@ import msgspec
 from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
-from tidegate.model.retry import RetryPolicy, RetryState, next_attempt_at, why_given_up
+from tidegate.model.retry import RetryPolicy, RetryState, next_look_at, why_given_up
 from tidegate.model.run import ClaimedRun
 from tidegate.model.template import TemplateError
 from tidegate.model.trigger import NO_KEYS, CompiledTrigger, Keys
@@ -71,12 +71,13 @@ class Board:
     """What the decisions of one transaction depend on, and change: read under the triggers' locks.
 
     `keys` says which run holds an idempotency key (None: nobody, and this transaction has it `taken`); `lines` are the
-    triggers whose deliveries stand in line.
+    triggers whose deliveries stand in line, with the last of them; read for newcomers.
     """
 
     now: datetime
     policy: RetryPolicy
     gates: Mapping[uuid.UUID, LockedTrigger] = field(default_factory=dict)
+    are_newcomers: bool = True
     lines: Mapping[uuid.UUID, int] = field(default_factory=dict)
     slots: dict[tuple[uuid.UUID, str], Slots] = field(default_factory=dict)
     keys: dict[tuple[uuid.UUID, str], uuid.UUID | None] = field(default_factory=dict)
@@ -241,8 +242,9 @@ def _why_wait(board: Board, candidate: Candidate, is_newcomer: bool) -> Wait | N
 
 def _wait(board: Board, candidate: Candidate, wait: Wait, is_newcomer: bool) -> Decided:
     policy, now = board.policy_of(candidate), board.now
-    # Only what it has waited for already, and a limit refuses again, uses an attempt; not a pause, not a breaker.
-    is_refused = wait.reason == candidate.waited_for and wait.reason in ("throttle", "concurrency")
+    # Only a throttle that has no room for it at its time uses an attempt. Waiting for something to end (a pause, a
+    # breaker, the run that holds its slot) uses none, however long it takes.
+    is_refused = wait.reason == candidate.waited_for == "throttle"
     attempts_used = candidate.attempts if is_refused else 0
     why = why_given_up(policy, attempts_used, now - candidate.event.counted_from)
     if why and not is_newcomer and wait.reason != "paused":
@@ -253,8 +255,8 @@ def _wait(board: Board, candidate: Candidate, wait: Wait, is_newcomer: bool) -> 
     plan_version = locked.plan_version if locked else 0
     if wait.until is not None:
         at = wait.until
-    elif wait.reason == "concurrency":
-        at = next_attempt_at(policy, attempts, now)
+    elif wait.reason == "concurrency":  # the end of a run wakes it; this is for when that is lost
+        at = next_look_at(policy, now - candidate.event.counted_from, now)
     elif locked is not None and not locked.is_replanning:
         at = locked.gate.slots(now, 1)[0]
     else:

@@ -1,8 +1,8 @@
 """Delivery replan: give the waiting deliveries of a trigger new times, in order of arrival, in small batches.
 
 Begun (durably, by raising the trigger's plan) when a pause begins or ends, the trigger is edited, its breaker moves, or
-times did not hold. A delivery whose time had come and was refused has used an attempt; too many, or too old, and it is
-given up: `exhausted`, a dead letter. Waiting for a person's pause to end uses no attempt.
+times did not hold. A delivery whose time had come and that the throttle refused has used an attempt; too many, or too
+old, and it is given up: `exhausted`, a dead letter. Waiting for a pause, a breaker or a slot uses no attempt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tidegate import failpoints
 from tidegate.errors import Unavailable
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy, why_given_up
-from tidegate.store import decisions, deliveries, sources, trigger_gates
+from tidegate.store import decisions, deliveries, held_deliveries, sources, trigger_gates
 from tidegate.store.db import Connection, Database
 from tidegate.store.decisions import Recorded
 from tidegate.store.deliveries import Moved, Stale
@@ -30,14 +30,21 @@ BATCH = 500
 _log = logger("replan")
 
 
+class Cursor(NamedTuple):
+    """How far a plan has come. With a newer plan, everyone is to be looked at again, from the first."""
+
+    plan_version: int = 0
+    after: int = 0
+
+
 class Planned(NamedTuple):
-    """What one batch of new times did; `after` is the last event that has one."""
+    """What one batch of new times did."""
 
     moved: Sequence[Moved] = ()
     woken: int = 0
     refused: int = 0
     exhausted: int = 0
-    after: int = 0
+    cursor: Cursor = Cursor()
     is_done: bool = False
 
 
@@ -62,23 +69,23 @@ class DeliveryReplan:
         Deliveries that waited for their source to be resumed are made due, too, once it is.
         """
         async with self._database.connection() as connection:
-            waiting = dict.fromkeys(await trigger_gates.list_replanning(connection), 0)
+            cursors = dict.fromkeys(await trigger_gates.list_replanning(connection), Cursor())
             total = await deliveries.release_sources(connection, BATCH)
-        while waiting:
-            for trigger_id, after in list(waiting.items()):
+        while cursors:
+            for trigger_id, cursor in list(cursors.items()):
                 try:
-                    planned = await self._database.run(partial(self._batch, trigger_id=trigger_id, after=after))
+                    planned = await self._database.run(partial(self._batch, trigger_id=trigger_id, cursor=cursor))
                 except Unavailable:
                     raise
                 except Exception as exc:
                     _log.error("trigger.replan_failed", trigger_id=str(trigger_id), error=exc, exc_info=exc)
-                    del waiting[trigger_id]
+                    del cursors[trigger_id]
                     continue
                 total += len(planned.moved) + planned.woken
-                waiting[trigger_id] = planned.after
+                cursors[trigger_id] = planned.cursor
                 self._committed(planned)
                 if planned.is_done:
-                    del waiting[trigger_id]
+                    del cursors[trigger_id]
         return total
 
     def _committed(self, planned: Planned) -> None:
@@ -91,13 +98,17 @@ class DeliveryReplan:
         if waiting := [one for one in planned.moved if one.retry_state == "scheduled"]:
             self._after_move(waiting)
 
-    async def _batch(self, connection: Connection, trigger_id: uuid.UUID, after: int) -> Planned:
+    async def _batch(self, connection: Connection, trigger_id: uuid.UUID, cursor: Cursor) -> Planned:
         await sources.share(connection, [])  # so that the trigger cannot be changed while we wait for its row
         locked = (await trigger_gates.lock(connection, always=[trigger_id])).get(trigger_id)
         if locked is None or not locked.is_replanning:
             return Planned(is_done=True)
+        after = cursor.after if cursor.plan_version == locked.plan_version else 0
         take = partial(deliveries.take_stale, connection, trigger_id, plan_version=locked.plan_version, limit=BATCH)
-        rows = await take(after=after) or await take(after=0)  # a newer plan, or one that came in behind us
+        rows = await take(after=after)
+        is_behind = not rows and after > 0
+        if is_behind:
+            rows = await take(after=0)  # one may have come in behind us; none at all: every one has its time
         if not rows:
             await trigger_gates.end_plan(connection, trigger_id, locked.gate.drain_at)
             return Planned(is_done=True)
@@ -105,6 +116,8 @@ class DeliveryReplan:
         in_line, for_slots = _split(rows, locked, is_held=locked.gate.hold(now) is not None)
         moved = self._plan(locked, in_line, now)
         await deliveries.move(connection, moved)
+        if is_behind:
+            await held_deliveries.keep_order(connection, {trigger_id: rows[0].ingress_sequence})
         await deliveries.keep_waiting(connection, [row.id for row in for_slots], locked.plan_version)
         woken = await trigger_gates.wake(connection, {(trigger_id, row.concurrency_key or "") for row in for_slots})
         event_of = {row.id: row.event_id for row in rows}
@@ -119,7 +132,8 @@ class DeliveryReplan:
         await trigger_gates.save(connection, [locked.gate])
         failpoints.hit("delivery_replan.before_commit")
         refused = len(had_come) - len(lost)
-        return Planned(moved, woken, refused, len(lost), max(after, rows[-1].ingress_sequence))
+        cursor = Cursor(locked.plan_version, max(after, rows[-1].ingress_sequence))
+        return Planned(moved, woken, refused, len(lost), cursor)
 
     def _plan(self, locked: LockedTrigger, rows: Sequence[Stale], now: datetime) -> list[Moved]:
         gate, version = locked.gate, locked.plan_version
@@ -131,13 +145,14 @@ class DeliveryReplan:
         waiting: list[tuple[Stale, int]] = []
         for row in rows:
             was_refused = _was_refused(row, locked)
-            why = why_given_up(policy, row.retry_attempts if hold is None else 0, now - row.received_at)
+            is_again = hold is None and row.reason == reason  # waiting for something new uses no attempt
+            why = why_given_up(policy, row.retry_attempts if is_again else 0, now - row.received_at)
             if was_refused and why and reason != "paused":
                 text = f"given up after {why}: {message}"
                 given_up.append(Moved(row.id, "exhausted", "exhausted", None, row.retry_attempts, reason, text,
                                       {"reason": reason}, version))  # fmt: skip
-            else:  # waiting for a pause or a breaker, or for something new, uses no attempt
-                waiting.append((row, row.retry_attempts + int(was_refused and hold is None and row.reason == reason)))
+            else:
+                waiting.append((row, row.retry_attempts + int(was_refused and is_again)))
         times = gate.slots(now, len(waiting), is_refusal=False)
         status: DeliveryStatus = "paused" if hold else "throttled"
         return given_up + [

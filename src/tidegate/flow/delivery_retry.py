@@ -8,6 +8,7 @@ trigger's deliveries get new times: `delivery_replan`.
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -119,12 +120,12 @@ class DeliveryRetry:
         self.committed(turn)
         return turn
 
-    async def _locking(self, due: Sequence[Due]) -> Turn:
+    async def _locking(self, due: Sequence[Due], *, are_named: bool = False) -> Turn:
         """A turn; begun again when a trigger that was not locked turns out to matter."""
         always: frozenset[uuid.UUID] = frozenset()
         while True:
             try:
-                return await self._database.run(partial(self._turn, due=due, always=always))
+                return await self._database.run(partial(self._turn, due=due, always=always, are_named=are_named))
             except Unlocked as exc:
                 always |= exc.trigger_ids
 
@@ -164,8 +165,12 @@ class DeliveryRetry:
         if turn.replanned or turn.moves:
             self._after_plan()
 
-    async def _turn(self, connection: Connection, due: Sequence[Due], always: frozenset[uuid.UUID]) -> Turn:
+    async def _turn(
+        self, connection: Connection, due: Sequence[Due], always: frozenset[uuid.UUID], are_named: bool
+    ) -> Turn:
         look = await self._look(connection, due, always)
+        if not are_named:
+            due = await self._due_now(connection, look, due)
         taken = await deliveries.take(connection, await self._with_room(connection, look, due))
         return await self._decide(connection, look, taken)
 
@@ -179,6 +184,22 @@ class DeliveryRetry:
         limited = {t for t in wanted if (found := index.get(t)) is not None and found.trigger.is_limited} | always
         gates = await trigger_gates.lock(connection, always=limited, others=wanted - limited)
         return _Look(await sources.now(connection) if gates else now, index, gates, paused)
+
+    async def _due_now(self, connection: Connection, look: _Look, due: Sequence[Due]) -> list[Due]:
+        """The due deliveries as they are now that their triggers are locked: someone who came first may have got an
+        earlier time meanwhile. Of a source that this transaction has not said it launches for, and behind it, none."""
+        if not look.gates:
+            return list(due)
+        of_each = max(Counter(one.trigger_id for one in due).values())
+        shared = {one.source for one in due}
+        found = [one for one in due if one.trigger_id not in look.gates]
+        closed: set[uuid.UUID] = set()
+        for one in await deliveries.list_due(connection, list(look.gates), of_each):
+            if one.source not in shared:
+                closed.add(one.trigger_id)
+            if one.trigger_id not in closed:
+                found.append(one)
+        return found
 
     async def _decide(
         self,
@@ -213,7 +234,9 @@ class DeliveryRetry:
         launched = await deliveries.settle(connection, decided, board.now, claim)
         woken = await self._pass_on(connection, taken, decided)
         await deliveries.bury(connection, deliver.given_up(decided))
-        await decisions.insert(connection, [held_line(d, board.now) for d in decided])
+        before = {row.id: row.reason for row in taken}  # who waits for a slot still, and was looked at, has no news
+        news = [d for d in decided if not d.reason == before[d.id] == "concurrency"]
+        await decisions.insert(connection, [held_line(d, board.now) for d in news])
         moves = await boards.close_board(connection, board, candidates, decided, breaker=self._breaker)
         await deliveries.count(connection, Totals(boards.count(decided, are_newcomers=False)))
         failpoints.hit("delivery_retry.before_commit")
@@ -238,12 +261,12 @@ class DeliveryRetry:
 
     async def _with_room(self, connection: Connection, look: _Look, due: Sequence[Due]) -> list[uuid.UUID]:
         """Those of the due deliveries that may be taken now; the triggers of the others get new times, if need be."""
-        by_trigger: dict[uuid.UUID, list[uuid.UUID]] = {}
+        by_trigger: dict[uuid.UUID, list[Due]] = {}
         for one in due:
-            by_trigger.setdefault(one.trigger_id, []).append(one.id)
+            by_trigger.setdefault(one.trigger_id, []).append(one)
         chosen: list[uuid.UUID] = []
-        for trigger_id, ids in by_trigger.items():
-            locked = look.gates.get(trigger_id)
+        for trigger_id, mine in by_trigger.items():
+            locked, ids = look.gates.get(trigger_id), [one.id for one in mine]
             if locked is None:
                 chosen += ids
             elif not locked.is_replanning:
@@ -252,8 +275,8 @@ class DeliveryRetry:
                     chosen += ids if room is None else ids[:room]
                 elif opens := room_soon(locked.gate, look.now):
                     look.look_at = min(look.look_at, opens) if look.look_at else opens
-                elif len(ids) <= FEW and locked.gate.hold(look.now) is None:
-                    chosen += ids  # they go to the end of the line; not worth a new plan for everyone
+                elif _are_few_new(mine) and locked.gate.hold(look.now) is None:
+                    chosen += ids  # they take their places in the line; not worth a new plan for everyone
                 else:
                     await trigger_gates.begin_plan(connection, trigger_id, look.now)
                     locked.gate.forget_plan()
@@ -273,7 +296,7 @@ class DeliveryRetry:
         total = 0
         for one in due:
             try:
-                turn = await self._locking([one])
+                turn = await self._locking([one], are_named=True)
                 self.committed(turn)
             except Unavailable:
                 raise
@@ -303,6 +326,11 @@ class DeliveryRetry:
                 "delivery.failed", delivery_id=row.id, event_id=row.event_id, trigger_id=row.trigger_id,
                 source=row.source, correlation_id=correlation_id, attempt=row.retry_attempts, reason=reason,
             )  # fmt: skip
+
+
+def _are_few_new(mine: Sequence[Due]) -> bool:
+    """Whether a few stand in the throttle's line for the first time: they waited for a slot of their key."""
+    return len(mine) <= FEW and all(one.reason == "concurrency" for one in mine)
 
 
 def _judge(look: _Look, row: Taken, event: Event) -> Candidate | Decided:

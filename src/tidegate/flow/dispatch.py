@@ -35,6 +35,10 @@ MAX_DELIVERIES = 2000
 _log = logger("dispatch")
 
 
+class OutOfTurn(Exception):
+    """The order matters to a batch, and events that came before it are still undecided."""
+
+
 class Outcome(NamedTuple):
     """What one batch did, in numbers."""
 
@@ -83,11 +87,12 @@ class Dispatch:
         self._is_calm = True
         self._is_plain = False
         self._has_more = False
+        self._takes_turn = False
 
     async def run_once(self) -> Outcome:
         """Decide one batch; an outcome of 0 events means that nothing was waiting."""
         try:
-            decided = await self._database.run(self._oldest)
+            decided = await self._in_order()
         except TooLong as exc:
             self._most = exc.done
             _log.warning("dispatch.batch_shrunk", error=exc, reason="a smaller batch is decided in its place")
@@ -101,6 +106,16 @@ class Dispatch:
             return await self._one_by_one()
         await self._committed(decided)
         return decided.outcome
+
+    async def _in_order(self) -> Decided:
+        """One batch. Batches are decided side by side, unless one is limited: then whoever came first goes first, so it
+        is claimed anew, behind all that others are deciding. Where that was so, the next waits for its turn at once."""
+        if not self._takes_turn:
+            try:
+                return await self._database.run(partial(self._oldest, has_turn=False))
+            except OutOfTurn:
+                self._takes_turn = True
+        return await self._database.run(partial(self._oldest, has_turn=True))
 
     @property
     def has_more(self) -> bool:
@@ -147,16 +162,18 @@ class Dispatch:
             gated = newcomers_gated(decided.spans.events, decided.held, decided.expired)
             decided.spans.record(gated, decided.delivered)
 
-    async def _oldest(self, connection: Connection) -> Decided:
+    async def _oldest(self, connection: Connection, has_turn: bool) -> Decided:
         limit = max(1, min(self._most, int(MAX_DELIVERIES / self._fan_out)))
+        if has_turn:
+            await events.take_turn(connection, limit)
         newcomers, now = await events.claim_inbox(connection, limit)
         self._has_more = len(newcomers) == limit
         if now is None:
             return Decided()
         failpoints.hit("dispatch.after_claim")
-        return await _traced(connection, newcomers, partial(self._pass, connection, now))
+        return await _traced(connection, newcomers, partial(self._pass, connection, now, has_turn))
 
-    async def _pass(self, connection: Connection, now: datetime, newcomers: Sequence[Event]) -> Decided:
+    async def _pass(self, connection: Connection, now: datetime, has_turn: bool, newcomers: Sequence[Event]) -> Decided:
         # Where no source had any state last time, none is expected; the statement that launches makes sure.
         matched = await self._batch.match(newcomers) if self._is_calm else None
         is_late = any(event.ttl_ms is not None and gate.is_expired(event, now) for event in newcomers)
@@ -166,9 +183,10 @@ class Dispatch:
                 self._after_full()
             decided = await self._launch(connection, now, matched)
             if decided is not None:
+                self._takes_turn = False
                 return decided
         self._is_plain = False
-        return await self._decide(connection, newcomers, matched)
+        return await self._decide(connection, newcomers, matched, has_turn=has_turn)
 
     async def _launch(self, connection: Connection, now: datetime, matched: Matched) -> Decided | None:
         """The short way, when nothing limits or holds the batch; None: it must be decided."""
@@ -182,12 +200,22 @@ class Dispatch:
         return Decided(outcome, (), delivered)
 
     async def _decide(
-        self, connection: Connection, newcomers: Sequence[Event], matched: Matched | None = None
+        self,
+        connection: Connection,
+        newcomers: Sequence[Event],
+        matched: Matched | None = None,
+        *,
+        has_turn: bool = True,
     ) -> Decided:
         gates = await gate.open_shared(connection, (event.source for event in newcomers))
         self._is_calm = not gates.sources
         verdict = gate.decide(gates, newcomers)
         failpoints.hit("dispatch.after_gate")
+        matched = await self._batch.match_at(connection, gates, verdict.admitted, matched)
+        is_ordered = matched.is_limited or bool(verdict.held)
+        if is_ordered and not has_turn and not await events.is_in_turn(connection, newcomers[-1].ingress_sequence):
+            raise OutOfTurn
+        self._takes_turn &= is_ordered
         delivered = await self._batch.deliver(connection, gates, verdict.admitted, matched)
         waiting = [*verdict.held, *verdict.expired]
         await ingress_retries.hold(connection, waiting)

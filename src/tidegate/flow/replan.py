@@ -2,7 +2,7 @@
 
 Begun (durably, by raising the source's plan) when a pause begins or ends, a limit changes, a breaker opens, or slots
 did not hold. An event whose slot had come and was refused has used an attempt; too many, or too old, and it is given
-up: `exhausted`, a dead letter. Waiting for a person's pause to end uses no attempt.
+up: `exhausted`, a dead letter. Waiting for a pause or a breaker to end uses no attempt.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ class Replan:
         hold = one.hold(gates.now)
         reason = hold.reason if hold else "rate_limit"
         message = hold.message if hold else "waits for its turn"
-        is_paused = hold is not None and hold.reason == "paused"
         given_up, waiting = [], []
         for row in rows:
-            was_refused = _was_refused(row, locked) and not is_paused
-            why = why_given_up(self._policy, row.attempts, gates.now - row.received_at)
-            if was_refused and why:
+            was_refused = _was_refused(row, locked)
+            used = row.attempts if hold is None else 0  # waiting for a pause or a breaker uses no attempt
+            why = why_given_up(self._policy, used, gates.now - row.received_at)
+            if was_refused and why and reason != "paused":
                 text = f"given up after {why}: {message}"
                 given_up.append(
                     Settled(
@@ -150,7 +150,7 @@ class Replan:
                     )
                 )
             else:
-                waiting.append((row, row.attempts + int(was_refused)))
+                waiting.append((row, row.attempts + int(was_refused and hold is None)))
         # A slot that does not hold once is the ordinary unevenness of a drain. One that does not hold again and again
         # is backed off from, and with it those that stand behind: they keep their order.
         refusals = max((attempts - 2 for row, attempts in waiting if _was_refused(row, locked)), default=0)

@@ -40,7 +40,8 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Exponential backoff: `base_ms * factor ** (attempt - 1)`, at most `max_ms`, spread by ± `jitter_ratio`.
 
     A `max_ms` that is not given is at least `base_ms`. What has used `max_attempts`, or has become older than
-    `max_age_ms` (0: no bound), is given up.
+    `max_age_ms` (0: no bound), is given up. Waiting is not failing: unless someone sets a bound, nothing is too old for
+    its turn.
     """
 
     base_ms: int = 10_000
@@ -48,7 +49,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_ms: int = msgspec.field(default_factory=partial(_Default, 900_000))
     jitter_ratio: float = 0.2
     max_attempts: int = 50
-    max_age_ms: int = 7 * 86_400_000
+    max_age_ms: int = 0
 
     def __post_init__(self) -> None:
         if type(self.max_ms) is _Default:
@@ -86,7 +87,7 @@ def Retry(  # noqa: N802 - read as a noun where it is used: retry=Retry(max_atte
     factor: float = 2,
     cap: str | int | float | None = None,
     jitter: float = 0.2,
-    max_age: str | int | float = "7d",
+    max_age: str | int | float = 0,
 ) -> RetryPolicy:
     """A retry policy as people write it: `Retry(max_attempts=8, base="5s", factor=2, cap="10m")`.
 
@@ -149,6 +150,15 @@ def next_attempt_at(
 ) -> datetime:
     """When `attempt` is due, counted from `now` (the database's clock)."""
     return now + timedelta(milliseconds=backoff_ms(policy, attempt, random))
+
+
+def next_look_at(
+    policy: RetryPolicy, waited: timedelta, now: datetime, random: Callable[[], float] = _random.random
+) -> datetime:
+    """When to look again at what others are to wake: after as long as it has waited, within the policy's bounds."""
+    times = max(1.0, waited / timedelta(milliseconds=policy.base_ms))
+    attempt = 1 + (math.log(times, policy.factor) if policy.factor > 1 else 0)
+    return next_attempt_at(policy, attempt, now, random)
 
 
 def is_exhausted(policy: RetryPolicy, attempts: int) -> bool:

@@ -55,6 +55,7 @@ class Due(NamedTuple):
     id: uuid.UUID
     trigger_id: uuid.UUID
     source: str | None
+    reason: str | None
 
 
 class Taken(NamedTuple):
@@ -225,7 +226,7 @@ async def due_triggers(connection: Connection, limit: int) -> list[uuid.UUID]:
 
 
 async def list_due(connection: Connection, trigger_ids: Sequence[uuid.UUID], of_each: int) -> list[Due]:
-    """Due deliveries of the triggers, in the order of their times; not locked."""
+    """Due deliveries of the triggers, in the order of arrival; not locked."""
     return [Due(*row) for row in await connection.fetch(_sql["list_due"], trigger_ids, of_each)]
 
 

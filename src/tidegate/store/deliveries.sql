@@ -169,13 +169,15 @@ select w.trigger_id
  limit $1
 
 -- name: list_due
--- Due deliveries of each of the triggers, at most $2 of each, in the order of their times, not locked.
-select d.id, t.trigger_id, d.source
+-- Due deliveries of each of the triggers, at most $2 of each, those that are longest due, in the order of arrival; not
+-- locked.
+select d.id, t.trigger_id, d.source, d.reason
   from unnest($1::uuid[]) as t (trigger_id),
-       lateral (select d.id, d.source from tidegate.workflow_trigger_deliveries d
+       lateral (select d.id, d.source, d.reason, d.ingress_sequence from tidegate.workflow_trigger_deliveries d
                  where d.trigger_id = t.trigger_id and d.retry_state = 'scheduled'
                    and d.next_attempt_at <= tidegate.now()
                  order by d.next_attempt_at, d.ingress_sequence limit $2) d
+ order by d.ingress_sequence
 
 -- name: take
 -- Locks those of the given deliveries that are still due, oldest event first.

@@ -84,6 +84,18 @@ async def claim_inbox(connection: Connection, limit: int) -> Claimed:
     return Claimed(found, rows[0]["now"] if rows else None)
 
 
+async def take_turn(connection: Connection, limit: int) -> None:
+    """Wait until all that came before the next `limit` undecided events is decided, and keep out whoever else cares
+    about the order."""
+    await connection.fetchval(_sql["take_turn"], limit)
+
+
+async def is_in_turn(connection: Connection, last_sequence: int) -> bool:
+    """Whether all that came before that event is decided, or claimed by this transaction."""
+    found: bool = await connection.fetchval(_sql["is_in_turn"], last_sequence)
+    return found
+
+
 async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> list[Event]:
     """Take one undecided event; empty when another worker has it or it is decided."""
     return [Event(*row) for row in await connection.fetch(_sql["claim_inbox_one"], ingress_sequence)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -15,6 +15,11 @@ from tidegate.store.db import Connection, take_time
 from tidegate.store.sql import load
 
 _sql = load("held_deliveries")
+
+# Those who stand in a trigger's line, each with a place of its own.
+IN_LINE = ("throttle", "paused", "breaker_open")
+# A delivery that more than so many stand behind of came very late, and takes its place at the end.
+MAX_REORDERED = 2_000
 
 
 class HeldDelivery(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,3 +145,9 @@ async def cancel_of_trigger(connection: Connection, trigger_id: uuid.UUID, reaso
     connection = await take_time(connection)
     count: int = await connection.fetchval(_sql["cancel_of_trigger"], trigger_id, reason, actor)
     return count
+
+
+async def keep_order(connection: Connection, since: Mapping[uuid.UUID, int]) -> None:
+    """Give the deliveries in the triggers' lines, from that arrival on, their times in the order of arrival."""
+    for trigger_id, sequence in sorted(since.items()):
+        await connection.execute(_sql["keep_order"], trigger_id, sequence, MAX_REORDERED)

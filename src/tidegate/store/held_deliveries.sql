@@ -126,3 +126,26 @@ update tidegate.workflow_trigger_deliveries d
   from waiting w
  where d.id = w.id
 returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key
+
+-- name: keep_order
+-- Deals the times of a trigger's line out anew from a given arrival on, in the order of arrival: workers that decided
+-- batches at once, or events that their source had held, may have come late. Not when more than $3 stand behind. Only rows
+-- of the current plan take part: the others get new times anyway. The caller holds the trigger's lock.
+with waiting as materialized (
+  select d.id, d.next_attempt_at, d.ingress_sequence
+    from tidegate.workflow_trigger_deliveries d
+   where d.trigger_id = $1 and d.retry_state = 'scheduled' and d.ingress_sequence >= $2
+     and d.reason not in ('concurrency', 'source_paused') and d.reason in ('throttle', 'paused', 'breaker_open')
+     and d.plan_version = (select g.plan_version from tidegate.event_scheduler_triggers g where g.trigger_id = $1)
+   order by d.ingress_sequence limit $3::int + 1
+), line as materialized (
+  select w.*, row_number() over (order by w.ingress_sequence) as place,
+         row_number() over (order by w.next_attempt_at, w.ingress_sequence) as turn
+    from waiting w where (select count(*) from waiting) <= $3::int
+)
+update tidegate.workflow_trigger_deliveries d
+   set next_attempt_at = slot.next_attempt_at, claim_generation = d.claim_generation + 1, updated_at = tidegate.now(),
+       throttled_until = case when d.status = 'throttled' then slot.next_attempt_at end,
+       retry_metadata = d.retry_metadata || jsonb_build_object('until', slot.next_attempt_at)
+  from line mine join line slot on slot.turn = mine.place
+ where d.id = mine.id and d.retry_state = 'scheduled' and d.next_attempt_at <> slot.next_attempt_at
