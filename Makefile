@@ -45,6 +45,8 @@ bench: $(READY) $(OTHERS)/.ready
 chaos: $(READY)
 	@$(BIN)/python -c 'import libfaketime' 2>/dev/null || $(BIN)/pip install -q --disable-pip-version-check --group chaos || true
 	@$(BIN)/python -m chaos $(or $(ARGS),--both --out chaos/results/latest.json)
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.order --out chaos/results/order.json
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.edits --out chaos/results/edits.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.overload --out chaos/results/overload.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.hostile --out chaos/results/hostile.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.wire --out chaos/results/wire.json

@@ -214,6 +214,15 @@ class Cluster:
                     raise RuntimeError(f"{url} is not ready after {READY_SECONDS} s; see {self.folder / 'logs'}")
                 await asyncio.sleep(0.1)
 
+    async def until_at_work(self) -> None:
+        """Every worker was seen by the database."""
+        deadline = time.monotonic() + READY_SECONDS
+        while not all(worker.is_ready for worker in self.workers):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not every worker is at work after {READY_SECONDS} s; see {self.folder / 'logs'}")
+            await self.look()
+            await asyncio.sleep(0.1)
+
     def publish(self, job: Job) -> None:
         """Start the client."""
         with (self.folder / "logs" / "publisher.log").open("ab") as log:
