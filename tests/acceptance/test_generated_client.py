@@ -12,8 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("openapi_python_client", reason="pip install openapi-python-client")
-
 
 def generated(url: str, folder: Path) -> Any:
     """The package that the tool makes, imported. Whatever it cannot understand is a warning, which none may be."""
