@@ -589,6 +589,29 @@ async def test_one_poisoned_event_does_not_keep_a_source_closed_off(
     assert await state(connection) == "closed"
 
 
+async def test_an_event_that_cannot_be_read_does_not_end_the_pause_of_a_breaker(
+    database: Database, connection: Connection, clock: Clock, worker: Worker
+) -> None:
+    for _ in range(3):
+        await publish(connection, "bad", "noisy")
+    await worker.turn()
+    opened = await sources.get(connection, "noisy")
+    unreadable = await publish(connection, "tick", "noisy")
+    await connection.execute("alter table tidegate.workflow_events drop constraint workflow_events_occurred_at_check")
+    await connection.execute(
+        "update tidegate.workflow_events set occurred_at = '20000-01-01' where id::text = $1", unreadable
+    )
+    await clock.advance(1000)
+    await worker.turn()
+    assert await connection.fetchval("select count(*) from tidegate.dead_letters where kind = 'event'") == 1
+    found = await sources.get(connection, "noisy")
+    assert opened is not None and found is not None
+    assert (found.breaker_state, found.breaker_until) == ("open", opened.breaker_until)
+    await ticks(connection, 2)
+    await worker.turn()
+    assert await launched(connection) == []
+
+
 async def test_a_source_has_its_own_policy_until_it_is_removed(
     database: Database, connection: Connection, clock: Clock, worker: Worker
 ) -> None:

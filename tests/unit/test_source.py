@@ -164,6 +164,16 @@ def test_the_breaker_opens_probes_once_and_closes() -> None:
     assert gate.room(after(10_200)) is None and gate.outcomes.buckets == []
 
 
+def test_a_failure_during_the_pause_is_no_trial_and_does_not_end_it() -> None:
+    policy = BreakerPolicy(threshold=2, window_ms=60_000, pause_ms=60_000)
+    gate = Gate("shop")
+    assert gate.record(T0, failures=2, admitted=2, policy=policy) == "opened"
+    until, later = gate.breaker_until, T0 + timedelta(seconds=1)
+    assert gate.record(later, failures=1, admitted=1, policy=policy) is None
+    assert gate.record(later, failures=0, admitted=1, policy=policy) is None
+    assert (gate.breaker_state, gate.breaker_until, gate.failed_trials) == ("open", until, 0)
+
+
 def test_failures_outside_the_window_do_not_count() -> None:
     gate = Gate("s")
     for ms in (0, 6_000, 12_000, 18_000):

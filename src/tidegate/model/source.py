@@ -252,7 +252,10 @@ class Gate:
         return not self.outcomes.buckets
 
     def record(self, now: datetime, *, failures: int, admitted: int, policy: BreakerPolicy) -> str | None:
-        """Count how admitted events fared; how the breaker moved, if it did."""
+        """Count how admitted events fared; how the breaker moved, if it did. During its pause nothing is a trial: what
+        fails then was admitted before it opened."""
+        if self.breaker_state != "closed" and self.breaker_until is not None and self.breaker_until > now:
+            return None
         if admitted and self.breaker_state != "closed":
             return self._fail_trial(now, policy) if failures else self._close_breaker()
         return self.count(now, failed=failures, succeeded=admitted - failures, policy=policy)
