@@ -276,3 +276,4 @@ def test_each_death_makes_the_next_trial_longer() -> None:
     assert [quarantine.alone_seconds(crashes) for crashes in range(SUSPECT_CRASHES, SUSPECT_CRASHES + 4)] == [
         5.0, 20.0, 80.0, 320.0,
     ]  # fmt: skip
+    assert {quarantine.alone_seconds(crashes) for crashes in (10, 100, 100_000)} == {quarantine.MAX_ALONE_SECONDS}

@@ -24,8 +24,9 @@ from tidegate.store import runs
 from tidegate.store.db import Database
 from tidegate.telemetry.logs import logger
 
-# How long the first trial is alone, and how many times longer each that follows another death.
-ALONE_SECONDS, ALONE_FACTOR = 5.0, 4
+# How long the first trial is alone, how many times longer each that follows another death, and how long at most: nothing
+# else executes there meanwhile, and workers may die often for reasons that are not the run's.
+ALONE_SECONDS, ALONE_FACTOR, MAX_ALONE_SECONDS = 5.0, 4, 3600.0
 # How often a worker asks for suspects, and how long it waits until what it executes has ended.
 LOOK_SECONDS, PATIENCE_SECONDS = 1.0, 1.0
 # After so long it is time for something else, if there is anything, for so many times as long.
@@ -37,7 +38,8 @@ _log = logger("run")
 
 def alone_seconds(crashes: int) -> float:
     """How long a run is tried alone whose workers died so often in a row."""
-    return ALONE_SECONDS * float(ALONE_FACTOR ** max(crashes - SUSPECT_CRASHES, 0))
+    deaths = min(max(crashes - SUSPECT_CRASHES, 0), 30)  # more make no difference
+    return min(MAX_ALONE_SECONDS, ALONE_SECONDS * float(ALONE_FACTOR**deaths))
 
 
 class Quarantine:
