@@ -18,6 +18,7 @@ from tests.flow.trigger_worker import TriggerWorker, held, launches, make_trigge
 from tidegate.flow import control
 from tidegate.flow.dispatch import Outcome
 from tidegate.flow.explain import explain
+from tidegate.flow.reconcile import Reconcile
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, SourceBreakerPolicy
 from tidegate.store import trigger_gates
@@ -451,6 +452,48 @@ async def test_successes_leave_no_row_while_nothing_fails(
     await worker.end_runs(1, "succeeded")
     await trigger_gates.forget_successes(connection)
     assert await connection.fetchval(counted) == 0
+
+
+async def test_a_success_is_counted_once_though_a_new_window_begins(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database)
+    await ticks(connection, 5)
+    await worker.turn()
+    await worker.end_runs(1, "failed")
+    await clock.advance(50_000)
+    await worker.end_runs(2, "succeeded")
+    await clock.advance(12_000)  # the first failure is forgotten, the successes are not
+    for _ in range(2):
+        await worker.end_runs(1, "failed")
+    outcomes = await connection.fetchval("select outcomes from tidegate.event_scheduler_triggers")
+    assert (sum(one[1] for one in outcomes), sum(one[2] for one in outcomes)) == (2, 2)
+
+
+async def test_what_is_counted_stays_small_however_often_runs_end(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    many, seconds = 20_000, 20
+    await make_trigger(database, breaker=BreakerPolicy(threshold=3, window_ms=3_600_000, pause_ms=10_000))
+    await ticks(connection, 4)
+    await worker.turn()
+    await worker.end_runs(1, "failed")
+    await clock.advance(200_000)
+    await connection.execute(
+        "insert into tidegate.trigger_successes (trigger_id, at, succeeded) "
+        "select trigger_id, tidegate.now() - interval '100 s' + n * interval '1 ms', 1 "
+        "  from tidegate.event_scheduler_triggers, generate_series(1, $1::int) n",
+        many,
+    )
+    await worker.end_runs(1, "succeeded")
+    for _ in range(2):
+        await Reconcile(database, batch_size=100).run_once()
+        row = await connection.fetchrow("select count(*), sum(succeeded)::int from tidegate.trigger_successes")
+        assert row is not None and row[0] <= seconds + 2 and row[1] == many + 1
+    await worker.end_runs(2, "failed")
+    assert await connection.fetchval("select count(*) from tidegate.trigger_successes") == 0
+    outcomes = await connection.fetchval("select outcomes from tidegate.event_scheduler_triggers")
+    assert (sum(one[1] for one in outcomes), sum(one[2] for one in outcomes)) == (3, many + 1)
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

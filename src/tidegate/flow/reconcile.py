@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tidegate import failpoints
+from tidegate.clock import monotonic
 from tidegate.flow import slots
 from tidegate.model.run import MAX_TRIALS, FinishedRun
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
@@ -22,6 +23,8 @@ from tidegate.telemetry.logs import logger
 
 # Rows due sooner are found by the workers' own look before a wake-up could matter.
 NEAR = timedelta(seconds=1)
+# How often what triggers have counted is tidied up.
+TIDY_SECONDS = 30.0
 # A row that was written just now: its wake-up may still be on the way.
 SETTLING = timedelta(seconds=2)
 
@@ -43,12 +46,16 @@ class Reconcile:
         self._worker = worker
         self._batch_size = batch_size
         self._breaker = breaker
+        self._tidy_at = 0.0
 
     async def run_once(self) -> dict[str, int]:
         """Release expired claims; how many of each kind."""
         released = await self._database.run(self._release)
         for workflow in await self._database.run(self._give_up):
             metrics.ran(workflow, "failed")
+        if monotonic() >= self._tidy_at:
+            await self._database.run(_tidy)
+            self._tidy_at = monotonic() + TIDY_SECONDS
         for kind, count in released.items():
             if count:
                 metrics.RECONCILE_REQUEUED.labels(kind).inc(count)
@@ -65,14 +72,14 @@ class Reconcile:
         released["deliveries"] = len(await deliveries.release_expired(connection, self._batch_size))
         released["events"] = len(await ingress_retries.release_expired(connection, self._batch_size))
         await idempotency.forget_expired(connection, self._batch_size)
-        await trigger_gates.forget_successes(connection)
         return released
 
     async def _give_up(self, connection: Connection) -> list[str]:
         """Runs that took their worker with them each time they were tried alone: whoever takes such a run next would be
         the next to die. Returns their workflows."""
         given_up: list[str] = []
-        for run_id, trigger_id in await runs.list_killers(connection, MAX_TRIALS, self._batch_size):
+        killers = await runs.list_killers(connection, MAX_TRIALS, self._batch_size)
+        for run_id, trigger_id in sorted(killers, key=lambda found: (found[1] or found[0], found[0])):  # as triggers lock
             reason = (
                 f"given up: {MAX_TRIALS} times in a row its worker died, or was silent for longer than the lease, "
                 "while this run was executing there alone"
@@ -89,6 +96,11 @@ class Reconcile:
                 )  # fmt: skip
                 given_up.append(known.workflow)
         return given_up
+
+
+async def _tidy(connection: Connection) -> None:
+    await trigger_gates.forget_successes(connection)
+    await trigger_gates.fold_successes(connection)
 
 
 Place = tuple[datetime, uuid.UUID]

@@ -168,9 +168,9 @@ async def save(connection: Connection, gates: Iterable[TriggerGate]) -> None:
 async def gather_outcomes(connection: Connection, gate: TriggerGate, now: datetime, policy: BreakerPolicy) -> None:
     """Add to a locked trigger's window what succeeded within it: what was counted since its first failure, or, when
     the next failure is the first, the runs of its last deliveries."""
-    if not gate.is_calm(now, policy):
-        rows = await connection.fetch(_sql["take_successes"], gate.trigger_id)
-    else:
+    # Also when it does not count: what is left of the window before this one is among the last deliveries, too.
+    rows = await connection.fetch(_sql["take_successes"], gate.trigger_id, width_ms(policy.window_ms))
+    if gate.is_calm(now, policy):
         since = now - timedelta(milliseconds=policy.window_ms)
         arguments = gate.trigger_id, since, width_ms(policy.window_ms), MAX_LOOKED_BACK
         rows = await connection.fetch(_sql["recent_successes"], *arguments)
@@ -181,6 +181,11 @@ async def gather_outcomes(connection: Connection, gate: TriggerGate, now: dateti
 async def forget_successes(connection: Connection) -> None:
     """Delete what was counted for triggers that count no more."""
     await connection.execute(_sql["forget_successes"])
+
+
+async def fold_successes(connection: Connection) -> None:
+    """Keep few rows of what was counted a while ago, however often runs end."""
+    await connection.execute(_sql["fold_successes"])
 
 
 async def begin_plan(connection: Connection, trigger_id: uuid.UUID, refused_at: datetime | None) -> None:

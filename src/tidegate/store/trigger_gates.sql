@@ -123,8 +123,12 @@ update tidegate.event_scheduler_triggers g
  where g.trigger_id = u.trigger_id
 
 -- name: take_successes
--- Takes what was counted of runs that succeeded.
-delete from tidegate.trigger_successes where trigger_id = $1 returning at, succeeded
+-- Takes what was counted of runs that succeeded, by spans of $2 ms.
+with taken as (
+  delete from tidegate.trigger_successes where trigger_id = $1 returning at, succeeded
+)
+select to_timestamp(floor(extract(epoch from at) * 1000 / $2::bigint) * $2::bigint / 1000.0) as at, sum(succeeded)::bigint as succeeded
+  from taken group by 1
 
 -- name: recent_successes
 -- How many of a trigger's last $4 deliveries had a run that succeeded after $2, by spans of $3 ms.
@@ -139,6 +143,22 @@ select to_timestamp(floor(extract(epoch from r.finished_at) * 1000 / $3::bigint)
 delete from tidegate.trigger_successes s
  where not exists (select from tidegate.event_scheduler_triggers g
                     where g.trigger_id = s.trigger_id and g.counting_until > tidegate.now())
+
+-- name: fold_successes
+-- Keeps one row for each trigger and second of what was counted more than 64 s ago: a longer window has spans of more than a
+-- second, so that this makes no difference to it, and a shorter one is over. Rows that somebody takes meanwhile are left.
+with crowded as materialized (
+  select s.trigger_id, date_trunc('second', s.at) as second
+    from tidegate.trigger_successes s where s.at < tidegate.now() - interval '64 s'
+   group by 1, 2 having count(*) > 1
+), found as materialized (
+  select s.ctid from tidegate.trigger_successes s, crowded c
+   where s.trigger_id = c.trigger_id and date_trunc('second', s.at) = c.second for update of s skip locked
+), taken as (
+  delete from tidegate.trigger_successes where ctid = any (array(select ctid from found)) returning trigger_id, at, succeeded
+)
+insert into tidegate.trigger_successes (trigger_id, at, succeeded)
+select trigger_id, min(at), sum(succeeded) from taken group by trigger_id, date_trunc('second', at)
 
 -- name: set_plan
 -- Ends a plan, or begins a new one: every waiting delivery of the trigger gets a new slot. $5 is when due deliveries
