@@ -53,7 +53,8 @@ async def ship(ctx: Context, **given) -> None:
 
 STATE = """
 select t.name, w.slug, (to_jsonb(g) - 'updated_at') as gate,
-       (select coalesce(sum(s.succeeded), 0)::int from tidegate.trigger_successes s where s.trigger_id = g.trigger_id) as succeeded,
+       (select coalesce(sum(s.succeeded), 0)::int from tidegate.trigger_successes s
+         where s.trigger_id = g.trigger_id) as succeeded,
        (select jsonb_agg(to_jsonb(d) order by d.ingress_sequence) from tidegate.workflow_trigger_deliveries d
          where d.trigger_id = g.trigger_id and d.retry_state = 'scheduled') as waiting
   from tidegate.event_scheduler_triggers g

@@ -24,8 +24,8 @@ from tidegate.store import runs
 from tidegate.store.db import Database
 from tidegate.telemetry.logs import logger
 
-# How long the first trial is alone, how many times longer each that follows another death, and how long at most: nothing
-# else executes there meanwhile, and workers may die often for reasons that are not the run's.
+# How long the first trial is alone, how many times longer each that follows another death, and how long at most:
+# nothing else executes there meanwhile, and workers may die often for reasons that are not the run's.
 ALONE_SECONDS, ALONE_FACTOR, MAX_ALONE_SECONDS = 5.0, 4, 3600.0
 # How often a worker asks for suspects, and how long it waits until what it executes has ended.
 LOOK_SECONDS, PATIENCE_SECONDS = 1.0, 1.0

@@ -79,7 +79,10 @@ class Reconcile:
         the next to die. Returns their workflows."""
         given_up: list[str] = []
         killers = await runs.list_killers(connection, MAX_TRIALS, self._batch_size)
-        for run_id, trigger_id in sorted(killers, key=lambda found: (found[1] or found[0], found[0])):  # as triggers lock
+        killers.sort(
+            key=lambda found: (found[1] or found[0], found[0])
+        )  # triggers are locked in the order of their ids
+        for run_id, trigger_id in killers:
             reason = (
                 f"given up: {MAX_TRIALS} times in a row its worker died, or was silent for longer than the lease, "
                 "while this run was executing there alone"
