@@ -9,7 +9,8 @@ TidegateError
 ├── Forbidden              the token may not do this; `needed` is the scope that may
 ├── Unavailable            the database (or another part) cannot be used right now; try again
 │   ├── Overloaded         too much is waiting already; try again later
-│   └── TooManyRequests    the token's rate is used up; try again later
+│   ├── TooManyRequests    the token's rate is used up; try again later
+│   └── SecretsUnreadable  a stored secret is encrypted with a key that this process does not have
 ├── SchemaError            the database's schema does not fit this version of Tidegate
 ├── AppError               the user's application cannot be loaded or is declared wrongly
 ├── RequestRefused         the server answered a client with an error; `problem` is its text
@@ -97,6 +98,10 @@ class Overloaded(Unavailable):
 
 class TooManyRequests(Unavailable):
     """The token has been used as often as its rate allows."""
+
+
+class SecretsUnreadable(Unavailable):
+    """A stored secret is encrypted with a key that this process does not have; with the key, the same call succeeds."""
 
 
 class SchemaError(TidegateError):

@@ -23,6 +23,7 @@ from tidegate.model.client_address import parse_networks
 from tidegate.model.event import EventLimits, is_name
 from tidegate.model.health import HEALTH, HealthPolicy
 from tidegate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
+from tidegate.model.secrets import Keys
 from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit, SourceBreakerPolicy
 
 TOML_FILE = "tidegate.toml"
@@ -86,6 +87,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     runbook_url: str = "docs/operations/event-scheduler.md"
     http_allow: str = ""
     http_ca_file: str | None = None
+    secrets_key: str = ""
     retention_events_seconds: int = 0
     retention_dead_letters_seconds: int = 0
     retention_audit_seconds: int = 0
@@ -142,7 +144,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 "for them, and `tidegate token create` makes them"
             )
 
-        for name, parse in (("trusted_proxies", parse_networks), ("http_allow", parse_allowed)):
+        for name, parse in (("trusted_proxies", parse_networks), ("http_allow", parse_allowed), ("secrets_key", Keys)):
             try:
                 parse(getattr(self, name))
             except ValueError as exc:

@@ -16,6 +16,7 @@ from tidegate.flow import webhooks as module
 from tidegate.flow.ingest import Ingest
 from tidegate.flow.webhooks import Webhooks
 from tidegate.model.event import EventLimits, NewEvent, check_event
+from tidegate.model.secrets import NO_KEYS, Keys
 from tidegate.model.webhook import fingerprint, holding
 from tidegate.store import webhooks as store
 from tidegate.store.db import Connection, Database
@@ -38,10 +39,10 @@ async def test_one_look_serves_many_and_ends(database: Database, monkeypatch: py
     looks = 0
     get = store.get
 
-    async def counted(connection: Connection, source: str) -> Any:
+    async def counted(connection: Connection, source: str, keys: Keys) -> Any:
         nonlocal looks
         looks += 1
-        return await get(connection, source)
+        return await get(connection, source, keys)
 
     monkeypatch.setattr(module.store, "get", counted)
     webhooks = received(database)
@@ -133,7 +134,7 @@ async def test_only_one_secret_is_made_when_verbs_meet(database: Database, conne
     assert [one.changed for one in done].count(True) == 1
     [secret] = [one.secret for one in done if one.secret is not None]
     rotated = await asyncio.gather(*(control.rotate_webhook(database, "acme", {}, actor="ann") for _ in range(3)))
-    found = await store.get(connection, "acme")
+    found = await store.get(connection, "acme", NO_KEYS)
     assert found is not None
     assert {s.secret for s in found.config.secrets} == {secret, *(one.secret for one in rotated)}
     assert [s.until is None for s in found.config.secrets] == [True, False, False, False]
@@ -143,7 +144,7 @@ async def test_only_one_secret_is_made_when_verbs_meet(database: Database, conne
 async def test_the_databases_clock_ends_secrets(database: Database, connection: Connection, clock: Clock) -> None:
     await control.set_webhook(database, "acme", GITHUB, actor="ann")
     await control.rotate_webhook(database, "acme", {"secret": "another of the sender", "keep_ms": 60_000}, actor="ann")
-    found = await store.get(connection, "acme")
+    found = await store.get(connection, "acme", NO_KEYS)
     assert found is not None and len(holding(found.config.secrets, clock.now)) == 2
     later = await clock.advance(60_000)
     assert [s.secret for s in holding(found.config.secrets, later)] == ["another of the sender"]
@@ -160,6 +161,6 @@ async def test_another_scheme_has_other_secrets(database: Database, connection: 
     with pytest.raises(InvalidInput, match="Stripe makes it"):
         await control.set_webhook(database, "acme", {"scheme": "stripe"}, actor="ann")
     made = await control.set_webhook(database, "acme", {"scheme": "standard"}, actor="ann")
-    found = await store.get(connection, "acme")
+    found = await store.get(connection, "acme", NO_KEYS)
     assert found is not None and [s.secret for s in found.config.secrets] == [made.secret]
     assert made.tolerance_seconds == 300 and made.version == 2

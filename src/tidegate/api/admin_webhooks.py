@@ -28,7 +28,7 @@ async def list_webhooks(request: Request, services: Services) -> WebhookPage:
     given = parameters(request, LIST_QUERY)
     limit = given.get("limit", DEFAULT_PAGE)
     async with services.database.connection() as connection:
-        found = await webhooks.list_page(connection, after=given.get("cursor"), limit=limit + 1)
+        found = await webhooks.list_page(connection, services.database.keys, after=given.get("cursor"), limit=limit + 1)
     page, next_cursor = cut(found, limit, lambda webhook: webhook.source)
     now = utc_now()
     return WebhookPage([shown(webhook, now) for webhook in page], next_cursor)
@@ -36,7 +36,7 @@ async def list_webhooks(request: Request, services: Services) -> WebhookPage:
 
 async def show_webhook(request: Request, services: Services) -> ShownWebhook:
     async with services.database.connection() as connection:
-        found = await webhooks.get(connection, _source(request))
+        found = await webhooks.get(connection, _source(request), services.database.keys)
     if found is None:
         raise NotFound(no_webhook(_source(request)))
     return shown(found, utc_now())

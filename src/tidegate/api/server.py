@@ -49,13 +49,14 @@ from tidegate.api.crowd import Crowd, raise_file_limit
 from tidegate.api.problems import Problem
 from tidegate.api.routes import Route, Services, json_response
 from tidegate.errors import NotFound, SettingsError
-from tidegate.flow import control, notices
+from tidegate.flow import control, notices, secrets
 from tidegate.flow.access import Access
 from tidegate.flow.health import Exposition, Snapshots
 from tidegate.flow.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Accepted, Ingest
 from tidegate.flow.ready import Readiness
 from tidegate.flow.webhooks import Webhooks
 from tidegate.model.client_address import parse_networks
+from tidegate.model.secrets import Keys
 from tidegate.queue.choose import open_queue
 from tidegate.settings import Settings
 from tidegate.store import durability, migrate
@@ -132,7 +133,8 @@ class Api:
         url = settings.require_database_url()
         self._settings = settings
         ingesting = settings.serve_connections // 3  # events share commits, so that few are needed
-        self._database = Database(url, "api", size=settings.serve_connections - ingesting)
+        size, keys = settings.serve_connections - ingesting, Keys(settings.secrets_key)
+        self._database = Database(url, "api", size=size, keys=keys)
         self._ingest_database = Database(
             url, "ingest", size=ingesting, lock_timeout_ms=LOCK_TIMEOUT_MS, statement_seconds=STATEMENT_SECONDS
         )
@@ -160,6 +162,7 @@ class Api:
         await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
         await control.seed_limits(self._database, self._settings.source_rate_limits)
         await control.seed_breakers(self._database, self._settings.source_breakers)
+        await secrets.tell(self._database)
 
     async def publish(self, headers: list[tuple[bytes, bytes]], body: bytes, peer: str | None) -> bytes | Response:
         """A request to publish of which all has come, past the application."""

@@ -36,6 +36,7 @@ class _LazyGroup(click.Group):
         "doctor": "doctor",
         "top": "top",
         "token": "token",
+        "secrets": "secrets",
         "audit": "audit",
     }
 

@@ -11,11 +11,13 @@ import msgspec
 from tidegate.clock import monotonic, utc_now
 from tidegate.errors import SchemaError
 from tidegate.flow import health
+from tidegate.flow.secrets import plain_text, unreadable_text
 from tidegate.model.health import HEALTH, HealthPolicy
-from tidegate.store import doctor, migrate
+from tidegate.store import doctor, migrate, secrets
 from tidegate.store.db import Connection, Database
 from tidegate.store.doctor import ORPHANS, Orphans, Server
 from tidegate.store.health import Alive, QueueDepth
+from tidegate.store.secrets import Survey
 from tidegate.store.workers import Unserved
 
 # What may be on its way is not an orphan yet.
@@ -55,7 +57,9 @@ async def examine(
         return checks
     async with database.transaction() as connection:
         found = await facts(connection, policy, grace_ms)
-    return [*checks, *judge(found, policy, allow_unsafe=allow_unsafe)]
+        stored = await secrets.survey(connection, database.keys)
+    checks += judge(found, policy, allow_unsafe=allow_unsafe)
+    return [*checks, stored_secrets(stored, has_key=bool(database.keys.names))]
 
 
 async def _schema(database: Database) -> tuple[list[Check], bool]:
@@ -170,6 +174,21 @@ def _lag(found: Facts, policy: HealthPolicy) -> Iterator[Check]:
         is_ok=not unserved,
         detail=f"due, and no worker has their code: {unserved}" if unserved else "every due run has a worker",
     )
+
+
+def stored_secrets(found: Survey, *, has_key: bool) -> Check:
+    """How the secrets of webhooks and http workflows are stored. Without a key, plain is what the operator chose."""
+    if found.unreadable:
+        detail = unreadable_text(found)
+    elif found.plain:
+        detail = plain_text(found)
+    elif found.old:
+        detail = (
+            f"encrypted with another key than the first: {found.old}; `tidegate secrets rotate` before it is taken away"
+        )
+    else:
+        detail = "encrypted with the first key" if has_key else "none are stored"
+    return Check(name="secrets", is_ok=not found.unreadable and not (has_key and found.plain), detail=detail)
 
 
 def eviction(policy: str | None, error: str | None = None) -> Check:

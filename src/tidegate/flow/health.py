@@ -14,7 +14,7 @@ import msgspec
 
 from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
-from tidegate.flow import backlog
+from tidegate.flow import backlog, secrets
 from tidegate.flow.notices import Notice
 from tidegate.flow.verdict import RUNBOOK, Cause, Facts, verdict
 from tidegate.model.health import HEALTH, HealthPolicy
@@ -189,7 +189,8 @@ class Snapshots:
             self._next = None
             async with self._database.transaction() as connection:
                 found = await snapshot(connection, self._policy, self._runbook)
-            return msgspec.structs.replace(found, warnings=self._warnings)
+                stored = await secrets.notices(connection, self._database.keys)
+            return msgspec.structs.replace(found, warnings=[*self._warnings, *stored])
 
 
 class Exposition:

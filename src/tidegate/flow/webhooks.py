@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 from typing import NamedTuple
 
-from tidegate.errors import Conflict, Overloaded, TidegateError, Unavailable
+from tidegate.clock import utc_now
+from tidegate.errors import Conflict, Overloaded, SecretsUnreadable, TidegateError, Unavailable
 from tidegate.flow.ingest import Accepted, Ingest
 from tidegate.flow.strangers import Strangers
 from tidegate.model.event import NewEvent, is_name
-from tidegate.model.webhook import Webhook
+from tidegate.model.secrets import require_readable
+from tidegate.model.webhook import Webhook, holding
 from tidegate.store import events
 from tidegate.store import webhooks as store
 from tidegate.store.db import Database
@@ -60,6 +62,10 @@ class Webhooks:
             self._kept[source] = kept
         try:
             return await asyncio.shield(kept.reading)  # others may wait for the same answer
+        except SecretsUnreadable as exc:
+            # Kept like any other answer: whoever knocks costs one look, and one line in the log, a second.
+            text = "webhooks of this source cannot be checked right now; the log of the server says why"
+            raise Unavailable(text, exc.retry_after_seconds) from exc
         except TidegateError as exc:
             self._kept.pop(source, None)
             if isinstance(exc, Overloaded):
@@ -110,7 +116,15 @@ class Webhooks:
     async def _read(self, source: str, is_known: bool) -> Webhook | None:
         turn = contextlib.nullcontext() if is_known else self._strangers.turn()
         async with turn, self._database.connection() as connection:
-            return await store.get(connection, source)
+            found = await store.get(connection, source, self._database.keys)
+        if found is not None:
+            try:
+                held = holding(found.config.secrets, utc_now())
+                require_readable((secret.secret for secret in held), f"the webhook of {source}")
+            except SecretsUnreadable as exc:
+                _log.error("webhook.unreadable", source=source, reason=str(exc))
+                raise
+        return found
 
 
 def _found(reading: asyncio.Task[Webhook | None]) -> bool:

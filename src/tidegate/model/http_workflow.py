@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -94,6 +95,16 @@ def rotated(old: HttpConfig, secret: str, keep_ms: int, now: datetime) -> HttpCo
 def signing_secrets(config: HttpConfig, now: datetime) -> list[str]:
     """The secrets that sign a request: the current one, then those that were replaced lately."""
     return [config.secret, *(old.secret for old in config.old_secrets if old.until > now)]
+
+
+def with_secrets(config: HttpConfig, change: Callable[[str], str]) -> HttpConfig:
+    """The same, each secret as `change` makes it (encrypted, or read); the values of headers are secrets too."""
+    return msgspec.structs.replace(
+        config,
+        secret=change(config.secret),
+        old_secrets=[msgspec.structs.replace(old, secret=change(old.secret)) for old in config.old_secrets],
+        headers={name: change(value) for name, value in config.headers.items()},
+    )
 
 
 def is_same(one: HttpConfig, other: HttpConfig) -> bool:

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,6 +18,7 @@ import msgspec
 
 from tidegate.errors import FieldError
 from tidegate.model.event import is_name
+from tidegate.model.secrets import is_sealed
 
 Scheme = Literal["standard", "github", "stripe"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
@@ -35,6 +36,8 @@ DEFAULT_TOLERANCE_SECONDS, MAX_TOLERANCE_SECONDS = 300, 3600
 # How long a replaced secret goes on to hold beside the new one; and how many of them.
 DEFAULT_KEEP_MS, MAX_KEEP_MS = 86_400_000, 30 * 86_400_000
 MAX_SECRETS = 5
+# Instead of a secret's fingerprint, when the key that encrypted it is missing.
+UNREADABLE = "unreadable"
 # More than any signer sends, whatever secrets it is changing.
 MAX_SIGNATURES = 20
 
@@ -133,13 +136,18 @@ def described(config: WebhookConfig, now: datetime) -> dict[str, Any]:
 
 
 def fingerprint(secret: str) -> str:
-    """What tells secrets apart: `printf %s "$SECRET" | sha256sum | cut -c1-8`."""
-    return hashlib.sha256(secret.encode()).hexdigest()[:8]
+    """What tells secrets apart: `printf %s "$SECRET" | sha256sum | cut -c1-8`; of one that cannot be read, that."""
+    return UNREADABLE if is_sealed(secret) else hashlib.sha256(secret.encode()).hexdigest()[:8]
 
 
 def no_webhook(source: str) -> str:
     """What an operator is told about a source without one."""
     return f"source {source[:200]!r} has no webhook; tidegate webhooks list has those that there are"
+
+
+def with_secrets(secrets: Sequence[WebhookSecret], change: Callable[[str], str]) -> list[WebhookSecret]:
+    """The same, the text of each as `change` makes it: encrypted, or read."""
+    return [msgspec.structs.replace(secret, secret=change(secret.secret)) for secret in secrets]
 
 
 def holding(secrets: Sequence[WebhookSecret], now: datetime) -> list[WebhookSecret]:

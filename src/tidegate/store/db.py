@@ -18,6 +18,7 @@ import asyncpg
 import msgspec
 
 from tidegate.errors import SettingsError, Unavailable
+from tidegate.model.secrets import NO_KEYS, Keys
 from tidegate.telemetry.logs import logger
 
 T = TypeVar("T")
@@ -126,7 +127,7 @@ def is_data_error(exc: BaseException) -> bool:
 
 
 class Database:
-    """A pool of connections for one role of the process (`ingest`, `worker`, `api`)."""
+    """A pool of connections for one role of the process (`ingest`, `worker`, `api`); `keys` are for stored secrets."""
 
     def __init__(
         self,
@@ -135,9 +136,11 @@ class Database:
         size: int,
         lock_timeout_ms: int = 2000,
         statement_seconds: float = STATEMENT_SECONDS,
+        keys: Keys = NO_KEYS,
     ) -> None:
         self.url = url
         self.role = role
+        self.keys = keys
         self._size = size
         self._answer_seconds = statement_seconds + GRACE_SECONDS
         self._session = _session_settings(role, lock_timeout_ms, statement_seconds)

@@ -1,10 +1,12 @@
-"""`webhooks`: how the signed requests of a source are checked. Rows hold secrets; `model.webhook.shown` has none."""
+"""`webhooks`: how the signed requests of a source are checked. Rows hold secrets,
+encrypted where there is a key; `model.webhook.shown` has none."""
 
 from __future__ import annotations
 
 import msgspec
 
-from tidegate.model.webhook import Webhook, WebhookConfig
+from tidegate.model.secrets import Keys
+from tidegate.model.webhook import Webhook, WebhookConfig, with_secrets
 from tidegate.store.db import Connection, Row
 from tidegate.store.sql import load
 
@@ -16,22 +18,22 @@ async def lock(connection: Connection) -> None:
     await connection.execute(_sql["lock"])
 
 
-async def get(connection: Connection, source: str) -> Webhook | None:
-    """The webhook of a source."""
+async def get(connection: Connection, source: str, keys: Keys) -> Webhook | None:
+    """The webhook of a source. A secret that `keys` do not read is as it is stored."""
     row = await connection.fetchrow(_sql["get"], source)
-    return _webhook(row) if row else None
+    return _webhook(row, keys) if row else None
 
 
-async def list_page(connection: Connection, *, after: str | None = None, limit: int) -> list[Webhook]:
+async def list_page(connection: Connection, keys: Keys, *, after: str | None = None, limit: int) -> list[Webhook]:
     """Webhooks, by source."""
-    return [_webhook(row) for row in await connection.fetch(_sql["list"], after, limit)]
+    return [_webhook(row, keys) for row in await connection.fetch(_sql["list"], after, limit)]
 
 
-async def put(connection: Connection, source: str, config: WebhookConfig, actor: str) -> Webhook:
+async def put(connection: Connection, source: str, config: WebhookConfig, actor: str, keys: Keys) -> Webhook:
     """Create or replace the webhook of a source."""
-    texts = msgspec.json.encode(config.secrets).decode()
+    texts = msgspec.json.encode(with_secrets(config.secrets, keys.seal)).decode()
     columns = (source, config.scheme, config.event_type, config.tolerance_seconds, texts, actor)
-    return _webhook(await connection.fetchrow(_sql["put"], *columns))
+    return _webhook(await connection.fetchrow(_sql["put"], *columns), keys)
 
 
 async def delete(connection: Connection, source: str) -> None:
@@ -39,7 +41,8 @@ async def delete(connection: Connection, source: str) -> None:
     await connection.execute(_sql["delete"], source)
 
 
-def _webhook(row: Row) -> Webhook:
-    config = {name: row[name] for name in WebhookConfig.__struct_fields__}
+def _webhook(row: Row, keys: Keys) -> Webhook:
+    stored = msgspec.convert({name: row[name] for name in WebhookConfig.__struct_fields__}, WebhookConfig)
+    config = msgspec.structs.replace(stored, secrets=with_secrets(stored.secrets, keys.open))
     rest = {name: row[name] for name in Webhook.__struct_fields__ if name != "config"}
-    return Webhook(config=msgspec.convert(config, WebhookConfig), **rest)
+    return Webhook(config=config, **rest)

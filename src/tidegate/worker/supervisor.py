@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Literal, NamedTuple
 
+from tidegate.flow import secrets
 from tidegate.flow.batch import Batch
 from tidegate.flow.delivery_replan import DeliveryReplan
 from tidegate.flow.delivery_retry import DeliveryRetry
@@ -30,6 +31,7 @@ from tidegate.flow.run import Runner
 from tidegate.flow.schedule import Schedule
 from tidegate.flow.slots import Freed
 from tidegate.flow.workflow import Workflow
+from tidegate.model.secrets import Keys
 from tidegate.queue.choose import open_queue
 from tidegate.queue.wakeups import delivery_wakeups, event_wakeups, step_wakeups
 from tidegate.settings import Settings
@@ -66,7 +68,8 @@ class Worker:
         self.settings = settings
         # One connection keeps the leases, one listens, and one is for the metrics' port.
         others = 2 + bool(settings.metrics_port)
-        self._database = Database(settings.require_database_url(), "worker", size=settings.worker_connections - others)
+        size, keys = settings.worker_connections - others, Keys(settings.secrets_key)
+        self._database = Database(settings.require_database_url(), "worker", size=size, keys=keys)
         self._queue = open_queue(settings, self._database)
         matcher = Matcher()  # one for all stages: a thousand triggers are compiled once
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
@@ -162,6 +165,10 @@ class Worker:
     def stop(self) -> None:
         """Begin to stop; `run` returns when everything is finished or handed back."""
         self._stopping.set()
+
+    async def tell_of_secrets(self) -> None:
+        """Log what an operator should know of how they are stored."""
+        await secrets.tell(self._database)
 
     async def run(self) -> None:
         """Work until stopped. A loop that dies stops the worker with its error."""

@@ -13,6 +13,7 @@ from tidegate.errors import Conflict, FieldError, InvalidInput, NotFound
 from tidegate.model import webhook as rules
 from tidegate.model.conversion import convert
 from tidegate.model.event import is_name
+from tidegate.model.secrets import Keys
 from tidegate.model.webhook import (
     DEFAULT_KEEP_MS,
     DEFAULT_TOLERANCE_SECONDS,
@@ -56,14 +57,14 @@ async def set_webhook(database: Database, source: str, given: Any, *, actor: str
 
     async def change(connection: Connection) -> WebhookWritten:
         await store.lock(connection)
-        before, now = await store.get(connection, source), await sources.now(connection)
+        before, now = await store.get(connection, source, database.keys), await sources.now(connection)
         held = before.config.secrets if before is not None and before.config.scheme == body.scheme else []
         made = _new_secret(body.scheme) if body.secret is None and not held else None
         said = made or body.secret
         if said is not None and [secret.secret for secret in held] != [said]:
             held = [WebhookSecret(secret=said, added_at=now)]
         new = WebhookConfig(scheme=body.scheme, event_type=body.event_type, tolerance_seconds=tolerance, secrets=held)
-        return await _write(connection, "webhook.set", source, before, new, actor, made)
+        return await _write(connection, "webhook.set", source, before, new, actor, made, database.keys)
 
     return _told(await database.run(change), "set", actor)
 
@@ -78,7 +79,7 @@ async def rotate_webhook(database: Database, source: str, given: Any, *, actor: 
 
     async def change(connection: Connection) -> WebhookWritten:
         await store.lock(connection)
-        before, now = await _found(connection, source), await sources.now(connection)
+        before, now = await _found(connection, source, database.keys), await sources.now(connection)
         old = before.config
         errors = rules.secret_errors(old.scheme, body.secret) if body.secret is not None else []
         if errors:
@@ -86,7 +87,7 @@ async def rotate_webhook(database: Database, source: str, given: Any, *, actor: 
         made = _new_secret(old.scheme) if body.secret is None else None
         kept = rules.rotated(old.secrets, made or str(body.secret), keep_ms, now)
         new = msgspec.structs.replace(old, secrets=kept)
-        return await _write(connection, "webhook.rotate", source, before, new, actor, made)
+        return await _write(connection, "webhook.rotate", source, before, new, actor, made, database.keys)
 
     return _told(await database.run(change), "rotated", actor)
 
@@ -96,7 +97,7 @@ async def retire_webhook_secret(database: Database, source: str, fingerprint: st
 
     async def change(connection: Connection) -> WebhookWritten:
         await store.lock(connection)
-        before, now = await _found(connection, source), await sources.now(connection)
+        before, now = await _found(connection, source, database.keys), await sources.now(connection)
         held = rules.holding(before.config.secrets, now)
         kept = [secret for secret in held if rules.fingerprint(secret.secret) != fingerprint]
         if len(kept) == len(held):
@@ -104,7 +105,7 @@ async def retire_webhook_secret(database: Database, source: str, fingerprint: st
         if kept[:1] != held[:1]:
             raise Conflict("this is the current secret; rotate first, or delete the webhook")
         new = msgspec.structs.replace(before.config, secrets=kept)
-        return await _write(connection, "webhook.retire", source, before, new, actor, None)
+        return await _write(connection, "webhook.retire", source, before, new, actor, None, database.keys)
 
     return _told(await database.run(change), "retired", actor)
 
@@ -114,7 +115,7 @@ async def delete_webhook(database: Database, source: str, *, actor: str) -> Show
 
     async def change(connection: Connection) -> ShownWebhook:
         await store.lock(connection)
-        before = await _found(connection, source)
+        before = await _found(connection, source, database.keys)
         await store.delete(connection, source)
         described = rules.described(before.config, utc_now())
         await audit.insert(connection, actor=actor, action="webhook.delete", subject=source, before=described)
@@ -125,8 +126,8 @@ async def delete_webhook(database: Database, source: str, *, actor: str) -> Show
     return gone
 
 
-async def _found(connection: Connection, source: str) -> Webhook:
-    found = await store.get(connection, source)
+async def _found(connection: Connection, source: str, keys: Keys) -> Webhook:
+    found = await store.get(connection, source, keys)
     if found is None:
         raise NotFound(rules.no_webhook(source))
     return found
@@ -140,12 +141,13 @@ async def _write(
     new: WebhookConfig,
     actor: str,
     made: str | None,
+    keys: Keys,
 ) -> WebhookWritten:
     """Write a configuration that differs, with its audit row; `made` is the secret to tell, if one was made."""
     now = utc_now()
     if before is not None and before.config == new:
         return _written(before, None, changed=False)
-    after = await store.put(connection, source, new, actor)
+    after = await store.put(connection, source, new, actor, keys)
     old = None if before is None else rules.described(before.config, now)
     await audit.insert(
         connection, actor=actor, action=action, subject=source, before=old, after=rules.described(new, now)

@@ -31,6 +31,7 @@ from tidegate.model.http_workflow import (
     HttpWorkflowPatch,
     SecretRotation,
 )
+from tidegate.model.secrets import NO_KEYS, Keys, require_readable
 from tidegate.model.trigger import Trigger, WorkflowDefinition
 from tidegate.store import audit, sources, trigger_gates
 from tidegate.store import triggers as store
@@ -74,8 +75,8 @@ async def create_workflow(database: Database, given: Any, *, allowed: Sequence[A
         await trigger_gates.exclude(connection)
         before = await store.get_definition(connection, body.slug)
         if before is not None:
-            return Changed(_same(before, config, has_secret=made is None))
-        after = await _write(connection, body.slug, config, actor)
+            return Changed(_same(before, config, database.keys, has_secret=made is None))
+        after = await _write(connection, body.slug, config, actor, database.keys)
         await audit.insert(
             connection, actor=actor, action="workflow.create", subject=body.slug, after=rules.described(config)
         )
@@ -99,7 +100,13 @@ async def update_workflow(
 
     async def asked(connection: Connection) -> tuple[WorkflowDefinition, HttpConfig]:
         before = await _found(connection, slug)
-        new = rules.changed(_config(before), body)
+        old = _config(before, database.keys)
+        kept = [
+            *([old.secret] if body.secret is UNSET else []),
+            *(old.headers.values() if body.headers is UNSET else []),
+        ]
+        require_readable(kept, f"workflow {slug}")
+        new = rules.changed(old, body)
         if body.secret is not UNSET:
             new = rules.rotated(new, made or str(body.secret), DEFAULT_KEEP_MS, await sources.now(connection))
         _check(new, [], asks_for_private=body.allow_private is True, allowed=allowed)
@@ -108,11 +115,11 @@ async def update_workflow(
     async def change(connection: Connection) -> Changed:
         await trigger_gates.exclude(connection)
         before, new = await asked(connection)
-        return await _replace(connection, before, new, "workflow.update", actor, made)
+        return await _replace(connection, before, new, "workflow.update", actor, made, database.keys)
 
     async with database.connection() as connection:  # what is refused, or the same, holds nobody up
         before, new = await asked(connection)
-    if rules.is_same(_config(before), new):
+    if rules.is_same(_config(before, database.keys), new):
         return Changed(before)
     return _told(await database.run(change), actor)
 
@@ -128,7 +135,9 @@ async def rotate_secret(database: Database, slug: str, given: Any, *, actor: str
 
     async def asked(connection: Connection) -> tuple[WorkflowDefinition, HttpConfig]:
         before = await _found(connection, slug)
-        new = rules.rotated(_config(before), made or str(body.secret), keep_ms, await sources.now(connection))
+        new = rules.rotated(
+            _config(before, database.keys), made or str(body.secret), keep_ms, await sources.now(connection)
+        )
         errors = [error for error in rules.config_errors(new) if error.field == "secret"]
         if errors:
             raise InvalidInput("the rotation is not valid", errors)
@@ -137,7 +146,7 @@ async def rotate_secret(database: Database, slug: str, given: Any, *, actor: str
     async def change(connection: Connection) -> Changed:
         await trigger_gates.exclude(connection)
         before, new = await asked(connection)
-        return await _replace(connection, before, new, "workflow.rotate", actor, made)
+        return await _replace(connection, before, new, "workflow.rotate", actor, made, database.keys)
 
     async with database.connection() as connection:
         await asked(connection)
@@ -150,7 +159,7 @@ async def delete_workflow(database: Database, slug: str, *, actor: str) -> Workf
     async def change(connection: Connection) -> WorkflowDefinition:
         await trigger_gates.exclude(connection)
         before = await _unused(connection, slug)
-        shown = rules.described(_config(before))
+        shown = rules.described(_config(before, database.keys))
         await store.delete_definition(connection, before.id, {"url": shown["url"]}, actor)
         await audit.insert(connection, actor=actor, action="workflow.delete", subject=slug, before=shown)
         return before
@@ -177,10 +186,10 @@ def _check(config: HttpConfig, errors: list[FieldError], *, asks_for_private: bo
         raise InvalidInput("the workflow is not valid", errors)
 
 
-def _same(before: WorkflowDefinition, config: HttpConfig, *, has_secret: bool) -> WorkflowDefinition:
+def _same(before: WorkflowDefinition, config: HttpConfig, keys: Keys, *, has_secret: bool) -> WorkflowDefinition:
     """`before`, if that is what was asked for; without a secret, the request leaves open which one it is."""
     if before.kind == KIND:
-        known = _config(before)
+        known = _config(before, keys)
         wanted = config if has_secret else msgspec.structs.replace(config, secret=known.secret)
         if rules.is_same(known, wanted):
             return before
@@ -190,13 +199,19 @@ def _same(before: WorkflowDefinition, config: HttpConfig, *, has_secret: bool) -
 
 
 async def _replace(
-    connection: Connection, before: WorkflowDefinition, new: HttpConfig, action: str, actor: str, made: str | None
+    connection: Connection,
+    before: WorkflowDefinition,
+    new: HttpConfig,
+    action: str,
+    actor: str,
+    made: str | None,
+    keys: Keys,
 ) -> Changed:
     """Write a config, and that it was changed; `made` is the secret to tell, if one was made."""
-    old = _config(before)
+    old = _config(before, keys)
     if old == new:
         return Changed(before)
-    after = await _write(connection, before.slug, new, actor)
+    after = await _write(connection, before.slug, new, actor, keys)
     note = {"secret": "changed"} if new.secret != old.secret else {}
     await audit.insert(
         connection, actor=actor, action=action, subject=before.slug, before=rules.described(old),
@@ -242,14 +257,15 @@ async def _found(connection: Connection, slug: str) -> WorkflowDefinition:
     return found
 
 
-async def _write(connection: Connection, slug: str, config: HttpConfig, actor: str) -> WorkflowDefinition:
-    plain = msgspec.to_builtins(config)
-    await store.upsert_definition(connection, slug=slug, kind=KIND, parameters=["*"], config=plain, actor=actor)
+async def _write(connection: Connection, slug: str, config: HttpConfig, actor: str, keys: Keys) -> WorkflowDefinition:
+    stored = msgspec.to_builtins(rules.with_secrets(config, keys.seal))
+    await store.upsert_definition(connection, slug=slug, kind=KIND, parameters=["*"], config=stored, actor=actor)
     return await _found(connection, slug)
 
 
-def _config(definition: WorkflowDefinition) -> HttpConfig:
-    return msgspec.convert(definition.config, HttpConfig)
+def _config(definition: WorkflowDefinition, keys: Keys = NO_KEYS) -> HttpConfig:
+    """What the definition holds; secrets that `keys` do not read are as they are stored."""
+    return rules.with_secrets(msgspec.convert(definition.config, HttpConfig), keys.open)
 
 
 def _new_secret() -> str:
