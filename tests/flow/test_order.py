@@ -150,6 +150,27 @@ async def test_batches_of_unlimited_triggers_wait_for_nobody(
     assert (await earlier).launched == 10
 
 
+async def test_taken_apart_a_batch_still_waits_for_the_earlier_one(
+    database: Database, connection: Connection, clock: Clock
+) -> None:
+    await make_trigger(database, throttle_count=1, throttle_window_ms=1000)
+    await publish(connection, 3)
+    worker = TriggerWorker(database)
+    await connection.execute("alter table tidegate.workflow_events drop constraint workflow_events_occurred_at_check")
+    unreadable = "update tidegate.workflow_events set occurred_at = '20000-01-01' where ingress_sequence = $1"
+    first, second, third = [
+        row[0] for row in await connection.fetch("select ingress_sequence from tidegate.event_inbox order by 1")
+    ]
+    await connection.execute(unreadable, second)
+    async with database.transaction() as other:  # another worker decides the first
+        await other.fetch("select from tidegate.event_inbox where ingress_sequence = $1 for update", first)
+        deciding = asyncio.create_task(worker.dispatch.run_once())
+        await eventually(database, f"select ({WAITING}) = 1")
+        assert await launched(connection) == []
+    assert (await deciding).quarantined == 1
+    assert await drained(worker, connection, clock, 2, 500) == [first, third]
+
+
 async def test_an_event_that_its_source_held_takes_its_place_among_those_that_wait(
     database: Database, connection: Connection, clock: Clock
 ) -> None:

@@ -205,7 +205,7 @@ class Dispatch:
         newcomers: Sequence[Event],
         matched: Matched | None = None,
         *,
-        has_turn: bool = True,
+        has_turn: bool,
     ) -> Decided:
         gates = await gate.open_shared(connection, (event.source for event in newcomers))
         self._is_calm = not gates.sources
@@ -249,7 +249,7 @@ class Dispatch:
         total = Outcome()
         for sequence in sequences:
             try:
-                decided = await self._database.run(partial(self._single, sequence=sequence))
+                decided = await self._single_in_order(sequence)
                 await self._committed(decided)
                 one = decided.outcome
             except Unavailable:
@@ -259,12 +259,22 @@ class Dispatch:
             total = Outcome(*(a + b for a, b in zip(total, one, strict=True)))
         return total
 
-    async def _single(self, connection: Connection, sequence: int) -> Decided:
+    async def _single_in_order(self, sequence: int) -> Decided:
+        try:
+            return await self._database.run(partial(self._single, sequence=sequence, has_turn=False))
+        except OutOfTurn:
+            return await self._database.run(partial(self._single, sequence=sequence, has_turn=True))
+
+    async def _single(self, connection: Connection, sequence: int, has_turn: bool) -> Decided:
+        if has_turn:
+            await events.take_turn(connection, self._batch_size)
+            if await events.list_inbox(connection, 1) != [sequence]:
+                return Decided()  # who came before was let go of undecided, or it is decided
         claimed = await events.claim_inbox_one(connection, sequence)
         if not claimed:
             return Decided()
         await sources.share(connection, [event.source for event in claimed])
-        return await _traced(connection, claimed, partial(self._decide, connection))
+        return await _traced(connection, claimed, partial(self._decide, connection, has_turn=has_turn))
 
     async def _quarantine(self, sequence: int, exc: Exception) -> Outcome:
         reason = f"{type(exc).__name__}: {exc}"[:1000]
