@@ -110,6 +110,7 @@ class World:
         name = f"source-{next(_numbers)}"
         self.ask("POST", f"/admin/sources/{name}/pause", {"reason": "a test"})
         self.ask("PUT", f"/admin/sources/{name}/limit", {"limit": 7, "interval_ms": 1000})
+        self.ask("PUT", f"/admin/sources/{name}/breaker", {"threshold": 7})
         return name
 
     def publish(self, event_type: str, source: str) -> str:

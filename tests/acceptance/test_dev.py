@@ -99,7 +99,7 @@ def test_a_busy_port(tmp_path: Path) -> None:
 
 def test_an_unusable_data_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
-    refused = run("dev", "--data", str(tmp_path / "file" / "data"))
+    refused = run("dev", "--port", "0", "--data", str(tmp_path / "file" / "data"))
     assert refused.returncode == 2
     assert "the data directory" in refused.stderr and "cannot be used: Not a directory" in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1

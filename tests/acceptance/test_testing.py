@@ -162,14 +162,14 @@ async def test_a_failure_is_a_dead_letter(shop: Shop) -> None:
         await harness.run_until_idle()
         letters = await harness.dead_letters()
         assert [(one.kind, one.event_id, one.reason) for one in letters] == [
-            ("step", accepted.id, "the card is stolen")
+            ("step", accepted.id, "step 'charge' failed: the card is stolen")
         ]
         await harness.publish("broken", source="test")
         await harness.advance("1h")
         run = await harness.only_run("ship")
         assert (run.status, run.steps["ship"].status, run.steps["ship"].attempts) == ("failed", "failed", 5)
         assert run.error is not None and "ValueError: never" in run.error
-        assert [one.reason for one in await harness.dead_letters()][1:] == ["ValueError: never"]
+        assert [one.reason for one in await harness.dead_letters()][1:] == ["step 'ship' failed: ValueError: never"]
 
 
 async def test_retry_after_and_what_a_workflow_publishes(shop: Shop) -> None:

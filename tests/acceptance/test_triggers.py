@@ -139,7 +139,7 @@ def test_a_trigger_made_over_http_launches(server: str, kind: str) -> None:
     )  # fmt: skip
     assert (made["workflow"], made["status"], made["version"], made["created_by"]) == ("fulfil", "active", 1, "ann")
     assert made["retry"]["max_attempts"] == 3 and made["breaker"] == {
-        "threshold": 2, "window_ms": 300_000, "pause_ms": 300_000,
+        "threshold": 2, "ratio": 0.5, "window_ms": 300_000, "pause_ms": 300_000, "non_retryable": False,
     }  # fmt: skip
     state = made["state"]
     assert (state["paused"], state["breaker_state"], state["waiting"]) == (False, "closed", 0)
@@ -483,7 +483,9 @@ def test_code_and_edits(database_url: str, tmp_path: Path) -> None:
         with worker(database_url, file):
             [made] = known()
             assert (made["throttle_count"], made["idempotency_window_ms"]) == (5, 172_800_000)
-            assert made["breaker"] == {"threshold": 3, "window_ms": 60_000, "pause_ms": 30_000}
+            assert made["breaker"] == {
+                "threshold": 3, "ratio": 0.5, "window_ms": 60_000, "pause_ms": 30_000, "non_retryable": False,
+            }  # fmt: skip
             assert made["created_by"] == "code"
             ok(act(address, "PATCH", of("coded", made["id"]), {"throttle_count": 9}))
         with worker(database_url, file):  # the same code again: the edit stays

@@ -20,6 +20,8 @@ from tests.redis_server import redis_server
 from tidegate.client import Client
 
 APP = str(Path(effects.__file__).parent / "app.py")
+# The application imports its neighbours in the repository.
+ENV = {"PYTHONPATH": str(Path(effects.__file__).parent.parent)}
 # The kinds of events that are set going: keys that are shared in a request, fan-out, limits, steps that fail, timers.
 KINDS = {"keyed", "fan", "narrow", "throttled", "steps", "nap", "plain"}
 REQUESTS = 60
@@ -82,7 +84,7 @@ def judge(sink: Path, client: Client, answers: list[Answer]) -> None:
 def test_in_dev(tmp_path: Path) -> None:
     sink = tmp_path / "sink"
     sink.mkdir()
-    with tidegate("dev", APP, "--port", "0", "--data", str(tmp_path / "data"), CHAOS_SINK=str(sink)) as process:
+    with tidegate("dev", APP, "--port", "0", "--data", str(tmp_path / "data"), CHAOS_SINK=str(sink), **ENV) as process:
         address = process.wait_for_line(r"API and console on (http://\S+)")[1]
         with Client(address) as client:
             judge(sink, client, publish(client, seed=1))
@@ -95,7 +97,7 @@ def test_with_workers(database_url: str, tmp_path: Path, queue: str, count: int,
     """At work when the events come, or started when they have piled up."""
     sink = tmp_path / "sink"
     sink.mkdir()
-    env = {"CHAOS_SINK": str(sink), "TIDEGATE_QUEUE": queue}
+    env = ENV | {"CHAOS_SINK": str(sink), "TIDEGATE_QUEUE": queue}
     with contextlib.ExitStack() as stack:
         if queue == "bullmq":
             env["TIDEGATE_REDIS_URL"] = stack.enter_context(redis_server()).url

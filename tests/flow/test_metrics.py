@@ -173,6 +173,7 @@ async def the_throttle_lets_it_through(scene: Scene) -> None:
 async def the_throttle_has_no_room(scene: Scene) -> None:
     await a_throttle(scene)
     await scene.due("workflow_trigger_deliveries")
+    await scene.worker.turn()
 
 
 @moves('tidegate_delivery_retries_total{outcome="exhausted"}', 'tidegate_dead_letters{kind="delivery"}')
@@ -180,6 +181,7 @@ async def the_delivery_is_given_up(scene: Scene) -> None:
     await a_throttle(scene)
     for _ in range(4):
         await scene.due("workflow_trigger_deliveries")
+        await scene.worker.turn()
 
 
 @moves('tidegate_delivery_retries_total{outcome="cancelled"}')
@@ -427,7 +429,7 @@ async def test_it_moves(
 def test_every_metric_has_a_scene() -> None:
     """Requests, received events, failing loops and the database's absence are seen on real processes and elsewhere."""
     elsewhere = {"tidegate_http_requests", "tidegate_events_received", "tidegate_loop_failures", "tidegate_database_up"}
-    elsewhere |= {"tidegate_webhooks"}
+    elsewhere |= {"tidegate_webhooks", "tidegate_executions_refused"}
     seen = {
         parts(sample)[0].removesuffix("_total").removesuffix("_count")
         for samples in SCENES.values()

@@ -108,7 +108,7 @@ def _complete(schema: Any) -> Any:
 
 def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, Any]:
     shapes = [by_type[answer] for answer in route.returns]
-    schema = shapes[0] if len(shapes) == 1 else {"oneOf": shapes}
+    schema = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
     answers: dict[str, Any] = {
         str(status): {"description": "done", "content": {route.media: {"schema": schema}}}
         for status in (route.status, *route.also)

@@ -35,7 +35,7 @@ create table if not exists tidegate.schema_migrations (
 );
 """
 _HOLDER = """
-select l.relation::regclass::text as relation, l.mode, l.pid, a.usename as role, a.application_name as application,
+select 'tidegate.' || c.relname as relation, l.mode, l.pid, a.usename as role, a.application_name as application,
        a.xact_start at time zone 'UTC' as since
   from pg_locks l
   join pg_class c on c.oid = l.relation and c.relnamespace = 'tidegate'::regnamespace and c.relkind in ('r', 'p')
