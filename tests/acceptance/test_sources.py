@@ -519,7 +519,9 @@ def test_the_verbs_of_the_command_line(server: str, source: str) -> None:
     assert "no limit" in told("sources", "limit", source, "--remove")
     found = json.loads(told("sources", "list", "--json"))["sources"]
     assert next(s for s in found if s["source"] == source)["limit"] is None
-    assert told("retries", "list", "--source", source).strip() == "Nothing waits."
+    assert told("retries", "list", "--source", source).strip() == (
+        "No events wait; --kind deliveries and --kind steps list the others."
+    )
 
 
 @pytest.mark.parametrize(

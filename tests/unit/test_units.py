@@ -103,7 +103,7 @@ def test_rate(text: str, expected: tuple[int, int]) -> None:
     ],
 )
 def test_what_is_no_rate_is_refused(text: Any) -> None:
-    with pytest.raises(ValueError, match="written like 20/s, 20/min, 500/h or 20/10s"):
+    with pytest.raises(ValueError, match="written like 20/s, 20/min, 500/h, 1000/d or 20/10s"):
         rate(text)
 
 

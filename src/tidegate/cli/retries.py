@@ -68,7 +68,9 @@ def list_retries(kind: str, limit: int, as_json: bool, **filters: str | None) ->
         "deliveries": ("TRIGGER", "EVENT", "SOURCE"),
         "steps": ("WORKFLOW", "STEP", "RUN"),
     }[kind]
-    print_table(("ID", *who, "REASON", "ATTEMPTS", "NEXT ATTEMPT", "ETA", "WHY"), rows, "Nothing waits.", page)
+    others = " and ".join(f"--kind {other}" for other in ("events", "deliveries", "steps") if other != kind)
+    nobody = f"No {kind} wait; {others} list the others."
+    print_table(("ID", *who, "REASON", "ATTEMPTS", "NEXT ATTEMPT", "ETA", "WHY"), rows, nobody, page)
 
 
 @retries.command("cancel")

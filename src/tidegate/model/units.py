@@ -31,7 +31,7 @@ def rate(text: str) -> tuple[int, int]:
     """`(count, window_ms)` of a rate such as `20/min`."""
     found = _RATE.fullmatch(text.strip()) if isinstance(text, str) else None
     if not found:
-        raise ValueError(f"a rate is written like 20/s, 20/min, 500/h or 20/10s, not {text!r}")
+        raise ValueError(f"a rate is written like 20/s, 20/min, 500/h, 1000/d or 20/10s, not {text!r}")
     window = found[2].strip()
     count, window_ms = int(found[1]), duration_ms(window if window[0].isdigit() else f"1{window}")
     if count < 1 or window_ms < 1:

@@ -1,6 +1,6 @@
 -- Webhooks: how the signed requests of a source are checked.
 
--- The secrets are stored as they are: whoever checks an HMAC must have them. The first is the current one, the others were
+-- Whoever checks an HMAC must have the secrets, so they are stored, encrypted when there is a key for it. The first is the current one, the others were
 -- replaced and hold until their `until`.
 create table tidegate.webhooks (
   source            text primary key,
