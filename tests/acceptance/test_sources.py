@@ -222,7 +222,7 @@ def test_a_pause_holds_until_resumed_and_health_says_so(server: str, source: str
     assert source not in {p["source"] for p in after["paused_sources"]}
     [totals] = [s for s in after["sources"] if s["source"] == source]
     assert totals["total"] == 3 and totals["throttled"] == 3 and totals["average_lag_ms"] > 0
-    assert totals["max_lag_ms"] >= totals["average_lag_ms"]
+    assert totals["max_lag_ms"] >= int(totals["average_lag_ms"])  # it is in whole milliseconds
 
 
 def cancel_what_nobody_can_run(server: str) -> None:
@@ -376,6 +376,7 @@ async def state(url: str) -> list[Any]:
 # What a worker may change by itself while a test looks.
 _MOVING = {
     "ring", "ring_at", "ring_width_us", "drain_at", "throttled_until", "plan_version", "is_replanning", "updated_at",
+    "spent_at", "outcomes", "refused_at",
 }  # fmt: skip
 
 

@@ -58,10 +58,10 @@ class Leaving:
 
 async def _uncancelled(task: asyncio.Task[Any], error: BaseException | None) -> BaseException | None:
     """Whoever cancelled the task meant the function, not what comes after it; what the function came to."""
+    try:
+        await asyncio.sleep(0)  # a cancellation that has not reached it yet; from Python 3.13 on uncancel() drops that
+    except asyncio.CancelledError as exc:
+        error = error or exc
     while task.cancelling():
         task.uncancel()
-    try:
-        await asyncio.sleep(0)
-    except asyncio.CancelledError as exc:
-        return error or exc
     return error
