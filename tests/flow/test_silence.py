@@ -139,6 +139,23 @@ async def test_a_statement_that_is_not_answered_ends_and_its_pool_is_replaced(da
             await database.close()
 
 
+async def test_the_server_lets_go_of_the_locks_of_a_transaction_that_fell_silent(
+    database: Database, database_url: str, connection: Connection
+) -> None:
+    await connection.execute("create table locked (id int primary key); insert into locked values (1)")
+    with Proxy(database_url) as proxy:
+        through = Database(proxy.url, "test", size=1, statement_seconds=0.2)
+        try:
+            with pytest.raises(Unavailable, match="no answer within"):
+                async with through.transaction() as silent:
+                    await silent.fetchval("select id from locked for update")
+                    proxy.freeze()
+                    await silent.fetchval("select 1")
+            await eventually(database, "select count(*) = 1 from (select from locked for update skip locked) as free")
+        finally:
+            await through.close()
+
+
 async def test_a_caller_that_gives_up_does_not_wait_for_a_silent_connection(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

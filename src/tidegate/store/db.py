@@ -328,8 +328,8 @@ def _session_settings(role: str, lock_timeout_ms: int, statement_seconds: float)
         "synchronous_commit": "on",
         "statement_timeout": f"{round(statement_seconds * 1000)}ms",
         "lock_timeout": f"{lock_timeout_ms}ms",
-        "idle_in_transaction_session_timeout": "60s",
-        # So that the server, too, lets go of the locks of a client that is gone.
+        # So that the server, too, lets go of the locks of a client that is gone, or cannot be heard.
+        "idle_in_transaction_session_timeout": f"{max(1000, round(statement_seconds * 1000))}ms",
         "tcp_keepalives_idle": "10",
         "tcp_keepalives_interval": "5",
         "tcp_keepalives_count": "3",
