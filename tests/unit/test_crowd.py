@@ -17,7 +17,7 @@ class Guest:
         self.is_quiet = is_quiet
         self.has_left = False
 
-    def leave(self) -> None:
+    def end(self) -> None:
         self.has_left = True
         self._crowd.leave(self)
 

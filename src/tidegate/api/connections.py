@@ -77,6 +77,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
+        self.end = transport.abort
         self._way_out = _WayOut(transport, self)
         super().connection_made(self._way_out)  # type: ignore[arg-type]
         self.flow = _Flow(self._way_out, self.pipeline)
@@ -97,10 +98,10 @@ class Connection(HttpToolsProtocol):
         self._way_out.forget()
 
     def leave(self) -> None:
-        """End the connection; while a request is still coming in, so that its answer arrives.
+        """End the connection so that its last answer arrives, whatever the client still sends.
 
-        The kernel answers what comes after a close with a reset, and whoever gets that while it sends never reads the
-        answer. So at first we only say that nothing more will come, and throw away what still comes, up to a bound.
+        The kernel answers what comes after a close with a reset, and whoever gets that while it sends may never read
+        the answer. So at first we only say that nothing more will come, and throw away what still comes, up to a bound.
         """
         if self.is_leaving or self._socket.is_closing():
             return
@@ -108,27 +109,25 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:  # it has nobody to answer to
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if not self._is_in_message:
-            self._socket.close()
-            if self._socket.get_write_buffer_size():
-                self._abort_soon()
-            return
         self.is_leaving = True
         self.pipeline.clear()
         self.flow.resume_reading()
         self._socket.write_eof()
-        self._abort_soon()
-
-    def _abort_soon(self) -> None:
-        """Whether or not the client has read all by then."""
         self._stop_timer()
-        self._timer = self.loop.call_later(LEAVING_SECONDS, self._socket.abort)
+        self._timer = self.loop.call_later(LEAVING_SECONDS, self._has_left)
+
+    def _has_left(self) -> None:
+        """Wait on only for a client that still reads, as fast as `_check_reading` asks."""
+        if self._reading_timer is None:
+            self._socket.abort()
+        else:
+            self._timer = self.loop.call_later(LEAVING_SECONDS, self._has_left)
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing of a request but its head has come, and no answer is due."""
         is_answered = self.cycle is None or self.cycle.response_complete
-        return is_answered and (self._is_in_head or not self._is_in_message)
+        return self.is_leaving or (is_answered and (self._is_in_head or not self._is_in_message))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -243,7 +242,10 @@ class Connection(HttpToolsProtocol):
     def shutdown(self) -> None:
         if self._parts is not None:
             self._take_long_way()  # which answers before it ends
-        super().shutdown()
+        if self.is_quiet and not self.is_leaving:
+            self._socket.close()
+        else:
+            super().shutdown()
 
     def _may_be_short(self) -> bool:
         """Whether this is a request to publish, of the usual kind, with no other before it."""
@@ -314,16 +316,18 @@ class Connection(HttpToolsProtocol):
 
         It is answered itself only where nobody would take that for the answer to another.
         """
-        cycle = self.cycle
+        cycle, answer = self.cycle, problems.response(problem)
         is_under_way = cycle is not None and not cycle.response_complete
         has_own_cycle = self._is_in_message and not self._is_in_head and self._parts is None
-        if is_under_way and not has_own_cycle:
+        if is_under_way and (self.pipeline or not has_own_cycle):
             cycle.keep_alive = False
             self._is_deaf = True
-        elif has_own_cycle and (cycle.response_started or self.pipeline):
+            if has_own_cycle:
+                self.pipeline[0] = (cycle, answer)  # type: ignore[assignment]  # in its turn
+                metrics.answered(metrics.OTHER, answer.status_code)
+        elif has_own_cycle and cycle.response_started:
             self.transport.close()
         else:
-            answer = problems.response(problem)
             metrics.answered(metrics.OTHER, answer.status_code)
             self.transport.write(b"%bconnection: close\r\n\r\n%b" % (_head(answer), bytes(answer.body)))
             self.transport.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import resource
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from tidegate.clock import monotonic
@@ -39,7 +39,9 @@ class Guest(Protocol):
     @property
     def quiet_since(self) -> float: ...
 
-    def leave(self) -> None: ...
+    @property
+    def end(self) -> Callable[[], None]:
+        """Ends it at once."""
 
 
 class Crowd:
@@ -79,7 +81,7 @@ class Crowd:
         quiet = [guest for guest in among if guest.is_quiet]
         for guest in heapq.nsmallest(max(1, int(len(quiet) * ENDED_AT_ONCE)), quiet, key=lambda one: one.quiet_since):
             self.leave(guest)
-            guest.leave()
+            guest.end()
         return bool(quiet)
 
     def _is_bounded(self, address: str) -> bool:
