@@ -162,7 +162,7 @@ async def test_a_failure_is_a_dead_letter(shop: Shop) -> None:
         await harness.run_until_idle()
         letters = await harness.dead_letters()
         assert [(one.kind, one.event_id, one.reason) for one in letters] == [
-            ("step", accepted.id, "step 'charge' failed: the card is stolen")
+            ("step", accepted.id, "step 'charge' failed: NonRetryable: the card is stolen")
         ]
         await harness.publish("broken", source="test")
         await harness.advance("1h")

@@ -130,7 +130,7 @@ async def test_nonretryable_and_caught_failures(connection: Connection, clock: C
         try:
             await ctx.step("charge", refused)
         except StepFailed as exc:
-            assert exc.error == "the card is stolen"
+            assert exc.error == "NonRetryable: the card is stolen"
             await ctx.sleep("1h")
             return await ctx.step("refund", refund)
         return "?"
@@ -462,7 +462,7 @@ async def test_retry_after_for_everyone(
         "select status, reason, last_error from tidegate.workflow_trigger_deliveries where status <> 'launched'"
     )
     held = 2 if everyone == "trigger" else 1
-    assert [tuple(row) for row in rows] == [("throttled", "retry_after", "429 Too Many Requests")] * held
+    assert [tuple(row) for row in rows] == [("throttled", "retry_after", "RetryAfter: 429 Too Many Requests")] * held
     assert world.done == (["a"] if everyone == "trigger" else ["a", "b"])
     retry = DeliveryRetry(database, batch_size=10, after_launch=lambda: None)
     await clock.advance(61_000)

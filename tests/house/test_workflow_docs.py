@@ -53,7 +53,7 @@ async def test_the_workflows_do_what_is_said(app: ModuleType) -> None:
         assert (await harness.only_run("compare")).output == {"Rome": 4, "Paris": 5}
         await harness.publish("trip.booked", source="any", payload={"hotel": "Ritz"})
         await harness.advance("1h")
-        assert (await harness.runs("book"))[1].output == "not booked: no such hotel here"
+        assert (await harness.runs("book"))[1].output == "not booked: NonRetryable: no such hotel here"
         run = await harness.only_run("fulfil")
         assert run.output == {"order": 7, "receipt": f"receipt for 10, key {run.id}:charge"}
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tidegate.errors import NonRetryable, RetryAfter, StepFailed, first_line
-from tidegate.flow.calls import MAX_ERROR_CHARACTERS, error_text
+from tidegate.flow.calls import MAX_ERROR_CHARACTERS, error_text, reason_of
 
 
 class HTTPStatusError(Exception):
     """Says what httpx says."""
+
+
+class StolenCard(NonRetryable):
+    """A refusal of a user's own."""
 
 
 class Mute(Exception):
@@ -41,8 +45,11 @@ def raised(exc: BaseException) -> BaseException:
         (ValueError(), "ValueError"),
         (KeyError("amount"), "KeyError: 'amount'"),
         (Mute(), f"{__name__}.Mute"),
-        (NonRetryable("no such hotel\nask again"), "no such hotel"),
-        (RetryAfter(5, "429\nslow down"), "429"),
+        (NonRetryable("no such hotel\nask again"), "NonRetryable: no such hotel"),
+        (NonRetryable(), "NonRetryable"),
+        (StolenCard("call the bank"), f"{__name__}.StolenCard: call the bank"),
+        (RetryAfter(5, "429\nslow down"), "RetryAfter: 429"),
+        (RetryAfter(5), "RetryAfter: retry after 5 s"),
         (
             ValueError("Traceback (most recent call last):\n  x\nOSError: inner"),
             "ValueError: Traceback (most recent call last):",
@@ -56,7 +63,7 @@ def raised(exc: BaseException) -> BaseException:
 )
 def test_the_reason_is_the_type_and_the_first_line(exc: BaseException, reason: str) -> None:
     text = error_text(raised(exc))
-    assert first_line(text) == reason
+    assert first_line(text) == reason_of(exc) == reason
     assert len(text) < MAX_ERROR_CHARACTERS + 1200
     assert first_line(str(StepFailed("charge", text))) == f"step 'charge' failed: {reason}"
 
@@ -65,6 +72,10 @@ def test_the_traceback_and_what_else_it_says_are_kept() -> None:
     text = error_text(raised(HTTPStatusError(NOT_FOUND)))
     assert "Traceback (most recent call last):" in text and "in raised" in text
     assert text.rstrip().endswith(NOT_FOUND.splitlines()[1])
+
+
+def test_a_refusal_says_all_that_it_has_to_say_and_has_no_traceback() -> None:
+    assert error_text(raised(NonRetryable("no such hotel\nask again"))) == "NonRetryable: no such hotel\nask again"
 
 
 def test_no_text_has_no_reason() -> None:

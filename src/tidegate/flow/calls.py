@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
+from tidegate import errors
 from tidegate.errors import NonRetryable, RetryAfter, first_line
 from tidegate.model.units import MAX_DURATION_MS, duration_ms
 
@@ -138,31 +139,31 @@ def cleaned(text: str) -> str:
 
 
 def reason_of(exc: BaseException) -> str:
-    """What an exception says of itself, never empty."""
-    return _said(exc) or type(exc).__name__
+    """The exception's type and the first line of what it says: `httpx.ConnectError: no such host`; of a group, also what
+    the first of it says."""
+    says = first_line(_said(exc))[:MAX_HEADLINE]
+    told = f"{_type_name(exc)}: {says}" if says else _type_name(exc)
+    if isinstance(exc, BaseExceptionGroup) and len(told) < MAX_HEADLINE:
+        return f"{told}: {reason_of(exc.exceptions[0])}"
+    return told
 
 
 def error_text(exc: BaseException) -> str:
-    """The reason in its first line (the exception's type and what it says first), then the traceback, cut to a size; of
-    a refusal that names its reason, the reason alone."""
+    """The reason in its first line, then the traceback, cut to a size; of a refusal, which names its reason, all that it
+    says and no traceback."""
     if isinstance(exc, NonRetryable | RetryAfter):
-        return reason_of(exc)
+        said = _said(exc)
+        return f"{_type_name(exc)}: {said}" if said else _type_name(exc)
     text = cleaned("".join(traceback.format_exception(exc)))
     cut = text if len(text) <= MAX_ERROR_CHARACTERS else f"…{text[-MAX_ERROR_CHARACTERS:]}"
-    return f"{_headline(exc)}\n\n{cut}"
+    return f"{reason_of(exc)}\n\n{cut}"
 
 
-def _headline(exc: BaseException) -> str:
-    """`httpx.ConnectError: no such host`; of a group, also what the first of it says."""
+def _type_name(exc: BaseException) -> str:
+    """As its user would write it."""
     kind = type(exc)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-    says = first_line(_said(exc))[:MAX_HEADLINE]
-    told = cleaned(f"{name}: {says}" if says else name)
-    if isinstance(exc, BaseExceptionGroup) and len(told) < MAX_HEADLINE:
-        return f"{told}: {_headline(exc.exceptions[0])}"
-    return told
+    is_bare = kind.__module__ in ("builtins", "__main__", errors.__name__)
+    return cleaned(kind.__qualname__ if is_bare else f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _said(exc: BaseException) -> str:
