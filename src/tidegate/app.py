@@ -24,7 +24,8 @@ from tidegate.model.retry import RetryPolicy
 from tidegate.model.schedule import SOURCE, TRIGGER, ScheduleSpec, declared, event_type
 from tidegate.model.source import BreakerPolicy
 from tidegate.model.trigger import TriggerSpec, check_spec
-from tidegate.model.units import duration_ms, rate
+from tidegate.model.units import named_duration_ms, rate
+from tidegate.model.wording import as_written
 from tidegate.queue.choose import open_queue
 from tidegate.settings import Settings
 from tidegate.store import migrate, trigger_gates, triggers
@@ -35,6 +36,8 @@ from tidegate.worker.supervisor import Worker
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 REGISTERED_BY = "code"
+# What a declaration calls the fields of its trigger, where that is not their own name.
+_NAMES = {"event_type": "on", "event_source": "source", "parameter_template": "params", "throttle_count": "throttle"}
 
 
 class Tidegate:
@@ -96,10 +99,13 @@ class Tidegate:
                 schedule = declared(every, cron, timezone)
                 launched_by = _launched_by(slug, on, source, schedule)
                 specs = [_spec(launched_by | fields, predicates, throttle, idempotency_window)] if launched_by else []
-                timeout_ms = None if timeout is None else duration_ms(timeout)
+                timeout_ms = None if timeout is None else named_duration_ms("timeout", timeout)
                 self._declare(Workflow(slug, function, specs, timeout_ms=timeout_ms), schedule)
             except AppError:
                 raise
+            except InvalidInput as exc:
+                told = InvalidInput(exc.args[0], [as_written(error, _NAMES) for error in exc.errors])
+                raise AppError(f"workflow {slug}: {told}") from exc
             except (TidegateError, ValueError, msgspec.ValidationError) as exc:
                 raise AppError(f"workflow {slug}: {exc}") from exc
             return function
@@ -214,10 +220,15 @@ def _spec(
     """The trigger that a declaration describes, its rates and durations written out."""
     spec = TriggerSpec(predicates=msgspec.convert(predicates or [], list[Predicate]), **fields)
     if throttle is not None:
-        count, window_ms = rate(throttle)
+        try:
+            count, window_ms = rate(throttle)
+        except ValueError as exc:
+            raise ValueError(f"throttle: {exc}") from exc
         spec = msgspec.structs.replace(spec, throttle_count=count, throttle_window_ms=window_ms)
     if idempotency_window is not None:
-        spec = msgspec.structs.replace(spec, idempotency_window_ms=duration_ms(idempotency_window))
+        spec = msgspec.structs.replace(
+            spec, idempotency_window_ms=named_duration_ms("idempotency_window", idempotency_window)
+        )
     return spec
 
 

@@ -274,6 +274,7 @@ def test_trying_a_trigger_out_stores_nothing(server: str, shared_url: str, kind:
     made = create(
         server, kind, where="event.payload.n > 1", parameter_template={"n": "{{ event.payload.n }}"},
         predicates=[{"path": "$.payload.key", "operator": "exists"}], idempotency_key="{{ event.payload.key }}",
+        max_concurrency=1,
         concurrency_key="{{ event.payload.missing }}",
     )  # fmt: skip
     [stored] = publish(server, kind, 1)
@@ -681,8 +682,15 @@ def test_the_verbs_of_the_command_line(server: str, kind: str, tmp_path: Path) -
         (("triggers", "update", "coded/code", "--set", "where"), "", 2, "--set is written field=value"),
         (("triggers", "update", "coded/code", "--set", "nope=1"), "", 1, "nope: unknown field"),
         (("triggers", "update", "coded/code", "--set", "max_concurrency=x"), "", 1, "must be a whole number or null"),
+        (
+            ("triggers", "update", "coded/code", "-f", "-"),
+            "retry: {base: 9s, cap: 1s}",
+            1,
+            "retry.cap: must not be bel",
+        ),
+        (("triggers", "update", "coded/code", "--set", "concurrency_key=x"), "", 1, "max_concurrency: is required"),
         (("triggers", "pause", "coded/code", "--for", "5m", "--until", "x"), "", 2, "--for or --until, not both"),
-        (("triggers", "pause", "coded/code", "--until", "2020-01-01T00:00:00Z"), "", 1, "until: lies in the past"),
+        (("triggers", "pause", "coded/code", "--until", "2020-01-01T00:00:00Z"), "", 1, "--until: lies in the past"),
         (("triggers", "test", "coded/code"), "", 2, "give --event FILE or --event-id ID"),
         (("triggers", "test", "coded/code", "--event", "-"), "{}", 1, "event.type: is required"),
         (("triggers", "test", "coded/code", "--event-id", "no-such"), "", 1, "no event 'no-such'"),

@@ -102,9 +102,10 @@ async def test_an_edit_of_the_concurrency_moves_the_slots_of_runs(database: Data
 
     await control.update_trigger(database, trigger.id, {"concurrency_key": "{{ event.payload.n }}"}, "bob")
     assert await key() == "5"
-    await control.update_trigger(database, trigger.id, {"max_concurrency": None}, "bob")
+    await control.update_trigger(database, trigger.id, {"max_concurrency": None, "concurrency_key": None}, "bob")
     assert await key() is None
-    await control.update_trigger(database, trigger.id, {"max_concurrency": 2, "status": "disabled"}, "bob")
+    both = {"max_concurrency": 2, "concurrency_key": "{{ event.payload.n }}", "status": "disabled"}
+    await control.update_trigger(database, trigger.id, both, "bob")
     assert await key() == "5"
 
 

@@ -200,8 +200,11 @@ class ModelTrigger:
 throttles = st.sampled_from([(None, None), (1, 1000), (2, 1000), (3, 1001), (1, 10), (2, 20_000)]).map(
     lambda pair: {"throttle_count": pair[0], "throttle_window_ms": pair[1]}
 )
-concurrencies = st.sampled_from([None, 1, 1, 2, 3]).map(lambda n: {"max_concurrency": n})
-concurrency_keys = st.sampled_from([None, CUSTOMER]).map(lambda key: {"concurrency_key": key})
+concurrencies = st.builds(
+    lambda bound, key: {"max_concurrency": bound, "concurrency_key": key if bound else None},
+    st.sampled_from([None, 1, 1, 2, 3]),
+    st.sampled_from([None, CUSTOMER]),
+)
 wheres = st.sampled_from([None, FEW]).map(lambda where: {"where": where})
 retries = st.sampled_from(
     [
@@ -221,7 +224,7 @@ scopes = st.sampled_from(
     [{"event_type": "tick"}, {"event_type": "tock"}, {"event_type": "t*"}, {"event_source": "a"}, {"event_source": "*"}]
 )
 edits = st.one_of(
-    throttles, concurrencies, concurrency_keys, wheres, retries, idempotencies, breakers, parameters, statuses, scopes,
+    throttles, concurrencies, concurrencies, wheres, retries, idempotencies, breakers, parameters, statuses, scopes,
     statuses,
 )  # fmt: skip
 
@@ -235,7 +238,6 @@ specs = st.builds(
     st.sampled_from(["*", "*", "*", "a"]),
     throttles,
     concurrencies,
-    concurrency_keys,
     st.just({}) | wheres,
     retries,
     st.just({}) | idempotencies,

@@ -197,7 +197,7 @@ def test_a_cap_that_is_not_given_follows_the_base() -> None:
     assert RetryPolicy(base_ms=3_600_000).max_ms == 3_600_000
     assert msgspec.json.decode(b'{"base_ms": 3600000}', type=RetryPolicy).max_ms == 3_600_000
     assert type(RetryPolicy().max_ms) is int and RetryPolicy().max_ms == 900_000
-    with pytest.raises(msgspec.ValidationError, match=r"max_ms \(900000\) must not be below base_ms \(3600000\)"):
+    with pytest.raises(msgspec.ValidationError, match="max_ms must not be below base_ms, 3600000: it is 900000"):
         msgspec.json.decode(b'{"base_ms": 3600000, "max_ms": 900000}', type=RetryPolicy)
 
 

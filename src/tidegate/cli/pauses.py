@@ -9,7 +9,11 @@ from typing import Any
 import click
 import msgspec
 
+from tidegate.cli.wording import parsed
 from tidegate.model import units
+
+# The options, by the names that the API has for them.
+PAUSE_NAMES = {"duration_ms": "--for", "until": "--until", "reason": "--reason"}
 
 
 def pause_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,18 +33,10 @@ def pause_body(duration: str | None, until: str | None, reason: str | None) -> d
         raise click.UsageError("give --for or --until, not both")
     body: dict[str, Any] = {"reason": reason}
     if duration is not None:
-        body["duration_ms"] = parsed(units.duration_ms, duration)
+        body["duration_ms"] = parsed(units.duration_ms, duration, "--for")
     if until is not None:
         body["until"] = _time(until)
     return {name: value for name, value in body.items() if value is not None}
-
-
-def parsed(parse: Callable[[str], Any], text: str) -> Any:
-    """A rate or duration, or wrong usage."""
-    try:
-        return parse(text)
-    except ValueError as exc:
-        raise click.UsageError(str(exc)) from exc
 
 
 def _time(text: str) -> str:

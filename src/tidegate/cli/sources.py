@@ -8,9 +8,14 @@ from urllib.parse import quote
 import click
 
 from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
-from tidegate.cli.pauses import parsed, pause_body, pause_options
+from tidegate.cli.pauses import PAUSE_NAMES, pause_body, pause_options
+from tidegate.cli.wording import parsed, written_as
 from tidegate.model import units
 from tidegate.model.units import written_duration, written_rate
+
+# The options, by the names that the API has for them.
+_NAMES = {"limit": "RATE", "interval_ms": "RATE", "pause_ms": "--pause", "window_ms": "--window",
+          "threshold": "--threshold", "ratio": "--ratio"}  # fmt: skip
 
 
 @click.group()
@@ -49,8 +54,8 @@ def limit_source(source: str, rate: str | None, pause: str | None, remove: bool,
     if rate is None:
         _act("DELETE", path, None, as_json)
         return
-    count, interval_ms = parsed(units.rate, rate)
-    pause_ms = parsed(units.duration_ms, pause) if pause is not None else 0
+    count, interval_ms = parsed(units.rate, rate, "RATE")
+    pause_ms = parsed(units.duration_ms, pause, "--pause") if pause is not None else 0
     _act("PUT", path, {"limit": count, "interval_ms": interval_ms, "pause_ms": pause_ms}, as_json)
 
 
@@ -71,7 +76,7 @@ def breaker_of_source(source: str, remove: bool, as_json: bool, **given: Any) ->
         raise click.UsageError("give options such as --threshold 10, or --remove alone")
     for name in ("window", "pause"):
         if name in body:
-            body[f"{name}_ms"] = parsed(units.duration_ms, body.pop(name))
+            body[f"{name}_ms"] = parsed(units.duration_ms, body.pop(name), f"--{name}")
     _act("DELETE" if remove else "PUT", _path(source, "breaker"), None if remove else body, as_json)
 
 
@@ -93,7 +98,7 @@ def resume_source(source: str, as_json: bool) -> None:
 
 
 def _act(method: str, path: str, body: Any, as_json: bool) -> None:
-    with client() as api:
+    with client() as api, written_as(_NAMES | PAUSE_NAMES):
         changed = api.request(method, path, body)
     if as_json:
         print_json(changed)

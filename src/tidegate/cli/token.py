@@ -12,7 +12,7 @@ import msgspec
 
 from tidegate import settings
 from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time, user
-from tidegate.cli.pauses import parsed
+from tidegate.cli.wording import parsed, written_as
 from tidegate.client import Client
 from tidegate.flow import control
 from tidegate.model import units
@@ -57,11 +57,13 @@ def create(
     bounds = {"sources": list(sources), "rate": rate, "networks": list(networks)}
     body: dict[str, Any] = {"name": name, "scopes": list(scopes)} | {k: v for k, v in bounds.items() if v}
     if expires is not None:
-        body["expires_in_ms"] = parsed(units.duration_ms, expires)
-    made = _done(
-        lambda database: control.create_token(database, body, actor=user() or DEFAULT_ACTOR),
-        lambda api: api.request("POST", "/admin/tokens", body),
-    )
+        body["expires_in_ms"] = parsed(units.duration_ms, expires, "--expires")
+    names = {"expires_in_ms": "--expires", "rate": "--rate", "networks": "--network", "sources": "--source"}
+    with written_as(names):
+        made = _done(
+            lambda database: control.create_token(database, body, actor=user() or DEFAULT_ACTOR),
+            lambda api: api.request("POST", "/admin/tokens", body),
+        )
     if as_json:
         print_json(made)
         return

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from tidegate import settings
 from tidegate.cli.output import user
-from tidegate.cli.pauses import parsed
 from tidegate.cli.top_frame import Look, frame
+from tidegate.cli.wording import parsed
 from tidegate.client import Client
 from tidegate.clock import monotonic, utc_now
 from tidegate.errors import RequestRefused, TidegateError, Unavailable
@@ -39,7 +39,7 @@ _REQUEST_SECONDS = 10.0
 @click.option("--once", is_flag=True, help="Look twice, print one frame and end.")
 def top(interval: str, once: bool) -> None:
     """Watch rates, queues, what is held and why, pauses, breakers and decisions. Leave with q or Ctrl-C."""
-    interval_ms = parsed(units.duration_ms, interval)
+    interval_ms = parsed(units.duration_ms, interval, "--interval")
     if interval_ms < MIN_INTERVAL_MS:
         raise click.UsageError(f"--interval must be at least {MIN_INTERVAL_MS}ms")
     given = settings.load()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ MAX_VALUES = 100_000
 # What the server decides; a trigger as `show --json` prints it may be sent back.
 READ_ONLY = ("id", "workflow", "state", "created_by", "created_at", "updated_by", "updated_at")
 _TEXT_FIELDS = ("name", "event_type", "event_source", "where", "idempotency_key", "concurrency_key", "status")
-# Durations as people write them, beside the fields in milliseconds.
-_DURATIONS = {"idempotency_window": "idempotency_window_ms"}
-_DURATIONS_IN = {
-    "retry": {"base": "base_ms", "cap": "max_ms", "max_age": "max_age_ms"},
+# Fields as people write them, as in code, and as the API has them; those that it has in milliseconds are durations.
+_WRITTEN = {
+    "": {"idempotency_window": "idempotency_window_ms"},
+    "retry": {"base": "base_ms", "cap": "max_ms", "jitter": "jitter_ratio", "max_age": "max_age_ms"},
     "breaker": {"window": "window_ms", "pause": "pause_ms"},
 }
 
@@ -57,19 +57,23 @@ def read_object(file: str) -> dict[str, Any]:
     return found
 
 
-def trigger_fields(given: dict[str, Any], *, keep_version: bool) -> dict[str, Any]:
-    """The fields to send: what the server decides is left out, rates and durations are written out."""
+def trigger_fields(given: dict[str, Any], *, keep_version: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields to send: what the server decides is left out, rates and durations are written out. And what those are
+    called in `given` that have another name there."""
     dropped = READ_ONLY if keep_version else (*READ_ONLY, "version")
     fields = {name: value for name, value in given.items() if name not in dropped}
+    names: dict[str, str] = {}
     if "throttle" in fields:
+        names = {"throttle_count": "throttle", "throttle_window_ms": "throttle"}
+        _refuse_both(fields, "throttle", names)
         rate = fields.pop("throttle")
         count, window_ms = (None, None) if rate is None else _unit(units.rate, rate, "throttle")
         fields |= {"throttle_count": count, "throttle_window_ms": window_ms}
-    fields = _in_ms(fields, _DURATIONS, "")
-    for name, durations in _DURATIONS_IN.items():
+    fields = _as_sent(fields, "", names)
+    for name in ("retry", "breaker"):
         if isinstance(fields.get(name), dict):
-            fields[name] = _in_ms(fields[name], durations, f"{name}.")
-    return fields
+            fields[name] = _as_sent(fields[name], name, names)
+    return fields, names
 
 
 def set_fields(assignments: tuple[str, ...]) -> dict[str, Any]:
@@ -90,9 +94,25 @@ def _value(text: str) -> Any:
         return text
 
 
-def _in_ms(fields: dict[str, Any], durations: dict[str, str], place: str) -> dict[str, Any]:
-    said = {durations[n]: _unit(units.duration_ms, v, f"{place}{n}") for n, v in fields.items() if n in durations}
-    return {name: value for name, value in fields.items() if name not in durations} | said
+def _as_sent(fields: dict[str, Any], place: str, names: dict[str, str]) -> dict[str, Any]:
+    """The fields of one object by the API's names; `names` learns what they were called."""
+    sent: dict[str, Any] = {}
+    inside = f"{place}." if place else ""
+    for name, value in fields.items():
+        ours = _WRITTEN[place].get(name)
+        if ours is None:
+            sent[name] = value
+            continue
+        _refuse_both(fields, f"{inside}{name}", [ours])
+        names[f"{inside}{ours}"] = f"{inside}{name}"
+        sent[ours] = _unit(units.duration_ms, value, f"{inside}{name}") if ours.endswith("_ms") else value
+    return sent
+
+
+def _refuse_both(fields: dict[str, Any], written: str, names: Iterable[str]) -> None:
+    for name in names:
+        if name in fields:
+            raise click.UsageError(f"{written} and {name} say the same: give one of them")
 
 
 def _unit(parse: Callable[[Any], Any], value: Any, field: str) -> Any:

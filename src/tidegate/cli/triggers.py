@@ -17,8 +17,9 @@ from tidegate.cli.output import (
     short_json,
     short_time,
 )
-from tidegate.cli.pauses import pause_body, pause_options
+from tidegate.cli.pauses import PAUSE_NAMES, pause_body, pause_options
 from tidegate.cli.trigger_files import read_object, set_fields, trigger_fields
+from tidegate.cli.wording import written_as
 from tidegate.client import Client
 from tidegate.errors import NotFound
 from tidegate.model.units import written_duration, written_rate
@@ -67,8 +68,9 @@ def create_trigger(file: str, workflow: str | None, as_json: bool) -> None:
         raise click.UsageError("say which workflow to launch: `workflow: NAME` in the file, or --workflow NAME")
     if workflow and given.get("workflow", workflow) != workflow:
         raise click.UsageError(f"the file says workflow {given['workflow']}, --workflow says {workflow}")
-    with client() as api:
-        made = api.request("POST", _of_workflow(target), trigger_fields(given, keep_version=False))
+    fields, names = trigger_fields(given, keep_version=False)
+    with client() as api, written_as(names):
+        made = api.request("POST", _of_workflow(target), fields)
     _tell(made, as_json, "created")
 
 
@@ -99,10 +101,11 @@ def update_trigger(trigger_id: str, file: str | None, assignments: tuple[str, ..
     if (file is None) == (not assignments):
         raise click.UsageError("give -f FILE, or --set FIELD=VALUE once or more")
     given = read_object(file) if file is not None else set_fields(assignments)
-    fields = trigger_fields(given, keep_version=True)
+    fields, names = trigger_fields(given, keep_version=True)
     with client() as api:
         before = find_trigger(api, trigger_id)
-        changed = api.request("PATCH", trigger_path(before), fields)
+        with written_as(names):
+            changed = api.request("PATCH", trigger_path(before), fields)
     _tell(changed, as_json, "changed" if changed["version"] != before["version"] else "unchanged")
 
 
@@ -129,7 +132,9 @@ def pause_trigger(trigger_id: str, duration: str | None, until: str | None, reas
     """Hold every launch of a trigger: for a time, until a time, or until it is resumed."""
     body = pause_body(duration, until, reason)
     with client() as api:
-        changed = api.request("POST", f"/admin/triggers/{find_trigger(api, trigger_id)['id']}/pause", body)
+        found = find_trigger(api, trigger_id)
+        with written_as(PAUSE_NAMES):
+            changed = api.request("POST", f"/admin/triggers/{found['id']}/pause", body)
     _tell(changed, as_json)
 
 

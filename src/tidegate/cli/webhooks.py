@@ -11,7 +11,7 @@ from urllib.parse import quote
 import click
 
 from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
-from tidegate.cli.pauses import parsed
+from tidegate.cli.wording import parsed, written_as
 from tidegate.model.units import duration_ms
 from tidegate.model.webhook import SCHEMES
 
@@ -76,11 +76,11 @@ def set_webhook(source: str, scheme: str, event_type: str | None, tolerance: str
     """
     body: dict[str, Any] = {"scheme": scheme, "event_type": event_type, "secret": _given_secret(options)}
     if tolerance is not None:
-        milliseconds = parsed(duration_ms, tolerance)
+        milliseconds = parsed(duration_ms, tolerance, "--tolerance")
         if milliseconds % 1000:
             raise click.UsageError("--tolerance is in whole seconds")
         body["tolerance_seconds"] = milliseconds // 1000
-    with client() as api:
+    with client() as api, written_as({"tolerance_seconds": "--tolerance", "event_type": "--event-type"}):
         done = api.request("PUT", _path(source), body)
     _tell(done, options["as_json"], "set" if done["changed"] else "unchanged")
 
@@ -95,8 +95,8 @@ def rotate_webhook(source: str, keep: str | None, **options: Any) -> None:
     """Change the secret of SOURCE: to the one given, or to one that is made and printed once."""
     body: dict[str, Any] = {"secret": _given_secret(options)}
     if keep is not None:
-        body["keep_ms"] = parsed(duration_ms, keep)
-    with client() as api:
+        body["keep_ms"] = parsed(duration_ms, keep, "--keep")
+    with client() as api, written_as({"keep_ms": "--keep"}):
         done = api.request("POST", f"{_path(source)}/rotate", body)
     _tell(done, options["as_json"], "rotated" if done["changed"] else "unchanged")
 

@@ -10,6 +10,7 @@ import click
 
 from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
 from tidegate.cli.trigger_files import read_object
+from tidegate.cli.wording import parsed, written_as
 from tidegate.model.units import duration_ms
 
 # What the server decides; a file made from `show --json` may hold it.
@@ -69,7 +70,7 @@ def create_workflow(slug: str | None, as_json: bool, **options: Any) -> None:
     missing = [name for name in ("slug", "url") if name not in given]
     if missing:
         raise click.UsageError("say what to create: tidegate workflows create SLUG --url URL, or -f FILE")
-    with client() as api:
+    with client() as api, written_as(_names(options)):
         made = api.request("POST", "/v1/workflows", given)
     _tell(made, as_json, "created" if made["changed"] else "unchanged")
 
@@ -85,7 +86,7 @@ def update_workflow(slug: str, as_json: bool, **options: Any) -> None:
     given = {name: value for name, value in given.items() if name not in ("slug", "kind")}
     if not given:
         raise click.UsageError("say what to change: --url, --timeout, --header, --allow-private, or -f FILE")
-    with client() as api:
+    with client() as api, written_as(_names(options)):
         made = api.request("PATCH", _path(slug), given)
     _tell(made, as_json, "changed" if made["changed"] else "unchanged")
 
@@ -101,8 +102,8 @@ def rotate_secret(slug: str, file: str | None, keep: str | None, as_json: bool) 
     """Sign with a new secret, which is printed once; with -f, with the `secret` in a file."""
     given = read_object(file) if file is not None else {}
     if keep is not None:
-        given["keep_ms"] = _milliseconds("--keep", keep)
-    with client() as api:
+        given["keep_ms"] = parsed(duration_ms, keep, "--keep")
+    with client() as api, written_as({} if keep is None else {"keep_ms": "--keep"}):
         made = api.request("POST", f"{_path(slug)}/rotate", given)
     _tell(made, as_json, "rotated" if made["changed"] else "unchanged")
 
@@ -144,15 +145,14 @@ def _given(
     if headers:
         given["headers"] = dict(given.get("headers") or {}) | _headers(headers)
     if timeout is not None:
-        given["timeout_ms"] = _milliseconds("--timeout", timeout)
+        given["timeout_ms"] = parsed(duration_ms, timeout, "--timeout")
     return given
 
 
-def _milliseconds(option: str, text: str) -> int:
-    try:
-        return duration_ms(text)
-    except ValueError as exc:
-        raise click.UsageError(f"{option}: {exc}") from exc
+def _names(options: dict[str, Any]) -> dict[str, str]:
+    """The options that were given, by the names that the API has for them."""
+    known = {"url": ("url", "--url"), "timeout": ("timeout_ms", "--timeout"), "headers": ("headers", "--header")}
+    return {ours: written for option, (ours, written) in known.items() if options[option]}
 
 
 def _headers(pairs: tuple[str, ...]) -> dict[str, str]:

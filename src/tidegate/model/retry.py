@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from tidegate.model.units import MAX_DURATION_MS, duration_ms
+from tidegate.model.units import MAX_DURATION_MS, check_number, named_duration_ms
 
 RetryState = Literal["none", "scheduled", "running", "completed", "cancelled", "exhausted"]
 RETRY_STATES: tuple[RetryState, ...] = get_args(RetryState)
@@ -59,7 +59,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if not low <= value <= high:  # NaN fails every comparison
                 raise ValueError(f"{name} must lie between {low} and {high}, not {value!r}")
         if self.max_ms < self.base_ms:
-            raise ValueError(f"max_ms ({self.max_ms}) must not be below base_ms ({self.base_ms})")
+            raise ValueError(f"max_ms must not be below base_ms, {self.base_ms}: it is {self.max_ms}")
 
 
 class RetryChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,8 +93,11 @@ def Retry(  # noqa: N802 - read as a noun where it is used: retry=Retry(max_atte
 
     Without a `cap` it is 5 minutes, or `base` if that is longer. Errors name what is written here.
     """
-    ms = {"base": _ms("base", base, low=1), "max_age": _ms("max_age", max_age)}
-    ms["cap"] = max(STEP_RETRY.max_ms, ms["base"]) if cap is None else _ms("cap", cap, low=1)
+    ms = {
+        "base": named_duration_ms("Retry: base", base, low=1),
+        "max_age": named_duration_ms("Retry: max_age", max_age),
+    }
+    ms["cap"] = max(STEP_RETRY.max_ms, ms["base"]) if cap is None else named_duration_ms("Retry: cap", cap, low=1)
     if ms["cap"] < ms["base"]:
         raise ValueError(f"Retry: cap is {cap!r}, which is below base, {base!r}")
     for name, field, value in (
@@ -102,9 +105,7 @@ def Retry(  # noqa: N802 - read as a noun where it is used: retry=Retry(max_atte
         ("jitter", "jitter_ratio", jitter),
         ("max_attempts", "max_attempts", max_attempts),
     ):
-        low, high = _BOUNDS[field]
-        if not isinstance(value, int | float) or not low <= value <= high:
-            raise ValueError(f"Retry: {name} must be a number between {low} and {high}, not {value!r}")
+        check_number(f"Retry: {name}", value, *_BOUNDS[field])
     return RetryPolicy(
         base_ms=ms["base"],
         factor=factor,
@@ -113,16 +114,6 @@ def Retry(  # noqa: N802 - read as a noun where it is used: retry=Retry(max_atte
         max_attempts=max_attempts,
         max_age_ms=ms["max_age"],
     )
-
-
-def _ms(name: str, value: str | int | float, low: int = 0) -> int:
-    try:
-        found = duration_ms(value)
-    except ValueError as exc:
-        raise ValueError(f"Retry: {name}: {exc}") from exc
-    if found < low:
-        raise ValueError(f"Retry: {name} must be at least {low} ms, not {value!r}")
-    return found
 
 
 def backoff_ms(policy: RetryPolicy, attempt: float, random: Callable[[], float] = _random.random) -> int:

@@ -24,7 +24,7 @@ from typing import Literal, get_args
 import msgspec
 
 from tidegate.model.outcomes import Outcomes
-from tidegate.model.units import duration_ms, written_duration
+from tidegate.model.units import check_number, named_duration_ms, written_duration
 
 BUCKETS = 64
 RING = BUCKETS + 2
@@ -69,6 +69,14 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return timedelta(microseconds=math.ceil(max(interval_us, self.pause_ms * 1000) / self.limit))
 
 
+_BREAKER_BOUNDS = {
+    "threshold": (1, 10_000),
+    "ratio": (0, 1),
+    "window_ms": (1, MAX_INTERVAL_MS),
+    "pause_ms": (1, MAX_INTERVAL_MS),
+}
+
+
 class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`threshold` failures within `window_ms`, at least `ratio` of the outcomes, open the breaker for `pause_ms`.
 
@@ -82,8 +90,7 @@ class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     non_retryable: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high in (("threshold", 1, 10_000), ("ratio", 0, 1), ("window_ms", 1, MAX_INTERVAL_MS),
-                                ("pause_ms", 1, MAX_INTERVAL_MS)):  # fmt: skip
+        for name, (low, high) in _BREAKER_BOUNDS.items():
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} must lie between {low} and {high}, not {value}")
@@ -114,11 +121,18 @@ def Breaker(  # noqa: N802 - read as a noun where it is used: breaker=Breaker(th
     pause: str | int | float = "5m",
     non_retryable: bool = False,
 ) -> BreakerPolicy:
-    """A trigger's breaker as people write it: `Breaker(threshold=3, ratio=0.5, window="1m", pause="30s")`."""
+    """A trigger's breaker as people write it: `Breaker(threshold=3, ratio=0.5, window="1m", pause="30s")`.
+
+    Errors name what is written here."""
+    for name, value in (("threshold", threshold), ("ratio", ratio)):
+        check_number(f"Breaker: {name}", value, *_BREAKER_BOUNDS[name])
     return BreakerPolicy(
-        threshold=threshold, ratio=ratio, window_ms=duration_ms(window), pause_ms=duration_ms(pause),
+        threshold=threshold,
+        ratio=ratio,
+        window_ms=named_duration_ms("Breaker: window", window, low=1),
+        pause_ms=named_duration_ms("Breaker: pause", pause, low=1),
         non_retryable=non_retryable,
-    )  # fmt: skip
+    )
 
 
 class Hold(msgspec.Struct, frozen=True):

@@ -210,7 +210,10 @@ class CompiledTrigger:
 
 
 def check_spec(spec: TriggerSpec, workflow: str, parameter_names: list[str]) -> None:
-    """Compile what a user wrote, to refuse it now rather than on the first event."""
+    """Compile what a user wrote, to refuse it now rather than on the first event. InvalidInput names each field."""
+    if spec.concurrency_key is not None and spec.max_concurrency is None:
+        error = "is required with concurrency_key, as the number of unfinished runs that each key may have; or neither"
+        raise InvalidInput(f"trigger {spec.name} is not valid", [FieldError("max_concurrency", error)])
     nobody = uuid.UUID(int=0)
     fields = {name: getattr(spec, name) for name in spec.__struct_fields__}
     CompiledTrigger(Trigger(id=nobody, workflow_definition_id=nobody, workflow=workflow, **fields), parameter_names)
@@ -270,7 +273,7 @@ def _check_numbers(spec: TriggerSpec, errors: list[FieldError]) -> None:
         ("idempotency_window_ms", 0, MAX_IDEMPOTENCY_WINDOW_MS),
     ):
         value = getattr(spec, field)
-        if value is not None and not low <= value <= high:
+        if value is not None and (not isinstance(value, int) or not low <= value <= high):
             errors.append(FieldError(field, f"must be a whole number from {low} to {high}"))
     if (spec.throttle_count is None) != (spec.throttle_window_ms is None):
         missing = "throttle_count" if spec.throttle_count is None else "throttle_window_ms"

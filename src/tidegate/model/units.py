@@ -27,6 +27,23 @@ def duration_ms(text: str | int | float) -> int:
     return round(value)
 
 
+def named_duration_ms(place: str, value: str | int | float, low: int = 0) -> int:
+    """The same for a field that the error names; at least `low`."""
+    try:
+        found = duration_ms(value)
+    except ValueError as exc:
+        raise ValueError(f"{place}: {exc}") from exc
+    if found < low:
+        raise ValueError(f"{place} must be at least {low} ms, not {value!r}")
+    return found
+
+
+def check_number(place: str, value: float, low: float, high: float) -> None:
+    """ValueError, which names the field, when it is not a number from `low` to `high`."""
+    if not isinstance(value, int | float) or not low <= value <= high:  # NaN fails every comparison
+        raise ValueError(f"{place} must be a number between {low} and {high}, not {value!r}")
+
+
 def rate(text: str) -> tuple[int, int]:
     """`(count, window_ms)` of a rate such as `20/min`."""
     found = _RATE.fullmatch(text.strip()) if isinstance(text, str) else None
