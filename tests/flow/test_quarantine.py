@@ -12,10 +12,11 @@ from tests.conftest import Clock
 from tests.flow.step_world import World, the_run
 from tests.flow.test_dispatch import publish
 from tidegate import Context
-from tidegate.flow import quarantine
+from tidegate.flow import control, quarantine
 from tidegate.flow.reconcile import Reconcile
 from tidegate.flow.run import Runner
 from tidegate.model.run import MAX_TRIALS, SUSPECT_CRASHES
+from tidegate.model.source import SourceBreakerPolicy
 from tidegate.store import runs
 from tidegate.store.db import Connection, Database
 
@@ -100,6 +101,30 @@ async def test_a_run_whose_worker_dies_each_time_it_is_alone_is_given_up(
     )
     letter = await connection.fetchrow("select kind, subject_id, reason from tidegate.dead_letters")
     assert letter is not None and tuple(letter) == ("run", run["id"], run["error"])
+
+
+async def test_a_run_that_is_given_up_counts_for_its_source(
+    database: Database, connection: Connection, clock: Clock, world: World
+) -> None:
+    """Where the source counts failed runs: the second one opens its breaker, and its next event waits."""
+
+    @world.app.workflow(on="go")
+    async def work(ctx: Context, n: int) -> None: ...
+
+    policy = SourceBreakerPolicy(threshold=2, ratio=0.5, window_ms=86_400_000, runs=True)
+    await control.set_breaker(database, "shop.api", policy, "ann")
+    await world.runner()
+    await make_suspects(database, connection, clock, world, 2)
+    for _ in range(2 * MAX_TRIALS):
+        assert await claim(connection, is_suspect=True) == 1
+        await die(database, clock)
+    assert [status for status, _, _ in await crashes(connection)] == ["failed", "failed"]
+    state = "select breaker_state from tidegate.event_scheduler_sources where source = 'shop.api'"
+    assert await connection.fetchval(state) == "open"
+    await publish(connection, "go", n=3)
+    await world.dispatch.run_once()
+    held = await connection.fetch("select reason from tidegate.event_ingress_retries")
+    assert [row["reason"] for row in held] == ["breaker_open"]
 
 
 async def test_nothing_executes_beside_a_suspect(

@@ -12,8 +12,10 @@ from typing import NamedTuple
 from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.flow import slots
-from tidegate.model.run import MAX_TRIALS, FinishedRun
-from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
+from tidegate.flow.slots import Freed
+from tidegate.flow.tell import tell_moves, tell_source_moves
+from tidegate.model.run import MAX_TRIALS, FinishedRun, Run
+from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.queue.port import Queue, Wakeup
 from tidegate.queue.wakeups import HORIZON, Spacing, delivery_wakeups, event_wakeups, step_wakeups
 from tidegate.store import deliveries, idempotency, ingress_retries, runs, sources, steps, trigger_gates, workers
@@ -27,6 +29,10 @@ NEAR = timedelta(seconds=1)
 TIDY_SECONDS = 30.0
 # A row that was written just now: its wake-up may still be on the way.
 SETTLING = timedelta(seconds=2)
+GIVEN_UP = (
+    f"given up: {MAX_TRIALS} times in a row its worker died, or was silent for longer than the lease, "
+    "while this run was executing there alone"
+)
 
 _log = logger("reconcile")
 
@@ -40,19 +46,20 @@ class Reconcile:
         *,
         batch_size: int,
         breaker: BreakerPolicy = TRIGGER_BREAKER,
+        source_breaker: SourceBreakerPolicy = SOURCE_BREAKER,
         worker: str | None = None,
     ) -> None:
         self._database = database
         self._worker = worker
         self._batch_size = batch_size
         self._breaker = breaker
+        self._source_breaker = source_breaker
         self._tidy_at = 0.0
 
     async def run_once(self) -> dict[str, int]:
         """Release expired claims; how many of each kind."""
         released = await self._database.run(self._release)
-        for workflow in await self._database.run(self._give_up):
-            metrics.ran(workflow, "failed")
+        await self._give_up()
         if monotonic() >= self._tidy_at:
             await self._database.run(_tidy)
             self._tidy_at = monotonic() + TIDY_SECONDS
@@ -74,31 +81,35 @@ class Reconcile:
         await idempotency.forget_expired(connection, self._batch_size)
         return released
 
-    async def _give_up(self, connection: Connection) -> list[str]:
-        """Runs that took their worker with them each time they were tried alone: whoever takes such a run next would be
-        the next to die. Returns their workflows."""
-        given_up: list[str] = []
-        killers = await runs.list_killers(connection, MAX_TRIALS, self._batch_size)
-        killers.sort(
-            key=lambda found: (found[1] or found[0], found[0])
-        )  # triggers are locked in the order of their ids
-        for run_id, trigger_id in killers:
-            reason = (
-                f"given up: {MAX_TRIALS} times in a row its worker died, or was silent for longer than the lease, "
-                "while this run was executing there alone"
-            )
-            end = partial(runs.fail_waiting, connection, run_id, reason)
-            if await slots.end_waiting(connection, trigger_id, end, self._breaker) is not None:
-                failed = FinishedRun(id=run_id, claim_generation=0, status="failed", error=reason)
-                await runs.bury(connection, [failed])
-                known = await runs.get(connection, run_id)
-                assert known is not None, f"{run_id} was just written"
-                _log.error(
-                    "run.given_up", run_id=run_id, workflow=known.workflow, event_id=known.event_id,
-                    correlation_id=known.correlation_id, attempt=known.attempts, reason=reason,
-                )  # fmt: skip
-                given_up.append(known.workflow)
-        return given_up
+    async def _give_up(self) -> None:
+        """End the runs that took their worker with them each time they were tried alone: whoever takes such a run next
+        would be the next to die."""
+        async with self._database.connection() as connection:
+            killers = await runs.list_killers(connection, MAX_TRIALS, self._batch_size)
+        for run_id, trigger_id in killers:  # one by one, so that each can keep the order of locks
+            done = await self._database.run(partial(self._give_up_one, run_id=run_id, trigger_id=trigger_id))
+            if done is None:
+                continue
+            run, freed = done
+            metrics.ran(run.workflow, "failed")
+            _log.error(
+                "run.given_up", run_id=run_id, workflow=run.workflow, event_id=run.event_id,
+                correlation_id=run.correlation_id, attempt=run.attempts, reason=GIVEN_UP,
+            )  # fmt: skip
+            tell_moves(freed.moves)
+            tell_source_moves(freed.source_moves)
+
+    async def _give_up_one(
+        self, connection: Connection, *, run_id: uuid.UUID, trigger_id: uuid.UUID | None
+    ) -> tuple[Run, Freed] | None:
+        end = partial(runs.give_up_killer, connection, run_id, GIVEN_UP, MAX_TRIALS)
+        freed = await slots.fail_waiting(connection, run_id, trigger_id, end, self._breaker, self._source_breaker)
+        if freed is None:
+            return None
+        await runs.bury(connection, [FinishedRun(id=run_id, claim_generation=0, status="failed", error=GIVEN_UP)])
+        known = await runs.get(connection, run_id)
+        assert known is not None, f"{run_id} was just written"
+        return known, freed
 
 
 async def _tidy(connection: Connection) -> None:

@@ -86,7 +86,7 @@ async def finish(
     if wanted:  # also so that the triggers cannot be changed while we wait for their rows
         await sources.share_all(connection)
     failed = [run for run in finished if run.status == "failed"]
-    blamed = await source_failures.lock(connection, failed, source_breaker) if failed else None
+    blamed = await source_failures.lock(connection, [run.id for run in failed], source_breaker) if failed else None
     locked = await trigger_gates.lock(connection, always=wanted)
     if before is not None:
         await before()  # what belongs to the same transaction and touches runs; `also` are triggers that it touches
@@ -124,6 +124,31 @@ async def end_waiting(
 
     freed = await end_all_waiting(connection, [trigger_id] if trigger_id is not None else [], end_one, breaker)
     return freed if freed.written else None
+
+
+async def fail_waiting(
+    connection: Connection,
+    run_id: uuid.UUID,
+    trigger_id: uuid.UUID | None,
+    end: Callable[[], Awaitable[EndedRun | None]],
+    breaker: BreakerPolicy,
+    source_breaker: SourceBreakerPolicy,
+) -> Freed | None:
+    """The same for a run that has failed (`end` says so), of which its source may want to know, too."""
+    ended: list[EndedRun] = []
+
+    async def fail() -> EndedRun | None:
+        one = await end()
+        ended.extend([one] if one is not None else [])
+        return one
+
+    if trigger_id is not None:  # before any source: it is taken alone by whoever changes one
+        await sources.share_all(connection)
+    blamed = await source_failures.lock(connection, [run_id], source_breaker)
+    freed = await end_waiting(connection, trigger_id, fail, breaker)
+    if freed is None or blamed is None:
+        return freed
+    return freed._replace(source_moves=await source_failures.tell(connection, blamed, ended, ()))
 
 
 async def end_all_waiting(

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from tidegate.model.run import FinishedRun
 from tidegate.model.source import SourceBreakerPolicy
 from tidegate.store import sources
 from tidegate.store.db import Connection
@@ -37,9 +36,9 @@ class Blamed(NamedTuple):
     default: SourceBreakerPolicy
 
 
-async def lock(connection: Connection, failed: Sequence[FinishedRun], default: SourceBreakerPolicy) -> Blamed | None:
+async def lock(connection: Connection, failed: Sequence[uuid.UUID], default: SourceBreakerPolicy) -> Blamed | None:
     """Lock the sources that count these runs, before any trigger is locked; None when none does."""
-    source_of = await sources.counting_runs(connection, [run.id for run in failed], default)
+    source_of = await sources.counting_runs(connection, failed, default)
     if not source_of:
         return None
     names = sorted(set(source_of.values()))

@@ -148,9 +148,9 @@ async def list_killers(connection: Connection, trials: int, limit: int) -> list[
     return [(row[0], row[1]) for row in await connection.fetch(_sql["list_killers"], trials, limit)]
 
 
-async def fail_waiting(connection: Connection, run_id: uuid.UUID, error: str) -> EndedRun | None:
-    """End a run that no worker holds as failed; None when it is not waiting."""
-    row = await connection.fetchrow(_sql["fail_waiting"], run_id, error)
+async def give_up_killer(connection: Connection, run_id: uuid.UUID, error: str, trials: int) -> EndedRun | None:
+    """End a run that `list_killers` has named as failed; None when it is not one any more."""
+    row = await connection.fetchrow(_sql["give_up_killer"], run_id, error, trials)
     return EndedRun(*row) if row else None
 
 

@@ -234,12 +234,12 @@ returning r.id
 select r.id, r.trigger_id from tidegate.workflow_runs r
  where r.status = 'pending' and r.crashes > 0 and r.trials >= $1 order by r.next_attempt_at limit $2
 
--- name: fail_waiting
--- Ends a run that no worker holds as failed. Returns it when it did.
+-- name: give_up_killer
+-- Ends a run as failed that `list_killers` has named, unless someone holds it or it was replayed since. Returns it when it did.
 update tidegate.workflow_runs r
    set status = 'failed', error = $2, warning = null, finished_at = tidegate.now(), next_attempt_at = null,
        claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
- where r.id = $1 and r.status = 'pending'
+ where r.id = $1 and r.status = 'pending' and r.crashes > 0 and r.trials >= $3
 returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.correlation_id
 
 -- name: next_due

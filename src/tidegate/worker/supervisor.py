@@ -93,8 +93,9 @@ class Worker:
         self._inbox_is_full = asyncio.Event()
         self._dispatch, self._retry, self._replan = self._event_stages(matcher)
         self._reconcile = Reconcile(
-            self._database, batch_size=settings.batch_size, breaker=settings.trigger_error, worker=self.name
-        )
+            self._database, batch_size=settings.batch_size, breaker=settings.trigger_error,
+            source_breaker=settings.source_error, worker=self.name,
+        )  # fmt: skip
         self._requeue = Requeue(self._database, self._queue, batch_size=settings.batch_size)
         self._schedule = Schedule(
             self._database,
