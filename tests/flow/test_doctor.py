@@ -303,7 +303,7 @@ def facts(**changes: Any) -> doctor.Facts:
     return doctor.Facts(
         server=msgspec.structs.replace(server, **of_server), clock_offset_seconds=0.0, own_clock_offset_seconds=0.0,
         missing_guards=[], orphans=[], queues={"runs": depth}, unserved=[],
-        workers=Alive(alive=1, seen_at=None, reconciled_at=None),
+        workers=Alive(alive=1, reconciled_at=None),
     )._replace(**changes)  # fmt: skip
 
 
@@ -333,7 +333,7 @@ def test_each_fact_is_judged(changes: dict[str, Any], check: str) -> None:
 
 def test_no_worker_matters_when_something_is_due() -> None:
     nobody, depth = (
-        Alive(alive=0, seen_at=None, reconciled_at=None),
+        Alive(alive=0, reconciled_at=None),
         QueueDepth(ready=1, delayed=0, active=0, oldest_due_age_seconds=0.1),
     )
     assert all(one.is_ok for one in doctor.judge(facts(workers=nobody)))

@@ -205,19 +205,35 @@ async def test_no_worker(database: Database, connection: Connection, clock: Cloc
     found = await cause(connection, "no_worker")
     assert found and (found.severity, found.since) == ("degraded", None)  # nobody has ever been there
     await workers.beat(connection, "w", [])
-    seen = clock.now
     assert await cause(connection, "no_worker") is None
     assert await gauge(database, "tidegate_workers_alive") == 1
     await clock.advance(HEALTH.worker_degraded_ms)
     found = await cause(connection, "no_worker")
-    assert found and (found.severity, found.since) == ("degraded", seen)
+    assert found and (found.severity, found.since) == ("degraded", None)  # nothing waits for it
     assert await gauge(database, "tidegate_workers_alive") == 0
     await ticks(connection, 1)
+    due_since = clock.now
     await clock.advance(HEALTH.worker_critical_ms)
     found = await cause(connection, "no_worker")
-    assert found and found.severity == "critical"
+    assert found and (found.severity, found.since) == ("critical", due_since)
+    assert "1 are due" in found.message and found.do == "start one: tidegate worker APP"
     await workers.beat(connection, "w", [])
     assert await cause(connection, "no_worker") is None
+
+
+async def test_a_worker_that_stopped_in_order_is_not_called_silent(connection: Connection, clock: Clock) -> None:
+    """What is told is true a moment after the stop, also beside the row of another that crashed long ago."""
+    await connection.execute("delete from tidegate.workers")
+    await workers.beat(connection, "crashed", [])
+    await clock.advance(10 * HEALTH.worker_degraded_ms)
+    await workers.beat(connection, "w", [])
+    await ticks(connection, 1)
+    due_since = clock.now
+    await clock.advance(2000)
+    await workers.leave(connection, "w")
+    found = await cause(connection, "no_worker")
+    assert found and (found.severity, found.since) == ("degraded", due_since)
+    assert found.message == "no worker runs: each has stopped, or was not heard of for 60 s; 1 are due"
 
 
 async def test_reconcile_that_fails(database: Database, connection: Connection, clock: Clock, worker: Worker) -> None:

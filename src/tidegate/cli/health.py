@@ -13,21 +13,6 @@ import click
 from tidegate.cli.output import client, json_option, plain, print_json, print_table, short_eta, short_time
 
 _COLOURS = {"ok": "green", "degraded": "yellow", "critical": "red"}
-# What to do about a cause, as a command where there is one; `{}` is its subject.
-_NEXT_STEPS = {
-    "source_paused": "tidegate sources resume {}",
-    "trigger_paused": "tidegate triggers resume {}",
-    "source_breaker_open": "it closes by itself once events succeed; at once: tidegate sources resume {}",
-    "trigger_breaker_open": "it closes by itself once its trial run succeeds; at once: tidegate triggers resume {}",
-    "retries_overdue": "tidegate retries list --kind {}",
-    "ingress_stalled": "start more workers: tidegate worker APP",
-    "triggers_stalled": "start more workers: tidegate worker APP",
-    "runs_stalled": "start more workers: tidegate worker APP",
-    "dead_letters_growing": "tidegate dlq list --kind {0}; once it is mended: tidegate dlq replay --kind {0}",
-    "no_worker": "start one: tidegate worker APP",
-    "workflow_unserved": "start a worker whose APP has {}: tidegate worker APP",
-    "reconcile_failing": "look for reconcile in the logs of the workers",
-}
 
 
 @click.command()
@@ -78,8 +63,7 @@ def _print_cause(cause: dict[str, Any], now: datetime, width: int | None) -> Non
     severity = cause["severity"]
     click.echo(title.replace(severity, click.style(severity, fg=_COLOURS[severity], bold=True), 1))
     click.echo(_wrapped(cause["message"], "  ", width))
-    if cause["code"] in _NEXT_STEPS:
-        click.echo(_wrapped(f"do:  {_NEXT_STEPS[cause['code']].format(_whom(cause))}", "  ", width))
+    click.echo(_wrapped(f"do:  {cause['do']}", "  ", width))
     click.echo(_wrapped(f"see: {cause['runbook']}", "  ", width))
 
 

@@ -29,14 +29,33 @@ RUNBOOK = "docs/operations/event-scheduler.md"
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """One reason why the status is not ok: what, about whom, since when, and where to read on."""
+    """One reason why the status is not ok: what, about whom, since when, what to do, as a command where there is one,
+    and where to read on."""
 
     code: str
     severity: Severity
     subject: str
     message: str
     since: datetime | None
+    do: str
     runbook: str
+
+
+# What to do about a cause; `{}` is its subject, of a trigger its name.
+_NEXT_STEPS = {
+    "source_paused": "tidegate sources resume {}",
+    "trigger_paused": "tidegate triggers resume {}",
+    "source_breaker_open": "it closes by itself once events succeed; at once: tidegate sources resume {}",
+    "trigger_breaker_open": "it closes by itself once its trial run succeeds; at once: tidegate triggers resume {}",
+    "retries_overdue": "tidegate retries list --kind {}",
+    "ingress_stalled": "start more workers: tidegate worker APP",
+    "triggers_stalled": "start more workers: tidegate worker APP",
+    "runs_stalled": "start more workers: tidegate worker APP",
+    "dead_letters_growing": "tidegate dlq list --kind {0}; once it is mended: tidegate dlq replay --kind {0}",
+    "no_worker": "start one: tidegate worker APP",
+    "workflow_unserved": "start a worker whose APP has {}: tidegate worker APP",
+    "reconcile_failing": "look for reconcile in the logs of the workers",
+}
 
 
 class Facts(NamedTuple):
@@ -96,13 +115,14 @@ def _triggers(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
     for trigger in facts.paused_triggers:
         if level := _pause_level(trigger.since, now, policy):
             how = f"paused{_by(trigger.paused_by)}{_until(trigger.until)}: {_reason(trigger.reason)}"
-            text = f"{trigger.workflow}/{trigger.name}: {how}"
-            yield _cause("trigger_paused", level, str(trigger.trigger_id), text, trigger.since)
+            name = f"{trigger.workflow}/{trigger.name}"
+            yield _cause("trigger_paused", level, str(trigger.trigger_id), f"{name}: {how}", trigger.since, called=name)
     for breaker in facts.trigger_breakers:
         over = breaker.until is not None and breaker.until <= now
-        text = f"{breaker.workflow}/{breaker.name}: the breaker is {_state(breaker)} after {breaker.reason}"
+        name = f"{breaker.workflow}/{breaker.name}"
+        text = f"{name}: the breaker is {_state(breaker)} after {breaker.reason}"
         text += "" if breaker.probe_run_id else "; the next delivery is the trial" if over else _until(breaker.until)
-        yield _cause("trigger_breaker_open", "degraded", str(breaker.trigger_id), text, breaker.since)
+        yield _cause("trigger_breaker_open", "degraded", str(breaker.trigger_id), text, breaker.since, called=name)
 
 
 def _late(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
@@ -116,7 +136,7 @@ def _late(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
         if level := severity(seconds * 1000, policy.due_age_degraded_ms, policy.due_age_critical_ms):
             text = f"the oldest of {depth.ready} due has been due for {seconds:.0f} s; are there enough workers?"
             since = facts.now - timedelta(seconds=seconds)
-            yield _cause(f"{queue}_stalled", level, queue, text, since, "queue-stalled")
+            yield _cause(f"{queue}_stalled", level, queue, text, since, section="queue-stalled")
 
 
 def _dead_letters(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
@@ -132,8 +152,10 @@ def _workers(facts: Facts, policy: HealthPolicy) -> Iterator[Cause]:
         waiting = max((depth.oldest_due_age_seconds for depth in facts.queues.values()), default=0.0)
         level = severity(waiting * 1000, 0, policy.worker_critical_ms) or "degraded"
         due = sum(depth.ready for depth in facts.queues.values())
-        text = f"no worker was seen in the last {policy.worker_degraded_ms / 1000:g} s; {due} are due"
-        since = facts.workers.seen_at or (facts.now - timedelta(seconds=waiting) if waiting else None)
+        silent = f"each has stopped, or was not heard of for {policy.worker_degraded_ms / 1000:g} s"
+        text = f"no worker runs: {silent}; {due} are due"
+        # Who has stopped in order is forgotten, so it is not known since when: told is since when work waits.
+        since = facts.now - timedelta(seconds=waiting) if due else None
         yield _cause("no_worker", level, "workers", text, since)
     for one in facts.unserved:
         text = (
@@ -166,10 +188,25 @@ def _pause_level(since: datetime | None, now: datetime, policy: HealthPolicy) ->
 
 
 def _cause(
-    code: str, level: Severity, subject: str, message: str, since: datetime | None, section: str | None = None
+    code: str,
+    level: Severity,
+    subject: str,
+    message: str,
+    since: datetime | None,
+    *,
+    called: str | None = None,
+    section: str | None = None,
 ) -> Cause:
-    anchor = section or code.replace("_", "-")
-    return Cause(code=code, severity=level, subject=subject, message=message, since=since, runbook=anchor)
+    """`called` is what commands call the subject, if that is another word; `section` that of the runbook."""
+    return Cause(
+        code=code,
+        severity=level,
+        subject=subject,
+        message=message,
+        since=since,
+        do=_NEXT_STEPS[code].format(called or subject),
+        runbook=section or code.replace("_", "-"),
+    )
 
 
 def _state(breaker: TriggerBreaker) -> str:

@@ -63,11 +63,9 @@ class DeadLetters(DeadLetterCount, frozen=True, kw_only=True):
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True):
-    """How many workers are alive, when any was seen last (one that stopped in order is forgotten), and when one of the
-    living last took back what dead workers held."""
+    """How many workers are alive, and when one of them last took back what dead workers held."""
 
     alive: int
-    seen_at: datetime | None
     reconciled_at: datetime | None
 
 

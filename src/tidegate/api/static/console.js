@@ -178,7 +178,7 @@ function drawCounts(health) {
   $("#welcome").hidden = !isEmpty;
 }
 
-// What is wrong, since when, and where to read what to do; nothing is shown while nothing is
+// What is wrong, since when, what to do, and where to read on; nothing is shown while nothing is
 
 function drawCauses({ causes, warnings = [], dead_letters: letters = { total: 0 } }) { // a token for some sources is told less
   const section = $("#causes");
@@ -186,7 +186,8 @@ function drawCauses({ causes, warnings = [], dead_letters: letters = { total: 0 
   const page = (where) => (/^https?:/.test(where) ? el("a", { href: where, rel: "noreferrer" }, "runbook") : code(visible(where)));
   const lines = causes.map((cause) => el("li", {},
     pill(cause.severity), el("b", {}, visible(`${cause.code.replaceAll("_", " ")}${cause.code.startsWith("trigger_") ? "" : `: ${cause.subject}`}`)),
-    el("span", {}, visible(cause.message)), cause.since && el("span", {}, "since ", time(cause.since)), page(cause.runbook)));
+    el("span", {}, visible(cause.message)), cause.since && el("span", {}, "since ", time(cause.since)),
+    el("span", { class: "do" }, visible(`do: ${cause.do}`)), page(cause.runbook)));
   lines.push(...warnings.map((warning) => el("li", {}, el("b", {}, visible(warning.code.replaceAll("_", " "))), el("span", {}, visible(warning.message)))));
   const fresh = el("ul", {}, ...lines);
   if (!$("ul", section).isEqualNode(fresh) && !section.contains(document.activeElement)) $("ul", section).replaceWith(fresh);
