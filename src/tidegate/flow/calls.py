@@ -14,17 +14,17 @@ from functools import lru_cache, partial
 from typing import Any
 
 from tidegate import errors
-from tidegate.errors import NonRetryable, RetryAfter, first_line
+from tidegate.errors import NonRetryable, RetryAfter, SecretsUnreadable, first_line
 from tidegate.model.units import MAX_DURATION_MS, duration_ms
 
 MAX_ERROR_CHARACTERS, MAX_HEADLINE = 8000, 1000
 MAX_STEP_NAME = 200
 
 
-def retry_after_ms(exc: RetryAfter) -> int:
+def retry_after_ms(exc: RetryAfter | SecretsUnreadable) -> int:
     """What cannot be understood as a number waits a second: the service has said no, and will say so again."""
     try:
-        seconds = float(exc.seconds)
+        seconds = float(exc.seconds if isinstance(exc, RetryAfter) else exc.retry_after_seconds)
     except (TypeError, ValueError, OverflowError):
         seconds = 1.0
     return max(1, round(min(max(1.0 if math.isnan(seconds) else seconds, 0) * 1000, MAX_DURATION_MS)))
@@ -139,8 +139,8 @@ def cleaned(text: str) -> str:
 
 
 def reason_of(exc: BaseException) -> str:
-    """The exception's type and the first line of what it says: `httpx.ConnectError: no such host`; of a group, also what
-    the first of it says."""
+    """The exception's type and the first line of what it says: `httpx.ConnectError: no such host`; of a group, also
+    what the first of it says."""
     says = first_line(_said(exc))[:MAX_HEADLINE]
     told = f"{_type_name(exc)}: {says}" if says else _type_name(exc)
     if isinstance(exc, BaseExceptionGroup) and len(told) < MAX_HEADLINE:
@@ -149,8 +149,8 @@ def reason_of(exc: BaseException) -> str:
 
 
 def error_text(exc: BaseException) -> str:
-    """The reason in its first line, then the traceback, cut to a size; of a refusal, which names its reason, all that it
-    says and no traceback."""
+    """The reason in its first line, then the traceback, cut to a size; of a refusal, which names its reason, all that
+    it says and no traceback."""
     if isinstance(exc, NonRetryable | RetryAfter):
         said = _said(exc)
         return f"{_type_name(exc)}: {said}" if said else _type_name(exc)

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
-from tidegate.errors import NonRetryable, RetryAfter, StepFailed
+from tidegate.errors import NonRetryable, RetryAfter, StepFailed, first_line
 from tidegate.flow.calls import cleaned, error_text, reason_of, retry_after_ms
 from tidegate.flow.journal import Journal, Written
 from tidegate.flow.workflow import Workflow
@@ -48,6 +48,19 @@ class Endings:
         """How long the run may go on; None: as long as it likes."""
         deadline = self.deadline
         return None if deadline is None else (deadline - now).total_seconds()
+
+    def park(self, step: Step, until: datetime) -> None:
+        """A step waits for a time; if it has failed, the run says so meanwhile."""
+        self.parked[step.name] = until
+        if step.error:
+            failed = f"failed {step.retry_attempts} times" if step.retry_attempts else "waits"
+            when = f"next at {until:%Y-%m-%d %H:%M:%S} UTC"
+            self.warnings[step.name] = f"step {step.name!r} {failed}, {when}: {first_line(step.error)}"
+
+    def unpark(self, step: Step) -> None:
+        """Its time has come."""
+        self.parked.pop(step.name, None)
+        self.warnings.pop(step.name, None)
 
     def succeeded(self, output: str | None) -> FinishedRun:
         return self._finished("succeeded", output=output)

@@ -18,7 +18,7 @@ import msgspec
 
 from tidegate import failpoints
 from tidegate.clock import monotonic, uuid7
-from tidegate.errors import NonRetryable, RetryAfter, StepFailed, first_line
+from tidegate.errors import NonRetryable, RetryAfter, SecretsUnreadable, StepFailed, first_line
 from tidegate.flow import calls
 from tidegate.flow.calls import Failure, Threads, called_in, called_within, error_text, guarded, retry_after_ms
 from tidegate.flow.endings import NON_RETRYABLE, End, Endings, Then, hand_in
@@ -273,9 +273,12 @@ class Execution:
         if self.spans is not None:
             self.spans.fail_step(name, exc)
         known, error = self._steps.get(name), error_text(exc)
-        attempt = (known.retry_attempts if known else 0) + 1
+        # What the worker's settings lack is no fault of the step: it waits for an operator, and uses no attempt.
+        is_failure = not isinstance(exc, SecretsUnreadable)
+        attempt = (known.retry_attempts if known else 0) + is_failure
         age = self.now() - known.created_at if known and known.created_at else timedelta()
-        is_final = isinstance(exc, NonRetryable) or why_given_up(policy, attempt, age) is not None
+        is_over = is_failure and why_given_up(policy, attempt, age) is not None
+        is_final = isinstance(exc, NonRetryable) or is_over
         told = run_fields(self.run, self.event) | {"step": name, "attempt": attempt, "reason": first_line(error)}
         if is_final:
             _log.warning("step.exhausted", **told)
@@ -284,7 +287,10 @@ class Execution:
                 retry_metadata={"reason": "failed"} | ({NON_RETRYABLE: True} if isinstance(exc, NonRetryable) else {}),
             )  # fmt: skip
             raise StepFailed(name, error) from exc
-        delay_ms = retry_after_ms(exc) if isinstance(exc, RetryAfter) else backoff_ms(policy, attempt)
+        if isinstance(exc, RetryAfter | SecretsUnreadable):
+            delay_ms = retry_after_ms(exc)
+        else:
+            delay_ms = backoff_ms(policy, attempt)
         await self._waits(
             name, error=error, delay_ms=delay_ms, retry_attempts=attempt,
             retry_metadata={"reason": "failed", "of": policy.max_attempts}, closes=self._endings.closing(exc, delay_ms),
@@ -316,12 +322,7 @@ class Execution:
 
     async def _park(self, step: Step, until: datetime) -> None:
         """Wait for a time. If all others wait too, the run is put to rest, and this call does not return."""
-        self._endings.parked[step.name] = until
-        if step.error:
-            self._endings.warnings[step.name] = (
-                f"step {step.name!r} failed {step.retry_attempts} times, next at {until:%Y-%m-%d %H:%M:%S} UTC: "
-                + first_line(step.error)
-            )
+        self._endings.park(step, until)
         if not self._workflow.is_async:
             self._is_resting = True
             raise _Suspend
@@ -331,8 +332,7 @@ class Execution:
         finally:
             self._active += 1
             if not self._is_resting:
-                self._endings.parked.pop(step.name, None)
-                self._endings.warnings.pop(step.name, None)
+                self._endings.unpark(step)
 
     def _leave_step(self) -> None:
         """While a step is under way, its run is not put to rest for the sake of others that wait."""

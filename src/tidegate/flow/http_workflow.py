@@ -11,16 +11,13 @@ from typing import Any
 
 import msgspec
 
-from tidegate.errors import NonRetryable, RetryAfter, SecretsUnreadable
+from tidegate.errors import NonRetryable
 from tidegate.flow.http_guard import Outgoing, post
 from tidegate.flow.workflow import Context, Workflow
 from tidegate.model.http_workflow import KIND, HttpConfig, signing_secrets, with_secrets
 from tidegate.model.secrets import require_readable
 from tidegate.store import sources, triggers
 from tidegate.store.db import Database
-
-# Until a step looks again whether its secrets can be read: a person has to set the key, and attempts are few.
-UNREADABLE_SECONDS = 900.0
 
 
 class HttpWorkflow(Workflow):
@@ -34,10 +31,7 @@ class HttpWorkflow(Workflow):
                     raise NonRetryable(f"workflow {slug} of kind {KIND} is not there any more")
                 config = with_secrets(msgspec.convert(found.config, HttpConfig), database.keys.open)
                 secrets = signing_secrets(config, await sources.now(connection))
-            try:
-                require_readable([*secrets, *config.headers.values()], f"workflow {slug}")
-            except SecretsUnreadable as exc:
-                raise RetryAfter(UNREADABLE_SECONDS, str(exc)) from exc
+            require_readable([*secrets, *config.headers.values()], f"workflow {slug}")
             return await post(config, secrets, message_id, body, by)
 
         async def call(ctx: Context, parameters: dict[str, Any]) -> Any:
