@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from tests.acceptance.test_top import terminal
 from tests.flow.conftest import eventually
 from tests.processes import api, run, worker
 from tests.store.builders import make_events
@@ -62,6 +63,8 @@ async def test_look_preview_replay(database_url: str, database: Database, tmp_pa
             assert answer.status_code == 422, body
         assert cli(url, "replay", "--kind", "step", "--reason", "AWAY", "--dry-run")["count"] == 5
         assert cli(url, "replay", "--kind", "event", "--dry-run")["count"] == 0
+        listed = run("dlq", "list", env={"TIDEGATE_URL": url}).stdout
+        assert listed.count("fulfil/code") == 5, "of which trigger"
         (tmp_path / "mended").touch()
         one = cli(url, "replay", letter["id"])
         assert (one["status"], one["replayed_into"]) == ("replayed", letter["workflow_run_id"])
@@ -79,6 +82,31 @@ async def test_look_preview_replay(database_url: str, database: Database, tmp_pa
             assert run("dlq", *command, env={"TIDEGATE_URL": url}).returncode == 0
         assert run("dlq", "replay", env={"TIDEGATE_URL": url}).returncode == 2
         assert run("dlq", "replay", letter["id"], "--all", env={"TIDEGATE_URL": url}).returncode == 2
+
+
+async def test_at_a_terminal_a_replay_of_many_asks(database_url: str, connection: Connection) -> None:
+    ids = await make_events(connection, 3)
+    await connection.execute("delete from tidegate.event_inbox")
+    await connection.execute(
+        "insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason) "
+        "select tidegate.uuid7(), 'event', e, e, 'broken' from unnest($1::uuid[]) e",
+        ids,
+    )
+    scheduled = "select count(*) from tidegate.dead_letters where replay_at is not null"
+    with api(database_url) as (_, url):
+        with terminal("dlq", "replay", "--all", "--rate", "5", TIDEGATE_URL=url) as asking:
+            asking.press("n\n")
+            status, drawn = asking.wait()
+        assert (status, await connection.fetchval(scheduled)) == (130, 0), drawn
+        assert "Replay 3 dead letters, 5 per second?" in drawn
+        with terminal("dlq", "replay", "--kind", "event", TIDEGATE_URL=url) as asking:
+            asking.press("y\n")
+            status, drawn = asking.wait()
+        assert (status, await connection.fetchval(scheduled)) == (0, 3), drawn
+        assert run("dlq", "stop", env={"TIDEGATE_URL": url}).returncode == 0
+        with terminal("dlq", "replay", "--all", "--yes", TIDEGATE_URL=url) as unasked:
+            status, drawn = unasked.wait()
+        assert (status, await connection.fetchval(scheduled)) == (0, 3) and "?" not in drawn, drawn
 
 
 async def test_killed_in_the_middle_nothing_is_lost_or_doubled(

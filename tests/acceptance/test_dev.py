@@ -128,7 +128,12 @@ def test_wrong_settings(tmp_path: Path, settings: dict[str, str], says: str) -> 
     ("source", "says"),
     [
         (None, "there is no file"),
-        ("x = 1", "holds no Tidegate object"),
+        (
+            "import os\nx = 1\ndef main(): ...",
+            "app.py holds no Tidegate object; it has x, main. Make one at its top level",
+        ),
+        ("from tidegate import Tidegate", "it has no names of its own. Make one at its top level"),
+        ("from tidegate import Tidegate\na = Tidegate()\nb = Tidegate()", "several Tidegate objects (a, b); write "),
         ("import nonsense_that_is_not_there", "ModuleNotFoundError: No module named 'nonsense_that_is_not_there'"),
         ("def broken(:", "SyntaxError"),
         (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import shutil
 import threading
 import uuid
@@ -627,9 +628,13 @@ def test_the_verbs_of_the_command_line(server: str, kind: str, tmp_path: Path) -
     eventually(lambda: len(waiting(server, made["id"])) == 2, "two wait")
     listed = told("retries", "list", "--kind", "deliveries", "--trigger", name)
     first, second = (row["id"] for row in waiting(server, made["id"]))
-    assert first in listed and "throttle" in listed and name in listed
+    assert first in listed and re.search(r"\bthrottle +1 ", listed) and name in listed
+    assert name in told("explain", ids[0]) and name in told("explain", ids[1])
     assert "paused until resumed by carol: tests" in told("triggers", "pause", name, "--reason", "tests")
     eventually(lambda: "when resumed" in told("retries", "list", "--kind", "deliveries", "--trigger", name), "no ETA")
+    assert re.search(r"\bpaused +- ", told("retries", "list", "--kind", "deliveries", "--trigger", name)), (
+        "none is used"
+    )
     assert told("retries", "cancel", "--kind", "deliveries", first).strip() == f"cancelled {first}"
     forced = told("retries", "force", second, "--kind", "deliveries", "--json")
     assert json.loads(forced) == {"id": second, "status": "forced"}

@@ -108,6 +108,8 @@ async def test_attempts_are_counted_anew_and_a_second_end_is_a_new_letter(
     [first] = await letters(connection)
     await clock.advance(30 * 86_400_000)  # however old it is by now
     await control.replay_letter(database, first.id, "ann")
+    [replayed] = await letters(connection, "replayed")
+    assert (replayed.id, replayed.last_replayed_from) == (first.id, None), "it does not come of itself"
     await fail(clock, world, runner)
     assert world.done.count("second") == 6 and world.done.count("first") == 1
     [again] = await letters(connection)

@@ -671,7 +671,7 @@ async def test_runs_from_before_a_concurrency_limit_hold_its_slots(
         await publish(connection, "tick", "shop", customer=customer)
     await worker.turn()
     assert [row["concurrency_key"] for row in await held(connection)] == ["a", "b"]
-    await control.update_trigger(database, trigger_id, {"max_concurrency": None}, "ann")
+    await control.update_trigger(database, trigger_id, {"max_concurrency": None, "concurrency_key": None}, "ann")
     await worker.turn()
     assert await held(connection) == []
 
@@ -775,6 +775,22 @@ async def test_a_wait_whose_end_nobody_knows_is_told_as_such(
     await worker.turn()
     story = await explain(connection, ids[1])
     assert story.summary.endswith("waits for its trigger to be resumed: paused by ann: stocktaking")
+
+
+async def test_several_triggers_of_one_workflow_are_told_apart(
+    database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
+) -> None:
+    await make_trigger(database, name="all")
+    [alone] = await ticks(connection, 1)
+    await worker.turn()
+    assert (await explain(connection, alone)).summary == "tick pending"
+    await make_trigger(database, name="some", max_concurrency=1)
+    ids = await ticks(connection, 2)
+    await worker.turn()
+    story = await explain(connection, ids[1])
+    told = [(line.decision, f"{line.workflow}/{line.trigger}") for line in story.decisions if line.workflow]
+    assert sorted(told) == [("launched", "tick/all"), ("pending", "tick/all"), ("throttled", "tick/some")]
+    assert story.summary.startswith("tick/all pending; tick/some waits for a free slot: ")
 
 
 async def test_totals_of_a_trigger(

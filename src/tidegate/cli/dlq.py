@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,7 @@ def list_letters(as_json: bool, limit: int, state: str, trigger: str | None, **f
         print_json(page)
         return
     rows = [
-        (one["id"], one["kind"], one["workflow"] or one["source"] or "", short_time(one["created_at"]), _state(one),
+        (one["id"], one["kind"], _of(one), short_time(one["created_at"]), _state(one),
          first_line(one["reason"])[:80])
         for one in page["dead_letters"]
     ]  # fmt: skip
@@ -80,6 +81,7 @@ def show_letter(letter_id: str, as_json: bool) -> None:
 @click.option("--all", "all_letters", is_flag=True, help="Every open letter, when no filter is given.")
 @click.option("--rate", default=10.0, show_default=True, type=float, help="How many per second.")
 @click.option("--dry-run", is_flag=True, help="Only count them.")
+@click.option("--yes", is_flag=True, help="Do not ask; nor does anyone without a terminal.")
 @click.option("--force", is_flag=True, help="Also when it was replayed before; with an ID.")
 @json_option
 def replay(
@@ -87,6 +89,7 @@ def replay(
     all_letters: bool,
     rate: float,
     dry_run: bool,
+    yes: bool,
     force: bool,
     as_json: bool,
     trigger: str | None,
@@ -104,8 +107,10 @@ def replay(
         if letter_id is not None:
             done = api.request("POST", f"/admin/dead-letters/{letter_id}/replay", {"force": force})
         else:
-            asked = _asked(api, trigger, **filters)
-            done = api.request("POST", "/admin/dead-letters/replay", asked | {"rate": rate, "dry_run": dry_run})
+            asked = _asked(api, trigger, **filters) | {"rate": rate}
+            if not (dry_run or yes) and sys.stdin.isatty():
+                _confirm(api, asked)
+            done = api.request("POST", "/admin/dead-letters/replay", asked | {"dry_run": dry_run})
     if as_json:
         print_json(done)
     elif letter_id is not None and done["status"] == "replayed":
@@ -119,6 +124,13 @@ def replay(
         click.echo(f"{done['count']} are to be replayed, {rate:g} per second{last}")
 
 
+def _confirm(api: Client, asked: dict[str, Any]) -> None:
+    """Ask whoever sits at the terminal; Abort unless the answer is yes."""
+    count = api.request("POST", "/admin/dead-letters/replay", asked | {"dry_run": True})["count"]
+    letters = "1 dead letter" if count == 1 else f"{count} dead letters"
+    click.confirm(f"Replay {letters}, {asked['rate']:g} per second?", abort=True, err=True)
+
+
 @dlq.command("stop")
 @json_option
 def stop(as_json: bool) -> None:
@@ -129,6 +141,11 @@ def stop(as_json: bool) -> None:
         print_json(done)
     else:
         click.echo(f"{done['count']} replays were called off")
+
+
+def _of(letter: dict[str, Any]) -> str:
+    """Its trigger; of an event, its source."""
+    return "/".join(filter(None, (letter["workflow"], letter["trigger"]))) or letter["source"] or ""
 
 
 def _state(letter: dict[str, Any]) -> str:

@@ -78,12 +78,13 @@ def explain(event_id: str, as_json: bool) -> None:
         print_json(story)
         return
     click.echo(plain(f"{story['type']} from {story['source']}, event {story['event_id']}"))
-    rows = [
-        (short_time(d.get("at")), d["stage"], d["decision"], d.get("workflow") or "", _why(d))
-        for d in story["decisions"]
-    ]
-    print_table(("AT", "STAGE", "DECISION", "WORKFLOW", "REASON"), rows, "Nothing was decided yet.")
+    rows = [(short_time(d.get("at")), d["stage"], d["decision"], _of(d), _why(d)) for d in story["decisions"]]
+    print_table(("AT", "STAGE", "DECISION", "TRIGGER", "REASON"), rows, "Nothing was decided yet.")
     click.echo(plain(f"=> {story['summary']}"))
+
+
+def _of(decision: dict[str, Any]) -> str:
+    return "/".join(filter(None, (decision.get("workflow"), decision.get("trigger"))))
 
 
 def _why(decision: dict[str, Any]) -> str:

@@ -6,10 +6,13 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from tidegate.app import Tidegate
 from tidegate.errors import AppError
+
+# So many names of a module are told.
+MAX_NAMES = 5
 
 
 def load_app(spec: str) -> Tidegate:
@@ -57,14 +60,35 @@ def _failed(target: str, exc: Exception) -> AppError:
 
 
 def _pick(module: ModuleType, target: str, name: str) -> Tidegate:
+    candidates = {id(v): k for k, v in vars(module).items() if isinstance(v, Tidegate)}
+    names = sorted(candidates.values())
     if name:
         found = getattr(module, name, None)
-        if not isinstance(found, Tidegate):
-            raise AppError(f"{target} has no Tidegate object named {name!r}")
-        return found
-    candidates = {id(v): k for k, v in vars(module).items() if isinstance(v, Tidegate)}
-    if len(candidates) != 1:
-        what = "no Tidegate object" if not candidates else f"several ({', '.join(sorted(candidates.values()))})"
-        raise AppError(f"{target} holds {what}; write {target}:name")
-    only: Tidegate = getattr(module, next(iter(candidates.values())))
+        if isinstance(found, Tidegate):
+            return found
+        is_what = f"{name!r} in {target} is not a Tidegate object, but {_kind(found)}" if hasattr(module, name) else ""
+        raise AppError(f"{is_what or f'{target} has no {name!r}'}; {_instead(module, target, names)}")
+    if len(names) != 1:
+        what = f"holds several Tidegate objects ({', '.join(names)})" if names else "holds no Tidegate object"
+        raise AppError(f"{target} {what}; {_instead(module, target, names)}")
+    only: Tidegate = getattr(module, names[0])
     return only
+
+
+def _instead(module: ModuleType, target: str, names: list[str]) -> str:
+    """What to write, from what there is."""
+    if names:
+        return f"write {' or '.join(f'{target}:{name}' for name in names[:MAX_NAMES])}"
+    found = [k for k, v in vars(module).items() if not k.startswith("_") and not _is_imported(v, module)]
+    more = ", …" if len(found) > MAX_NAMES else ""
+    has = f"it has {', '.join(found[:MAX_NAMES])}{more}" if found else "it has no names of its own"
+    return f"{has}. Make one at its top level: `from tidegate import Tidegate`, then `app = Tidegate()`"
+
+
+def _is_imported(value: object, module: ModuleType) -> bool:
+    is_code = isinstance(value, type | FunctionType)
+    return isinstance(value, ModuleType) or (is_code and value.__module__ != module.__name__)
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

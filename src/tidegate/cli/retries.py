@@ -16,6 +16,8 @@ from tidegate.errors import first_line
 
 KINDS = ("events", "deliveries", "steps")
 _SINGULAR = {"events": "event", "deliveries": "delivery", "steps": "step"}
+# Waiting for something to end, and not for a limit that may refuse it, or after a failure.
+_USING_NO_ATTEMPTS = ("concurrency", "paused", "source_paused", "breaker_open", "retry_after", "sleep", "replay")
 _DONE = {"cancel": "cancelled", "force": "forced"}
 
 
@@ -61,7 +63,7 @@ def list_retries(kind: str, limit: int, as_json: bool, **filters: str | None) ->
     if as_json:
         print_json(page)
         return
-    rows = [(*_what(r), r["reason"] or "", str(r["attempts"]), short_time(r["next_attempt_at"]), _eta(r),
+    rows = [(*_what(r), r["reason"] or "", _attempts(r), short_time(r["next_attempt_at"]), _eta(r),
              first_line(r["last_error"] or "")[:80]) for r in page["retries"]]  # fmt: skip
     who = {
         "events": ("EXTERNAL ID", "TYPE", "SOURCE"),
@@ -193,6 +195,12 @@ def _what(retry: dict[str, Any]) -> tuple[str, ...]:
     if retry["kind"] == "steps":
         return retry["id"], retry["workflow"], retry["step"], retry["workflow_run_id"]
     return retry["id"], retry["external_id"] or "", retry["type"] or "", retry["source"] or ""
+
+
+def _attempts(retry: dict[str, Any]) -> str:
+    """How many it has used; none while it waits for something that uses none, whose first look counts as the first."""
+    is_unused = retry["attempts"] <= 1 and retry["reason"] in _USING_NO_ATTEMPTS
+    return "-" if is_unused else str(retry["attempts"])
 
 
 def _eta(retry: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Collection
 from datetime import datetime
 from typing import Any, TypeGuard
@@ -133,7 +134,7 @@ async def _delivered(connection: Connection, event: Event) -> list[Decision]:
                 for line in lines
                 if line.stage == "step" and line.trigger_id == delivery.trigger_id
             ]
-            story.append(_run_line(run))
+            story.append(_run_line(run, delivery.trigger_id, trigger_name))
     story += await _filtered(connection, event, known=names.keys(), lines=lines)
     if len(story) == 0:
         reason = f"no active trigger takes events of type {event.type} from {event.source}"
@@ -216,13 +217,15 @@ def _recorded_line(line: Recorded) -> Decision:
     )
 
 
-def _run_line(run: Run) -> Decision:
+def _run_line(run: Run, trigger_id: uuid.UUID, trigger: str) -> Decision:
     return Decision(
         at=run.finished_at or run.started_at or run.created_at,
         stage="run",
         decision=run.status,
         reason=first_line(run.error) if run.error else None,
         workflow=run.workflow,
+        trigger_id=trigger_id,
+        trigger=trigger,
         run_id=run.id,
     )
 
@@ -241,17 +244,19 @@ async def _held_summary(connection: Connection, retry: IngressRetry) -> str:
 def _summary(story: list[Decision]) -> str:
     """How the event stands, in a line: its runs, then the deliveries that have none."""
     last = story[-1]
-    told = [_outcome(line) for line in story if line.stage == "run"]
-    told += [_outcome(line) for line in story if line.delivery_id is not None and line.decision != "launched"]
+    told = [line for line in story if line.stage == "run"]
+    told += [line for line in story if line.delivery_id is not None and line.decision != "launched"]
     if told:
-        return "; ".join(told)
+        triggers_of = Counter(workflow for workflow, _ in {(line.workflow, line.trigger_id) for line in told})
+        return "; ".join(_outcome(line, is_one_of_several=triggers_of[line.workflow] > 1) for line in told)
     return f"{last.decision}: {last.reason}" if last.reason else last.decision
 
 
-def _outcome(line: Decision) -> str:
-    what = line.decision
+def _outcome(line: Decision, *, is_one_of_several: bool) -> str:
+    """How a workflow stands with the event; if several of its triggers took it, by which."""
+    what, whose = line.decision, f"{line.workflow}/{line.trigger}" if is_one_of_several else line.workflow
     if line.waits_for is not None:
         what = f"waits for {line.waits_for}"
     elif line.until is not None:
         what = f"waits until {line.until:%Y-%m-%d %H:%M:%S} UTC"
-    return f"{line.workflow} {what}: {line.reason}" if line.reason else f"{line.workflow} {what}"
+    return f"{whose} {what}: {line.reason}" if line.reason else f"{whose} {what}"

@@ -34,8 +34,8 @@ class Filters(NamedTuple):
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """What was given up. `replay_at` is when it is to be replayed, `replay_error` why it could not be; `replayed_at`,
-    `replayed_by` and `replayed_into` (the event, delivery or run) say what became of it. `last_replayed_from` is the
-    letter that its subject was last replayed from: another one than this when it was given up once more."""
+    `replayed_by` and `replayed_into` (the event, delivery or run) say what became of it. `last_replayed_from` is
+    another letter of the same subject, which that was last replayed from."""
 
     id: uuid.UUID
     kind: LetterKind

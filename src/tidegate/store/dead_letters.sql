@@ -3,7 +3,7 @@
 select l.id, l.kind, l.subject_id, l.event_id, e.source, e.type as event_type, t.id as trigger_id, t.name as trigger,
        w.slug as workflow, r.id as workflow_run_id, s.name as step, l.reason, l.detail, l.created_at, l.replay_at,
        l.replay_by, l.replay_error, l.replayed_at, l.replayed_by, l.replayed_into,
-       coalesce(r.replayed_from, d.replayed_from, i.replayed_from) as last_replayed_from
+       nullif(coalesce(r.replayed_from, d.replayed_from, i.replayed_from), l.id) as last_replayed_from
   from tidegate.dead_letters l
   left join tidegate.workflow_events e on e.id = l.event_id
   left join tidegate.event_ingress_retries i on l.kind = 'event' and i.event_id = l.subject_id

@@ -226,7 +226,7 @@ function drawHeld(retries, health) {
   const goesOn = (retry) => retry.eta_seconds !== null ? time(retry.next_attempt_at) : OPEN_ENDED[retry.reason] ?? "when resumed";
   const rows = retries.map((retry) => el("tr", {},
     cell("c-time", link("event", retry.event_id, goesOn(retry))),
-    cell("c-name", visible(retry.workflow ? `${retry.type} → ${retry.workflow}` : retry.type)),
+    cell("c-name", visible(retry.workflow ? `${retry.type} → ${retry.workflow}/${retry.trigger}` : retry.type)),
     cell("c-source", visible(retry.source)),
     cell("c-status", pill(visible(retry.reason ?? "unknown"))),
     cell("c-text", visible(retry.last_error ?? "")),
@@ -259,7 +259,7 @@ async function eventPanel(given) {
   const path = `/v1/events/${encodeURIComponent(given)}`;
   const [event, story] = await Promise.all([get(path), get(`${path}/explain`)]);
   const lines = story.decisions.map((line) => el("li", { class: tone(line.decision) },
-    el("div", {}, el("span", { class: "stage" }, line.stage), pill(line.decision), el("b", {}, visible(line.workflow ?? "")),
+    el("div", {}, el("span", { class: "stage" }, line.stage), pill(line.decision), el("b", {}, visible([line.workflow, line.trigger].filter(Boolean).join("/"))),
       line.stage === "run" && link("run", line.run_id, "show run"), moment(line.at)),
     line.reason && el("p", {}, visible(line.reason))));
   return [event.type, [
