@@ -147,6 +147,9 @@ BROKEN: dict[str, Framing] = {
     "two tokens": lambda body: (
         (b"authorization: Bearer a", b"authorization: Bearer b", b"content-length: %d" % len(body)), body,
     ),
+    "no host": lambda body: ((b"content-length: %d" % len(body),), body),
+    "a space in a name": lambda body: ((b"x y: z", b"content-length: %d" % len(body)), body),
+    "no colon": lambda body: ((b"x", b"content-length: %d" % len(body)), body),
     "two hosts": lambda body: ((b"host: elsewhere", b"content-length: %d" % len(body)), body),
     "two types": lambda body: ((b"content-type: a/b", b"Content-Type: c/d", b"content-length: %d" % len(body)), body),
 }  # fmt: skip
@@ -174,7 +177,8 @@ def request(mark: bytes, target: str, framing: str, upgrade: str = "none", expec
     """One request of the table."""
     made = TARGETS[target](mark)
     framed, body = (FRAMINGS.get(framing) or BROKEN[framing])(made.body)
-    lines = [b"%b %b HTTP/1.1" % (made.method, made.path), b"host: localhost", *UPGRADES[upgrade], *EXPECTS[expect]]
+    host = () if framing == "no host" else (b"host: localhost",)
+    lines = [b"%b %b HTTP/1.1" % (made.method, made.path), *host, *UPGRADES[upgrade], *EXPECTS[expect]]
     raw = b"\r\n".join([*lines, *made.headers, *framed]) + b"\r\n\r\n" + body
     return Sent(
         raw, mark if target in MARKED else b"", made.statuses, framing in FRAMINGS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -162,6 +163,54 @@ async def test_a_path_has_one_meaning(ways: tuple[int, int], path: bytes) -> Non
     short, long = [alike(await wire.answers(port, [raw])) for port in ways]
     assert [answer.status for answer in short[:1]] == [PATHS[path]]
     assert [answer.status for answer in short] == [answer.status for answer in long]
+
+
+HEAD = b"POST /v1/events HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+# Bytes that cannot be read, and what the answer says of them.
+FAULTS = {
+    b"\x16\x03\x01\x02\x00\x01canary": "it is TLS",
+    b"\x16": "it is TLS",
+    b"\x00\x01canary\r\n\r\n": "does not begin with a method",
+    b"canary / HTTP/1.1\r\n\r\n": "does not begin with a method",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n": "it is of HTTP/2",
+    b"GET /canary HTTP/2.0\r\nhost: localhost\r\n\r\n": "HTTP/2.0 is not spoken here",
+    b"GET /canary HTTP/9.9\r\n\r\n": "its version is not HTTP/1.1",
+    b"GET /canary\r\n\r\n": "HTTP/0.9 is not spoken here",
+    b"GET / canary HTTP/1.1\r\n\r\n": "does not end with HTTP/1.1",
+    b"GET canary HTTP/1.1\r\n\r\n": "its address",
+    b"GET /canary\xff HTTP/1.1\r\n\r\n": "its address",
+    b"GET http://canary:x/ HTTP/1.1\r\nhost: canary\r\n\r\n": "its address",
+    HEAD + b"canary canary: x\r\n\r\n": "the name of a header",
+    HEAD + b"canary : x\r\n\r\n": "a space before the colon",
+    HEAD + b": canary\r\n\r\n": "the name of a header is empty",
+    HEAD + b"canary\r\n\r\n": "the name of a header",
+    HEAD + b"x: y\r\n canary\r\n\r\n": "in a second line",
+    HEAD + b"x: canary\x00\r\n\r\n": "a control character",
+    b"GET /canary HTTP/1.1\nhost: localhost\n\n": "does not end with CR LF",
+    HEAD + b"x: canary\ny: z\r\n\r\n": "does not end with CR LF",
+    HEAD + b"x: canary\ry: z\r\n\r\n": "does not end with CR LF",
+    HEAD + b"content-length: canary\r\n\r\n": "content-length is not a number",
+    HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n": "Duplicate Content-Length",
+    HEAD + b"transfer-encoding: chunked\r\n\r\ncanary": "chunk size",
+    b"POST /v1/events HTTP/1.1\r\ncontent-length: 6\r\n\r\ncanary": "the header host is missing",
+    b"GET /livez HTTP/1.1\r\nx: canary\r\n\r\n": "the header host is missing",
+    HEAD + b"Host: localhost\r\ncontent-length: 0\r\n\r\n": "the header host is given more than once",
+    HEAD + b"host: canary\r\ncontent-length: 0\r\n\r\n": "the header host is given more than once",
+}
+
+
+@pytest.mark.parametrize("raw", FAULTS, ids=str)
+async def test_a_refusal_says_what_is_wrong_and_repeats_nothing(ways: tuple[int, int], raw: bytes) -> None:
+    for port in ways:
+        for parts in ([raw], [raw[:1], raw[1:]]):
+            [answer] = await wire.answers(port, parts)
+            assert (answer.status, answer.closes) == (400, True)
+            assert FAULTS[raw] in json.loads(answer.body)["detail"] and b"canary" not in answer.body, answer.body
+
+
+async def test_the_version_before_needs_no_host(ways: tuple[int, int]) -> None:
+    for port in ways:
+        assert [one.status for one in await wire.answers(port, [b"GET /livez HTTP/1.0\r\n\r\n"])] == [200]
 
 
 async def test_random_connections(address: str, shared_url: str) -> None:

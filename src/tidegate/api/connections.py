@@ -160,8 +160,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as exc:
-            cause = exc.__context__  # what one of the methods below raised
-            self._refuse(cause if isinstance(cause, Problem) else Problem(400, "this is no request of HTTP/1.1"))
+            self._refuse(heads.unreadable(exc, data))
             return
         if self.transport.is_closing():
             return
