@@ -100,6 +100,7 @@ def test_http_with_headers_for_correlation(demo: str) -> None:
         ({"traceparent": f"00-{trace}-b7ad6b7169203331-01", "x-request-id": "r-1"}, trace),
         ({"x-request-id": "r-2"}, "r-2"),
         ({"traceparent": "nonsense", "x-request-id": "r-3"}, "r-3"),
+        ([("traceparent", f"00-{trace}-b7ad6b7169203331-01")] * 2 + [("x-request-id", "r-5")], "r-5"),
     ):
         body = {"type": "order.created", "source": "shop.api", "payload": order()}
         answer = _http.post(f"{demo}/v1/events", json=body, headers=headers).json()

@@ -386,7 +386,11 @@ def test_trace_and_correlation(url: str, admin: Admin, source: str) -> None:
     for i, more in enumerate(({"traceparent": trace}, {"x-request-id": "req-1"}, {"x-request-id": "x" * 500})):
         headers = signed("github", secret, b"{}", message_id=f"c-{i}")
         ok(send(url, source, headers | more, b"{}"), 202)
-    third, second, first = admin.events(source)
+    headers = signed("github", secret, b"{}", message_id="c-3")
+    twice = [("content-type", "application/json"), *headers.items(), ("traceparent", trace), ("traceparent", trace)]
+    ok(_http.post(f"{url}/v1/webhooks/{source}", content=b"{}", headers=twice), 202)
+    doubled, third, second, first = admin.events(source)
+    assert (doubled["correlation_id"], doubled["traceparent"]) == (doubled["id"], None)
     assert first["correlation_id"] == trace[3:35] and first["traceparent"] == trace
     assert second["correlation_id"] == "req-1" and third["correlation_id"] == third["id"]
 

@@ -445,6 +445,17 @@ async def test_requests_that_are_refused_and_other_routes_have_spans_but_probes_
     assert spans.one("GET /v1/events/{id}").context.trace_id == trace_of(PRODUCER)
 
 
+async def test_of_several_traceparents_none_is_continued(address: str, connection: Connection, spans: Recorded) -> None:
+    """As W3C's Trace Context asks: nobody can tell which one is meant. The request is taken, in a trace of its own."""
+    twice = [("traceparent", PRODUCER), ("traceparent", OTHER)]
+    async with httpx.AsyncClient(trust_env=False, base_url=address) as client:
+        answer = await client.post("/v1/events", json=event(), headers=twice)
+        await client.get("/v1/events/nobody", headers=twice)
+    assert answer.status_code == 202
+    assert all(span.parent is None for span in spans.all) and len(spans.all) == 2
+    assert await stored(connection) == [named(spans.one("POST /v1/events"))]
+
+
 async def test_an_http_workflows_request_carries_the_steps_span(
     app: Tidegate, workers: list[Worker], database: Database, clock: Clock, spans: Recorded
 ) -> None:

@@ -86,6 +86,8 @@ async def _answer(
 ) -> bytes | Response:
     try:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw_headers}
+        if "traceparent" in headers and has_several_traces(raw_headers):
+            del headers["traceparent"]
         principal = await services.access.check(headers.get("authorization"), "publish", raw_headers, peer)
         with services.admission.request() as place:
             body = await read(headers, place)
@@ -101,6 +103,11 @@ async def _answer(
     except Exception as exc:
         return problems.response(exc)
     return msgspec.json.encode(AcceptedBatch(accepted) if is_batch else accepted[0])
+
+
+def has_several_traces(raw_headers: RawHeaders) -> bool:
+    """Whether it cannot be told which trace is to be continued: then none is, as W3C's Trace Context asks."""
+    return sum(name == b"traceparent" for name, _ in raw_headers) > 1
 
 
 def _continued(traced: traces.Request, header: str | None, events: list[NewEvent]) -> list[NewEvent]:

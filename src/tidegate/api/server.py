@@ -341,7 +341,8 @@ def _endpoint(route: Route, services: Services) -> Any:
         if not traces.is_on or route.path in _UNTRACED:
             return await answer(request)
         with traces.Request(route.method, route.path) as traced:
-            traced.begin(request.headers.get("traceparent")).enter()
+            given = request.headers.getlist("traceparent")  # of several, which cannot be told apart, none is continued
+            traced.begin(given[0] if len(given) == 1 else None).enter()
             response = await answer(request)
             traced.status = response.status_code
         return response

@@ -59,6 +59,8 @@ async def receive_webhook(request: Request, services: Services) -> Response:
             if reason is not None or webhook is None:
                 return _unsigned(services, source, webhook, reason or "unknown_source")
             place.show()
+            if "traceparent" in headers and publish.has_several_traces(request.scope["headers"]):
+                del headers["traceparent"]
             event = _event(services, webhook, headers, body)
             place.hold_events(1)
             accepted = await services.webhooks.accept(event)
