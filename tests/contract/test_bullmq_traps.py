@@ -92,6 +92,7 @@ async def test_the_next_attempt_has_an_id_of_its_own(client: Any, queue: BullmqQ
     row_id = uuid.uuid4()
     queue.schedule([wakeup(60, 1, row_id), wakeup(30, 2, row_id)])
     await eventually(lambda: _count(client, 2))
+    assert [key.partition("event-retry:")[2] for key in await jobs(client)] == [f"{row_id}:1", f"{row_id}:2"]
 
 
 async def test_a_hint_is_not_lost_to_the_one_before(client: Any, queue: BullmqQueue, listener: BullmqQueue) -> None:
@@ -99,7 +100,7 @@ async def test_a_hint_is_not_lost_to_the_one_before(client: Any, queue: BullmqQu
         listener.wake("inbox").clear()
         queue.hint("inbox")
         async with asyncio.timeout(PATIENCE_SECONDS):
-            await listener.wake("inbox").wait()
+            assert await listener.wake("inbox").wait()
 
 
 async def test_hints_nobody_takes_do_not_pile_up(client: Any, queue: BullmqQueue) -> None:
@@ -137,7 +138,7 @@ async def test_nothing_leaves_our_handler(
             await failed.wait()
     queue.hint("plans")  # the same library worker
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await listener.wake("plans").wait()
+        assert await listener.wake("plans").wait()
     await eventually(lambda: _count(client, 0))
 
 
@@ -232,7 +233,7 @@ async def test_ours_keeps_none(client: Any, queue: BullmqQueue, listener: Bullmq
     queue.schedule([wakeup(0.05 * n) for n in range(10)])
     queue.hint("runs")
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await listener.wake("retries").wait()
+        assert await listener.wake("retries").wait()
     await eventually(lambda: _count(client, 0))
 
 
@@ -270,10 +271,13 @@ async def test_job_data_is_ids_only_and_options_are_pinned(
 async def test_far_and_crowded_wakeups_are_left_to_the_rows(client: Any, queue: BullmqQueue) -> None:
     at = datetime.now(UTC).replace(microsecond=0) + timedelta(minutes=5)
     crowd = [wakeup(0)._replace(due_at=at + timedelta(milliseconds=n)) for n in range(500)]
-    queue.schedule([wakeup(3700)])
+    far, near = wakeup(3700), wakeup(30)
+    queue.schedule([far])
     queue.schedule(crowd)
-    queue.schedule([wakeup(30)])
+    queue.schedule([near])
     await eventually(lambda: _count(client, MAX_PER_SECOND + 1))
+    made = {key.partition(":")[2].partition(":")[2] for key in await jobs(client)}
+    assert near.job_id in made and far.job_id not in made
 
 
 async def test_what_redis_has_lost_is_missing(client: Any, queue: BullmqQueue) -> None:

@@ -76,12 +76,12 @@ def wakeup(topic: Topic = "retries", seconds: float = 0.0, attempt: int = 1) -> 
     return Wakeup(topic, f"{JOBS[topic]}:{row_id}:{attempt}", row_id, datetime.now(UTC) + timedelta(seconds=seconds))
 
 
-async def woken(queue: Queue, topic: Topic) -> None:
+async def woken(queue: Queue, topic: Topic) -> bool:
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await queue.wake(topic).wait()
+        return await queue.wake(topic).wait()
 
 
-async def hears(listener: Queue, speaker: Queue, topic: Topic) -> None:
+async def hears(listener: Queue, speaker: Queue, topic: Topic) -> bool:
     """The listener is connected and a hint reaches it; sent again and again, as each alone may be lost."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
@@ -97,7 +97,7 @@ async def hears(listener: Queue, speaker: Queue, topic: Topic) -> None:
 @pytest.mark.parametrize("topic", TOPICS)
 async def test_a_hint_wakes_a_listener_elsewhere(backend: Backend, topic: Topic) -> None:
     speaker, listener = backend.queue(), backend.queue(listens=True)
-    await hears(listener, speaker, topic)
+    assert await hears(listener, speaker, topic)
 
 
 async def test_a_hint_wakes_this_process_at_once(backend: Backend) -> None:
@@ -109,17 +109,17 @@ async def test_a_hint_wakes_this_process_at_once(backend: Backend) -> None:
 
 async def test_many_hints_are_as_one(backend: Backend) -> None:
     speaker, listener = backend.queue(), backend.queue(listens=True)
-    await hears(listener, speaker, "runs")
+    assert await hears(listener, speaker, "runs")
     listener.wake("runs").clear()
     for _ in range(1000):
         speaker.hint("runs")
-    await woken(listener, "runs")
+    assert await woken(listener, "runs")
 
 
 async def test_what_was_said_before_anybody_listened_is_not_waited_for(backend: Backend) -> None:
     backend.queue().hint("inbox")
     listener = backend.queue(listens=True)
-    await asyncio.gather(*(woken(listener, topic) for topic in TOPICS))  # all: it cannot know what it missed
+    assert all([await woken(listener, topic) for topic in TOPICS])  # it cannot know what it missed
 
 
 @for_each_kind
@@ -132,12 +132,12 @@ async def test_schedule_makes_this_process_look_up_when_the_next_is_due(backend:
 @for_each_kind
 async def test_any_wakeup_may_be_scheduled_any_number_of_times(backend: Backend, topic: Topic) -> None:
     speaker, listener = backend.queue(), backend.queue(listens=True)
-    await hears(listener, speaker, topic)
+    assert await hears(listener, speaker, topic)
     same = wakeup(topic, seconds=0.2)
     for wakeups in ([], [same, same], [same], [wakeup(topic, -3600)], [wakeup(topic, 86_400 * 365)]):
         speaker.schedule(wakeups)
     speaker.schedule([wakeup(topic, n / 1000) for n in range(20_000)])
-    await hears(listener, speaker, topic)
+    assert await hears(listener, speaker, topic)
 
 
 async def test_nothing_is_missing_that_was_just_scheduled_or_cannot_be(backend: Backend) -> None:
@@ -154,7 +154,7 @@ async def test_nothing_is_missing_that_was_just_scheduled_or_cannot_be(backend: 
 
 async def test_nothing_fails_or_waits_while_the_backend_is_down(backend: Backend) -> None:
     queue, listener = backend.queue(), backend.queue(listens=True)
-    await hears(listener, queue, "inbox")
+    assert await hears(listener, queue, "inbox")
     backend.server.stop()
     try:
         for _ in range(50):
@@ -174,12 +174,12 @@ async def test_nothing_fails_or_waits_while_the_backend_is_down(backend: Backend
 
 async def test_a_listener_survives_a_restart_of_the_backend(backend: Backend) -> None:
     speaker, listener = backend.queue(), backend.queue(listens=True)
-    await hears(listener, speaker, "inbox")
+    assert await hears(listener, speaker, "inbox")
     backend.server.stop()
     speaker.hint("inbox")
     backend.server.start()
-    await hears(listener, speaker, "inbox")
-    await hears(listener, speaker, "runs")
+    assert await hears(listener, speaker, "inbox")
+    assert await hears(listener, speaker, "runs")
 
 
 async def test_a_queue_that_starts_before_its_backend(backend: Backend) -> None:
@@ -191,13 +191,13 @@ async def test_a_queue_that_starts_before_its_backend(backend: Backend) -> None:
             await asyncio.sleep(0.02)
     finally:
         backend.server.start()
-    await hears(listener, speaker, "runs")
+    assert await hears(listener, speaker, "runs")
 
 
 async def test_close_leaves_nothing_behind(backend: Backend) -> None:
     before = asyncio.all_tasks()
     speaker, listener = backend.queue(), backend.queue(listens=True)
-    await hears(listener, speaker, "inbox")
+    assert await hears(listener, speaker, "inbox")
     speaker.schedule([wakeup(seconds=5)])
     async with asyncio.timeout(PATIENCE_SECONDS):
         for queue in (speaker, listener):

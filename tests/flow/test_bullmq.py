@@ -293,18 +293,20 @@ async def test_a_start_refills_redis(database: Database, connection: Connection,
     near = [row for row in rows if row["next_attempt_at"] - row["updated_at"] < timedelta(minutes=55)]
     with start():
         await until(lambda: has_jobs_for(client, near))
+    assert near and await held(connection) == rows
 
 
 async def test_pages_beyond_the_first_are_refilled(
     database: Database, connection: Connection, client: Any, start: Start
 ) -> None:
-    with start(1, 10_000, TIDEGATE_BATCH_SIZE="10"):
+    with start(1, 10_000, TIDEGATE_BATCH_SIZE="10") as process:
         await publish(connection, 60)
         await eventually(database, WAITING, 59)
         rows = await held(connection)
         await until(lambda: has_jobs_for(client, rows[5:]))
         await client.flushall()
         await until(lambda: has_jobs_for(client, rows[5:]))
+        assert '"kind":"events"' in process.wait_for_line(r"reconcile\.requeued").string
 
 
 async def test_redis_dies_while_publishing_and_draining(
