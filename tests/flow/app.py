@@ -35,6 +35,17 @@ async def slow(ctx: Context, seconds: float) -> str:
     return "slept"
 
 
+@app.workflow(on="work.endless")
+async def endless(ctx: Context) -> None:
+    name = os.environ["WORKER_NAME"]
+    try:
+        while True:
+            await _record(ctx, f"{name} works")
+            await asyncio.sleep(0.02)
+    finally:
+        await _record(ctx, f"{name} leaves")
+
+
 @app.workflow(on="work.broken")
 def broken(ctx: Context) -> None:
     raise RuntimeError("this one always fails")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -19,6 +20,8 @@ from tests.flow.test_ingest import event
 from tests.processes import api, worker
 from tidegate.errors import Unavailable
 from tidegate.flow.ingest import Ingest
+from tidegate.queue import postgres
+from tidegate.queue.postgres import PostgresQueue
 from tidegate.store import db
 from tidegate.store.db import Connection, Database
 
@@ -192,6 +195,59 @@ async def test_events_whose_commit_was_not_answered_are_accepted_and_stored_once
     ids = {row["id"] for row in await connection.fetch("select id from tidegate.workflow_events")}
     assert len(ids) == 7 and {one.id for answer in answers for one in answer} < ids
     assert await connection.fetchval("select count(*) from tidegate.event_inbox") == 7
+
+
+@pytest.mark.parametrize("is_suspended", [False, True], ids=["cut off", "and suspended"])
+async def test_a_worker_that_is_cut_off_leaves_its_functions_by_its_own_clock(
+    database_url: str,
+    database: Database,
+    connection: Connection,
+    effects: Callable[[], Awaitable[list[tuple[Any, str]]]],
+    is_suspended: bool,
+) -> None:
+    settings = {"TIDEGATE_LEASE_MS": "6000", "EFFECTS_URL": database_url}
+    await connection.execute("select tidegate.publish('work.endless', 'test')")
+    with Proxy(database_url) as proxy, worker(proxy.url, APP, WORKER_NAME="first", **settings) as first:
+        await eventually(database, "select count(*) > 1 from effects")
+        with worker(database_url, APP, WORKER_NAME="second", **settings):
+            proxy.block()
+            assert proxy.freeze() >= 2
+            if is_suspended:
+                first.signal(signal.SIGSTOP)
+            await eventually(database, "select count(*) > 3 from effects where what = 'second works'")
+            if is_suspended:
+                first.signal(signal.SIGCONT)
+            await eventually(database, "select count(*) = 1 from effects where what = 'first leaves'")
+            first.wait_for_line("run.lease_lost")
+    seen = [what for _, what in await effects()]
+    assert "first works" not in seen[seen.index("first leaves") :]
+    if not is_suspended:  # at no time were there two
+        assert seen.index("first leaves") < seen.index("second works")
+
+
+async def test_a_listener_that_fell_silent_is_replaced(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "_ALIVE_SECONDS", 0.1)
+    with Proxy(database_url) as proxy:
+        listening = Database(proxy.url, "test", size=1, statement_seconds=0.2)
+        database = Database(database_url, "test", size=1)
+        queue, sender = PostgresQueue(listening), PostgresQueue(database)
+        listens = "select count(*) = 1 from pg_stat_activity where query = 'select 1' and pid <> all ($1::int[])"
+        try:
+            queue.start_listening()
+            await eventually(database, listens, [])
+            async with database.connection() as connection:
+                silent = [row[0] for row in await connection.fetch("select pid from pg_stat_activity")]
+            assert proxy.freeze() == 1
+            await eventually(database, listens, silent)
+            queue.wake("runs").clear()
+            sender.hint("runs")
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await queue.wake("runs").wait()
+        finally:
+            await queue.close()
+            await sender.close()
+            await listening.close()
+            await database.close()
 
 
 async def test_sockets_are_watched_by_the_kernel(database_url: str) -> None:

@@ -1,12 +1,17 @@
-"""Leases: kept alive from a thread of their own: a workflow that keeps the event loop busy does not lose its run."""
+"""Leases: kept alive from a thread of their own: a workflow that keeps the event loop busy does not lose its run.
+
+When renewals fail until a lease is about to end, another worker may have the run soon, and nobody can tell us so: its
+function is told to leave by this worker's own clock, in good time, since leaving takes a while.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 
+from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
 from tidegate.model.run import ClaimedRun
 from tidegate.store import runs, workers
@@ -15,15 +20,17 @@ from tidegate.telemetry.logs import logger
 
 # A worker that has not been seen for an hour is forgotten.
 GONE_MS = 3_600_000
+# The share of a lease after which it is given up, and how often that is asked in the length of one.
+GIVEN_UP_AFTER, LOOKS = 0.9, 50
 
 _log = logger("run")
 
 
 class LeaseKeeper:
-    """Renews what `held` shows, every third of a lease, until stopped.
+    """Renews what `held` shows (runs, and since when this worker has them), every third of a lease, until stopped.
 
-    `lost` and `cancelled` are called in the worker's loop, with runs that belong to someone else now, or are to be
-    cancelled.
+    `lost`, `overdue` and `cancelled` are called in the worker's loop, with runs that belong to someone else now, that
+    may do so soon, or that are to be cancelled.
     """
 
     def __init__(
@@ -32,9 +39,10 @@ class LeaseKeeper:
         worker: str,
         definitions: Callable[[], list[uuid.UUID]],
         lease_ms: int,
-        held: Callable[[], Mapping[uuid.UUID, ClaimedRun]],
+        held: Callable[[], Iterable[tuple[ClaimedRun, float]]],
         *,
         lost: Callable[[ClaimedRun], None],
+        overdue: Callable[[ClaimedRun], None],
         cancelled: Callable[[uuid.UUID], None],
     ) -> None:
         self._url = url
@@ -43,12 +51,14 @@ class LeaseKeeper:
         self._lease_ms = lease_ms
         self._held = held
         self._lost = lost
+        self._overdue = overdue
+        self._renewed_at: dict[_Claim, float] = {}
         self._cancelled = cancelled
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin; `lost` and `cancelled` are called in the loop that runs now."""
+        """Begin; `lost`, `overdue` and `cancelled` are called in the loop that runs now."""
         loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, args=(loop,), name="tidegate-leases", daemon=True)
         self._thread.start()
@@ -66,6 +76,7 @@ class LeaseKeeper:
         database = Database(
             self._url, "leases", size=1, statement_seconds=min(STATEMENT_SECONDS, self._lease_ms / 5000)
         )
+        watching = asyncio.create_task(self._watch(worker))
         try:
             seconds = 0.0  # the first beat at once; it may fail like any other
             while not await asyncio.to_thread(self._stopping.wait, seconds):
@@ -83,7 +94,24 @@ class LeaseKeeper:
         except Unavailable as exc:
             _log.warning("run.renewal_ends", error=exc)
         finally:
+            watching.cancel()
             await database.close()
+
+    async def _watch(self, worker: asyncio.AbstractEventLoop) -> None:
+        """Give up, once each, what was not renewed for too long; a renewal that waits for its answer does not hold this
+        up."""
+        given_up: set[_Claim] = set()
+        while True:
+            await asyncio.sleep(self._lease_ms / 1000 / LOOKS)
+            too_old = monotonic() - self._lease_ms / 1000 * GIVEN_UP_AFTER
+            late = {_claim(run): run for run, at in self._leases() if at < too_old}
+            for claim in late.keys() - given_up:
+                worker.call_soon_threadsafe(self._overdue, late[claim])
+            given_up = set(late)
+
+    def _leases(self) -> list[tuple[ClaimedRun, float]]:
+        """What is held, and when its lease began, or a little earlier."""
+        return [(run, self._renewed_at.get(_claim(run), claimed_at)) for run, claimed_at in self._held()]
 
     async def _beat(self, database: Database) -> None:
         """Say that this worker is alive, and what it can run."""
@@ -92,13 +120,23 @@ class LeaseKeeper:
             await workers.forget(connection, GONE_MS)
 
     async def _renew(self, database: Database, worker: asyncio.AbstractEventLoop) -> None:
-        held = dict(self._held())
+        held = {run.id: run for run, _ in self._held()}
         if not held:
             return
+        sent_at = monotonic()  # the new leases begin later than this, whenever their answer comes
         async with database.transaction() as connection:
             kept = await runs.renew(connection, list(held.values()), self._lease_ms)
+        renewed = {_claim(held[one.id]): sent_at for one in kept.values() if one.is_renewed}
+        self._renewed_at = {_claim(run): at for run, at in self._leases()} | renewed
         for run_id, run in held.items():
             if run_id not in kept:
                 worker.call_soon_threadsafe(self._lost, run)
-            elif kept[run_id]:
+            elif kept[run_id].cancel_requested:
                 worker.call_soon_threadsafe(self._cancelled, run_id)
+
+
+_Claim = tuple[uuid.UUID, int]
+
+
+def _claim(run: ClaimedRun) -> _Claim:
+    return run.id, run.claim_generation

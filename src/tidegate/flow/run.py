@@ -94,8 +94,8 @@ class Runner:
         )  # fmt: skip
         self._leases = LeaseKeeper(
             database.url, worker, lambda: self._definitions, lease_ms,
-            lambda: {execution.run.id: execution.run for execution in self._held()},
-            lost=self._lost, cancelled=self._cancelled,
+            lambda: [(execution.run, execution.claimed_at) for execution in self._held()],
+            lost=self._lost, overdue=partial(self._lost, is_taken=False), cancelled=self._cancelled,
         )  # fmt: skip
 
     def serve(self, definitions: list[uuid.UUID]) -> None:
@@ -380,8 +380,9 @@ class Runner:
         if not task.cancelled() and (error := task.exception()) is not None:
             tell_left(execution.run, execution.event, error)
 
-    def _lost(self, run: ClaimedRun) -> None:
-        for execution in [one for one in self._held() if one.run is run]:
+    def _lost(self, run: ClaimedRun, is_taken: bool = True) -> None:
+        """Another worker has it, or may have it soon: what is being written counts if that comes first."""
+        for execution in [one for one in (self._held() if is_taken else self._tasks) if one.run is run]:
             _log.warning("run.lease_lost", **run_fields(run, execution.event))
             self._leave(execution)
 

@@ -63,11 +63,19 @@ async def cancel_requested(connection: Connection, run_ids: Sequence[uuid.UUID])
     return {row[0] for row in await connection.fetch(_sql["cancel_requested"], run_ids)} if run_ids else set()
 
 
-async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: int) -> dict[uuid.UUID, bool]:
-    """Extend leases, without waiting for whoever writes a run just now. The runs still held, and whether their
-    cancellation was asked for; the others belong to someone else now."""
+class KeptRun(NamedTuple):
+    """A run that its worker still holds."""
+
+    id: uuid.UUID
+    is_renewed: bool
+    cancel_requested: bool
+
+
+async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: int) -> dict[uuid.UUID, KeptRun]:
+    """Extend leases, but not of a run that somebody writes just now. The runs still held; the others belong to someone
+    else now."""
     rows = await connection.fetch(_sql["renew"], [r.id for r in held], [r.claim_generation for r in held], lease_ms)
-    return {row[0]: row[1] for row in rows}
+    return {row[0]: KeptRun(*row) for row in rows}
 
 
 class EndedRun(NamedTuple):

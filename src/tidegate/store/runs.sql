@@ -61,8 +61,8 @@ update tidegate.workflow_runs r set trials = null
 select id from tidegate.workflow_runs where id = any ($1::uuid[]) and claim_expires_at is not null and cancel_requested_at is not null
 
 -- name: renew
--- Extends the leases a worker still holds. Returns the ids, and whether their cancellation was asked for; a run that is
--- missing there belongs to someone else. A row that somebody is writing, such as the end of the run, is left for the next
+-- Extends the leases a worker still holds. Returns the ids, whether each was extended, and whether its cancellation was asked
+-- for; a run that is missing there belongs to someone else. A row that somebody is writing, such as the end of the run, is left for the next
 -- time: whoever waits for one row with others locked waits for ever for somebody who does the same.
 with held as materialized (
   select r.id, r.cancel_requested_at is not null as cancel_requested
@@ -78,7 +78,7 @@ with held as materialized (
      set claim_expires_at = tidegate.now() + $3::bigint * interval '1 ms'
    where r.id = any (array(select id from free))
 )
-select id, cancel_requested from held
+select h.id, f.id is not null as is_renewed, h.cancel_requested from held h left join free f on f.id = h.id
 
 -- name: finish
 -- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing. Its worker lives,
