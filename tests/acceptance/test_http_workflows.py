@@ -379,6 +379,6 @@ def test_the_command(server: str, tmp_path: Path) -> None:
     assert re.search(r"secret, shown this once: whsec_\S{44}\n", rotated.stdout)
     assert "old secret" not in run("workflows", "rotate", "cli", "--keep", "0s", env=env).stdout
     refused = run("workflows", "rotate", "cli", "--keep", "31d", env=env)
-    assert refused.returncode == 1 and "keep_ms: must lie between 0 and" in refused.stderr
+    assert refused.returncode == 1 and "--keep: must lie between 0 and" in refused.stderr
     assert run("workflows", "delete", "from-file", env=env).returncode == 0
     assert run("workflows", "show", "from-file", env=env).returncode == 1
