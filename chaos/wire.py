@@ -224,7 +224,10 @@ def pieces(chance: random.Random, sent: Sequence[Sent]) -> list[bytes]:
 
 
 async def answers(port: int, parts: Sequence[bytes], *, gap_seconds: float = 0.0) -> list[Answer]:
-    """Send the parts; everything that comes until the server closes. ValueError when that is no HTTP."""
+    """Send the parts; everything that comes until the server closes. ValueError when that is no HTTP.
+
+    ConnectionError when it resets the connection, which may cost an answer; EOFError when it ends in the middle of one.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     found: list[Answer] = []
 
@@ -246,8 +249,6 @@ async def answers(port: int, parts: Sequence[bytes], *, gap_seconds: float = 0.0
                 continue
             body = await reader.readexactly(int(fields[b"content-length"]))
             found.append(Answer(status, fields.get(b"connection", b"").lower() == b"close", body))
-    except (ConnectionError, asyncio.IncompleteReadError):
-        pass  # an answer that went with the connection is missed
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
@@ -322,7 +323,7 @@ async def attack(port: int, database_url: str, count: int, seed: int) -> Found:
             try:
                 async with asyncio.timeout(WAIT_SECONDS):
                     got = await answers(port, parts, gap_seconds=gap_seconds)
-            except (TimeoutError, ValueError, LookupError, OSError) as exc:
+            except (TimeoutError, ValueError, LookupError, OSError, EOFError) as exc:
                 found.complaints.append(f"{type(exc).__name__} {exc} {b''.join(parts)[:1000]!r}")
                 continue
             found.answered += len(got)
