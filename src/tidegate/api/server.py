@@ -99,9 +99,10 @@ PUBLISH = Route(
     (Accepted, publish.AcceptedBatch),
     scope="publish",
     status=202,
-    # CloudEvents have their own documents, and clients made from this one take a single kind of body.
     body={
-        "application/json": {"schema": {"oneOf": [openapi.NEW_EVENT, {"type": "array", "items": openapi.NEW_EVENT}]}}
+        "application/json": {"schema": {"oneOf": [openapi.NEW_EVENT, {"type": "array", "items": openapi.NEW_EVENT}]}},
+        publish.CE_STRUCTURED: {"schema": openapi.CLOUD_EVENT},
+        publish.CE_BATCH: {"schema": openapi.CLOUD_EVENT_BATCH},
     },
     errors=(400, 408, 409, 413, 415, 422, 503),
 )

@@ -81,7 +81,9 @@ try {
     entry(`path-${anchor(path)}`, path, ...Object.entries(methods).map(([method, given]) => operation(method, given)));
   }
   $("contents").append(el("h3", {}, "Schemas"));
-  for (const [name, schema] of Object.entries(components?.schemas ?? {})) {
+  const named = Object.entries(components?.schemas ?? {});
+  const all = named.flatMap(([name, schema]) => [[name, schema], ...Object.entries(schema.$defs ?? {})]);
+  for (const [name, schema] of all) {
     const about = schema.description && el("p", {}, schema.description);
     entry(`schema-${anchor(name)}`, name, about, schema.properties ? fields("Fields", schema) : el("p", {}, type(schema)));
   }
