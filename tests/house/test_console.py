@@ -38,3 +38,8 @@ def test_every_link_is_made_here() -> None:
     links = re.findall(r"href: (.*?)[ ,}]", (STATIC / "console.js").read_text())
     assert links and all(link.startswith("`#") or link == "where" for link in links), links
     assert "/^https?:/.test(where) ?" in (STATIC / "console.js").read_text()
+
+
+def test_causes_say_what_to_do() -> None:
+    """As on the command line: the same words of the same answer."""
+    assert "visible(`do: ${cause.do}`)" in (STATIC / "console.js").read_text()
