@@ -140,8 +140,8 @@ async def test_new_work_does_not_wait_for_a_batch_that_is_deleting(
     runner = await done_world(connection, world)
     await clock.advance(8 * DAY_MS)
     async with database.transaction() as pruning:
-        page = await retention.page(pruning, after=0, limit=100, older_seconds=WEEK.events_seconds)
-        ids = await retention.lock_finished_events(pruning, page.old, older_seconds=WEEK.events_seconds)
+        page = await retention.page(pruning, after=retention.Place(), limit=100, older_seconds=WEEK.events_seconds)
+        ids = await retention.lock_finished_events(pruning, page.ids, older_seconds=WEEK.events_seconds)
         assert (await retention.delete_events(pruning, ids))["events"] == 4
         await publish(connection, "go", n=10)  # a lock that is in the way ends this after two seconds
         await world.turn(runner)

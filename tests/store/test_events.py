@@ -241,10 +241,10 @@ async def test_get_many(connection: Connection) -> None:
 async def test_pages_newest_first_neither_skip_nor_repeat(connection: Connection) -> None:
     ids = await make_events(connection, 5)
     seen: list[Any] = []
-    while page := await events.list_page(
-        connection, before=events.Place(seen[-1].ingress_sequence, None) if seen else None, limit=2
-    ):
+    place = None
+    while page := await events.list_page(connection, before=place, limit=2):
         seen += page
+        place = events.Place(page[-1].ingress_sequence, page[-1].received_at)
         await make_events(connection)  # what arrives meanwhile is newer
     assert [e.id for e in seen] == ids[::-1]
 

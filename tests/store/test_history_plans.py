@@ -141,8 +141,8 @@ async def test_health_reads_nothing_that_is_finished(history_url: str, mode: str
 @STATISTICS
 async def test_a_batch_of_pruning_reads_what_it_deletes(history_url: str, mode: str, has_statistics: bool) -> None:
     async def work(connection: Any) -> None:
-        page = await retention.page(connection, after=0, limit=BATCH, older_seconds=600)
-        ids = await retention.lock_finished_events(connection, page.old, older_seconds=600)
+        page = await retention.page(connection, after=retention.Place(), limit=BATCH, older_seconds=600)
+        ids = await retention.lock_finished_events(connection, page.ids, older_seconds=600)
         assert len(ids) == BATCH
         if not has_statistics:  # rows that are old enough to go have been counted long ago
             return

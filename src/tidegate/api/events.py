@@ -73,7 +73,6 @@ ROUTES = (
 
 
 def _to_cursor(place: Place) -> str:
-    assert place.received_at is not None
     text = f"{place.ingress_sequence}.{(place.received_at - _EPOCH) // _US}"
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 

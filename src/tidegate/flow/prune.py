@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tidegate import failpoints
 from tidegate.store import retention
 from tidegate.store.db import Connection, Database
+from tidegate.store.retention import Place
 
 BATCH = 200
 
@@ -32,7 +33,7 @@ class Pruned(NamedTuple):
 
     deleted: Mapping[str, int]
     is_done: bool
-    after: int = 0
+    after: Place = Place()
 
 
 class Prune:
@@ -42,7 +43,7 @@ class Prune:
         self._database = database
         self._retention = retention
         self._batch_size = batch_size
-        self._after = 0  # how far the pass over the events has come
+        self._after = Place()  # how far the pass over the events has come
         self._stage = 0
 
     @property
@@ -57,7 +58,7 @@ class Prune:
         while self._stage < len(stages) and order[self._stage] == 0:
             self._stage += 1
         if self._stage == len(stages):
-            self._stage, self._after = 0, 0
+            self._stage, self._after = 0, Place()
             return Pruned({}, is_done=True)
         pruned = await self._database.run(partial(stages[self._stage], older_seconds=order[self._stage]))
         self._after = pruned.after
@@ -84,13 +85,10 @@ class Prune:
 
     async def _events(self, connection: Connection, older_seconds: int) -> Pruned:
         page = await retention.page(connection, after=self._after, limit=self._batch_size, older_seconds=older_seconds)
-        if page.last is None:
-            return Pruned({}, is_done=True)
-        ids = await retention.lock_finished_events(connection, page.old, older_seconds=older_seconds)
+        ids = await retention.lock_finished_events(connection, page.ids, older_seconds=older_seconds)
         deleted = await retention.delete_events(connection, ids) if ids else {}
         failpoints.hit("prune.before_commit")
-        # Events arrive in the order of their times, but for those of transactions that overlapped.
-        return Pruned(deleted, is_done=not page.old or page.size < self._batch_size, after=page.last)
+        return Pruned(deleted, is_done=len(page.ids) < self._batch_size, after=page.end)
 
     async def _audit(self, connection: Connection, older_seconds: int) -> Pruned:
         count = await retention.delete_audit(connection, older_seconds=older_seconds, limit=self._batch_size)

@@ -146,8 +146,8 @@ async def is_waiting(connection: Connection, event_id: uuid.UUID) -> tuple[bool,
 class Place(NamedTuple):
     """Where a page of events ended."""
 
-    ingress_sequence: int | None
-    received_at: datetime | None
+    ingress_sequence: int
+    received_at: datetime
 
 
 async def list_page(
@@ -161,13 +161,15 @@ async def list_page(
     before: Place | None = None,
     limit: int = 50,
 ) -> list[Event]:
-    """Events, newest first; those of a span of time in the order of their receipt."""
-    place = before or Place(None, None)
-    given = (event_type, source, correlation_id, place.ingress_sequence, limit, _as_uuid(correlation_id))
-    if received_from is None and received_to is None:
+    """Events, newest first: in the order of their receipt; of one type, source or correlation, unless a span of time is
+    given, in that of their sequence."""
+    sequence, received_at = before or (None, None)
+    given = (event_type, source, correlation_id, sequence, limit, _as_uuid(correlation_id))
+    is_of_any_time = received_from is None and received_to is None
+    if is_of_any_time and (event_type or source or correlation_id):
         rows = await connection.fetch(_sql["list"], *given)
     else:
-        between = (received_from or _FIRST, received_to or _LAST, place.received_at)
+        between = (received_from or _FIRST, received_to or _LAST, received_at)
         rows = await connection.fetch(_sql["list_between"], *given, *between)
     return [Event(*row) for row in rows]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from tidegate.store.db import Connection
@@ -15,25 +16,31 @@ _sql = load("retention")
 _TABLES = ("steps", "runs", "deliveries", "retries", "decisions", "events")
 
 
+class Place(NamedTuple):
+    """How far a pass over the events has come, in the order of their receipt."""
+
+    received_at: datetime = datetime.min.replace(tzinfo=UTC)
+    ingress_sequence: int = 0
+
+
 class Page(NamedTuple):
-    """The next events in the order of arrival: the last of them, how many, and the numbers of the old ones."""
+    """The next events that are old enough, and where they end."""
 
-    last: int | None
-    size: int
-    old: Sequence[int]
+    ids: list[uuid.UUID]
+    end: Place
 
 
-async def page(connection: Connection, *, after: int, limit: int, older_seconds: int) -> Page:
-    """The next events after a given one."""
-    row = await connection.fetchrow(_sql["page"], after, limit, older_seconds)
-    return Page(*row) if row else Page(None, 0, [])
+async def page(connection: Connection, *, after: Place, limit: int, older_seconds: int) -> Page:
+    """The next events after a place that are older."""
+    rows = await connection.fetch(_sql["page"], *after, limit, older_seconds)
+    return Page([row[0] for row in rows], Place(*rows[-1][1:]) if rows else after)
 
 
 async def lock_finished_events(
-    connection: Connection, sequences: Sequence[int], *, older_seconds: int
+    connection: Connection, ids: Sequence[uuid.UUID], *, older_seconds: int
 ) -> list[uuid.UUID]:
     """Lock those of the given events with which nothing is alive and nothing has happened for so long."""
-    rows = await connection.fetch(_sql["lock_finished_events"], sequences, older_seconds)
+    rows = await connection.fetch(_sql["lock_finished_events"], ids, older_seconds)
     return [row[0] for row in rows]
 
 

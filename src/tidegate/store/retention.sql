@@ -1,11 +1,12 @@
 -- name: page
--- The next events in the order of arrival after a given one: the last of them, how many, and those of them that are older
--- than $3 s.
-select max(p.ingress_sequence), count(*),
-       coalesce(array_agg(p.ingress_sequence)
-                filter (where p.received_at < tidegate.now() - $3::bigint * interval '1 s'), '{}')
-  from (select e.ingress_sequence, e.received_at from tidegate.workflow_events e
-         where e.ingress_sequence > $1 order by e.ingress_sequence limit $2) p
+-- The next $3 events in the order of their receipt after a given place ($1, $2), as far as they are older than $4 s. The age
+-- is asked for afterwards: a range in the scan makes the planner read and sort all of it.
+select p.id, p.received_at, p.ingress_sequence
+  from (select e.id, e.received_at, e.ingress_sequence from tidegate.workflow_events e
+         where (e.received_at, e.ingress_sequence) > ($1::timestamptz, $2::bigint)
+         order by e.received_at, e.ingress_sequence limit $3) p
+ where p.received_at < tidegate.now() - $4::bigint * interval '1 s'
+ order by p.received_at, p.ingress_sequence
 
 -- name: lock_finished_events
 -- Locks those of the given events ($1) with which nothing is alive and nothing has happened for $2 s: decided, no retry or
@@ -17,7 +18,7 @@ with cut as materialized (
 )
 select e.id
   from tidegate.workflow_events e, cut
- where e.ingress_sequence = any ($1::bigint[])
+ where e.id = any ($1::uuid[])
    and e.received_at < cut.off and (e.replayed_at is null or e.replayed_at < cut.off)
    and not exists (select from tidegate.event_inbox i where i.ingress_sequence = e.ingress_sequence offset 0)
    and not exists (select from tidegate.event_ingress_retries r
