@@ -79,7 +79,7 @@ FULL = Size()
 QUICK = Size(
     turns=1, close_turns=1, events=500, singles=200, commits=50, limit_workers=2, limit=50, intervals=2, held=300,
     drain_limit=200, throttled=300, many_events=200, crowds=((1, False), (1000, True)), crowd_turns=1, fanned=5,
-    slow_runs=20, runs=200, started=25, stepped=2, stepped_at_once=5, rounds=1, lease_ms=1_500, history=2_000,
+    slow_runs=20, runs=200, started=25, stepped=2, stepped_at_once=5, rounds=1, lease_ms=3_000, history=2_000,
     waiting=200, beside=200, looks=2, backlog=500,
 )  # fmt: skip
 

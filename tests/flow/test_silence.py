@@ -21,6 +21,7 @@ from tests.processes import api, worker
 from tidegate.errors import Unavailable
 from tidegate.flow.ingest import Ingest
 from tidegate.queue import postgres
+from tidegate.queue.port import TOPICS
 from tidegate.queue.postgres import PostgresQueue
 from tidegate.store import db
 from tidegate.store.db import Connection, Database
@@ -231,7 +232,9 @@ async def test_a_listener_that_fell_silent_is_replaced(database_url: str, monkey
         listening = Database(proxy.url, "test", size=1, statement_seconds=0.2)
         database = Database(database_url, "test", size=1)
         queue, sender = PostgresQueue(listening), PostgresQueue(database)
-        listens = "select count(*) = 1 from pg_stat_activity where query = 'select 1' and pid <> all ($1::int[])"
+        # The question that shows it to be alive: so it listens to all topics.
+        asks = f"query = 'listen tidegate_{TOPICS[0]}' and datname = current_database() and pid <> all ($1::int[])"
+        listens = f"select count(*) = 1 from pg_stat_activity where {asks}"
         try:
             queue.start_listening()
             await eventually(database, listens, [])
@@ -242,7 +245,7 @@ async def test_a_listener_that_fell_silent_is_replaced(database_url: str, monkey
             queue.wake("runs").clear()
             sender.hint("runs")
             async with asyncio.timeout(PATIENCE_SECONDS):
-                await queue.wake("runs").wait()
+                assert await queue.wake("runs").wait()
         finally:
             await queue.close()
             await sender.close()

@@ -94,7 +94,7 @@ class PostgresQueue:
                 for wake in self._wakes.values():  # whatever was announced while nobody listened
                     wake.set()
                 while not await _is_set(lost, _ALIVE_SECONDS):
-                    await connection.execute("select 1")
+                    await connection.execute(f"listen tidegate_{TOPICS[0]}")  # again: all that matters is the answer
                 _log.warning("queue.listener_lost")
             except Exception as exc:  # whatever it is, the workers' own look goes on
                 _log.warning("queue.listener_unavailable", error=exc)
