@@ -15,11 +15,13 @@ LOCKED ?=
 dev: $(READY)
 	@exec $(BIN)/tidegate dev examples/demo.py
 
-# Most tests wait for processes and clocks: two at a time take half as long. A file stays together. Those that measure run
-# by themselves afterwards, also when others failed.
+# Most tests wait for processes and clocks: two at a time take half as long. A file stays together, in the order of
+# tests/conftest.py. Those that measure run by themselves afterwards, also when others failed. Compiled, since the tests start
+# hundreds of processes, which would each do so where Python is told to write no bytecode.
 test: $(READY) $(OTHERS)/.ready
+	@$(BIN)/python -m compileall -q src chaos bench
 	@failed=0; \
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone" $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     for version, python in pythons.items():
         inside = environment(version, python)
         print(f"test-pythons: {version}", flush=True)
-        jobs = ["-n", os.environ.get("JOBS", "2"), "--dist", "loadfile", "-m", "not alone"]
+        jobs = ["-n", os.environ.get("JOBS", "2"), "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not alone"]
         statuses[version] = subprocess.run(
             [inside, "-m", "pytest", *jobs, *arguments], cwd=ROOT, check=False
         ).returncode

@@ -25,6 +25,7 @@ from tidegate.store import migrate
 from tidegate.store.db import Connection, Database
 
 _numbers = itertools.count(1)
+_SLOW = ("acceptance", "flow")
 
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
@@ -35,6 +36,11 @@ def _fast_folder() -> Path | None:
     """Memory, where there is plenty: on a busy disk each test's database takes a second. Postgres is the same."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > 6 * 1024**3 else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Folders whose files take long come first: at the end, quick ones keep all processes of a session busy."""
+    items.sort(key=lambda item: next((n for n, name in enumerate(_SLOW) if name in item.path.parts), len(_SLOW)))
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ WAITING = (
 )
 
 # Many real processes one after the other: slow where other tests use the machine too.
-pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(900)
 
 
 class Quick(NamedTuple):
@@ -146,7 +146,7 @@ def test_figures_of_single_runs(quick: Quick) -> None:
     assert 0 < steps["p50_commits"] <= steps["p99_commits"]
     assert steps["runs_at_once"] == 5 and steps["steps_per_second"] > 0
     recovery = quick.found["recovery"]
-    assert (recovery["lease_ms"], recovery["rounds"], recovery["runs"]) == (1500, 1, 5)
+    assert (recovery["lease_ms"], recovery["rounds"], recovery["runs"]) == (3000, 1, 5)
     assert 0 < recovery["min_seconds"] <= recovery["p50_seconds"] <= recovery["max_seconds"]
 
 

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tidegate.store import sql
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(900)
 
 CHOICES = {
     "postgres": run.Choice(
@@ -37,13 +36,12 @@ CHOICES = {
 
 
 @pytest.fixture(scope="module", params=CHOICES)
-def broken(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Path]]:
+def broken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """What came of a run, and the folder with all that it left."""
     if request.param == "bullmq" and redis_server.binary() is None:
         pytest.skip("no redis-server: put one on the PATH")
     choice = CHOICES[request.param]
-    # Not pytest's: the next pytest closes its folder for others, and Postgres runs as another user when we are root.
-    folder = Path(tempfile.mkdtemp(prefix="tidegate-chaos-"))
+    folder = tmp_path_factory.mktemp("chaos")
     only = [argument for fault in choice.faults for argument in ("--only", fault)]
     done = subprocess.run(
         [
@@ -56,10 +54,9 @@ def broken(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Path]]:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr  # and its folder stays
+    assert done.returncode == 0, done.stdout + done.stderr
     left = folder / choice.queue
-    yield msgspec.json.decode((left / "result.json").read_bytes(), type=run.Result), left
-    shutil.rmtree(folder, ignore_errors=True)
+    return msgspec.json.decode((left / "result.json").read_bytes(), type=run.Result), left
 
 
 def test_nothing_promised_is_broken(broken: tuple[run.Result, Path]) -> None:
