@@ -734,8 +734,6 @@ def test_the_openapi_document_knows_the_routes(server: str) -> None:
     assert body["required"] == ["name", "event_type"]
     names = [operation["operationId"] for path in paths.values() for operation in path.values()]
     assert len(names) == len(set(names))
-    wanted = {word.rpartition("/")[2] for word in json.dumps(document).split('"') if word.startswith("#/components/")}
-    assert wanted <= set(document["components"]["schemas"])
 
 
 def test_sources_and_triggers_pause_alone(server: str, kind: str) -> None:
