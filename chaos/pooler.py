@@ -51,9 +51,10 @@ def is_installed(kind: str) -> bool:
 def _pgbouncer(url: str, folder: Path) -> Iterator[str]:
     parts, port = urlsplit(url), free_port()
     database = parts.path[1:]
+    sockets = Path(parse_qs(parts.query)["host"][0]).resolve()  # where `nobody` can go, too
     lines = [
         "[databases]",
-        f"{database} = host={parse_qs(parts.query)['host'][0]} dbname={database} user={parts.username}",
+        f"{database} = host={sockets} dbname={database} user={parts.username}",
         "[pgbouncer]",
         "listen_addr = 127.0.0.1",
         f"listen_port = {port}",
