@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from tidegate.flow.delivery_retry import DeliveryRetry
 from tidegate.flow.run import Runner
 from tidegate.model.retry import TRIGGER_RETRY, Retry
 from tidegate.model.source import RateLimit
+from tidegate.store import sources, trigger_gates
 from tidegate.store.db import Connection, Database
 
 HOUR_MS = 3_600_000
@@ -133,3 +134,43 @@ async def test_looks_at_who_waits_for_a_slot_become_rare_and_leave_no_lines(
     assert await connection.fetchval("select count(*) from tidegate.event_decisions") == 1
     [row] = await held(connection)
     assert row["next_attempt_at"] - clock.now <= timedelta(minutes=15)
+
+
+async def test_who_becomes_due_while_others_are_decided_is_not_launched_before_its_time(
+    database: Database, connection: Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches are stamped with the time by which they were decided; limits are counted by it."""
+    worker = TriggerWorker(database, TRIGGER_RETRY)
+    await make_trigger(database, throttle_count=2, throttle_window_ms=1000)
+    for _ in range(4):
+        await publish(connection, "tick", "shop")
+    await worker.turn()
+    planned = {
+        row["id"]: row["next_attempt_at"]
+        for row in await connection.fetch(
+            "select id, next_attempt_at from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled'"
+        )
+    }
+    lock = trigger_gates.lock
+
+    async def slow(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(trigger_gates, "lock", lock)
+        await TriggerWorker(database, TRIGGER_RETRY).delivery_retry.run_once()  # another worker was first
+        monkeypatch.setattr(sources, "now", then_later)
+        return await lock(*arguments, **named)
+
+    async def then_later(one: Connection) -> datetime:
+        found: datetime = await one.fetchval("select tidegate.now()")
+        await clock.advance(2)  # the next in line is due before the rows are read
+        return found
+
+    monkeypatch.setattr(trigger_gates, "lock", slow)
+    await clock.advance(1522)
+    await worker.delivery_retry.run_once()
+    monkeypatch.undo()
+    await worker.delivery_retry.run_once()
+    launched = await connection.fetch(
+        "select id, launched_at from tidegate.workflow_trigger_deliveries where retry_state = 'completed'"
+    )
+    assert len(planned) == len(launched) == 2
+    assert all(row["launched_at"] >= planned[row["id"]] for row in launched)

@@ -196,7 +196,7 @@ Call = Callable[[Any, Facts], Awaitable[Any]]
 TRIGGER_STATEMENTS: dict[str, tuple[Call, set[str]]] = {
     "due_triggers": (lambda c, f: deliveries.due_triggers(c, 50), DELIVERIES),
     "list_due": (lambda c, f: deliveries.list_due(c, [f.paced, f.narrow], 250), DELIVERIES),
-    "take": (lambda c, f: deliveries.take(c, f.some), DELIVERIES),
+    "take": (lambda c, f: deliveries.take(c, f.some, f.now), DELIVERIES),
     "settle": (lambda c, f: deliveries.settle(c, settled(f), f.now), DELIVERIES | RUNS),
     "launch": (lambda c, f: deliveries.launch(c, [decided(f)], f.now), DELIVERIES | RUNS),
     "launch_calm": (

@@ -171,7 +171,7 @@ class DeliveryRetry:
         look = await self._look(connection, due, always)
         if not are_named:
             due = await self._due_now(connection, look, due)
-        taken = await deliveries.take(connection, await self._with_room(connection, look, due))
+        taken = await deliveries.take(connection, await self._with_room(connection, look, due), look.now)
         return await self._decide(connection, look, taken)
 
     async def _look(self, connection: Connection, due: Sequence[Due], always: frozenset[uuid.UUID]) -> _Look:
@@ -194,7 +194,7 @@ class DeliveryRetry:
         shared = {one.source for one in due}
         found = [one for one in due if one.trigger_id not in look.gates]
         closed: set[uuid.UUID] = set()
-        for one in await deliveries.list_due(connection, list(look.gates), of_each):
+        for one in await deliveries.list_due(connection, list(look.gates), of_each, look.now):
             if one.source not in shared:
                 closed.add(one.trigger_id)
             if one.trigger_id not in closed:
@@ -309,7 +309,7 @@ class DeliveryRetry:
         reason = f"{type(exc).__name__}: {exc}"[:1000]
         await trigger_gates.lock(connection, always=[one.trigger_id])
         now = await sources.now(connection)
-        for row in await deliveries.take(connection, [one.id]):
+        for row in await deliveries.take(connection, [one.id], now):
             failed = deliveries.Moved(
                 row.id, "failed", "exhausted", None, row.retry_attempts, "failed", reason, {"reason": "failed"}, 0
             )

@@ -225,14 +225,16 @@ async def due_triggers(connection: Connection, limit: int) -> list[uuid.UUID]:
     return [row[0] for row in await connection.fetch(_sql["due_triggers"], limit)]
 
 
-async def list_due(connection: Connection, trigger_ids: Sequence[uuid.UUID], of_each: int) -> list[Due]:
-    """Due deliveries of the triggers, in the order of arrival; not locked."""
-    return [Due(*row) for row in await connection.fetch(_sql["list_due"], trigger_ids, of_each)]
+async def list_due(
+    connection: Connection, trigger_ids: Sequence[uuid.UUID], of_each: int, at: datetime | None = None
+) -> list[Due]:
+    """Deliveries of the triggers that are due at a time, by default now, in the order of arrival; not locked."""
+    return [Due(*row) for row in await connection.fetch(_sql["list_due"], trigger_ids, of_each, at)]
 
 
-async def take(connection: Connection, ids: Sequence[uuid.UUID]) -> list[Taken]:
-    """Lock those of the deliveries that are still due, oldest event first."""
-    return [Taken(*row) for row in await connection.fetch(_sql["take"], ids)] if ids else []
+async def take(connection: Connection, ids: Sequence[uuid.UUID], at: datetime) -> list[Taken]:
+    """Lock those of the deliveries that are still due at the time by which they are decided, oldest event first."""
+    return [Taken(*row) for row in await connection.fetch(_sql["take"], ids, at)] if ids else []
 
 
 async def settle(connection: Connection, decided: Sequence[Decided], now: datetime, claim: Claim = NOBODY) -> Created:

@@ -169,22 +169,23 @@ select w.trigger_id
  limit $1
 
 -- name: list_due
--- Due deliveries of each of the triggers, at most $2 of each, those that are longest due, in the order of arrival; not
--- locked.
+-- Deliveries of each of the triggers that are due at $3 (null: by now), at most $2 of each, those that are longest due, in
+-- the order of arrival; not locked.
 select d.id, t.trigger_id, d.source, d.reason
   from unnest($1::uuid[]) as t (trigger_id),
        lateral (select d.id, d.source, d.reason, d.ingress_sequence from tidegate.workflow_trigger_deliveries d
                  where d.trigger_id = t.trigger_id and d.retry_state = 'scheduled'
-                   and d.next_attempt_at <= tidegate.now()
+                   and d.next_attempt_at <= coalesce($3::timestamptz, tidegate.now())
                  order by d.next_attempt_at, d.ingress_sequence limit $2) d
  order by d.ingress_sequence
 
 -- name: take
--- Locks those of the given deliveries that are still due, oldest event first.
+-- Locks those of the given deliveries that are still due at $2, oldest event first. That is the time by which they are decided:
+-- none is launched before its own.
 select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source,
        d.concurrency_key, d.trigger_version
   from tidegate.workflow_trigger_deliveries d
- where d.id = any ($1::uuid[]) and d.retry_state = 'scheduled' and d.next_attempt_at <= tidegate.now()
+ where d.id = any ($1::uuid[]) and d.retry_state = 'scheduled' and d.next_attempt_at <= $2::timestamptz
  order by d.ingress_sequence, d.id
    for update of d skip locked
 
