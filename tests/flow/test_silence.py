@@ -143,8 +143,9 @@ async def test_a_statement_that_is_not_answered_ends_and_its_pool_is_replaced(da
             await database.close()
 
 
+@pytest.mark.parametrize("where", ["between statements", "within a statement"])
 async def test_the_server_lets_go_of_the_locks_of_a_transaction_that_fell_silent(
-    database: Database, database_url: str, connection: Connection
+    database: Database, database_url: str, connection: Connection, where: str
 ) -> None:
     await connection.execute("create table locked (id int primary key); insert into locked values (1)")
     with Proxy(database_url) as proxy:
@@ -152,7 +153,10 @@ async def test_the_server_lets_go_of_the_locks_of_a_transaction_that_fell_silent
         try:
             with pytest.raises(Unavailable, match="no answer within"):
                 async with through.transaction() as silent:
-                    await silent.fetchval("select id from locked for update")
+                    used: Any = silent
+                    await used.fetchval("select id from locked for update")
+                    if where == "within a statement":  # of which the server has got the first part
+                        await used.prepare("select 2")
                     proxy.freeze()
                     await silent.fetchval("select 1")
             await eventually(database, "select count(*) = 1 from (select from locked for update skip locked) as free")

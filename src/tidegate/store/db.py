@@ -28,6 +28,9 @@ STATEMENT_SECONDS = 10.0
 GRACE_SECONDS = 1.0
 # The same for what reads or changes whole tables (`take_time`).
 LONG_SECONDS = 120
+# How many times as long as one statement a whole transaction may take. The server measures a statement only once it
+# has all of it: for the rest of one that was cut it waits, with the locks held; before version 17 without end.
+STATEMENTS_TO_TRANSACTION = 2
 CONNECT_SECONDS = 3.0
 # A connection that is given back after a failure gets so long to come to rest.
 RELEASE_SECONDS = 2.0
@@ -57,6 +60,7 @@ _DOWN = (
     asyncpg.ReadOnlySQLTransactionError,
     asyncpg.QueryCanceledError,
     asyncpg.IdleInTransactionSessionTimeoutError,
+    asyncpg.TransactionTimeoutError,
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,
     OSError,
@@ -223,7 +227,10 @@ class Database:
         """Set the session up by a statement: a pooler may refuse or drop what is asked for when a connection begins."""
         try:
             _keep_alive(connection._transport.get_extra_info("socket"))  # the driver has no other way to its socket
-            await connection.execute(_SET_UP, list(self._session), list(self._session.values()))
+            session = dict(self._session)
+            if connection.get_server_version().major < 17:
+                del session["transaction_timeout"]
+            await connection.execute(_SET_UP, list(session), list(session.values()))
             for kind in ("jsonb", "json"):
                 await connection.set_type_codec(
                     kind, schema="pg_catalog", encoder=_encode_json, decoder=msgspec.json.decode, format="text"
@@ -288,10 +295,18 @@ class _Patient:
         return await self._connection.fetchval(query, *args, timeout=LONG_SECONDS + GRACE_SECONDS)
 
 
+def without_end(*, is_local: bool) -> str:
+    """The statement that lets a session's transactions, or only this one, take as long as they like."""
+    return (
+        f"select set_config('transaction_timeout', '0', {is_local}) "
+        "where current_setting('transaction_timeout', true) is not null"
+    )
+
+
 async def take_time(connection: Connection) -> Connection:
     """For what reads or changes a whole table: from now on, statements of this transaction may take longer, if they are
     sent by what is returned."""
-    await connection.execute(f"set local statement_timeout = '{LONG_SECONDS}s'")
+    await connection.execute(f"set local statement_timeout = '{LONG_SECONDS}s'; {without_end(is_local=True)}")
     return _Patient(connection)
 
 
@@ -321,6 +336,7 @@ async def _close(pool: Any, seconds: float) -> None:
 
 
 def _session_settings(role: str, lock_timeout_ms: int, statement_seconds: float) -> dict[str, str]:
+    statement_ms = max(1000, round(statement_seconds * 1000))
     return {
         "application_name": f"tidegate-{role}",
         "timezone": "UTC",
@@ -329,7 +345,8 @@ def _session_settings(role: str, lock_timeout_ms: int, statement_seconds: float)
         "statement_timeout": f"{round(statement_seconds * 1000)}ms",
         "lock_timeout": f"{lock_timeout_ms}ms",
         # So that the server, too, lets go of the locks of a client that is gone, or cannot be heard.
-        "idle_in_transaction_session_timeout": f"{max(1000, round(statement_seconds * 1000))}ms",
+        "idle_in_transaction_session_timeout": f"{statement_ms}ms",
+        "transaction_timeout": f"{STATEMENTS_TO_TRANSACTION * statement_ms}ms",
         "tcp_keepalives_idle": "10",
         "tcp_keepalives_interval": "5",
         "tcp_keepalives_count": "3",

@@ -12,7 +12,7 @@ from typing import Any
 from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.errors import SchemaError
-from tidegate.store.db import Connection, Database, TransientConflict, translated
+from tidegate.store.db import Connection, Database, TransientConflict, translated, without_end
 
 # A migration that waits for a table holds up everyone who comes behind it. So it waits less than publishing does, lets
 # them pass, and tries again, for so long in all.
@@ -99,7 +99,7 @@ async def migrate(database: Database) -> list[Migration]:
     """Bring the schema up to date; what was applied. Waits while another process does the same."""
     connection: Any = await database.dedicated(_ANSWER_SECONDS)
     try:
-        await connection.execute("set lock_timeout = 0; set statement_timeout = 0")
+        await connection.execute(f"set lock_timeout = 0; set statement_timeout = 0; {without_end(is_local=False)}")
         await connection.execute(_LOCK)
         try:
             await connection.execute(f"set lock_timeout = '{LOCK_TIMEOUT_MS}ms'")
