@@ -38,19 +38,25 @@ class Fence(NamedTuple):
     functions: tuple[tuple[str, str, Callable[[Any], Any]], ...] = ()
 
 
+async def _never(*_: Any) -> None:
+    await asyncio.Event().wait()
+
+
 FENCES = {
     # Two events with one idempotency key: the second finds it taken.
     "idempotency": Fence(
         (("idempotency", r"where k\.expires_at <= tidegate\.now\(\)(?=\s+returning)", "where true"),),
         ("double launches",), seconds=6, per_second=60,
     ),
-    # A worker that was thought dead and wakes up writes nothing: its claim has been raised.
+    # A worker that was thought dead and wakes up writes nothing: its claim has been raised. Before that stands another
+    # fence: by its own clock, it has its functions leave.
     "claim": Fence(
         (
             ("runs", r"\b[rs]\.claim_generation = u\.claim_generation", "true"),
             ("steps", r"\bh\.claim_generation = u\.claim_generation", "true"),
         ),
         ("runs that ended as they should not",), seconds=10, per_second=120, faults=("freeze",),
+        functions=(("tidegate.flow.leases", "LeaseKeeper._watch", lambda _: _never),),
     ),
     # Workers decide about a trigger one after the other: its throttle and its slots are counted under its row lock.
     "trigger lock": Fence(

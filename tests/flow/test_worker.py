@@ -79,8 +79,8 @@ async def test_a_failing_workflow_fails_with_its_traceback(
         await eventually(database, "select count(*) = 3 from tidegate.workflow_runs where status = 'failed'")
     errors = [row[0] for row in await connection.fetch("select error from tidegate.workflow_runs order by id")]
     assert "RuntimeError: this one always fails" in errors[0] and "in broken" in errors[0]
-    assert errors[1] == "parameter 'seconds' of workflow slow is wrong: Expected `float`, got `str`"
-    assert errors[2] == "parameter 'seconds' of workflow slow is missing in the event"
+    assert errors[1] == "NonRetryable: parameter 'seconds' of workflow slow is wrong: Expected `float`, got `str`"
+    assert errors[2] == "NonRetryable: parameter 'seconds' of workflow slow is missing in the event"
     assert await effects() == []
 
 
