@@ -16,7 +16,7 @@ import msgspec
 
 from bench import history, neighbours
 from bench.stage import Stage
-from tidegate.flow import health
+from tidegate.flow.look import health
 from tidegate.model.health import HEALTH
 
 # Before a prepared statement keeps its plan, the server makes one for each of the first five calls.

@@ -56,7 +56,7 @@ FENCES = {
             ("steps", r"\bh\.claim_generation = u\.claim_generation", "true"),
         ),
         ("runs that ended as they should not",), seconds=10, per_second=120, faults=("freeze",),
-        functions=(("tidegate.flow.leases", "LeaseKeeper._watch", lambda _: _never),),
+        functions=(("tidegate.flow.run.leases", "LeaseKeeper._watch", lambda _: _never),),
     ),
     # Workers decide about a trigger one after the other: its throttle and its slots are counted under its row lock.
     "trigger lock": Fence(
@@ -74,10 +74,10 @@ FENCES = {
         (),
         ("effects repeated without a reason", "executions side by side"), seconds=6, per_second=60,
         functions=(
-            ("tidegate.flow.deliver", "claimed_with", lambda _: lambda one, created: created.get(one.run_id)),
-            ("tidegate.flow.deliver", "claimed_run",
+            ("tidegate.flow.decide.deliver", "claimed_with", lambda _: lambda one, created: created.get(one.run_id)),
+            ("tidegate.flow.decide.deliver", "claimed_run",
              lambda made: lambda one, *others: made(one._replace(status="launched"), *others)),
-            ("tidegate.flow.claims", "Claims.take", lambda _: lambda _claims, _run: True),
+            ("tidegate.flow.run.claims", "Claims.take", lambda _: lambda _claims, _run: True),
         ),
     ),
 }  # fmt: skip

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         TidegateError,
         Unavailable,
     )
-    from tidegate.flow.workflow import Context, SyncContext
+    from tidegate.flow.run.workflow import Context, SyncContext
     from tidegate.model.retry import Retry
     from tidegate.model.source import Breaker
 
@@ -34,7 +34,7 @@ _HOMES = {
     "Breaker": "model.source",
     "Client": "client",
     "Conflict": "errors",
-    "Context": "flow.workflow",
+    "Context": "flow.run.workflow",
     "Tidegate": "app",
     "TidegateError": "errors",
     "InvalidInput": "errors",
@@ -45,7 +45,7 @@ _HOMES = {
     "Retry": "model.retry",
     "RetryAfter": "errors",
     "StepFailed": "errors",
-    "SyncContext": "flow.workflow",
+    "SyncContext": "flow.run.workflow",
     "Unavailable": "errors",
 }
 

@@ -15,9 +15,9 @@ from tidegate import settings as settings_module
 from tidegate.clock import utc_now, uuid7
 from tidegate.errors import AppError, FieldError, InvalidInput, TidegateError
 from tidegate.flow import control
-from tidegate.flow import schedule as scheduling
-from tidegate.flow.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Accepted, Ingest
-from tidegate.flow.workflow import Workflow
+from tidegate.flow.accept.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Accepted, Ingest
+from tidegate.flow.keep import schedule as scheduling
+from tidegate.flow.run.workflow import Workflow
 from tidegate.model.event import NewEvent, check_event
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
@@ -28,7 +28,7 @@ from tidegate.model.units import named_duration_ms, rate
 from tidegate.model.wording import as_written
 from tidegate.queue.choose import open_queue
 from tidegate.settings import Settings
-from tidegate.store import migrate, trigger_gates, triggers
+from tidegate.store import locks, migrate, triggers
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry import traces
 from tidegate.worker.supervisor import Worker
@@ -123,7 +123,7 @@ class Tidegate:
 
     async def register(self, connection: Connection) -> list[uuid.UUID]:
         """Make definitions, triggers and schedules as this application's workflows say; the definitions' ids."""
-        await trigger_gates.exclude(connection)
+        await locks.exclude_triggers(connection)
         ids = []
         for workflow in sorted(self.workflows.values(), key=lambda w: w.slug):
             definition_id = await triggers.upsert_definition(

@@ -23,7 +23,7 @@ from tidegate.model.client_address import parse_networks
 from tidegate.model.event import EventLimits, is_name
 from tidegate.model.health import HEALTH, HealthPolicy
 from tidegate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
-from tidegate.model.secrets import Keys
+from tidegate.model.secrets import SecretKeys
 from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit, SourceBreakerPolicy
 
 TOML_FILE = "tidegate.toml"
@@ -144,7 +144,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 "for them, and `tidegate token create` makes them"
             )
 
-        for name, parse in (("trusted_proxies", parse_networks), ("http_allow", parse_allowed), ("secrets_key", Keys)):
+        for name, parse in (
+            ("trusted_proxies", parse_networks),
+            ("http_allow", parse_allowed),
+            ("secrets_key", SecretKeys),
+        ):
             try:
                 parse(getattr(self, name))
             except ValueError as exc:

@@ -33,7 +33,7 @@ from tidegate.clock import utc_now, uuid7
 from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.errors import AppError
 from tidegate.flow import control
-from tidegate.flow.ingest import Accepted
+from tidegate.flow.accept.ingest import Accepted
 from tidegate.model import run as model
 from tidegate.model.units import duration_ms
 from tidegate.settings import Settings
@@ -41,7 +41,7 @@ from tidegate.store import migrate, runs, steps
 from tidegate.store.db import Database
 from tidegate.worker.supervisor import Worker
 
-__all__ = ["DeadLetter", "Harness", "Run", "Step", "with_harness"]
+__all__ = ["DeadLetterResult", "Harness", "RunResult", "StepResult", "with_harness"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,7 +57,7 @@ create or replace function tidegate.now() returns timestamptz language sql stabl
 _SCRATCH_OPTIONS = {"fsync": "off", "full_page_writes": "off", "max_connections": "300"}
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a run, or a timer (`sleep-1`); `attempts` is how often its function was called to an end."""
 
     name: str
@@ -69,13 +69,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     next_attempt_at: datetime | None
 
 
-class Run(model.Run, frozen=True, kw_only=True):
+class RunResult(model.Run, frozen=True, kw_only=True):
     """A run with its steps by name, in the order in which they were first recorded."""
 
-    steps: dict[str, Step]
+    steps: dict[str, StepResult]
 
 
-class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+class DeadLetterResult(msgspec.Struct, frozen=True, kw_only=True):
     """Something that was given up, with the last line of the reason. `kind`: event, delivery, step or run."""
 
     kind: str
@@ -149,18 +149,18 @@ class Harness:
         await self.run_until_idle()
         return until
 
-    async def runs(self, workflow: str | None = None) -> list[Run]:
+    async def runs(self, workflow: str | None = None) -> list[RunResult]:
         """The runs so far, of one workflow or all, the oldest first."""
         _, database = self._inside()
         async with database.connection() as connection:
             found = await runs.list_page(connection, workflow=workflow, limit=10_000)
             mine = await steps.list_of_runs(connection, [run.id for run in found])
-        known: dict[uuid.UUID, dict[str, Step]] = {run.id: {} for run in found}
+        known: dict[uuid.UUID, dict[str, StepResult]] = {run.id: {} for run in found}
         for step in sorted(mine, key=lambda s: (s.created_at or self._now, s.id)):
             known[step.workflow_run_id][step.name] = _step(step)
-        return [Run(**msgspec.structs.asdict(run), steps=known[run.id]) for run in reversed(found)]
+        return [RunResult(**msgspec.structs.asdict(run), steps=known[run.id]) for run in reversed(found)]
 
-    async def only_run(self, workflow: str | None = None) -> Run:
+    async def only_run(self, workflow: str | None = None) -> RunResult:
         """The one run there is; AssertionError when there is none, or several."""
         found = await self.runs(workflow)
         if len(found) != 1:
@@ -173,12 +173,12 @@ class Harness:
         worker, database = self._inside()
         await control.cancel_run(database, run.id, "harness", worker.settings.trigger_error)
 
-    async def dead_letters(self) -> list[DeadLetter]:
+    async def dead_letters(self) -> list[DeadLetterResult]:
         """What was given up, the oldest first."""
         _, database = self._inside()
         async with database.connection() as connection:
             rows = await connection.fetch("select kind, event_id, reason from tidegate.dead_letters order by id")
-        return [DeadLetter(**dict(row)) for row in rows]
+        return [DeadLetterResult(**dict(row)) for row in rows]
 
     async def __aenter__(self) -> Harness:
         if self._app in _inside_harness:
@@ -257,9 +257,9 @@ def with_harness(
     return decorate
 
 
-def _step(step: model.Step) -> Step:
+def _step(step: model.Step) -> StepResult:
     attempts = step.retry_attempts + (step.status == "succeeded" and step.kind == "step")
-    return Step(
+    return StepResult(
         name=step.name, kind=step.kind, status=step.status, attempts=attempts, result=step.result, error=step.error,
         next_attempt_at=step.next_attempt_at,
     )  # fmt: skip

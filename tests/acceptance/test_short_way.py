@@ -95,13 +95,13 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which way each request took that might have taken the short one."""
     taken: list[str] = []
     for way in ("short", "long"):
-        real = getattr(connections.Connection, f"_take_{way}_way")
+        real = getattr(connections.HttpConnection, f"_take_{way}_way")
 
-        def take(self: connections.Connection, way: str = way, real: object = real) -> None:
+        def take(self: connections.HttpConnection, way: str = way, real: object = real) -> None:
             taken.append(way)
             real(self)  # type: ignore[operator]
 
-        monkeypatch.setattr(connections.Connection, f"_take_{way}_way", take)
+        monkeypatch.setattr(connections.HttpConnection, f"_take_{way}_way", take)
     return taken
 
 
@@ -298,7 +298,7 @@ async def test_a_connection_that_is_over_leaves_nothing_to_the_garbage_collector
                 await caller.send(request())
                 assert (await caller.answer())[0] == 503
         for _ in range(100):  # the server hears of the end a moment later
-            if not (left := sum(isinstance(one, connections.Connection) for one in gc.get_objects())):
+            if not (left := sum(isinstance(one, connections.HttpConnection) for one in gc.get_objects())):
                 break
             await asyncio.sleep(0.1)
         assert left == 0

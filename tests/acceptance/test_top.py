@@ -23,7 +23,7 @@ from tests.store.builders import make_events
 from tidegate import Client, RequestRefused
 from tidegate.store import decisions
 from tidegate.store.db import Connection
-from tidegate.store.decisions import Recorded
+from tidegate.store.decisions import NewDecision
 
 APP = """
 from tidegate import Tidegate
@@ -134,7 +134,7 @@ def test_one_frame_for_a_pipe(database_url: str, app: Path) -> None:
 
 async def test_decisions_are_paged(database_url: str, connection: Connection) -> None:
     [event_id] = await make_events(connection)
-    await decisions.insert(connection, [Recorded(event_id, None, "gate", f"d{n}") for n in range(5)])
+    await decisions.insert(connection, [NewDecision(event_id, None, "gate", f"d{n}") for n in range(5)])
     with api(database_url) as (_, url), Client(url) as client:
         found: list[str] = []
         cursor = None

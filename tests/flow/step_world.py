@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from tidegate import Tidegate
-from tidegate.flow.dispatch import Dispatch
-from tidegate.flow.run import Runner
+from tidegate.flow.decide.dispatch import Dispatch
+from tidegate.flow.run.runner import Runner
 from tidegate.model.retry import RetryPolicy
 from tidegate.store.db import Connection, Database
 

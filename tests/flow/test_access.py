@@ -19,9 +19,10 @@ from tidegate.errors import (
     Unauthorized,
     Unavailable,
 )
-from tidegate.flow import access as module
-from tidegate.flow import control, strangers
-from tidegate.flow.access import Access
+from tidegate.flow import control
+from tidegate.flow.accept import access as module
+from tidegate.flow.accept import lookups as strangers
+from tidegate.flow.accept.access import Access
 from tidegate.model.token import Scope, secret_of
 from tidegate.settings import Settings
 from tidegate.store.db import Connection, Database

@@ -17,9 +17,10 @@ from tests.flow.test_dispatch import publish
 from tests.flow.trigger_worker import BREAKER, TriggerWorker, make_trigger, statuses
 from tests.processes import worker as worker_process
 from tidegate import failpoints
-from tidegate.flow import control, slices
-from tidegate.flow.explain import explain
-from tidegate.flow.health import snapshot
+from tidegate.flow import control
+from tidegate.flow.decide import slices
+from tidegate.flow.look.explain import explain
+from tidegate.flow.look.health import snapshot
 from tidegate.model.predicate import Predicate
 from tidegate.store.db import Connection, Database
 

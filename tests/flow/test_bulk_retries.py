@@ -17,11 +17,11 @@ from tests.store.builders import make_definition, make_events
 from tidegate import Client, Context, Unavailable, failpoints
 from tidegate.flow import control
 from tidegate.flow.control import BulkDone, bulk_retries
-from tidegate.flow.delivery_retry import DeliveryRetry
-from tidegate.flow.retry import Retry
+from tidegate.flow.hold.delivery_retry import DeliveryRetry
+from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.model.source import TRIGGER_BREAKER, RateLimit
 from tidegate.model.trigger import Trigger
-from tidegate.store.bulk_retries import RetryKind, Span
+from tidegate.store.bulk_retries import IdRange, RetryKind
 from tidegate.store.db import Connection, Database
 from tidegate.store.retry_rows import RetryFilters
 from tidegate.telemetry import metrics
@@ -53,7 +53,7 @@ async def states(connection: Connection) -> dict[tuple[str, str], int]:
 async def act(database: Database, kind: RetryKind, verb: Any, *, limit: int = 1000, **filters: Any) -> BulkDone:
     """Call until nothing remains; all of it together."""
     done = lost = 0
-    span: Span | None = None
+    span: IdRange | None = None
     while True:
         one = await control.change_retries(
             database, kind, verb, RetryFilters(**filters), "ann", TRIGGER_BREAKER, span=span, limit=limit
@@ -81,7 +81,7 @@ async def test_events_are_cancelled_in_bounded_calls(database: Database, connect
     first = await control.change_retries(database, "events", "cancel", asked, "ann", TRIGGER_BREAKER, limit=120)
     assert (first.done, first.no_longer_waiting, first.remaining) == (120, 0, 130) and first.rest is not None
     await hold_events(connection, 5)  # whoever comes later is not meant
-    span: Span | None = first.rest
+    span: IdRange | None = first.rest
     while span is not None:
         one = await control.change_retries(
             database, "events", "cancel", asked, "ann", TRIGGER_BREAKER, span=span, limit=120
@@ -109,9 +109,9 @@ async def test_who_is_forced_passes_the_gate_and_is_met_once(
     await hold_events(connection, 40, reason="rate_limit")
     await control.set_limit(database, "shop.api", RateLimit(limit=3, interval_ms=3_600_000), "ann")
     await connection.execute("update tidegate.event_scheduler_sources set is_replanning = false")
-    retry = Retry(database, batch_size=100, after_launch=lambda: None)
+    retry = EventRetry(database, batch_size=100, after_launch=lambda: None)
     done = 0
-    span: Span | None = None
+    span: IdRange | None = None
     while True:  # the gate refuses what was forced, and it waits anew: it is not forced over and over
         one = await control.change_retries(
             database, "events", "force", RetryFilters(source="shop.api"), "ann", TRIGGER_BREAKER, span=span, limit=10

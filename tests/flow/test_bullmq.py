@@ -19,7 +19,7 @@ from tests.redis_server import RedisServer, client_fixture, server_fixture  # no
 from tests.store.builders import make_events, make_triggers
 from tidegate.client import Client
 from tidegate.flow import control
-from tidegate.flow.reconcile import Requeue
+from tidegate.flow.keep.reconcile import Requeue
 from tidegate.queue.bullmq import INGRESS, TRIGGERS, BullmqQueue
 from tidegate.queue.wakeups import delivery_wakeups
 from tidegate.store import deliveries

@@ -12,11 +12,11 @@ import pytest
 from tests.flow.conftest import eventually
 from tests.flow.test_dispatch import publish
 from tidegate import Context, RetryAfter, Tidegate
-from tidegate.flow import ahead
-from tidegate.flow.batch import Batch
-from tidegate.flow.dispatch import Dispatch
-from tidegate.flow.reconcile import Reconcile
-from tidegate.flow.run import Runner
+from tidegate.flow.decide.batch import Batch
+from tidegate.flow.decide.dispatch import Dispatch
+from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.run import claimed_ahead as ahead
+from tidegate.flow.run.runner import Runner
 from tidegate.model.source import SOURCE_BREAKER
 from tidegate.store.db import Connection, Database
 

@@ -15,7 +15,7 @@ from tidegate.errors import Conflict, InvalidInput, NotFound
 from tidegate.flow import control
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.model.trigger import Trigger
-from tidegate.store import decisions, held_deliveries, sources, trigger_gates, triggers
+from tidegate.store import decisions, held_deliveries, locks, trigger_gates, triggers
 from tidegate.store.db import Connection, Database
 from tidegate.store.trigger_gates import TriggerState
 
@@ -149,14 +149,14 @@ async def test_a_verb_waits_for_batches_and_keeps_new_ones_out(database: Databas
     }
     for name, verb in verbs.items():
         async with database.transaction() as batch:
-            await sources.share(batch, ["shop.api"])
+            await locks.share(batch, ["shop.api"])
             acting = asyncio.ensure_future(verb())
             await asyncio.wait([acting], timeout=0.1)
             assert not acting.done(), name
         await acting
     # A wrong request holds nobody up, and waits for nobody.
     async with database.transaction() as batch:
-        await sources.share(batch, ["shop.api"])
+        await locks.share(batch, ["shop.api"])
         for wrong in (
             control.create_trigger(database, "fulfil", {"name": "x"}, "bob"),
             control.create_trigger(database, "nobody", {}, "bob"),

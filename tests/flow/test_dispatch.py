@@ -11,10 +11,10 @@ import pytest
 
 from tidegate import Context, failpoints
 from tidegate.app import Tidegate
-from tidegate.flow.dispatch import Dispatch, Outcome
-from tidegate.flow.explain import explain
+from tidegate.flow.decide.dispatch import Dispatch, DispatchCounts
+from tidegate.flow.look.explain import explain
 from tidegate.model.source import RateLimit
-from tidegate.store import sources, trigger_gates
+from tidegate.store import locks, sources, trigger_gates
 from tidegate.store.db import Connection, Database
 
 
@@ -50,7 +50,7 @@ async def test_matching_events_launch_runs_with_their_parameters(
     await publish(connection, id=8, amount=50)
     await publish(connection, "order.created", "elsewhere", id=9, amount=500)
     await publish(connection, "invoice.created", id=10, amount=500)
-    assert await dispatcher(database).run_once() == Outcome(events=4, launched=4)
+    assert await dispatcher(database).run_once() == DispatchCounts(events=4, launched=4)
     rows = await connection.fetch(
         "select w.slug, r.parameters, r.status from tidegate.workflow_runs r "
         "join tidegate.workflow_definitions w on w.id = r.workflow_definition_id order by r.id"
@@ -63,7 +63,7 @@ async def test_matching_events_launch_runs_with_their_parameters(
     ]
     assert {row["parameters"]["note"] for row in rows if row["slug"] == "audit"} >= {"order 7"}
     assert await connection.fetchval("select count(*) from tidegate.event_inbox") == 0
-    assert await dispatcher(database).run_once() == Outcome()
+    assert await dispatcher(database).run_once() == DispatchCounts()
 
 
 async def test_workers_side_by_side_decide_each_event_once(
@@ -103,7 +103,7 @@ async def test_a_trigger_that_fails_on_an_event_fails_alone(
     database: Database, connection: Connection, app: Tidegate
 ) -> None:
     event_id = await publish(connection, amount=200)  # no id: audit's template cannot be rendered
-    assert await dispatcher(database).run_once() == Outcome(events=1, launched=1, failed=1)
+    assert await dispatcher(database).run_once() == DispatchCounts(events=1, launched=1, failed=1)
     row = await connection.fetchrow("select * from tidegate.workflow_trigger_deliveries where status = 'failed'")
     assert row is not None and "event.payload.id is undefined" in row["last_error"]
     story = await explain(connection, event_id)
@@ -122,7 +122,7 @@ async def test_an_event_that_cannot_be_read_is_quarantined_and_the_others_go_on(
     await connection.execute("alter table tidegate.workflow_events drop constraint workflow_events_occurred_at_check")
     await connection.execute("update tidegate.workflow_events set occurred_at = '20000-01-01' where id::text = $1", bad)
     outcome = await dispatcher(database).run_once()
-    assert outcome == Outcome(events=4, launched=6, quarantined=1)
+    assert outcome == DispatchCounts(events=4, launched=6, quarantined=1)
     letter = await connection.fetchrow("select kind, subject_id::text, reason from tidegate.dead_letters")
     assert letter is not None and (letter["kind"], letter["subject_id"]) == ("event", bad)
     assert letter["reason"]
@@ -137,7 +137,7 @@ async def test_a_failure_before_the_commit_changes_nothing(
     await publish(connection, id=1, amount=200)
     failpoints.arm("dispatch.before_commit=raise")
     outcome = await dispatcher(database).run_once()  # the batch fails once, then each event on its own succeeds
-    assert outcome == Outcome(events=1, launched=2)
+    assert outcome == DispatchCounts(events=1, launched=2)
     assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == 2
 
 
@@ -296,23 +296,23 @@ async def test_a_trigger_with_a_limit_has_no_second_batch(database: Database, co
 
 
 async def _pause_source(connection: Connection, _: Tidegate) -> None:
-    await sources.exclude(connection, "shop.api")
+    await locks.exclude_source(connection, "shop.api")
     await sources.pause(connection, "shop.api", until=None, duration_ms=None, reason=None, actor="bob")
 
 
 async def _limit_all(connection: Connection, _: Tidegate) -> None:
-    await sources.exclude(connection, "*")
+    await locks.exclude_source(connection, "*")
     await sources.set_limit(connection, "*", RateLimit(limit=1, interval_ms=3_600_000), "bob")
 
 
 async def _pause_triggers(connection: Connection, _: Tidegate) -> None:
-    await trigger_gates.exclude(connection)
+    await locks.exclude_triggers(connection)
     for row in await connection.fetch("select id from tidegate.workflow_event_triggers"):
         await trigger_gates.pause(connection, row["id"], until=None, duration_ms=None, reason=None, actor="bob")
 
 
 async def _disable_triggers(connection: Connection, _: Tidegate) -> None:
-    await trigger_gates.exclude(connection)
+    await locks.exclude_triggers(connection)
     await connection.execute("update tidegate.workflow_event_triggers set status = 'disabled'")
 
 

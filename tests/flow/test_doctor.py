@@ -17,10 +17,10 @@ from tests.processes import run
 from tests.redis_server import RedisServer, client_fixture, server_fixture  # noqa: F401
 from tests.store.builders import make_definition, make_events, make_triggers
 from tidegate import Context
-from tidegate.flow import doctor
+from tidegate.flow.look import doctor
 from tidegate.store import doctor as store
 from tidegate.store.db import Connection, Database
-from tidegate.store.doctor import GUARDS, ORPHANS, Server
+from tidegate.store.doctor import GUARDS, ORPHANS, ServerFacts
 from tidegate.store.health import Alive, QueueDepth
 from tidegate.store.workers import Unserved
 
@@ -292,15 +292,15 @@ async def test_a_missing_or_broken_guard_is_named(connection: Connection) -> Non
     assert len(GUARDS) == len(set(GUARDS))
 
 
-def facts(**changes: Any) -> doctor.Facts:
-    server = Server(
+def facts(**changes: Any) -> doctor.DoctorFacts:
+    server = ServerFacts(
         version=180000, version_text="18.0", fsync="on", full_page_writes="on", synchronous_commit="on",
         synchronous_standby_names="", is_read_only=False, clock=datetime(2026, 1, 1, tzinfo=UTC), connections=10,
         max_connections=100,
     )  # fmt: skip
-    of_server = {name: changes.pop(name) for name in list(changes) if name in Server.__struct_fields__}
+    of_server = {name: changes.pop(name) for name in list(changes) if name in ServerFacts.__struct_fields__}
     depth = QueueDepth(ready=0, delayed=0, active=0, oldest_due_age_seconds=0.0)
-    return doctor.Facts(
+    return doctor.DoctorFacts(
         server=msgspec.structs.replace(server, **of_server), clock_offset_seconds=0.0, own_clock_offset_seconds=0.0,
         missing_guards=[], orphans=[], queues={"runs": depth}, unserved=[],
         workers=Alive(alive=1, reconciled_at=None),

@@ -14,13 +14,13 @@ from tests.flow.test_dispatch import publish
 from tidegate.app import Tidegate
 from tidegate.errors import Conflict, InvalidInput, NotFound
 from tidegate.flow import control
-from tidegate.flow.dispatch import Dispatch, Outcome
-from tidegate.flow.explain import explain
-from tidegate.flow.replan import Replan
-from tidegate.flow.retry import Retry
+from tidegate.flow.decide.dispatch import Dispatch, DispatchCounts
+from tidegate.flow.hold.event_replan import Replan
+from tidegate.flow.hold.event_retry import EventRetry
+from tidegate.flow.look.explain import explain
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import Breaker, RateLimit, SourceBreakerPolicy
-from tidegate.store import sources
+from tidegate.store import locks, sources
 from tidegate.store.db import Connection, Database
 
 POLICY = RetryPolicy(base_ms=100, factor=2, max_ms=1000, jitter_ratio=0, max_attempts=3, max_age_ms=3_600_000)
@@ -32,10 +32,10 @@ class Worker:
 
     def __init__(self, database: Database, retry: RetryPolicy = POLICY) -> None:
         self.dispatch = Dispatch(database, batch_size=500, after_launch=lambda: None, breaker=BREAKER)
-        self.retry = Retry(database, batch_size=500, after_launch=lambda: None, breaker=BREAKER)
+        self.retry = EventRetry(database, batch_size=500, after_launch=lambda: None, breaker=BREAKER)
         self.replan = Replan(database, policy=retry)
 
-    async def turn(self) -> Outcome:
+    async def turn(self) -> DispatchCounts:
         """One look at everything."""
         outcome = await self.dispatch.run_once()
         await self.replan.run_once()
@@ -91,7 +91,7 @@ async def test_over_the_limit_is_held_with_its_slot_and_reason(
     await limit(database, 10)
     await worker.turn()
     ids = await ticks(connection, 15)
-    assert await worker.turn() == Outcome(events=15, launched=10, held=5)
+    assert await worker.turn() == DispatchCounts(events=15, launched=10, held=5)
     rows = await connection.fetch("select * from tidegate.event_ingress_retries order by next_attempt_at")
     assert [str(row["event_id"]) for row in rows] == ids[10:]
     assert {(row["retry_state"], row["attempts"], row["reason"], row["source"]) for row in rows} == {
@@ -441,7 +441,7 @@ async def test_limits_that_are_seeded_already_keep_nobody_from_starting(
     seeds = {"noisy": RateLimit(limit=5, interval_ms=1000), "*": RateLimit(limit=50, interval_ms=1000)}
     await control.seed_limits(database, seeds)
     async with database.transaction() as other:
-        await sources.share(other, ["noisy"])
+        await locks.share(other, ["noisy"])
         assert await control.seed_limits(database, seeds) == []
         assert await control.seed_limits(database, {}) == []
 

@@ -32,10 +32,11 @@ from tests.flow.checker import Epoch, carry_breaches, limit_breaches
 from tidegate import failpoints
 from tidegate.app import Tidegate
 from tidegate.embedded import ROLE, EmbeddedPostgres
-from tidegate.flow import control, replan
-from tidegate.flow.dispatch import Dispatch
-from tidegate.flow.replan import Replan
-from tidegate.flow.retry import Retry
+from tidegate.flow import control
+from tidegate.flow.decide.dispatch import Dispatch
+from tidegate.flow.hold import event_replan as replan
+from tidegate.flow.hold.event_replan import Replan
+from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import Breaker, RateLimit, SourceBreakerPolicy
 from tidegate.store.db import Database
@@ -117,7 +118,7 @@ class Worker:
 
     def __init__(self, database: Database) -> None:
         self.dispatch = Dispatch(database, batch_size=7, after_launch=lambda: None, breaker=BREAKER)
-        self.retry = Retry(database, batch_size=5, after_launch=lambda: None, breaker=BREAKER)
+        self.retry = EventRetry(database, batch_size=5, after_launch=lambda: None, breaker=BREAKER)
         self.replan = Replan(database, policy=POLICY)
 
 

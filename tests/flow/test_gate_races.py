@@ -18,10 +18,11 @@ from tests.flow.checker import inversions, milliseconds, most_in_any_interval
 from tests.flow.conftest import eventually
 from tidegate.app import Tidegate
 from tidegate.errors import Conflict, NotFound
-from tidegate.flow import control, replan
-from tidegate.flow.dispatch import Dispatch
-from tidegate.flow.replan import Replan
-from tidegate.flow.retry import Retry
+from tidegate.flow import control
+from tidegate.flow.decide.dispatch import Dispatch
+from tidegate.flow.hold import event_replan as replan
+from tidegate.flow.hold.event_replan import Replan
+from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.model.retry import EVENT_RETRY
 from tidegate.model.source import Breaker, RateLimit, SourceBreakerPolicy
 from tidegate.store import ingress_retries, sources
@@ -37,7 +38,7 @@ class Worker:
     def __init__(self, url: str, batch_size: int = 20) -> None:
         self.database = Database(url, "worker", size=4)
         self.dispatch = Dispatch(self.database, batch_size=batch_size, after_launch=lambda: None, breaker=BREAKER)
-        self.retry = Retry(self.database, batch_size=batch_size, after_launch=lambda: None, breaker=BREAKER)
+        self.retry = EventRetry(self.database, batch_size=batch_size, after_launch=lambda: None, breaker=BREAKER)
         self.replan = Replan(self.database, policy=EVENT_RETRY)
 
     async def turn(self) -> None:

@@ -9,8 +9,9 @@ import pytest
 from tests.conftest import Clock
 from tests.flow.test_gate import Worker, limit, ticks
 from tests.flow.test_gate import worker as worker  # noqa: PLC0414 - a fixture
-from tidegate.flow import control, health
-from tidegate.flow.health import Exposition
+from tidegate.flow import control
+from tidegate.flow.look import health
+from tidegate.flow.look.health import Exposition
 from tidegate.model.health import HEALTH
 from tidegate.model.source import RateLimit
 from tidegate.store import triggers, workers

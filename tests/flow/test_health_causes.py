@@ -15,10 +15,11 @@ from tests.conftest import Clock
 from tests.flow.test_gate import Worker, limit, ticks
 from tests.flow.test_gate import worker as worker  # noqa: PLC0414 - a fixture
 from tidegate.app import Tidegate
-from tidegate.flow import control, health
-from tidegate.flow.health import Exposition, Snapshots
-from tidegate.flow.reconcile import Reconcile
-from tidegate.flow.verdict import RUNBOOK, Cause
+from tidegate.flow import control
+from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.look import health
+from tidegate.flow.look.health import Exposition, Snapshots
+from tidegate.flow.look.verdict import RUNBOOK, Cause
 from tidegate.model.health import HEALTH, HealthPolicy, severity
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store import health as store_health

@@ -23,10 +23,10 @@ from tests.flow.test_http_workflow import SECRET, World, the_run
 from tidegate import Tidegate
 from tidegate.errors import Conflict, InvalidInput, NotFound
 from tidegate.flow import control
-from tidegate.flow.dispatch import Dispatch
+from tidegate.flow.decide.dispatch import Dispatch
 from tidegate.model.http_workflow import DEFAULT_KEEP_MS, MAX_KEEP_MS, MAX_OLD_SECRETS
 from tidegate.model.source import TRIGGER_BREAKER
-from tidegate.store import runs, trigger_gates, triggers
+from tidegate.store import locks, runs, triggers
 from tidegate.store.db import Connection, Database
 
 URL = "https://example.com/hook"
@@ -154,7 +154,7 @@ async def test_a_trigger_that_comes_while_its_workflow_is_deleted(connection: Co
     """It has seen the workflow, and waits for its turn while the deletion commits."""
     made = await create(database)
     async with database.transaction() as deleting:
-        await trigger_gates.exclude(deleting)
+        await locks.exclude_triggers(deleting)
         await triggers.delete_definition(deleting, made.definition.id, {}, "bob")
         late = asyncio.create_task(control.create_trigger(database, "hook", {"name": "t", "event_type": "go"}, "ann"))
         await eventually(database, WAITS, 1)
@@ -168,7 +168,7 @@ async def test_a_trigger_is_made_for_the_workflow_that_has_the_name_now(
 ) -> None:
     made = await create(database)
     async with database.transaction() as deleting:
-        await trigger_gates.exclude(deleting)
+        await locks.exclude_triggers(deleting)
         await triggers.delete_definition(deleting, made.definition.id, {}, "bob")
         new = await triggers.upsert_definition(
             deleting, slug="hook", kind="python", parameters=["n"], config={}, actor="code"
@@ -181,7 +181,7 @@ async def test_a_trigger_is_made_for_the_workflow_that_has_the_name_now(
 async def test_a_deletion_that_comes_while_a_trigger_is_made(connection: Connection, database: Database) -> None:
     made = await create(database)
     async with database.transaction() as creating:
-        await trigger_gates.exclude(creating)
+        await locks.exclude_triggers(creating)
         await creating.execute(
             "insert into tidegate.workflow_event_triggers (id, workflow_definition_id, name, event_type, created_by, "
             "updated_by) values ($1, $2, 't', 'go', 'ann', 'ann')",

@@ -22,11 +22,12 @@ from tests.flow.http_receiver import LOOPBACK, Receiver, dripping
 from tests.flow.test_dispatch import publish
 from tidegate import Tidegate, __version__
 from tidegate.errors import Conflict, InvalidInput, NonRetryable, RetryAfter
-from tidegate.flow import control, http_guard
-from tidegate.flow.dispatch import Dispatch
-from tidegate.flow.http_guard import MAX_ANSWER_BYTES, GuardedTransport, Outgoing, post
-from tidegate.flow.http_workflow import HttpWorkflows
-from tidegate.flow.run import Runner
+from tidegate.flow import control
+from tidegate.flow.decide.dispatch import Dispatch
+from tidegate.flow.run import http_guard
+from tidegate.flow.run.http import HttpWorkflows
+from tidegate.flow.run.http_guard import MAX_ANSWER_BYTES, GuardedTransport, Outgoing, post
+from tidegate.flow.run.runner import Runner
 from tidegate.model.addresses import parse_allowed
 from tidegate.model.http_workflow import HttpConfig
 from tidegate.model.retry import RetryPolicy

@@ -15,7 +15,7 @@ from tidegate.app import checked
 from tidegate.client import AsyncClient, Client
 from tidegate.embedded import EmbeddedPostgres
 from tidegate.errors import Conflict, Overloaded, RequestRefused, Unavailable
-from tidegate.flow.ingest import Ingest
+from tidegate.flow.accept.ingest import Ingest
 from tidegate.model.event import NewEvent
 from tidegate.settings import Settings
 from tidegate.store import migrate

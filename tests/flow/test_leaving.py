@@ -13,9 +13,9 @@ from tests.conftest import Clock
 from tests.flow.step_world import World, the_run
 from tests.flow.test_dispatch import publish
 from tidegate import Context
-from tidegate.flow import leaving
-from tidegate.flow.execution import Execution
-from tidegate.flow.run import Runner
+from tidegate.flow.run import leaving
+from tidegate.flow.run.execution import Execution
+from tidegate.flow.run.runner import Runner
 from tidegate.model.retry import Retry
 from tidegate.store.db import Connection
 

@@ -18,8 +18,8 @@ from tests.flow.test_gate import limit
 from tests.flow.trigger_worker import TriggerWorker, make_trigger
 from tidegate import NonRetryable, Retry
 from tidegate.flow import control
-from tidegate.flow.health import Exposition
-from tidegate.flow.reconcile import Reconcile
+from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.look.health import Exposition
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store import workers

@@ -22,9 +22,9 @@ from tests.flow.test_dispatch import publish
 from tests.processes import PATIENCE_SECONDS, api, tidegate, worker
 from tidegate import Context, SyncContext, Tidegate
 from tidegate.client import Client
-from tidegate.flow import claims, leaving
-from tidegate.flow.reconcile import Reconcile
-from tidegate.flow.run import Runner
+from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.run import claims, leaving
+from tidegate.flow.run.runner import Runner
 from tidegate.model.run import ClaimedRun
 from tidegate.store.db import Connection
 from tidegate.telemetry import metrics
@@ -265,7 +265,7 @@ async def test_a_worker_that_takes_its_own_run_over_begins_when_the_earlier_exec
 async def test_a_run_that_waits_for_its_earlier_execution_can_be_cancelled(
     connection: Connection, clock: Clock, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidegate.flow.earlier.BEHIND_SECONDS", 0.02)
+    monkeypatch.setattr("tidegate.flow.run.earlier.BEHIND_SECONDS", 0.02)
     sink, may_end = Sink(), threading.Event()
     _staying(world, sink, may_end)
     runner = await world.runner(1000)

@@ -15,7 +15,9 @@ from tests.flow.checker import inversions
 from tests.flow.conftest import eventually
 from tests.flow.test_trigger_workers import APP, SUCCEEDED, Effects, all_runs, fleet
 from tests.flow.trigger_worker import TriggerWorker, held, make_trigger, statuses
-from tidegate.flow import control, delivery_replan, replan
+from tidegate.flow import control
+from tidegate.flow.hold import delivery_replan
+from tidegate.flow.hold import event_replan as replan
 from tidegate.model.source import RateLimit
 from tidegate.store.db import Connection, Database
 

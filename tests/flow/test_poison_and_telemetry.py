@@ -17,7 +17,7 @@ from tests.flow.test_replay import bury
 from tests.flow.trigger_worker import TriggerWorker, make_trigger
 from tidegate import Context
 from tidegate.flow import control
-from tidegate.flow.retry import Retry
+from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.model.source import RateLimit
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry import traces
@@ -36,8 +36,8 @@ async def states(connection: Connection) -> dict[uuid.UUID, str]:
     return {row["event_id"]: row["retry_state"] for row in rows}
 
 
-def retry(database: Database) -> Retry:
-    return Retry(database, batch_size=100, after_launch=lambda: None)
+def retry(database: Database) -> EventRetry:
+    return EventRetry(database, batch_size=100, after_launch=lambda: None)
 
 
 async def replayed(database: Database, connection: Connection, count: int) -> list[uuid.UUID]:
@@ -68,7 +68,7 @@ async def test_a_worker_that_comes_late_gives_up_no_other_event(
     bad, *good = await replayed(database, connection, 3)
     faster = retry(database)
 
-    class Slower(Retry):
+    class Slower(EventRetry):
         async def _give_up(self, connection: Connection, **given: Any) -> int:
             while "exhausted" not in (await states(connection)).values():
                 await faster.run_once()

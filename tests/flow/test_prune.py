@@ -13,9 +13,10 @@ from tests.flow.test_dispatch import publish
 from tests.processes import run, worker
 from tests.store.builders import make_events
 from tidegate import Context, failpoints
-from tidegate.flow.prune import Prune, Retention
+from tidegate.flow.keep.prune import Prune, Retention
 from tidegate.store import retention
 from tidegate.store.db import Connection, Database
+from tidegate.store.events import ReceiptPlace
 
 DAY_MS = 86_400_000
 WEEK = Retention(events_seconds=7 * 86_400)
@@ -140,7 +141,7 @@ async def test_new_work_does_not_wait_for_a_batch_that_is_deleting(
     runner = await done_world(connection, world)
     await clock.advance(8 * DAY_MS)
     async with database.transaction() as pruning:
-        page = await retention.page(pruning, after=retention.Place(), limit=100, older_seconds=WEEK.events_seconds)
+        page = await retention.page(pruning, after=ReceiptPlace(), limit=100, older_seconds=WEEK.events_seconds)
         ids = await retention.lock_finished_events(pruning, page.ids, older_seconds=WEEK.events_seconds)
         assert (await retention.delete_events(pruning, ids))["events"] == 4
         await publish(connection, "go", n=10)  # a lock that is in the way ends this after two seconds

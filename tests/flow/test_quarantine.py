@@ -12,9 +12,10 @@ from tests.conftest import Clock
 from tests.flow.step_world import World, the_run
 from tests.flow.test_dispatch import publish
 from tidegate import Context
-from tidegate.flow import control, quarantine
-from tidegate.flow.reconcile import Reconcile
-from tidegate.flow.run import Runner
+from tidegate.flow import control
+from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.run import quarantine
+from tidegate.flow.run.runner import Runner
 from tidegate.model.run import MAX_TRIALS, SUSPECT_CRASHES
 from tidegate.model.source import SourceBreakerPolicy
 from tidegate.store import runs

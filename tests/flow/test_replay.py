@@ -18,17 +18,17 @@ from tests.store.builders import make_events
 from tidegate import Context, failpoints
 from tidegate.errors import Conflict, InvalidInput, NotFound
 from tidegate.flow import control
-from tidegate.flow.explain import explain
-from tidegate.flow.replay import Replay
-from tidegate.flow.retry import Retry
+from tidegate.flow.hold.event_retry import EventRetry
+from tidegate.flow.keep.replay import Replay
+from tidegate.flow.look.explain import explain
 from tidegate.model.retry import RetryPolicy
 from tidegate.store import dead_letters
 from tidegate.store.db import Connection, Database
-from tidegate.store.dead_letters import DeadLetter, Filters
+from tidegate.store.dead_letters import DeadLetter, DeadLetterFilters
 
 
 async def letters(connection: Connection, state: Any = "open", **filters: Any) -> list[DeadLetter]:
-    return await dead_letters.list_page(connection, Filters(**filters), state=state, limit=100)
+    return await dead_letters.list_page(connection, DeadLetterFilters(**filters), state=state, limit=100)
 
 
 async def bury(connection: Connection, count: int = 1, reason: str = "broken", **changes: Any) -> list[uuid.UUID]:
@@ -126,7 +126,7 @@ async def test_a_run_of_a_deleted_workflow_is_refused(
     await connection.execute("update tidegate.workflow_definitions set deleted_at = tidegate.now()")
     with pytest.raises(Conflict, match=r"workflow work of run .* was deleted"):
         await control.replay_letter(database, letter.id, "ann")
-    await control.replay_letters(database, Filters(), "ann", rate=1)
+    await control.replay_letters(database, DeadLetterFilters(), "ann", rate=1)
     assert await Replay(database, batch_size=10).run_once() == 1
     [letter] = await letters(connection)
     assert letter.replay_error and "was deleted" in letter.replay_error and letter.replay_at is None
@@ -183,7 +183,7 @@ async def test_an_event_is_decided_anew_however_old_it_is(
     )  # fmt: skip
     with pytest.raises(Conflict, match="already"):
         await control.replay_letter(database, letter.id, "ann", force=True)
-    turn = await Retry(database, batch_size=10, after_launch=lambda: None).run_once()
+    turn = await EventRetry(database, batch_size=10, after_launch=lambda: None).run_once()
     assert (turn.due, turn.launched, turn.expired) == (1, 1, 0)
     story = await explain(connection, str(event_id))
     assert ("gate", "replayed", "ann") in [(d.stage, d.decision, d.actor) for d in story.decisions]
@@ -242,7 +242,7 @@ async def test_many_are_replayed_at_a_rate_and_counted_before(
 ) -> None:
     await bury(connection, 5, reason="Broken pipe")
     await bury(connection, 3, reason="other", source="else")
-    asked = Filters(kind="event", source="shop.api", reason="broken")
+    asked = DeadLetterFilters(kind="event", source="shop.api", reason="broken")
     assert await control.preview_replay(database, asked, rate=2) == 5
     assert await letters(connection, "scheduled") == []
     done = await control.replay_letters(database, asked, "ann", rate=2)
@@ -268,7 +268,7 @@ async def test_workers_at_once_and_crashes_lose_and_double_nothing(
     database: Database, connection: Connection, clock: Clock
 ) -> None:
     await bury(connection, 40)
-    await control.replay_letters(database, Filters(), "ann", rate=1000)
+    await control.replay_letters(database, DeadLetterFilters(), "ann", rate=1000)
     await clock.advance(1000)
     failpoints.arm("replay.after_commit=raise@7")
     with pytest.raises(failpoints.FailpointHit):
@@ -286,7 +286,7 @@ async def test_a_failure_before_the_commit_is_that_letters_alone(
     database: Database, connection: Connection, clock: Clock
 ) -> None:
     await bury(connection, 3)
-    await control.replay_letters(database, Filters(), "ann", rate=1000)
+    await control.replay_letters(database, DeadLetterFilters(), "ann", rate=1000)
     await clock.advance(1000)
     failpoints.arm("replay.before_commit=raise@2")
     assert await Replay(database, batch_size=100).run_once() == 3
@@ -326,7 +326,7 @@ async def test_the_rate_holds_after_a_time_without_workers(
     database: Database, connection: Connection, clock: Clock
 ) -> None:
     await bury(connection, 30)
-    await control.replay_letters(database, Filters(), "ann", rate=1)
+    await control.replay_letters(database, DeadLetterFilters(), "ann", rate=1)
     await clock.advance(3_600_000)
     workers = [Replay(database, batch_size=10) for _ in range(3)]
     seen = []

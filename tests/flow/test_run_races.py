@@ -14,10 +14,11 @@ from tests.flow.step_world import World, the_run, the_steps
 from tests.flow.test_dispatch import publish
 from tidegate import Context, NonRetryable, RetryAfter, StepFailed, SyncContext
 from tidegate.errors import Conflict, Unavailable
-from tidegate.flow import control, leaving
-from tidegate.flow.delivery_retry import DeliveryRetry
-from tidegate.flow.reconcile import Reconcile
-from tidegate.flow.schedule import Schedule
+from tidegate.flow import control
+from tidegate.flow.hold.delivery_retry import DeliveryRetry
+from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.keep.schedule import Scheduler
+from tidegate.flow.run import leaving
 from tidegate.model.retry import Retry
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store import runs as store_runs
@@ -551,7 +552,7 @@ async def test_a_commit_whose_answer_was_lost(
 
     runner = await world.runner()
     told: list[str] = []
-    monkeypatch.setattr("tidegate.flow.run.tell_ended", lambda _, __, run, ___: told.append(run.status))
+    monkeypatch.setattr("tidegate.flow.run.runner.tell_ended", lambda _, __, run, ___: told.append(run.status))
     real, lost = runner._database.run, []
 
     async def run(work: Any, attempts: int = 5) -> Any:
@@ -1061,7 +1062,7 @@ async def test_a_schedule_goes_on_after_the_clock_was_wrong_for_a_moment(
     async def hourly(ctx: Context, scheduled_at: str) -> None: ...
 
     definitions = await database.run(world.app.register)
-    schedule = Schedule(database, definitions, batch_size=10)
+    schedule = Scheduler(database, definitions, batch_size=10)
     year = 365 * 86_400_000
     await clock.advance(year)
     assert (await schedule.run_once()).published == 1

@@ -20,8 +20,8 @@ from tests.flow.trigger_worker import TriggerWorker
 from tests.processes import api, run, worker
 from tidegate import Context, Tidegate, failpoints
 from tidegate.client import Client
-from tidegate.flow.schedule import Schedule, Turn
-from tidegate.model.schedule import Schedule as Shown
+from tidegate.flow.keep.schedule import Scheduler, ScheduleTurn
+from tidegate.model.schedule import Scheduler as Shown
 from tidegate.store import schedules
 from tidegate.store.db import Connection, Database
 
@@ -64,8 +64,8 @@ def application(**declarations: dict[str, Any]) -> Tidegate:
     return app
 
 
-async def stage(database: Database, app: Tidegate, batch_size: int = 500) -> Schedule:
-    return Schedule(database, await database.run(app.register), batch_size=batch_size)
+async def stage(database: Database, app: Tidegate, batch_size: int = 500) -> Scheduler:
+    return Scheduler(database, await database.run(app.register), batch_size=batch_size)
 
 
 async def published(connection: Connection) -> list[str]:
@@ -90,8 +90,8 @@ async def test_a_tick_is_an_ordinary_event_that_launches_its_workflow(
 ) -> None:
     looked = []
     definitions = await database.run(application(hourly={"every": "1h"}).register)
-    schedule = Schedule(database, definitions, batch_size=500, after_publish=lambda: looked.append(True))
-    assert await schedule.run_once() == Turn(0, 3600.0)
+    schedule = Scheduler(database, definitions, batch_size=500, after_publish=lambda: looked.append(True))
+    assert await schedule.run_once() == ScheduleTurn(0, 3600.0)
     await clock.advance(HOUR)
     assert (await schedule.run_once()).published == 1
     assert looked == [True]
@@ -112,7 +112,7 @@ async def test_a_tick_is_an_ordinary_event_that_launches_its_workflow(
     )
     assert launched is not None
     assert (launched["parameters"], launched["name"]) == ({"scheduled_at": "2026-06-01T13:00:00Z"}, "schedule")
-    assert await schedule.run_once() == Turn(0, 3600.0)
+    assert await schedule.run_once() == ScheduleTurn(0, 3600.0)
     found = await only(connection)
     assert (found.last_at, found.next_at) == (at(13), at(14))
 
@@ -211,7 +211,7 @@ async def test_a_schedule_that_this_process_cannot_read_is_left_to_others(
     await clock.advance(HOUR)
     with capture_logs() as logs:
         assert (await schedule.run_once()).published == 1
-        assert await schedule.run_once() == Turn(0, 3600.0)
+        assert await schedule.run_once() == ScheduleTurn(0, 3600.0)
     assert [line["workflow"] for line in logs if line["event"] == "schedule.not_understood"] == ["strange"]
     assert await published(connection) == ["hourly:2026-06-01T13:00:00Z"]
 

@@ -18,10 +18,12 @@ from tests.flow.test_dispatch import publish
 from tests.flow.test_http_workflow import World
 from tests.flow.test_webhook_receiving import received
 from tidegate.errors import SecretsUnreadable, SettingsError, Unavailable, first_line
-from tidegate.flow import control, doctor, secrets
-from tidegate.flow.health import Snapshots
+from tidegate.flow import control
+from tidegate.flow.keep import secrets
+from tidegate.flow.look import doctor
+from tidegate.flow.look.health import Snapshots
 from tidegate.model.retry import STEP_RETRY
-from tidegate.model.secrets import RETRY_SECONDS, Keys, new_key
+from tidegate.model.secrets import RETRY_SECONDS, SecretKeys, new_key
 from tidegate.model.webhook import UNREADABLE
 from tidegate.store import secrets as store
 from tidegate.store import webhooks
@@ -44,7 +46,7 @@ STORED = """
 
 def keyed(database: Database, *keys: str) -> Database:
     """The same database, as a process with these keys sees it."""
-    database.keys = Keys(",".join(keys))
+    database.keys = SecretKeys(",".join(keys))
     return database
 
 
@@ -123,7 +125,7 @@ async def test_keys_change_and_every_secret_is_read_throughout(world: World, con
         assert not [secret for secret in PLAIN if secret in await stored(connection)]
         assert await webhook_secrets(keyed(world.database, keys[0])) == before
         for gone in old:
-            found = await store.survey(connection, Keys(gone))
+            found = await store.survey(connection, SecretKeys(gone))
             assert (found.unreadable, found.examples) == (2, ["webhook acme", "workflow hook"])
     assert await connection.fetchval(versions) == was, "nobody has changed a secret"
 

@@ -19,7 +19,7 @@ from tests.flow.conftest import APP, PATIENCE_SECONDS, eventually
 from tests.flow.test_ingest import event
 from tests.processes import api, worker
 from tidegate.errors import Unavailable
-from tidegate.flow.ingest import Ingest
+from tidegate.flow.accept.ingest import Ingest
 from tidegate.queue import postgres
 from tidegate.queue.port import TOPICS
 from tidegate.queue.postgres import PostgresQueue

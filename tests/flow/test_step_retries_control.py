@@ -21,8 +21,8 @@ from tidegate import Client, Context, RetryAfter
 from tidegate.clock import uuid7
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
-from tidegate.flow.delivery_retry import DeliveryRetry
-from tidegate.flow.explain import explain
+from tidegate.flow.hold.delivery_retry import DeliveryRetry
+from tidegate.flow.look.explain import explain
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store import held_steps
 from tidegate.store.db import Connection, Database

@@ -14,9 +14,9 @@ from tests.flow.step_world import POLICY, World, the_run, the_steps
 from tests.flow.test_dispatch import publish
 from tidegate import Context, NonRetryable, RetryAfter, StepFailed, SyncContext
 from tidegate.flow import control
-from tidegate.flow.delivery_retry import DeliveryRetry
-from tidegate.flow.explain import explain
-from tidegate.flow.reconcile import Reconcile
+from tidegate.flow.hold.delivery_retry import DeliveryRetry
+from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.look.explain import explain
 from tidegate.model.retry import Retry
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store.db import Connection, Database

@@ -20,8 +20,8 @@ from tidegate import AsyncClient, Client, Context, SyncContext, Tidegate, failpo
 from tidegate.api.server import bind, serving
 from tidegate.app import checked
 from tidegate.flow import control
-from tidegate.flow.dispatch import Dispatch
-from tidegate.flow.ingest import Ingest
+from tidegate.flow.accept.ingest import Ingest
+from tidegate.flow.decide.dispatch import Dispatch
 from tidegate.model.source import RateLimit
 from tidegate.settings import Settings
 from tidegate.store.db import Connection, Database

@@ -52,12 +52,16 @@ from tests.flow.trigger_model import (
 from tests.flow.trigger_worker import BREAKER, POLICY, TriggerWorker
 from tidegate import failpoints
 from tidegate.embedded import ROLE, EmbeddedPostgres
-from tidegate.flow import control, delivery_replan, slots
+from tidegate.flow import control
+from tidegate.flow.hold import delivery_replan
+from tidegate.flow.run import finish
+from tidegate.flow.run.finish import Freed
 from tidegate.model.run import ClaimedRun, FinishedRun, RunStatus
 from tidegate.model.source import RateLimit
 from tidegate.store import runs, triggers
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import Claim
+from tidegate.store.locks import Unlocked
 
 EXAMPLES = int(os.environ.get("TIDEGATE_TEST_EXAMPLES", "12"))
 STEPS = int(os.environ.get("TIDEGATE_TEST_STEPS", "40"))
@@ -360,13 +364,13 @@ class TriggerMachine(RuleBasedStateMachine):
         self._look("finish")
         assert not any(self.tables.runs[run_id].is_unfinished for run_id in freed.written)
 
-    def _locking(self, work: Callable[..., Awaitable[slots.Freed]]) -> slots.Freed:
+    def _locking(self, work: Callable[..., Awaitable[Freed]]) -> Freed:
         """Begun again when a trigger that was not locked turns out to matter."""
         also: frozenset[uuid.UUID] = frozenset()
         while True:
             try:
                 return self.run(self.database.run(partial(work, also=also)))
-            except slots.Unlocked as exc:
+            except Unlocked as exc:
                 also |= exc.trigger_ids
 
     async def _finish(
@@ -379,7 +383,7 @@ class TriggerMachine(RuleBasedStateMachine):
         is_filling: bool,
         dies: bool,
         also: frozenset[uuid.UUID],
-    ) -> slots.Freed:
+    ) -> Freed:
         mine = self.running[worker][:count]
         mine = [*mine, *(await self._claim_due(connection, count - len(mine)))]
         finished = [
@@ -391,7 +395,7 @@ class TriggerMachine(RuleBasedStateMachine):
         ]  # fmt: skip
         fill = self.workers[worker].delivery_retry.fill if is_filling else None
         claim = Claim(f"worker {worker}", LEASE_MS, [self.world.definition], len(finished))
-        freed = await slots.finish(connection, finished, breaker=BREAKER, fill=fill, claim=claim, also=also)
+        freed = await finish.end_held(connection, finished, breaker=BREAKER, fill=fill, claim=claim, also=also)
         if dies:
             raise Crash
         return freed

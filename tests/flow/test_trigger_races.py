@@ -19,15 +19,17 @@ from tests.flow.checker import milliseconds, most_in_any_interval
 from tests.flow.conftest import eventually
 from tests.flow.trigger_worker import BREAKER, TriggerWorker, held, make_trigger, statuses
 from tidegate.errors import Conflict, NotFound
-from tidegate.flow import control, slots
-from tidegate.flow.delivery_retry import Turn
-from tidegate.flow.run import Runner
-from tidegate.flow.workflow import Workflow
+from tidegate.flow import control
+from tidegate.flow.hold.delivery_retry import DeliveryTurn
+from tidegate.flow.run import finish
+from tidegate.flow.run.runner import Runner
+from tidegate.flow.run.workflow import Workflow
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.run import ClaimedRun, FinishedRun, RunStatus
 from tidegate.store import runs, trigger_gates, triggers
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import Claim
+from tidegate.store.locks import Unlocked
 
 WORKERS = 4
 # Whoever waits for a slot and is not woken waits for an hour: a lost wake-up cannot hide behind the next attempt.
@@ -87,8 +89,8 @@ class Worker(TriggerWorker):
         if self.fails:
             raise RuntimeError("as asked")
 
-    def _after_free(self, freed: slots.Freed) -> None:
-        if isinstance(freed.filled, Turn):
+    def _after_free(self, freed: finish.Freed) -> None:
+        if isinstance(freed.filled, DeliveryTurn):
             self.delivery_retry.committed(freed.filled)
 
     async def claim(self, limit: int = 10) -> list[ClaimedRun]:
@@ -113,9 +115,9 @@ class Worker(TriggerWorker):
             for run in held
         ]
 
-        async def work(connection: Connection) -> slots.Freed:
+        async def work(connection: Connection) -> finish.Freed:
             definitions = [d.id for d in await triggers.list_definitions(connection)]
-            return await slots.finish(
+            return await finish.end_held(
                 connection,
                 ended,
                 breaker=BREAKER,
@@ -128,7 +130,7 @@ class Worker(TriggerWorker):
         while True:
             try:
                 return await self.database.run(work)
-            except slots.Unlocked as exc:
+            except Unlocked as exc:
                 also |= exc.trigger_ids
 
     async def drain(self) -> None:

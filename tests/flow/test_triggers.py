@@ -16,12 +16,12 @@ from tests.flow.checker import milliseconds, most_in_any_interval
 from tests.flow.test_dispatch import publish
 from tests.flow.trigger_worker import TriggerWorker, held, launches, make_trigger, statuses
 from tidegate.flow import control
-from tidegate.flow.dispatch import Outcome
-from tidegate.flow.explain import explain
-from tidegate.flow.reconcile import Reconcile
+from tidegate.flow.decide.dispatch import DispatchCounts
+from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.look.explain import explain
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, SourceBreakerPolicy
-from tidegate.store import trigger_gates
+from tidegate.store import locks, trigger_gates
 from tidegate.store.db import Connection, Database
 
 
@@ -42,7 +42,7 @@ async def test_over_the_throttle_is_held_with_its_time_and_reason(
 ) -> None:
     trigger_id = await make_trigger(database, throttle_count=10, throttle_window_ms=1000)
     ids = await ticks(connection, 15)
-    assert await worker.turn() == Outcome(events=15, launched=10)
+    assert await worker.turn() == DispatchCounts(events=15, launched=10)
     rows = await held(connection)
     assert [str(row["event_id"]) for row in rows] == ids[10:]
     assert {(r["status"], r["retry_state"], r["retry_attempts"], r["reason"], r["source"]) for r in rows} == {
@@ -114,7 +114,7 @@ async def test_concurrency_holds_and_the_end_of_a_run_wakes_the_oldest(
 ) -> None:
     await make_trigger(database, max_concurrency=2)
     ids = await ticks(connection, 5)
-    assert await worker.turn() == Outcome(events=5, launched=2)
+    assert await worker.turn() == DispatchCounts(events=5, launched=2)
     rows = await held(connection)
     assert [(r["status"], r["reason"], r["retry_attempts"]) for r in rows] == [("throttled", "concurrency", 1)] * 3
     assert rows[0]["retry_metadata"]["waits_for"] == {"concurrency": {"max": 2, "key": None}}
@@ -134,7 +134,7 @@ async def test_concurrency_is_per_key(
     await make_trigger(database, max_concurrency=1, concurrency_key="{{ event.payload.customer }}")
     for customer in ("a", "a", "b", "a", "c"):
         await publish(connection, "tick", "shop", customer=customer)
-    assert await worker.turn() == Outcome(events=5, launched=3)
+    assert await worker.turn() == DispatchCounts(events=5, launched=3)
     assert [row["concurrency_key"] for row in await held(connection)] == ["a", "a"]
     await worker.end_runs(3)
     await worker.turn()
@@ -972,7 +972,7 @@ async def test_new_times_follow_an_edit_that_comes_in_the_middle(
     await worker.turn()
     await database.run(lambda c: trigger_gates.replan(c, trigger_id))
     async with database.transaction() as editing:
-        await trigger_gates.exclude(editing)
+        await locks.exclude_triggers(editing)
         await editing.execute(
             "update tidegate.workflow_event_triggers set throttle_count = 100000, version = version + 1"
         )

@@ -13,8 +13,8 @@ from tests.flow.test_dispatch import publish
 from tests.flow.trigger_worker import TriggerWorker, held, make_trigger, statuses
 from tidegate import Context
 from tidegate.flow import control
-from tidegate.flow.delivery_retry import DeliveryRetry
-from tidegate.flow.run import Runner
+from tidegate.flow.hold.delivery_retry import DeliveryRetry
+from tidegate.flow.run.runner import Runner
 from tidegate.model.retry import TRIGGER_RETRY, Retry
 from tidegate.model.source import RateLimit
 from tidegate.store import sources, trigger_gates

@@ -12,11 +12,11 @@ from tests.conftest import Clock
 from tidegate.clock import utc_now, uuid7
 from tidegate.errors import Conflict, InvalidInput, NotFound, Unavailable
 from tidegate.flow import control
-from tidegate.flow import webhooks as module
-from tidegate.flow.ingest import Ingest
-from tidegate.flow.webhooks import Webhooks
+from tidegate.flow.accept import webhooks as module
+from tidegate.flow.accept.ingest import Ingest
+from tidegate.flow.accept.webhooks import Webhooks
 from tidegate.model.event import EventLimits, NewEvent, check_event
-from tidegate.model.secrets import NO_KEYS, Keys
+from tidegate.model.secrets import NO_KEYS, SecretKeys
 from tidegate.model.webhook import fingerprint, holding
 from tidegate.store import webhooks as store
 from tidegate.store.db import Connection, Database
@@ -39,7 +39,7 @@ async def test_one_look_serves_many_and_ends(database: Database, monkeypatch: py
     looks = 0
     get = store.get
 
-    async def counted(connection: Connection, source: str, keys: Keys) -> Any:
+    async def counted(connection: Connection, source: str, keys: SecretKeys) -> Any:
         nonlocal looks
         looks += 1
         return await get(connection, source, keys)

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from tidegate.flow import slots
-from tidegate.flow.batch import Batch
-from tidegate.flow.delivery_replan import DeliveryReplan
-from tidegate.flow.delivery_retry import DeliveryRetry
-from tidegate.flow.dispatch import Dispatch, Outcome
-from tidegate.flow.match import Matcher
-from tidegate.flow.replan import Replan
-from tidegate.flow.retry import Retry
+from tidegate.flow.decide.batch import Batch
+from tidegate.flow.decide.dispatch import Dispatch, DispatchCounts
+from tidegate.flow.decide.match import Matcher
+from tidegate.flow.hold.delivery_replan import DeliveryReplan
+from tidegate.flow.hold.delivery_retry import DeliveryRetry
+from tidegate.flow.hold.event_replan import Replan
+from tidegate.flow.hold.event_retry import EventRetry
+from tidegate.flow.run import finish
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.run import FinishedRun, RunStatus
 from tidegate.model.source import BreakerPolicy
 from tidegate.model.trigger import TriggerSpec
-from tidegate.store import runs, trigger_gates, triggers
+from tidegate.store import locks, runs, triggers
 from tidegate.store.db import Connection, Database
+from tidegate.store.locks import Unlocked
 
 POLICY = RetryPolicy(base_ms=1000, factor=2, max_ms=8000, jitter_ratio=0, max_attempts=5, max_age_ms=3_600_000)
 BREAKER = BreakerPolicy(threshold=3, window_ms=60_000, pause_ms=10_000)
@@ -34,14 +35,14 @@ class TriggerWorker:
         matcher = Matcher()
         batch = Batch(BREAKER, matcher=matcher, trigger_breaker=BREAKER, trigger_retry=policy)
         self.dispatch = Dispatch(database, batch_size=batch_size, after_launch=lambda: None, batch=batch)
-        self.retry = Retry(database, batch_size=batch_size, after_launch=lambda: None, batch=batch)
+        self.retry = EventRetry(database, batch_size=batch_size, after_launch=lambda: None, batch=batch)
         self.replan = Replan(database, policy=policy)
         self.delivery_retry = DeliveryRetry(
             database, batch_size=batch_size, after_launch=lambda: None, matcher=matcher, breaker=BREAKER, policy=policy
         )
         self.delivery_replan = DeliveryReplan(database, policy=policy)
 
-    async def turn(self) -> Outcome:
+    async def turn(self) -> DispatchCounts:
         outcome = await self.dispatch.run_once()
         await self.replan.run_once()
         await self.retry.run_once()
@@ -51,10 +52,10 @@ class TriggerWorker:
 
     async def end_runs(
         self, count: int = 1, status: RunStatus = "succeeded", *, ids: Sequence[uuid.UUID] | None = None, **fields: Any
-    ) -> slots.Freed:
+    ) -> finish.Freed:
         """Claim the oldest pending runs (or those given) and end them."""
 
-        async def work(connection: Connection) -> slots.Freed:
+        async def work(connection: Connection) -> finish.Freed:
             definitions = [d.id for d in await triggers.list_definitions(connection)]
             limit = count if ids is None else 1000
             claimed = await runs.claim_due(
@@ -74,13 +75,13 @@ class TriggerWorker:
                 )
                 for run in mine
             ]
-            return await slots.finish(connection, finished, breaker=BREAKER, also=also)
+            return await finish.end_held(connection, finished, breaker=BREAKER, also=also)
 
         also: frozenset[uuid.UUID] = frozenset()
         while True:
             try:
                 return await self.database.run(work)
-            except slots.Unlocked as exc:
+            except Unlocked as exc:
                 also |= exc.trigger_ids
 
 
@@ -88,7 +89,7 @@ async def make_trigger(database: Database, slug: str = "tick", **fields: Any) ->
     """A workflow with one trigger for events of type `tick`; its id."""
 
     async def work(connection: Connection) -> uuid.UUID:
-        await trigger_gates.exclude(connection)
+        await locks.exclude_triggers(connection)
         definition = await triggers.upsert_definition(
             connection, slug=slug, kind="python", parameters=["*"], config={}, actor="test"
         )

@@ -144,7 +144,7 @@ def test_yaml_parses_and_names_what_exists() -> None:
 
 
 def test_every_health_cause_is_in_the_table_of_thresholds() -> None:
-    source = (ROOT / "src" / "tidegate" / "flow" / "verdict.py").read_text()
+    source = (ROOT / "src" / "tidegate" / "flow" / "look" / "verdict.py").read_text()
     codes = set(re.findall(r'_cause\(\s*"(\w+)"', source)) | {"ingress_stalled", "triggers_stalled", "runs_stalled"}
     assert len(codes) == 12
     for code in codes:

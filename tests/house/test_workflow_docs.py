@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tidegate.flow import calls, output, quarantine
+from tidegate.flow.run import calls, output, quarantine
 from tidegate.model.retry import STEP_RETRY
 from tidegate.model.run import MAX_TRIALS, SUSPECT_CRASHES
 from tidegate.model.units import MAX_DURATION_MS

@@ -10,7 +10,7 @@ import pytest
 from tests.flow.test_ingest import event
 from tidegate import failpoints
 from tidegate.errors import SchemaError
-from tidegate.flow.ingest import LOCK_TIMEOUT_MS, Ingest
+from tidegate.flow.accept.ingest import LOCK_TIMEOUT_MS, Ingest
 from tidegate.store import migrate
 from tidegate.store.db import Connection, Database
 

@@ -244,7 +244,7 @@ async def test_pages_newest_first_neither_skip_nor_repeat(connection: Connection
     place = None
     while page := await events.list_page(connection, before=place, limit=2):
         seen += page
-        place = events.Place(page[-1].ingress_sequence, page[-1].received_at)
+        place = events.ReceiptPlace(page[-1].received_at, page[-1].ingress_sequence)
         await make_events(connection)  # what arrives meanwhile is newer
     assert [e.id for e in seen] == ids[::-1]
 

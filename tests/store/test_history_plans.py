@@ -17,9 +17,10 @@ from bench import history
 
 from tests.store.test_plans import MODES, STATISTICS, Undone, rows_read
 from tidegate.embedded import ROLE, EmbeddedPostgres
-from tidegate.flow import health
+from tidegate.flow.look import health
 from tidegate.model.health import HEALTH
 from tidegate.store import retention
+from tidegate.store.events import ReceiptPlace
 
 FINISHED, WAITING, DEAD, UNDECIDED, BATCH = 20_000, 1_000, 5_000, 2_000, 50
 LARGE = {*history.TABLES, "dead_letters", "event_inbox"}
@@ -141,7 +142,7 @@ async def test_health_reads_nothing_that_is_finished(history_url: str, mode: str
 @STATISTICS
 async def test_a_batch_of_pruning_reads_what_it_deletes(history_url: str, mode: str, has_statistics: bool) -> None:
     async def work(connection: Any) -> None:
-        page = await retention.page(connection, after=retention.Place(), limit=BATCH, older_seconds=600)
+        page = await retention.page(connection, after=ReceiptPlace(), limit=BATCH, older_seconds=600)
         ids = await retention.lock_finished_events(connection, page.ids, older_seconds=600)
         assert len(ids) == BATCH
         if not has_statistics:  # rows that are old enough to go have been counted long ago

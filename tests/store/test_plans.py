@@ -21,9 +21,9 @@ from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.store import deliveries, events, idempotency, trigger_gates
 from tidegate.store.db import TransientConflict
 from tidegate.store.deliveries import Claim, Decided
-from tidegate.store.events import Place
+from tidegate.store.events import ReceiptPlace
 from tidegate.store.sql import load
-from tidegate.store.totals import Totals
+from tidegate.store.totals import BatchTotals
 
 ROWS = 50_000
 _events, _retries, _sources = load("events"), load("ingress_retries"), load("sources")
@@ -200,7 +200,9 @@ TRIGGER_STATEMENTS: dict[str, tuple[Call, set[str]]] = {
     "settle": (lambda c, f: deliveries.settle(c, settled(f), f.now), DELIVERIES | RUNS),
     "launch": (lambda c, f: deliveries.launch(c, [decided(f)], f.now), DELIVERIES | RUNS),
     "launch_calm": (
-        lambda c, f: deliveries.launch_calm(c, [decided(f)], f.now, Claim("w", 1000, [f.definition], 10), Totals(), 1),
+        lambda c, f: deliveries.launch_calm(
+            c, [decided(f)], f.now, Claim("w", 1000, [f.definition], 10), BatchTotals(), 1
+        ),
         DELIVERIES | RUNS | {"event_scheduler_triggers"},
     ),
     "hold": (lambda c, f: deliveries.hold(c, [waits(f)], f.now), DELIVERIES),
@@ -363,7 +365,7 @@ def events_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
 @pytest.mark.parametrize("span", SPANS)
 async def test_events_of_a_span_of_time_are_found_by_an_index(events_url: str, span: str, mode: str) -> None:
     received_from, received_to = SPANS[span]
-    places = [None, Place(ROWS // 2, NOON + timedelta(milliseconds=ROWS // 2 // 10 * 100))]
+    places = [None, ReceiptPlace(NOON + timedelta(milliseconds=ROWS // 2 // 10 * 100), ROWS // 2)]
     connection = await asyncpg.connect(events_url)
     try:
         async with connection.transaction():
@@ -388,13 +390,13 @@ async def test_pages_of_a_span_of_time_have_every_event_once(events_url: str) ->
     await connection.set_type_codec("jsonb", schema="pg_catalog", encoder=str, decoder=msgspec.json.decode)
     try:
         seen: list[int] = []
-        before: Place | None = None
+        before: ReceiptPlace | None = None
         received_from, received_to = SPANS["a second long ago"]
         while page := await events.list_page(
             connection, received_from=received_from, received_to=received_to, before=before, limit=7
         ):
             seen += [event.ingress_sequence for event in page]
-            before = Place(page[-1].ingress_sequence, page[-1].received_at)
+            before = ReceiptPlace(page[-1].received_at, page[-1].ingress_sequence)
     finally:
         await connection.close()
     assert seen == list(range(3099, 2999, -1))

@@ -16,7 +16,7 @@ from tidegate.model.source import BreakerPolicy
 from tidegate.model.trigger import Trigger, TriggerSpec
 from tidegate.store import held_deliveries, sources, trigger_gates, triggers
 from tidegate.store.db import Connection
-from tidegate.store.held_deliveries import Filters
+from tidegate.store.held_deliveries import DeliveryFilters
 
 FULL = TriggerSpec(
     name="full",
@@ -196,7 +196,7 @@ async def test_pages_and_filters_of_what_waits(connection: Connection) -> None:
     done = await hold(connection, one, retry_state="completed", next_attempt_at=None, status="skipped")
 
     async def waiting(**filters: Any) -> list[uuid.UUID]:
-        return [h.id for h in await held_deliveries.list_waiting(connection, Filters(**filters), limit=10)]
+        return [h.id for h in await held_deliveries.list_waiting(connection, DeliveryFilters(**filters), limit=10)]
 
     assert await waiting() == [*ids, second, third]
     assert await waiting(trigger_id=one) == ids

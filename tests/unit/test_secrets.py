@@ -6,7 +6,7 @@ import pytest
 
 from tidegate.errors import SecretsUnreadable, SettingsError
 from tidegate.model.http_workflow import HttpConfig, config_errors
-from tidegate.model.secrets import NO_KEYS, SEALED, Keys, is_sealed, new_key, require_readable
+from tidegate.model.secrets import NO_KEYS, SEALED, SecretKeys, is_sealed, new_key, require_readable
 from tidegate.model.webhook import SCHEMES, secret_errors
 from tidegate.settings import Settings
 
@@ -15,7 +15,7 @@ SECRET = "a secret of the sender"
 
 
 def test_the_first_key_encrypts_and_all_decrypt() -> None:
-    old, both, new = Keys(A), Keys(f"{B}, {A}"), Keys(B)
+    old, both, new = SecretKeys(A), SecretKeys(f"{B}, {A}"), SecretKeys(B)
     sealed = old.seal(SECRET)
     assert is_sealed(sealed) and SECRET not in sealed and sealed != old.seal(SECRET)
     assert old.open(sealed) == both.open(sealed) == SECRET
@@ -26,14 +26,19 @@ def test_the_first_key_encrypts_and_all_decrypt() -> None:
 
 def test_without_a_key_secrets_are_stored_as_they_are() -> None:
     assert NO_KEYS.seal(SECRET) == NO_KEYS.open(SECRET) == NO_KEYS.renew(SECRET) == SECRET
-    assert Keys(A).open(SECRET) == SECRET, "those from before there was a key"
+    assert SecretKeys(A).open(SECRET) == SECRET, "those from before there was a key"
     assert not NO_KEYS.is_current(SECRET)
 
 
 def test_what_cannot_be_read_stays_as_it_is_stored() -> None:
-    sealed = Keys(A).seal(SECRET)
+    sealed = SecretKeys(A).seal(SECRET)
     damaged = sealed[:-10] + "AAAAAAAA=="
-    for keys, stored in ((NO_KEYS, sealed), (Keys(B), sealed), (Keys(A), damaged), (Keys(A), f"{SEALED}x")):
+    for keys, stored in (
+        (NO_KEYS, sealed),
+        (SecretKeys(B), sealed),
+        (SecretKeys(A), damaged),
+        (SecretKeys(A), f"{SEALED}x"),
+    ):
         assert keys.open(stored) == keys.seal(stored) == keys.renew(stored) == stored
         with pytest.raises(SecretsUnreadable, match="TIDEGATE_SECRETS_KEY") as refused:
             require_readable([SECRET, keys.open(stored)], "webhook acme")
@@ -42,7 +47,7 @@ def test_what_cannot_be_read_stays_as_it_is_stored() -> None:
 
 
 def test_no_plain_secret_can_be_taken_for_an_encrypted_one() -> None:
-    posing = Keys(A).seal(SECRET)
+    posing = SecretKeys(A).seal(SECRET)
     assert all(secret_errors(scheme, posing) for scheme in SCHEMES)
     fields = {
         error.field

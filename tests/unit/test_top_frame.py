@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from tidegate.cli.top_frame import MAX_CAUSES, MAX_PAUSED, Look, frame, rates
+from tidegate.cli.top_frame import MAX_CAUSES, MAX_PAUSED, Sample, frame, rates
 
 DEPTH = {"ready": 0, "delayed": 0, "active": 0, "oldest_due_age_seconds": 0.0}
 CAUSE = {"code": "no_worker", "severity": "critical", "subject": "workers", "message": "none was seen", "since": None}
@@ -18,7 +18,7 @@ DECISION = {
 }  # fmt: skip
 
 
-def look(second: int = 0, decisions: int = 1, **changes: Any) -> Look:
+def look(second: int = 0, decisions: int = 1, **changes: Any) -> Sample:
     health = {
         "status": "ok", "causes": [], "generated_at": f"2026-06-01T12:00:{second:02}Z", "last_processed_event_at": None,
         "queues": {"ingress": DEPTH, "triggers": DEPTH, "runs": DEPTH | {"ready": 3, "oldest_due_age_seconds": 7.0}},
@@ -26,10 +26,10 @@ def look(second: int = 0, decisions: int = 1, **changes: Any) -> Look:
         "retries": {kind: {"total": 0, "overdue": 0, "by_reason": {}} for kind in ("events", "deliveries", "steps")},
         "dead_letters": {"total": 0, "last_24h": 0},
     }  # fmt: skip
-    return Look(health | changes, [DECISION] * decisions)
+    return Sample(health | changes, [DECISION] * decisions)
 
 
-def text(*looks: Look, width: int = 200, height: int | None = None, trouble: str | None = None) -> str:
+def text(*looks: Sample, width: int = 200, height: int | None = None, trouble: str | None = None) -> str:
     return "\n".join(line.plain for line in frame(looks, "http://x", width=width, height=height, trouble=trouble))
 
 
@@ -72,7 +72,7 @@ def test_long_lists_are_counted() -> None:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (1, 1), (20, 60), (200, 100)])
 def test_a_frame_fits_its_terminal(width: int, height: int) -> None:
     wide = DECISION | {"reason": "理由" * 100 + "\x1b[31m\n\tred", "external_id": None}
-    full = Look(look(causes=[CAUSE | {"message": "m" * 500}] * 5, paused_sources=[PAUSE]).health, [wide] * 50)
+    full = Sample(look(causes=[CAUSE | {"message": "m" * 500}] * 5, paused_sources=[PAUSE]).health, [wide] * 50)
     for lines in (frame([full], "http://x" * 20, width=width, height=height, trouble="t" * 300),
                   frame([], "http://x" * 20, width=width, height=height, trouble="t" * 300)):  # fmt: skip
         assert 0 < len(lines) <= height

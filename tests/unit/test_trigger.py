@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.errors import FieldError, InvalidInput
-from tidegate.flow import deliver
+from tidegate.flow.decide import deliver
 from tidegate.model.event import Event
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import TRIGGER_RETRY

@@ -103,9 +103,9 @@ class Admission:
         return self._events >= self.limit_events or self.strangers.is_full
 
     @contextlib.contextmanager
-    def request(self, *, is_known: bool = True) -> Iterator[Place]:
+    def request(self, *, is_known: bool = True) -> Iterator[Admitted]:
         """A request that was begun; whatever it held is free again when it is left."""
-        place = Place(self, self.known if is_known else self.strangers)
+        place = Admitted(self, self.known if is_known else self.strangers)
         try:
             yield place
         finally:
@@ -132,7 +132,7 @@ class Admission:
                 self._is_measuring_since, self._stored = now, 0
 
 
-class Place:
+class Admitted:
     """What one request holds, and in which room."""
 
     def __init__(self, admission: Admission, room: Room) -> None:

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Send
 
 from tidegate.api.problems import Problem
 from tidegate.errors import FieldError, InvalidInput
-from tidegate.flow.access import Principal
+from tidegate.flow.accept.access import Principal
 from tidegate.model.conversion import convert
 from tidegate.model.token import is_token_name
 from tidegate.store import audit

@@ -17,10 +17,10 @@ from starlette.requests import Request
 from tidegate.api import bodies
 from tidegate.api.routes import Route, Services, path_uuid
 from tidegate.errors import Forbidden, NotFound
-from tidegate.flow import explain
-from tidegate.flow.access import Principal
-from tidegate.flow.health import Snapshot, SourceHealth, status_of
-from tidegate.flow.verdict import Cause
+from tidegate.flow.accept.access import Principal
+from tidegate.flow.look import explain
+from tidegate.flow.look.health import Snapshot, SourceHealth, status_of
+from tidegate.flow.look.verdict import Cause
 from tidegate.store import dead_letters, events, held_deliveries, held_steps, runs
 from tidegate.store.db import Connection
 from tidegate.store.health import LimitHealth, PausedSource, SourceBreaker

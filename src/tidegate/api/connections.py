@@ -50,7 +50,7 @@ _ACCEPTED = (
 )
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One connection. A head that is too large gets 431; one that is not complete in time, and silence, the end."""
 
     def __init__(self, *arguments: Any, crowd: Crowd, publish: Publish | None = None, **named: Any) -> None:
@@ -362,11 +362,11 @@ class _Exchange:
 class _WayOut:
     """The transport that the server writes to; it is closed the way that `Connection.leave` says."""
 
-    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+    def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
         self._transport = transport
         self.write = transport.write
         self.close = connection.leave
-        self._connection: Connection | None = connection
+        self._connection: HttpConnection | None = connection
 
     def is_closing(self) -> bool:
         return self._connection is None or self._connection.is_leaving or self._transport.is_closing()

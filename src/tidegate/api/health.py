@@ -9,8 +9,8 @@ from starlette.responses import Response
 from tidegate.api import bodies, by_source
 from tidegate.api.by_source import OwnHealth
 from tidegate.api.routes import Query, Route, Services, json_response, parameters
-from tidegate.flow.health import Snapshot
-from tidegate.flow.ready import Ready
+from tidegate.flow.look.health import Snapshot
+from tidegate.flow.look.ready import Ready
 from tidegate.telemetry import metrics
 
 HEALTH_QUERY = (

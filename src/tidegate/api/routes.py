@@ -16,11 +16,11 @@ from tidegate.api.admission import Admission
 from tidegate.api.problems import HEADERS, Problem
 from tidegate.clock import has_utc
 from tidegate.errors import FieldError, InvalidInput
-from tidegate.flow.access import Access
-from tidegate.flow.health import Exposition, Snapshots
-from tidegate.flow.ingest import Ingest
-from tidegate.flow.ready import Readiness
-from tidegate.flow.webhooks import Webhooks
+from tidegate.flow.accept.access import Access
+from tidegate.flow.accept.ingest import Ingest
+from tidegate.flow.accept.webhooks import Webhooks
+from tidegate.flow.look.health import Exposition, Snapshots
+from tidegate.flow.look.ready import Readiness
 from tidegate.model.token import Scope
 from tidegate.queue.port import Queue
 from tidegate.settings import Settings

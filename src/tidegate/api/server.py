@@ -20,43 +20,23 @@ from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidegate.api import (
-    admin_audit,
-    admin_dead_letters,
-    admin_retries,
-    admin_retry_verbs,
-    admin_sources,
-    admin_triggers,
-    admin_webhooks,
-    bodies,
-    by_source,
-    connections,
-    decisions,
-    events,
-    health,
-    openapi,
-    problems,
-    publish,
-    runs,
-    schedules,
-    tokens,
-    triggers,
-    webhooks,
-    workflows,
-)
+from tidegate.api import admin, bodies, by_source, connections, health, openapi, problems, v1
 from tidegate.api.admission import Admission
 from tidegate.api.crowd import Crowd, raise_file_limit
 from tidegate.api.problems import Problem
 from tidegate.api.routes import Route, Services, json_response
+from tidegate.api.v1 import publish
 from tidegate.errors import NotFound, SettingsError
-from tidegate.flow import control, notices, secrets
-from tidegate.flow.access import Access
-from tidegate.flow.health import Exposition, Snapshots
-from tidegate.flow.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Accepted, Ingest
-from tidegate.flow.ready import Readiness
-from tidegate.flow.webhooks import Webhooks
+from tidegate.flow import control
+from tidegate.flow.accept.access import Access
+from tidegate.flow.accept.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Ingest
+from tidegate.flow.accept.webhooks import Webhooks
+from tidegate.flow.keep import secrets
+from tidegate.flow.look import notices
+from tidegate.flow.look.health import Exposition, Snapshots
+from tidegate.flow.look.ready import Readiness
 from tidegate.model.client_address import parse_networks
-from tidegate.model.secrets import Keys
+from tidegate.model.secrets import SecretKeys
 from tidegate.queue.choose import open_queue
 from tidegate.settings import Settings
 from tidegate.store import durability, migrate
@@ -86,45 +66,7 @@ _SECURITY_HEADERS = {
 }
 
 
-async def _post_events(request: Request, services: Services) -> Response:
-    """Only reached when the fast path below does not apply (it always does under our own server)."""
-    return await publish.answer(services, request.scope, request.receive)
-
-
-PUBLISH = Route(
-    "POST",
-    "/v1/events",
-    _post_events,
-    "Publish one event or a batch; answered after the commit",
-    (Accepted, publish.AcceptedBatch),
-    scope="publish",
-    status=202,
-    body={
-        "application/json": {"schema": {"oneOf": [openapi.NEW_EVENT, {"type": "array", "items": openapi.NEW_EVENT}]}},
-        publish.CE_STRUCTURED: {"schema": openapi.CLOUD_EVENT},
-        publish.CE_BATCH: {"schema": openapi.CLOUD_EVENT_BATCH},
-    },
-    errors=(400, 408, 409, 413, 415, 422, 503),
-)
-ROUTES: tuple[Route, ...] = (
-    PUBLISH,
-    *events.ROUTES,
-    *workflows.ROUTES,
-    *triggers.ROUTES,
-    *schedules.ROUTES,
-    *runs.ROUTES,
-    *admin_sources.ROUTES,
-    *admin_triggers.ROUTES,
-    *admin_retries.ROUTES,
-    *admin_retry_verbs.ROUTES,
-    *decisions.ROUTES,
-    *admin_dead_letters.ROUTES,
-    *webhooks.ROUTES,
-    *admin_webhooks.ROUTES,
-    *tokens.ROUTES,
-    *admin_audit.ROUTES,
-    *health.ROUTES,
-)
+ROUTES: tuple[Route, ...] = (*v1.ROUTES, *admin.ROUTES, *health.ROUTES)
 
 
 class Api:
@@ -134,7 +76,7 @@ class Api:
         url = settings.require_database_url()
         self._settings = settings
         ingesting = settings.serve_connections // 3  # events share commits, so that few are needed
-        size, keys = settings.serve_connections - ingesting, Keys(settings.secrets_key)
+        size, keys = settings.serve_connections - ingesting, SecretKeys(settings.secrets_key)
         self._database = Database(url, "api", size=size, keys=keys)
         self._ingest_database = Database(
             url, "ingest", size=ingesting, lock_timeout_ms=LOCK_TIMEOUT_MS, statement_seconds=STATEMENT_SECONDS
@@ -208,7 +150,7 @@ class Server:
         publish: connections.Publish | None = None,
         settings: Settings | None = None,
     ) -> None:
-        connection = partial(connections.Connection, publish=publish, crowd=_crowd(settings or Settings()))
+        connection = partial(connections.HttpConnection, publish=publish, crowd=_crowd(settings or Settings()))
         self._listening = listening
         self.port: int = listening.getsockname()[1]
         self._uvicorn = _Uvicorn(

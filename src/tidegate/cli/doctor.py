@@ -9,8 +9,8 @@ import click
 
 from tidegate import settings as settings_module
 from tidegate.cli.output import json_option, print_json, print_table
-from tidegate.flow.doctor import GRACE_MS, Check, eviction, examine
-from tidegate.model.secrets import Keys
+from tidegate.flow.look.doctor import GRACE_MS, Check, eviction, examine
+from tidegate.model.secrets import SecretKeys
 from tidegate.settings import Settings
 from tidegate.store.db import Database
 
@@ -41,7 +41,7 @@ def doctor(grace: int, as_json: bool) -> None:
 
 
 async def _examine(settings: Settings, grace_ms: int) -> list[Check]:
-    database = Database(settings.require_database_url(), "doctor", size=1, keys=Keys(settings.secrets_key))
+    database = Database(settings.require_database_url(), "doctor", size=1, keys=SecretKeys(settings.secrets_key))
     try:
         allow_unsafe = settings.allow_unsafe_durability
         checks = await examine(database, settings.health, grace_ms=grace_ms, allow_unsafe=allow_unsafe)

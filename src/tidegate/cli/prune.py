@@ -9,7 +9,7 @@ import click
 
 from tidegate import settings
 from tidegate.cli.output import print_json, user
-from tidegate.flow.prune import Prune, Retention
+from tidegate.flow.keep.prune import Prune, Retention
 from tidegate.model.units import duration_ms
 from tidegate.store import audit, migrate
 from tidegate.store.db import Database

@@ -9,8 +9,8 @@ import click
 
 from tidegate import settings
 from tidegate.cli.output import json_option, print_json, user
-from tidegate.flow.secrets import Rotated, rotate
-from tidegate.model.secrets import Keys, new_key
+from tidegate.flow.keep.secrets import Rotated, rotate
+from tidegate.model.secrets import SecretKeys, new_key
 from tidegate.settings import Settings
 from tidegate.store import migrate
 from tidegate.store.db import Database
@@ -47,7 +47,7 @@ def rotate_all(as_json: bool) -> None:
 
 
 async def _rotate(given: Settings) -> Rotated:
-    database = Database(given.require_database_url(), "secrets", size=1, keys=Keys(given.secrets_key))
+    database = Database(given.require_database_url(), "secrets", size=1, keys=SecretKeys(given.secrets_key))
     try:
         await migrate.require_current(database)
         return await rotate(database, actor=user() or "cli")

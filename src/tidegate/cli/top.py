@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tidegate import settings
 from tidegate.cli.output import user
-from tidegate.cli.top_frame import Look, frame
+from tidegate.cli.top_frame import Sample, frame
 from tidegate.cli.wording import parsed
 from tidegate.client import Client
 from tidegate.clock import monotonic, utc_now
@@ -61,7 +61,7 @@ class View:
     def __init__(self, api: Client, url: str) -> None:
         self._api = api
         self._url = url
-        self._looks: deque[Look] = deque(maxlen=LOOKS)
+        self._looks: deque[Sample] = deque(maxlen=LOOKS)
         self._trouble: str | None = None
 
     def look(self) -> None:
@@ -70,7 +70,7 @@ class View:
         if "totals" not in health:
             raise TidegateError("the token is bound to sources, and top shows the whole; use one that is not")
         decisions = self._api.request("GET", "/admin/decisions", limit=DECISIONS)["decisions"]
-        self._looks.append(Look(health, decisions))
+        self._looks.append(Sample(health, decisions))
         self._trouble = None
 
     def try_to_look(self) -> None:

@@ -18,7 +18,7 @@ _BREAKERS = ("source_breaker_open", "trigger_breaker_open")
 _RATES = (("events/s", ("received", "decided")), ("runs/s", ("launched", "ended")))
 
 
-class Look(NamedTuple):
+class Sample(NamedTuple):
     """What one look at the API gave."""
 
     health: dict[str, Any]
@@ -30,7 +30,9 @@ class Look(NamedTuple):
         return datetime.fromisoformat(self.health["generated_at"])
 
 
-def frame(looks: Sequence[Look], url: str, *, width: int, height: int | None, trouble: str | None = None) -> list[Text]:
+def frame(
+    looks: Sequence[Sample], url: str, *, width: int, height: int | None, trouble: str | None = None
+) -> list[Text]:
     """The lines, none wider than the terminal and not more than it has; `trouble` says why the last look is old."""
     if not looks:
         lines = [Text.assemble(("tidegate", "bold"), f"  {url}"), Text(trouble or "…", "bold red")]
@@ -54,7 +56,7 @@ def frame(looks: Sequence[Look], url: str, *, width: int, height: int | None, tr
     return _fitted(lines, width, height)
 
 
-def rates(looks: Sequence[Look]) -> dict[str, float] | None:
+def rates(looks: Sequence[Sample]) -> dict[str, float] | None:
     """How much per second the totals grew over the looks; None as long as nobody can say."""
     if len(looks) < 2:
         return None
@@ -71,7 +73,7 @@ def _last_event(found: dict[str, Any], now: datetime) -> str:
     return f"last event {_apart(at, now)} ago" if at else "no event yet"
 
 
-def _rates(looks: Sequence[Look]) -> list[Text]:
+def _rates(looks: Sequence[Sample]) -> list[Text]:
     found = rates(looks)
     lines = []
     for unit, names in _RATES:

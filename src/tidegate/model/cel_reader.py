@@ -73,7 +73,7 @@ CONVERSIONS: dict[str, Callable[[Any], object]] = {
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?[+-]\d\d:\d\d")
 
 
-class Token(NamedTuple):
+class CelToken(NamedTuple):
     kind: str
     text: str
     start: int
@@ -94,7 +94,7 @@ class List(NamedTuple):
     number: int
 
 
-class Loop(NamedTuple):
+class Comprehension(NamedTuple):
     parent: int
     over: List
     copies: bool  # the library copies the result so far for each member
@@ -103,7 +103,7 @@ class Loop(NamedTuple):
 class _Frame:
     """An open bracket: what it belongs to, and how far in it the reader is."""
 
-    def __init__(self, name: Token | None, opened: int, inside: int) -> None:
+    def __init__(self, name: CelToken | None, opened: int, inside: int) -> None:
         self.name, self.opened, self.inside = name, opened, inside  # the last is the loop around it
         self.commas = 0
         self.loop = -1
@@ -123,10 +123,10 @@ class Reader:
     """One pass over the tokens of an expression that the library has parsed, so that its grammar is right."""
 
     def __init__(self, source: str) -> None:
-        found = (Token(m.lastgroup or "", m[0], *m.span()) for m in _TOKEN.finditer(source))
+        found = (CelToken(m.lastgroup or "", m[0], *m.span()) for m in _TOKEN.finditer(source))
         self.tokens = [token for token in found if token.kind != "space"]
         self.reads: list[Read] = []
-        self.loops: list[Loop] = []
+        self.loops: list[Comprehension] = []
         # By loop, -1 for none: steps that cost the same for any event, reads, and variables of loops.
         self.steps: dict[int, int] = {-1: 0}
         self.read_in: list[tuple[int, int]] = []
@@ -255,7 +255,7 @@ class Reader:
                 self._open_loop(frame, name, i)
         self._frames.append(frame)
 
-    def _open_loop(self, frame: _Frame, name: Token, i: int) -> None:
+    def _open_loop(self, frame: _Frame, name: CelToken, i: int) -> None:
         over = self._lists.get(i - 3)
         if over is None:
             raise Mistake(f"runs {name.text}() over something that is neither a path nor a plain list", name.start)
@@ -266,7 +266,7 @@ class Reader:
             raise Mistake(f"nests more than {MAX_NESTED_LOOPS} of {', '.join(_LOOPS)}", name.start)
         frame.loop = len(self.loops)
         self.steps[frame.loop] = 0
-        self.loops.append(Loop(frame.inside, over, name.text in ("filter", "map")))
+        self.loops.append(Comprehension(frame.inside, over, name.text in ("filter", "map")))
         self.named_in.append((frame.loop, frame.loop))  # each member is copied
 
     def _close(self, i: int) -> None:
@@ -282,7 +282,7 @@ class Reader:
         elif self._text(i) == "]" and frame.plain and self._text(before) not in (")", "]", "}"):
             self._lists[i] = List("literal", i - frame.opened)
 
-    def _check_call(self, frame: _Frame, name: Token, method: bool, i: int) -> None:
+    def _check_call(self, frame: _Frame, name: CelToken, method: bool, i: int) -> None:
         given = frame.commas + (i - frame.opened > 1)
         wanted = (_METHODS if method else _FUNCTIONS)[name.text]
         if given not in wanted:
@@ -305,7 +305,7 @@ class Reader:
             self.rewritten.append((name.start, name.end, f"{name.text}({self.prefix}{name.text}"))
             self.rewritten.append((self.tokens[i].end, self.tokens[i].end, ")"))
 
-    def _check_literal(self, frame: _Frame, name: Token, i: int) -> None:
+    def _check_literal(self, frame: _Frame, name: CelToken, i: int) -> None:
         """A time or duration that is written out is right, or the expression could never be true."""
         argument = self.tokens[frame.opened + 1]
         if (

@@ -1,4 +1,4 @@
-"""When health is not ok: the thresholds an operator can set."""
+"""Health: the thresholds an operator can set, and notices about how a process is configured."""
 
 from __future__ import annotations
 
@@ -48,3 +48,10 @@ def severity(value: float, degraded: float, critical: float) -> Severity | None:
     if critical and value >= critical:
         return "critical"
     return "degraded" if degraded and value >= degraded else None
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to know, and what to do about it."""
+
+    code: str
+    message: str

@@ -18,7 +18,7 @@ _MS = timedelta(milliseconds=1)
 Bucket = tuple[int, int, int]
 
 
-class Outcomes:
+class OutcomeWindow:
     """What a row keeps of the outcomes of a source or a trigger."""
 
     def __init__(self, buckets: Iterable[Iterable[int]] = ()) -> None:

@@ -23,7 +23,7 @@ SEALED = " fernet:"
 RETRY_SECONDS = 30
 
 
-class Keys:
+class SecretKeys:
     """The operator's keys, separated by commas: the first encrypts, all decrypt; none, and secrets are stored in plain.
 
     ValueError says which is none, without it.
@@ -111,4 +111,4 @@ def _name(key: str) -> str:
     return hashlib.sha256(base64.urlsafe_b64decode(key)).hexdigest()[:8]
 
 
-NO_KEYS = Keys()
+NO_KEYS = SecretKeys()

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from tidegate.model.outcomes import Outcomes
+from tidegate.model.outcomes import OutcomeWindow
 from tidegate.model.units import check_number, named_duration_ms, written_duration
 
 BUCKETS = 64
@@ -95,7 +95,7 @@ class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if not low <= value <= high:
                 raise ValueError(f"{name} must lie between {low} and {high}, not {value}")
 
-    def is_exceeded(self, outcomes: Outcomes) -> bool:
+    def is_exceeded(self, outcomes: OutcomeWindow) -> bool:
         """Whether so much has failed that the breaker opens."""
         failed = outcomes.failed
         return failed >= self.threshold and failed >= self.ratio * (failed + outcomes.succeeded)
@@ -186,7 +186,7 @@ class Gate:
         self.breaker_reason = breaker_reason
         self.breaker_at = breaker_at
         self.failed_trials = failed_trials
-        self.outcomes = Outcomes(outcomes or ())
+        self.outcomes = OutcomeWindow(outcomes or ())
         self.is_changed = False
 
     def hold(self, now: datetime) -> Hold | None:
@@ -302,7 +302,7 @@ class Gate:
 
     def _close_breaker(self) -> str:
         self.breaker_state, self.breaker_until, self.breaker_reason, self.breaker_at = "closed", None, None, None
-        self.failed_trials, self.outcomes, self.is_changed = 0, Outcomes(), True
+        self.failed_trials, self.outcomes, self.is_changed = 0, OutcomeWindow(), True
         return "closed"
 
     def room_at(self, now: datetime) -> datetime:

@@ -45,7 +45,7 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     is_new: bool = False
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RunOutcome(msgspec.Struct, frozen=True):
     """What a run writes at once: the outcomes of steps, and its end or rest if it came to that. All or nothing."""
 
     steps: list[StepWrite]

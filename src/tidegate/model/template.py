@@ -69,7 +69,7 @@ class _Rendering:
         return self._sizes[id(value)][1]
 
 
-class _Context(liquid.RenderContext):
+class _TemplateContext(liquid.RenderContext):
     """A context that counts the work, and whose buffers keep line ends as they are (the library's own do not)."""
 
     def __init__(self, template: liquid.BoundTemplate, rendering: _Rendering, nodes: int) -> None:
@@ -151,7 +151,7 @@ def _compile_text(source: str, field: str, errors: list[FieldError]) -> Callable
     def render(rendering: _Rendering) -> Any:
         try:
             rendering.pay(_TEXT_STEPS)
-            context = _Context(template, rendering, size)
+            context = _TemplateContext(template, rendering, size)
             if isinstance(single, FilteredExpression) and not single.filters:
                 value = single.left.evaluate(liquid.RenderContext(template, globals=rendering.globals))
             elif single is not None:

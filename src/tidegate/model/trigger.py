@@ -91,14 +91,14 @@ class WorkflowDefinition(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: datetime
 
 
-class Keys(NamedTuple):
+class RenderedKeys(NamedTuple):
     """What the key templates gave for an event; a concurrency key is empty when there is no template for it."""
 
     dedupe_key: str | None
     concurrency_key: str
 
 
-NO_KEYS = Keys(None, "")
+NO_KEYS = RenderedKeys(None, "")
 
 
 class CompiledTrigger:
@@ -186,13 +186,13 @@ class CompiledTrigger:
             return f"the trigger takes events from {self.trigger.event_source}"
         return None
 
-    def keys(self, envelope: dict[str, Any], budget: Budget | None = None) -> Keys:
+    def keys(self, envelope: dict[str, Any], budget: Budget | None = None) -> RenderedKeys:
         """The rendered keys. TemplateError or OverBudget says which one cannot be had, or asks for too much."""
         dedupe, concurrency = self._idempotency_key, self._concurrency_key
         if dedupe is None and concurrency is None:
             return NO_KEYS
         budget = budget or Budget()
-        return Keys(
+        return RenderedKeys(
             _key(dedupe(envelope, budget), "idempotency_key") if dedupe else None,
             _key(concurrency(envelope, budget), "concurrency_key") if concurrency else "",
         )

@@ -21,14 +21,14 @@ FILTERS_OF: dict[RetryKind, tuple[str, ...]] = {
 }
 
 
-class Span(NamedTuple):
+class IdRange(NamedTuple):
     """Ids after one, up to another; None: from the first, to the last."""
 
     after: uuid.UUID | None = None
     through: uuid.UUID | None = None
 
 
-class Matched(NamedTuple):
+class WaitingMatch(NamedTuple):
     """A row that waits, with what is to be locked for it."""
 
     id: uuid.UUID
@@ -37,7 +37,7 @@ class Matched(NamedTuple):
 
 
 async def count(
-    connection: Connection, kind: RetryKind, filters: RetryFilters, span: Span
+    connection: Connection, kind: RetryKind, filters: RetryFilters, span: IdRange
 ) -> tuple[int, uuid.UUID | None]:
     """How many wait that the filters describe, and the last of them."""
     row = await connection.fetchrow(_sql[f"count_{kind}"], *_given(kind, filters), *span)
@@ -46,11 +46,11 @@ async def count(
 
 
 async def match(
-    connection: Connection, kind: RetryKind, filters: RetryFilters, span: Span, limit: int
-) -> list[Matched]:
+    connection: Connection, kind: RetryKind, filters: RetryFilters, span: IdRange, limit: int
+) -> list[WaitingMatch]:
     """The first of them, in the order of their ids."""
     rows = await connection.fetch(_sql[f"match_{kind}"], *_given(kind, filters), *span, limit)
-    return [Matched(*row) for row in rows]
+    return [WaitingMatch(*row) for row in rows]
 
 
 def _given(kind: RetryKind, filters: RetryFilters) -> list[Any]:

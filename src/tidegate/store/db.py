@@ -18,7 +18,7 @@ import asyncpg
 import msgspec
 
 from tidegate.errors import SettingsError, Unavailable
-from tidegate.model.secrets import NO_KEYS, Keys
+from tidegate.model.secrets import NO_KEYS, SecretKeys
 from tidegate.telemetry.logs import logger
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class Database:
         size: int,
         lock_timeout_ms: int = 2000,
         statement_seconds: float = STATEMENT_SECONDS,
-        keys: Keys = NO_KEYS,
+        keys: SecretKeys = NO_KEYS,
     ) -> None:
         self.url = url
         self.role = role

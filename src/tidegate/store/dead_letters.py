@@ -20,7 +20,7 @@ LETTER_KINDS: tuple[LetterKind, ...] = get_args(LetterKind)
 LETTER_STATES: tuple[LetterState, ...] = get_args(LetterState)
 
 
-class Filters(NamedTuple):
+class DeadLetterFilters(NamedTuple):
     """Which letters; None does not filter. `reason` is a part of the text, whatever its case."""
 
     kind: LetterKind | None = None
@@ -114,7 +114,7 @@ class DeadRun(NamedTuple):
 
 async def list_page(
     connection: Connection,
-    filters: Filters,
+    filters: DeadLetterFilters,
     *,
     state: LetterState = "open",
     before_id: uuid.UUID | None = None,
@@ -127,11 +127,11 @@ async def list_page(
 
 async def get(connection: Connection, letter_id: uuid.UUID) -> DeadLetter | None:
     """One letter."""
-    rows = await connection.fetch(_sql["list"], letter_id, *Filters(), "all", None, 1)
+    rows = await connection.fetch(_sql["list"], letter_id, *DeadLetterFilters(), "all", None, 1)
     return DeadLetter(**dict(rows[0])) if rows else None
 
 
-async def lock_matching(connection: Connection, filters: Filters) -> list[uuid.UUID]:
+async def lock_matching(connection: Connection, filters: DeadLetterFilters) -> list[uuid.UUID]:
     """Lock the letters that the filters describe and nobody has replayed or is to replay, oldest first."""
     connection = await take_time(connection)
     return [row[0] for row in await connection.fetch(_sql["lock_matching"], *filters)]

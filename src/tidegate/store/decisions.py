@@ -15,7 +15,7 @@ from tidegate.store.sql import load
 _sql = load("decisions")
 
 
-class Recorded(NamedTuple):
+class NewDecision(NamedTuple):
     """One decision; `at` None means now. `detail` holds the triggers that an event did not fire."""
 
     event_id: uuid.UUID
@@ -30,7 +30,7 @@ class Recorded(NamedTuple):
     detail: Any = None
 
 
-async def insert(connection: Connection, decisions: Sequence[Recorded]) -> None:
+async def insert(connection: Connection, decisions: Sequence[NewDecision]) -> None:
     """Record decisions, in the transaction that took them."""
     if decisions:
         columns = [list(column) for column in zip(*decisions, strict=True)]
@@ -38,9 +38,9 @@ async def insert(connection: Connection, decisions: Sequence[Recorded]) -> None:
         await connection.execute(_sql["insert"], *columns)
 
 
-async def list_of_event(connection: Connection, event_id: uuid.UUID) -> list[Recorded]:
+async def list_of_event(connection: Connection, event_id: uuid.UUID) -> list[NewDecision]:
     """What was decided about one event, in order."""
-    return [Recorded(*row) for row in await connection.fetch(_sql["list_of_event"], event_id)]
+    return [NewDecision(*row) for row in await connection.fetch(_sql["list_of_event"], event_id)]
 
 
 class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):

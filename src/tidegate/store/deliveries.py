@@ -14,10 +14,10 @@ from tidegate.model.delivery import Delivery, DeliveryStatus
 from tidegate.model.retry import RetryChange, RetryState
 from tidegate.store.columns import column, same
 from tidegate.store.db import Connection, Row
+from tidegate.store.locks import DEFAULT
 from tidegate.store.retry_rows import change_columns, json_texts
-from tidegate.store.sources import DEFAULT
 from tidegate.store.sql import load
-from tidegate.store.totals import Totals
+from tidegate.store.totals import BatchTotals
 
 _sql = load("deliveries")
 
@@ -49,7 +49,7 @@ class Decided(NamedTuple):
     ingress_sequence: int = 0
 
 
-class Due(NamedTuple):
+class DueDelivery(NamedTuple):
     """A waiting delivery that is due, not locked."""
 
     id: uuid.UUID
@@ -168,7 +168,7 @@ async def launch_calm(
     decided: Sequence[Decided],
     now: datetime,
     claim: Claim,
-    totals: Totals,
+    totals: BatchTotals,
     registry_version: int,
 ) -> Created | None:
     """Launch deliveries that are all new and that nothing limits, and count them, when there is nothing else to write.
@@ -177,7 +177,7 @@ async def launch_calm(
     return await _launch_calm(connection, decided, now, claim, totals, registry_version)
 
 
-async def count(connection: Connection, totals: Totals) -> None:
+async def count(connection: Connection, totals: BatchTotals) -> None:
     """Add to the totals alone; last in a transaction, since the rows are shared."""
     if totals.triggers or totals.sources:
         await _launch_calm(connection, [], None, NOBODY, totals, None)
@@ -188,7 +188,7 @@ async def _launch_calm(
     decided: Sequence[Decided],
     now: datetime | None,
     claim: Claim,
-    totals: Totals,
+    totals: BatchTotals,
     registry_version: int | None,
 ) -> Created | None:
     rows = await connection.fetch(
@@ -227,9 +227,9 @@ async def due_triggers(connection: Connection, limit: int) -> list[uuid.UUID]:
 
 async def list_due(
     connection: Connection, trigger_ids: Sequence[uuid.UUID], of_each: int, at: datetime | None = None
-) -> list[Due]:
+) -> list[DueDelivery]:
     """Deliveries of the triggers that are due at a time, by default now, in the order of arrival; not locked."""
-    return [Due(*row) for row in await connection.fetch(_sql["list_due"], trigger_ids, of_each, at)]
+    return [DueDelivery(*row) for row in await connection.fetch(_sql["list_due"], trigger_ids, of_each, at)]
 
 
 async def take(connection: Connection, ids: Sequence[uuid.UUID], at: datetime) -> list[Taken]:

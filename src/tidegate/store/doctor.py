@@ -58,7 +58,7 @@ class Orphans(msgspec.Struct, frozen=True, kw_only=True):
     example: str | None
 
 
-class Server(msgspec.Struct, frozen=True, kw_only=True):
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The database server as this session sees it."""
 
     version: int
@@ -85,9 +85,9 @@ async def missing_guards(connection: Connection) -> list[str]:
     return [name for name in GUARDS if name not in found]
 
 
-async def server(connection: Connection) -> Server:
+async def server(connection: Connection) -> ServerFacts:
     """What the server is like, now."""
-    return Server(**dict(await connection.fetchrow(_sql["server"]) or {}))
+    return ServerFacts(**dict(await connection.fetchrow(_sql["server"]) or {}))
 
 
 async def own_clock_offset(connection: Connection) -> float:

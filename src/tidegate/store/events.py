@@ -77,23 +77,11 @@ async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[uu
 
 async def claim_inbox(connection: Connection, limit: int) -> Claimed:
     """Take the oldest undecided events, for this transaction alone, and say that it may launch for their sources (as
-    `sources.share` does)."""
+    `locks.share` does)."""
     rows = await connection.fetch(_sql["claim_inbox"], limit)
     # Metadata is null where there is none, as mostly; the last column is the time.
     found = [Event(*[*row[:10], row[10] or {}, row[11]]) for row in rows]
     return Claimed(found, rows[0]["now"] if rows else None)
-
-
-async def take_turn(connection: Connection, limit: int) -> None:
-    """Wait until all that came before the next `limit` undecided events is decided, and keep out whoever else cares
-    about the order."""
-    await connection.fetchval(_sql["take_turn"], limit)
-
-
-async def is_in_turn(connection: Connection, last_sequence: int) -> bool:
-    """Whether all that came before that event is decided, or claimed by this transaction."""
-    found: bool = await connection.fetchval(_sql["is_in_turn"], last_sequence)
-    return found
 
 
 async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> list[Event]:
@@ -143,11 +131,11 @@ async def is_waiting(connection: Connection, event_id: uuid.UUID) -> tuple[bool,
     return (row["undecided"], row["dead_reason"]) if row else (False, None)
 
 
-class Place(NamedTuple):
-    """Where a page of events ended."""
+class ReceiptPlace(NamedTuple):
+    """A place in the order in which events were received; the default is before the first."""
 
-    ingress_sequence: int
-    received_at: datetime
+    received_at: datetime = datetime.min.replace(tzinfo=UTC)
+    ingress_sequence: int = 0
 
 
 async def list_page(
@@ -158,12 +146,12 @@ async def list_page(
     correlation_id: str | None = None,
     received_from: datetime | None = None,
     received_to: datetime | None = None,
-    before: Place | None = None,
+    before: ReceiptPlace | None = None,
     limit: int = 50,
 ) -> list[Event]:
     """Events, newest first: in the order of their receipt; of one type, source or correlation, unless a span of time is
     given, in that of their sequence."""
-    sequence, received_at = before or (None, None)
+    received_at, sequence = before or (None, None)
     given = (event_type, source, correlation_id, sequence, limit, _as_uuid(correlation_id))
     is_of_any_time = received_from is None and received_to is None
     if is_of_any_time and (event_type or source or correlation_id):

@@ -107,20 +107,6 @@ with oldest as materialized (
 select f.*, case when f.ingress_sequence = (select min(ingress_sequence) from found) then m.now end as now
   from found f, moment m order by f.ingress_sequence
 
--- name: take_turn
--- Waits for its turn at the inbox, and for whoever has claimed any of the oldest $1 events: what `claim_inbox` takes after
--- this, in the same transaction, is decided after all that came before it.
-with turn as materialized (select pg_advisory_xact_lock(8703, 0))
-select count(*)
-  from (select from tidegate.event_inbox where (select count(*) from turn) = 1
-         order by ingress_sequence limit $1 for update) oldest
-
--- name: is_in_turn
--- Whether nobody else has the turn, and no event that came before the one given is undecided; the turn is taken until the
--- commit if it is free. What this transaction has claimed it does not see any more.
-select pg_try_advisory_xact_lock(8703, 0)
-   and not exists (select from tidegate.event_inbox where ingress_sequence < $1)
-
 -- name: claim_inbox_one
 -- Takes one given event out of the inbox; nothing when it has been decided meanwhile.
 with given as materialized (

@@ -51,7 +51,7 @@ class HeldDelivery(msgspec.Struct, frozen=True, kw_only=True):
     eta_seconds: float | None = None
 
 
-class Filters(NamedTuple):
+class DeliveryFilters(NamedTuple):
     """Which deliveries of a list are wanted; None: all."""
 
     trigger_id: uuid.UUID | None = None
@@ -60,7 +60,7 @@ class Filters(NamedTuple):
     reason: str | None = None
 
 
-class Changed(NamedTuple):
+class ChangedDelivery(NamedTuple):
     """A delivery that waited until now."""
 
     id: uuid.UUID
@@ -72,7 +72,7 @@ class Changed(NamedTuple):
 
 async def list_waiting(
     connection: Connection,
-    filters: Filters = Filters(),  # noqa: B008 - it is immutable
+    filters: DeliveryFilters = DeliveryFilters(),  # noqa: B008 - it is immutable
     *,
     after: tuple[datetime, uuid.UUID] | None = None,
     limit: int,
@@ -85,7 +85,7 @@ async def list_waiting(
 async def list_settled(
     connection: Connection,
     state: RetryState,
-    filters: Filters = Filters(),  # noqa: B008 - it is immutable
+    filters: DeliveryFilters = DeliveryFilters(),  # noqa: B008 - it is immutable
     *,
     before_id: uuid.UUID | None = None,
     limit: int,
@@ -128,16 +128,16 @@ async def get(connection: Connection, delivery_id: uuid.UUID) -> HeldDelivery | 
 
 async def cancel(
     connection: Connection, delivery_ids: Sequence[uuid.UUID], text: str, *, reason: str | None = None
-) -> list[Changed]:
+) -> list[ChangedDelivery]:
     """Cancel those of the deliveries that wait, for `reason` if one is given; those cancelled."""
-    return [Changed(*row) for row in await connection.fetch(_sql["cancel"], delivery_ids, text, reason)]
+    return [ChangedDelivery(*row) for row in await connection.fetch(_sql["cancel"], delivery_ids, text, reason)]
 
 
 async def force(
     connection: Connection, delivery_ids: Sequence[uuid.UUID], *, reason: str | None = None
-) -> list[Changed]:
+) -> list[ChangedDelivery]:
     """Make those of the deliveries that wait, for `reason` if one is given, due now; those forced."""
-    return [Changed(*row) for row in await connection.fetch(_sql["force"], delivery_ids, reason)]
+    return [ChangedDelivery(*row) for row in await connection.fetch(_sql["force"], delivery_ids, reason)]
 
 
 async def cancel_of_trigger(connection: Connection, trigger_id: uuid.UUID, reason: str, actor: str) -> int:

@@ -175,7 +175,7 @@ async def next_due_seconds(connection: Connection) -> float | None:
     return found
 
 
-class Changed(NamedTuple):
+class ChangedEvent(NamedTuple):
     """An event that waited until now."""
 
     event_id: uuid.UUID
@@ -185,14 +185,16 @@ class Changed(NamedTuple):
 
 async def cancel(
     connection: Connection, event_ids: Sequence[uuid.UUID], text: str, *, reason: str | None = None
-) -> list[Changed]:
+) -> list[ChangedEvent]:
     """Cancel those of the events that wait, for `reason` if one is given; those cancelled."""
-    return [Changed(*row) for row in await connection.fetch(_sql["cancel"], event_ids, text, reason)]
+    return [ChangedEvent(*row) for row in await connection.fetch(_sql["cancel"], event_ids, text, reason)]
 
 
-async def force(connection: Connection, event_ids: Sequence[uuid.UUID], *, reason: str | None = None) -> list[Changed]:
+async def force(
+    connection: Connection, event_ids: Sequence[uuid.UUID], *, reason: str | None = None
+) -> list[ChangedEvent]:
     """Make those of the events that wait, for `reason` if one is given, due now; those forced."""
-    return [Changed(*row) for row in await connection.fetch(_sql["force"], event_ids, reason)]
+    return [ChangedEvent(*row) for row in await connection.fetch(_sql["force"], event_ids, reason)]
 
 
 async def get(connection: Connection, event_id: uuid.UUID) -> IngressRetry | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 from tidegate.store.db import Connection
+from tidegate.store.events import ReceiptPlace
 from tidegate.store.sql import load
 
 _sql = load("retention")
@@ -16,24 +16,17 @@ _sql = load("retention")
 _TABLES = ("steps", "runs", "deliveries", "retries", "decisions", "events")
 
 
-class Place(NamedTuple):
-    """How far a pass over the events has come, in the order of their receipt."""
-
-    received_at: datetime = datetime.min.replace(tzinfo=UTC)
-    ingress_sequence: int = 0
-
-
 class Page(NamedTuple):
     """The next events that are old enough, and where they end."""
 
     ids: list[uuid.UUID]
-    end: Place
+    end: ReceiptPlace
 
 
-async def page(connection: Connection, *, after: Place, limit: int, older_seconds: int) -> Page:
+async def page(connection: Connection, *, after: ReceiptPlace, limit: int, older_seconds: int) -> Page:
     """The next events after a place that are older."""
     rows = await connection.fetch(_sql["page"], *after, limit, older_seconds)
-    return Page([row[0] for row in rows], Place(*rows[-1][1:]) if rows else after)
+    return Page([row[0] for row in rows], ReceiptPlace(*rows[-1][1:]) if rows else after)
 
 
 async def lock_finished_events(

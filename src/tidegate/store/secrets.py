@@ -9,7 +9,7 @@ import msgspec
 
 from tidegate.model import http_workflow
 from tidegate.model.http_workflow import KIND, HttpConfig
-from tidegate.model.secrets import SEALED, Keys
+from tidegate.model.secrets import SEALED, SecretKeys
 from tidegate.model.webhook import WebhookSecret, with_secrets
 from tidegate.store.db import Connection
 from tidegate.store.sql import load
@@ -51,7 +51,7 @@ def changed(table: Table, held: Any, change: Callable[[str], str]) -> Any:
     return msgspec.to_builtins(http_workflow.with_secrets(msgspec.convert(held, HttpConfig), change))
 
 
-async def survey(connection: Connection, keys: Keys) -> Survey:
+async def survey(connection: Connection, keys: SecretKeys) -> Survey:
     """How secrets are stored, as a process with these keys sees it."""
     names: Sequence[str] = keys.names
     return Survey(**dict(await connection.fetchrow(_sql["survey"], names, KIND, SEALED) or {}))

@@ -12,11 +12,11 @@ import msgspec
 from tidegate.model.outcomes import width_ms
 from tidegate.model.source import BreakerPolicy, BreakerState, Gate, Hold, RateLimit, SourceBreakerPolicy
 from tidegate.store.db import Connection, Row, TransientConflict
+from tidegate.store.locks import DEFAULT
 from tidegate.store.sql import load
 
 _sql = load("sources")
 
-DEFAULT = "*"
 # With the first failure in a window, so many events are looked back at that were delivered within it.
 MAX_LOOKED_BACK = 1000
 
@@ -37,7 +37,7 @@ class LockedSource(NamedTuple):
         return self.last_waiting is not None
 
 
-class Look(NamedTuple):
+class SourcesLook(NamedTuple):
     """What a batch must know before anything else."""
 
     now: datetime
@@ -87,40 +87,11 @@ class SourceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: datetime | None = None
 
 
-async def share(connection: Connection, sources: Sequence[str]) -> None:
-    """Say that this transaction may launch for the sources, by the triggers as they are: a pause, or a change of a
-    trigger, waits for it, and it for them."""
-    await connection.fetch(_sql["share"], [*sources, DEFAULT])
-
-
-async def share_all(connection: Connection) -> None:
-    """Say that this transaction may launch for any source."""
-    await connection.fetch(_sql["share_all"])
-
-
-async def exclude(connection: Connection, source: str) -> None:
-    """Wait until no transaction that may launch for the source is under way, and keep new ones out."""
-    await connection.execute(_sql["exclude"], source)
-
-
-async def now(connection: Connection) -> datetime:
-    """The database's time."""
-    found: datetime = await connection.fetchval(_sql["now"])
-    return found
-
-
-async def moment(connection: Connection) -> tuple[datetime, int]:
-    """The database's time, and the version of the registry of triggers."""
-    row = await connection.fetchrow(_sql["moment"])
-    assert row is not None
-    return row[0], row[1]
-
-
-async def look(connection: Connection, sources: Sequence[str]) -> Look:
+async def look(connection: Connection, sources: Sequence[str]) -> SourcesLook:
     """Whether any of the sources has a state; after `share`."""
     row = await connection.fetchrow(_sql["look"], [*sources, DEFAULT])
     assert row is not None
-    return Look(*row)
+    return SourcesLook(*row)
 
 
 async def paused(connection: Connection, sources: Sequence[str]) -> dict[str, Hold]:

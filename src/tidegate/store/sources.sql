@@ -1,21 +1,3 @@
--- name: share
--- Says that this transaction may launch for the sources. A pause, a resume and a change of limits take the same lock
--- alone: when their call returns, no launch decided before them is still on its way. Sources share 64 locks, so that a
--- batch of many sources cannot use up the server's lock table. The same for the triggers (8702): whoever changes or
--- pauses one takes that lock alone.
-select pg_advisory_xact_lock_shared(k.class, k.key)
-  from (select distinct 8701 as class, hashtext(s) & 63 as key from unnest($1::text[]) as s
-        union all select 8702, 0 order by 1, 2) k
-
--- name: share_all
--- The same for whatever source: for a transaction that learns only later what it launches.
-select pg_advisory_xact_lock_shared(k.class, k.key)
-  from (select 8701 as class, generate_series(0, 63) as key union all select 8702, 0 order by 1, 2) k
-
--- name: exclude
--- Waits until no transaction that may launch for the source is under way, and keeps new ones out until the commit.
-select pg_advisory_xact_lock(8701, hashtext($1) & 63)
-
 -- name: default_limit
 -- The limit of sources that have none of their own.
 select rate_limit, interval_ms, pause_ms from tidegate.event_scheduler_sources
@@ -47,14 +29,6 @@ select s.source, w.ingress_sequence
        lateral (select r.ingress_sequence from tidegate.event_ingress_retries r
                  where r.source = s.source and r.retry_state = 'scheduled'
                  order by r.ingress_sequence desc limit 1) w
-
--- name: now
--- The database's time, read after the locks are held.
-select tidegate.now()
-
--- name: moment
--- The database's time and the version of the registry of triggers, read after the locks are held.
-select tidegate.now(), (select version from tidegate.registry_version)
 
 -- name: look
 -- The time, the version of the registry, and whether any of the sources ($1, with `*`) has a state or there is a default

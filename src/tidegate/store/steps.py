@@ -50,7 +50,7 @@ async def update(
     return {row[0] for row in rows}
 
 
-class Recorded(NamedTuple):
+class RecordedStep(NamedTuple):
     """A step's row after a write."""
 
     is_cancel_requested: bool
@@ -59,7 +59,7 @@ class Recorded(NamedTuple):
 
 async def write(
     connection: Connection, writes: Sequence[StepWrite], ended: Collection[uuid.UUID] = ()
-) -> dict[tuple[uuid.UUID, str], Recorded]:
+) -> dict[tuple[uuid.UUID, str], RecordedStep]:
     """Record the outcome of steps of runs that are still held, or `ended` in this transaction. By run and name; the
     others were written in vain."""
     if not writes:
@@ -80,7 +80,7 @@ async def write(
         column(json_texts(w.retry_metadata for w in writes), "{}"),
         column([w.workflow_run_id in ended for w in writes], True),
     )
-    return {(row[0], row[1]): Recorded(row[2], row[3]) for row in rows}
+    return {(row[0], row[1]): RecordedStep(row[2], row[3]) for row in rows}
 
 
 async def end_waiting(connection: Connection, run_ids: Sequence[uuid.UUID]) -> int:

@@ -11,7 +11,7 @@ from tidegate.store.sources import SourceMetrics
 _OF_SOURCE = SourceMetrics.__struct_fields__[:-1]
 
 
-class TriggerCounts(NamedTuple):
+class TriggerTotals(NamedTuple):
     """What a batch saw of one trigger."""
 
     trigger_id: uuid.UUID
@@ -26,13 +26,13 @@ class TriggerCounts(NamedTuple):
     last_error: str | None = None
 
 
-class Totals(NamedTuple):
+class BatchTotals(NamedTuple):
     """What one transaction adds to the totals."""
 
-    triggers: Sequence[TriggerCounts] = ()
+    triggers: Sequence[TriggerTotals] = ()
     sources: Sequence[SourceMetrics] = ()
 
     def columns(self) -> list[list[object]]:
         """As the statement takes them: each field of all triggers, then each field of all sources."""
-        of_triggers: list[list[object]] = [[one[i] for one in self.triggers] for i in range(len(TriggerCounts._fields))]
+        of_triggers: list[list[object]] = [[one[i] for one in self.triggers] for i in range(len(TriggerTotals._fields))]
         return of_triggers + [[getattr(one, field) for one in self.sources] for field in _OF_SOURCE]

@@ -77,11 +77,6 @@ class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
     next_attempt_at: datetime | None
 
 
-async def exclude(connection: Connection) -> None:
-    """Wait until no transaction that decides by triggers is under way, and keep new ones out."""
-    await connection.execute(_sql["exclude"])
-
-
 async def lock(
     connection: Connection, *, always: Iterable[uuid.UUID], others: Iterable[uuid.UUID] = ()
 ) -> dict[uuid.UUID, LockedTrigger]:

@@ -1,8 +1,3 @@
--- name: exclude
--- Waits until no transaction that decides by triggers is under way (they share this lock: `sources.share`), and keeps
--- new ones out until the commit.
-select pg_advisory_xact_lock(8702, 0)
-
 -- name: ensure
 -- A row for each trigger that has none.
 insert into tidegate.event_scheduler_triggers (trigger_id)

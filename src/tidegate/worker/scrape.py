@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from tidegate.errors import Forbidden, SettingsError, TidegateError, TooManyRequests, Unauthorized
-from tidegate.flow import notices
-from tidegate.flow.access import Access
-from tidegate.flow.health import Exposition
-from tidegate.flow.ready import Readiness
+from tidegate.flow.accept.access import Access
+from tidegate.flow.look import notices
+from tidegate.flow.look.health import Exposition
+from tidegate.flow.look.ready import Readiness
 from tidegate.queue.choose import open_queue
 from tidegate.settings import Settings
 from tidegate.store.db import Database

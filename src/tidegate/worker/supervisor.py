@@ -12,26 +12,25 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Literal, NamedTuple
 
-from tidegate.flow import secrets
-from tidegate.flow.batch import Batch
-from tidegate.flow.delivery_replan import DeliveryReplan
-from tidegate.flow.delivery_retry import DeliveryRetry
-from tidegate.flow.delivery_retry import Turn as DeliveryTurn
-from tidegate.flow.dispatch import Dispatch
-from tidegate.flow.http_guard import outgoing
-from tidegate.flow.http_workflow import HttpWorkflows
-from tidegate.flow.match import Matcher
-from tidegate.flow.prune import Prune, Retention
-from tidegate.flow.reconcile import Reconcile, Requeue
-from tidegate.flow.replan import Replan
-from tidegate.flow.replay import TOPICS as REPLAY_TOPICS
-from tidegate.flow.replay import Replay
-from tidegate.flow.retry import Retry
-from tidegate.flow.run import Runner
-from tidegate.flow.schedule import Schedule
-from tidegate.flow.slots import Freed
-from tidegate.flow.workflow import Workflow
-from tidegate.model.secrets import Keys
+from tidegate.flow.decide.batch import Batch
+from tidegate.flow.decide.dispatch import Dispatch
+from tidegate.flow.decide.match import Matcher
+from tidegate.flow.hold.delivery_replan import DeliveryReplan
+from tidegate.flow.hold.delivery_retry import DeliveryRetry, DeliveryTurn
+from tidegate.flow.hold.event_replan import Replan
+from tidegate.flow.hold.event_retry import EventRetry
+from tidegate.flow.keep import secrets
+from tidegate.flow.keep.prune import Prune, Retention
+from tidegate.flow.keep.reconcile import Reconcile, Requeue
+from tidegate.flow.keep.replay import TOPICS as REPLAY_TOPICS
+from tidegate.flow.keep.replay import Replay
+from tidegate.flow.keep.schedule import Scheduler
+from tidegate.flow.run.finish import Freed
+from tidegate.flow.run.http import HttpWorkflows
+from tidegate.flow.run.http_guard import outgoing
+from tidegate.flow.run.runner import Runner
+from tidegate.flow.run.workflow import Workflow
+from tidegate.model.secrets import SecretKeys
 from tidegate.queue.choose import open_queue
 from tidegate.queue.wakeups import delivery_wakeups, event_wakeups, step_wakeups
 from tidegate.settings import Settings
@@ -53,7 +52,7 @@ REQUEUE_PAGE_SECONDS, REQUEUE_PASS_SECONDS = 0.25, 3.0
 PRUNE_BATCH_SECONDS, PRUNE_PASS_SECONDS = 0.05, 60.0
 
 
-class Turn(NamedTuple):
+class LoopTurn(NamedTuple):
     """How much was done, and when there is more to do."""
 
     done: int
@@ -68,7 +67,7 @@ class Worker:
         self.settings = settings
         # One connection keeps the leases, one listens, and one is for the metrics' port.
         others = 2 + bool(settings.metrics_port)
-        size, keys = settings.worker_connections - others, Keys(settings.secrets_key)
+        size, keys = settings.worker_connections - others, SecretKeys(settings.secrets_key)
         self._database = Database(settings.require_database_url(), "worker", size=size, keys=keys)
         self._queue = open_queue(settings, self._database)
         matcher = Matcher()  # one for all stages: a thousand triggers are compiled once
@@ -97,7 +96,7 @@ class Worker:
             source_breaker=settings.source_error, worker=self.name,
         )  # fmt: skip
         self._requeue = Requeue(self._database, self._queue, batch_size=settings.batch_size)
-        self._schedule = Schedule(
+        self._schedule = Scheduler(
             self._database,
             definitions,
             batch_size=settings.batch_size,
@@ -109,7 +108,7 @@ class Worker:
         self._workflows = sorted(workflows)
         self._stopping = asyncio.Event()
 
-    def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, Retry, Replan]:
+    def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, EventRetry, Replan]:
         settings, queue = self.settings, self._queue
         new_batch = partial(
             Batch,
@@ -129,7 +128,7 @@ class Worker:
         batch = new_batch(claim=self._runner.claim, after_claim=self._runner.start)
         dispatch = new_dispatch(batch=batch, after_full=self._inbox_is_full.set)
         self._second_dispatch = new_dispatch(batch=new_batch())  # claims nothing: the room is the first one's
-        retry = Retry(
+        retry = EventRetry(
             self._database,
             batch_size=settings.batch_size,
             after_launch=lambda: queue.hint("runs"),
@@ -214,7 +213,7 @@ class Worker:
             await traces.flush()
             _log.info("worker.stopped", worker=self.name)
 
-    async def turn(self, now: datetime) -> Turn:
+    async def turn(self, now: datetime) -> LoopTurn:
         """Every stage once, and wait until nothing runs: for whoever turns a worker by hand instead of `run`."""
         ticks = await self._schedule.run_once()
         done = await self._replay.run_once() + ticks.published + (await self._dispatch.run_once()).events
@@ -234,7 +233,7 @@ class Worker:
         # When there is room again for those that are due and found none, and when something is due or ticks.
         times = [at for at in (events.look_at, deliveries.look_at) if at is not None]
         times += [now + timedelta(seconds=seconds) for seconds in waits if seconds is not None]
-        return Turn(done, min((at for at in times if at > now), default=None))
+        return LoopTurn(done, min((at for at in times if at > now), default=None))
 
     async def close(self) -> None:
         """End a worker that was turned by hand; what still runs is handed back."""
@@ -255,7 +254,7 @@ class Worker:
             return 0
         return (await self._second_dispatch.run_once()).events
 
-    def _retry_loop(self, topic: RetryTopic, retry: Retry | DeliveryRetry) -> Loop:
+    def _retry_loop(self, topic: RetryTopic, retry: EventRetry | DeliveryRetry) -> Loop:
         """Looks at what is due, and rests until the next slot."""
 
         async def once() -> int:
@@ -270,7 +269,7 @@ class Worker:
         return Loop(topic, once, rest_seconds=lambda: self._rests[topic], wake=self._queue.wake(topic))
 
     async def _until_next_slot(
-        self, retry: Retry | DeliveryRetry, look_at: datetime | None, now: datetime | None
+        self, retry: EventRetry | DeliveryRetry, look_at: datetime | None, now: datetime | None
     ) -> float:
         poll = self.settings.poll_ms / 1000
         if look_at is not None and now is not None:

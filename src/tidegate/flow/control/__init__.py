@@ -32,7 +32,7 @@ from tidegate.flow.control.webhooks import (
     set_webhook,
 )
 from tidegate.flow.control.workflows import (
-    Changed,
+    WorkflowChanged,
     create_workflow,
     delete_workflow,
     rotate_secret,
@@ -44,12 +44,12 @@ __all__ = [
     "DONE",
     "MAX_PER_CALL",
     "BulkDone",
-    "Changed",
     "LetterReplayed",
     "NewToken",
     "RetryDone",
     "RetryVerb",
     "WebhookWritten",
+    "WorkflowChanged",
     "cancel_delivery",
     "cancel_event",
     "cancel_run",

@@ -21,7 +21,7 @@ from tidegate.flow.control.step_retries import StepsChanged
 from tidegate.flow.control.verbs import DONE, RetryVerb
 from tidegate.model.source import BreakerPolicy
 from tidegate.store import audit, bulk_retries
-from tidegate.store.bulk_retries import Matched, RetryKind, Span
+from tidegate.store.bulk_retries import IdRange, RetryKind, WaitingMatch
 from tidegate.store.db import Connection, Database
 from tidegate.store.retry_rows import RetryFilters
 from tidegate.telemetry import metrics
@@ -42,7 +42,7 @@ class BulkDone(NamedTuple):
     done: int
     no_longer_waiting: int
     remaining: int
-    rest: Span | None
+    rest: IdRange | None
 
 
 class _Request(NamedTuple):
@@ -56,7 +56,7 @@ class _Request(NamedTuple):
 async def preview_retries(database: Database, kind: RetryKind, filters: RetryFilters) -> int:
     """How many wait that the filters describe."""
     async with database.connection() as connection:
-        return (await bulk_retries.count(connection, kind, filters, Span()))[0]
+        return (await bulk_retries.count(connection, kind, filters, IdRange()))[0]
 
 
 async def change_retries(
@@ -67,7 +67,7 @@ async def change_retries(
     actor: str,
     breaker: BreakerPolicy,
     *,
-    span: Span | None = None,
+    span: IdRange | None = None,
     limit: int = MAX_PER_CALL,
 ) -> BulkDone:
     """Cancel or force up to `limit` of those that wait and that the filters describe, from where the call before came
@@ -76,7 +76,7 @@ async def change_retries(
     asked = _Request(kind, verb, filters, actor, breaker)
     async with database.connection() as connection:
         if span is None:
-            span = Span(None, (await bulk_retries.count(connection, kind, filters, Span()))[1])
+            span = IdRange(None, (await bulk_retries.count(connection, kind, filters, IdRange()))[1])
         found = await bulk_retries.match(connection, kind, filters, span, limit) if span.through else []
     done = met = 0
     while met < len(found) and (met == 0 or monotonic() - began < CALL_SECONDS):
@@ -86,14 +86,14 @@ async def change_retries(
         failpoints.hit("bulk_retries.after_commit")
     if not found:
         return BulkDone(0, 0, 0, None)
-    rest = Span(found[met - 1].id, span.through)
+    rest = IdRange(found[met - 1].id, span.through)
     async with database.connection() as connection:
         remaining, _ = await bulk_retries.count(connection, kind, filters, rest)
     _log.info(f"{kind}.retries_{DONE[verb]}", count=done, remaining=remaining, actor=actor)
     return BulkDone(done, met - done, remaining, rest if remaining else None)
 
 
-async def _change_batch(database: Database, asked: _Request, batch: Sequence[Matched]) -> int:
+async def _change_batch(database: Database, asked: _Request, batch: Sequence[WaitingMatch]) -> int:
     changed, steps = await database.run(partial(_change, asked=asked, batch=batch))
     if asked.kind == "steps":
         step_retries.told(steps, asked.verb, asked.actor)
@@ -104,7 +104,7 @@ async def _change_batch(database: Database, asked: _Request, batch: Sequence[Mat
 
 
 async def _change(
-    connection: Connection, asked: _Request, batch: Sequence[Matched]
+    connection: Connection, asked: _Request, batch: Sequence[WaitingMatch]
 ) -> tuple[list[uuid.UUID], StepsChanged]:
     """One batch; the ids that were changed."""
     ids, verb, actor, reason = [row.id for row in batch], asked.verb, asked.actor, asked.filters.reason

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import msgspec
 
 from tidegate.errors import Conflict, FieldError, InvalidInput, NotFound
-from tidegate.flow import replay
+from tidegate.flow.keep import replay
 from tidegate.store import audit, dead_letters
 from tidegate.store.db import Connection, Database
-from tidegate.store.dead_letters import Filters, LetterKind, Scheduled
+from tidegate.store.dead_letters import DeadLetterFilters, LetterKind, Scheduled
 from tidegate.telemetry.logs import logger
 
 MIN_RATE, MAX_RATE = 0.001, 1000.0
@@ -34,7 +34,7 @@ async def replay_letter(database: Database, letter_id: uuid.UUID, actor: str, *,
     return done
 
 
-async def replay_letters(database: Database, filters: Filters, actor: str, *, rate: float) -> Scheduled:
+async def replay_letters(database: Database, filters: DeadLetterFilters, actor: str, *, rate: float) -> Scheduled:
     """Every letter that the filters describe is to be replayed, `rate` of them per second, oldest first."""
     check_rate(rate)
     scheduled = await database.run(partial(_schedule, filters=filters, actor=actor, rate=rate))
@@ -42,7 +42,7 @@ async def replay_letters(database: Database, filters: Filters, actor: str, *, ra
     return scheduled
 
 
-async def preview_replay(database: Database, filters: Filters, *, rate: float) -> int:
+async def preview_replay(database: Database, filters: DeadLetterFilters, *, rate: float) -> int:
     """How many letters `replay_letters` would replay."""
     check_rate(rate)
     async with database.transaction() as connection:
@@ -89,7 +89,7 @@ async def _replay(connection: Connection, letter_id: uuid.UUID, actor: str, forc
     return LetterReplayed(letter.kind, into)
 
 
-async def _schedule(connection: Connection, filters: Filters, actor: str, rate: float) -> Scheduled:
+async def _schedule(connection: Connection, filters: DeadLetterFilters, actor: str, rate: float) -> Scheduled:
     ids = await dead_letters.lock_matching(connection, filters)
     scheduled = await dead_letters.schedule(connection, ids, apart_ms=1000 / rate, actor=actor)
     asked = {name: value for name, value in filters._asdict().items() if value is not None}

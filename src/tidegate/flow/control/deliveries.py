@@ -10,8 +10,8 @@ from tidegate.errors import Conflict, NotFound
 from tidegate.flow.control.verbs import DONE, RetryVerb
 from tidegate.store import audit, decisions, held_deliveries, trigger_gates
 from tidegate.store.db import Connection, Database
-from tidegate.store.decisions import Recorded
-from tidegate.store.held_deliveries import Changed, HeldDelivery
+from tidegate.store.decisions import NewDecision
+from tidegate.store.held_deliveries import ChangedDelivery, HeldDelivery
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
@@ -39,7 +39,7 @@ async def change_deliveries(
     actor: str,
     *,
     reason: str | None = None,
-) -> list[Changed]:
+) -> list[ChangedDelivery]:
     """Cancel or force those of the deliveries that wait, for `reason` if one is given, with the lines of their events'
     stories; those that did. `trigger_ids` are their triggers."""
     text = f"cancelled by {actor}" if verb == "cancel" else None
@@ -53,7 +53,7 @@ async def change_deliveries(
     else:
         changed = await held_deliveries.force(connection, delivery_ids, reason=reason)
     recorded = [
-        Recorded(
+        NewDecision(
             one.event_id, None, "deliver", DONE[verb], reason=text, attempt=one.retry_attempts, actor=actor,
             trigger_id=one.trigger_id,
         )

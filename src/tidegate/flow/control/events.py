@@ -11,7 +11,7 @@ from tidegate.flow.control.verbs import DONE, RetryVerb
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.store import audit, decisions, events, ingress_retries
 from tidegate.store.db import Connection, Database
-from tidegate.store.decisions import Recorded
+from tidegate.store.decisions import NewDecision
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
@@ -47,7 +47,7 @@ async def change_events(
         changed = await ingress_retries.force(connection, event_ids, reason=reason)
     done = DONE[verb]
     await decisions.insert(
-        connection, [Recorded(one.event_id, None, "gate", done, None, None, one.attempts, actor) for one in changed]
+        connection, [NewDecision(one.event_id, None, "gate", done, None, None, one.attempts, actor) for one in changed]
     )
     return [one.event_id for one in changed]
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Literal
 
 from tidegate.errors import Conflict, NotFound
-from tidegate.flow import slots
-from tidegate.flow.slots import Freed
+from tidegate.flow.run import finish
+from tidegate.flow.run.finish import Freed
 from tidegate.model.run import FINAL_RUN_STATUSES, Run
 from tidegate.model.source import BreakerPolicy
 from tidegate.store import audit, runs
@@ -44,7 +44,7 @@ async def _cancel(
     trigger_id = await runs.trigger_of(connection, run_id)
     end = partial(runs.cancel_waiting, connection, run_id, actor)
     while True:
-        freed: Freed | None = await slots.end_waiting(connection, trigger_id, end, breaker)
+        freed: Freed | None = await finish.end_waiting(connection, trigger_id, end, breaker)
         done: Cancelled = "cancelled" if freed is not None else "cancelling"
         if freed is not None or await runs.request_cancel(connection, run_id, actor):
             break

@@ -12,10 +12,11 @@ from tidegate.errors import FieldError, InvalidInput, NotFound
 from tidegate.flow.control.pauses import check_length, check_until
 from tidegate.model.event import is_name
 from tidegate.model.source import RateLimit, SourceBreakerPolicy
-from tidegate.store import audit
+from tidegate.store import audit, locks
 from tidegate.store import sources as store
 from tidegate.store.db import Connection, Database
-from tidegate.store.sources import DEFAULT, SourceRecord
+from tidegate.store.locks import DEFAULT
+from tidegate.store.sources import SourceRecord
 from tidegate.telemetry.logs import logger
 
 _log = logger("control")
@@ -26,7 +27,7 @@ async def seed_limits(database: Database, limits: dict[str, RateLimit]) -> list[
 
     async def seed(connection: Connection) -> list[str]:
         # The default's lock keeps every batch out, whatever its sources: rows may be changed in any order.
-        await store.exclude(connection, DEFAULT)
+        await locks.exclude_source(connection, DEFAULT)
         changed = []
         for source, limit in sorted(limits.items()):
             if await store.seed_limit(connection, source, limit):
@@ -61,7 +62,7 @@ async def set_breaker(database: Database, source: str, policy: SourceBreakerPoli
     _check_source(source, allow_default=False)
 
     async def change(connection: Connection) -> SourceRecord:
-        await store.exclude(connection, source)
+        await locks.exclude_source(connection, source)
         before = await store.get(connection, source)
         await store.set_breaker(connection, source, policy, actor)
         after = await _required(connection, source)
@@ -81,7 +82,7 @@ async def set_limit(database: Database, source: str, limit: RateLimit | None, ac
     _check_source(source, allow_default=True)
 
     async def change(connection: Connection) -> SourceRecord:
-        await store.exclude(connection, source)
+        await locks.exclude_source(connection, source)
         before = await store.get(connection, source)
         await store.set_limit(connection, source, limit, actor)
         await store.end_throttle(connection, source)
@@ -111,9 +112,9 @@ async def pause(
     check_length(until, duration_ms)
 
     async def change(connection: Connection) -> SourceRecord:
-        await store.exclude(connection, source)
+        await locks.exclude_source(connection, source)
         if until is not None:
-            check_until(until, await store.now(connection))
+            check_until(until, await locks.now(connection))
         before = await store.get(connection, source)
         await store.pause(connection, source, until=until, duration_ms=duration_ms, reason=reason, actor=actor)
         await store.replan(connection, source)
@@ -133,7 +134,7 @@ async def resume(database: Database, source: str, actor: str) -> SourceRecord:
     _check_source(source, allow_default=False)
 
     async def change(connection: Connection) -> SourceRecord:
-        await store.exclude(connection, source)
+        await locks.exclude_source(connection, source)
         before = await store.get(connection, source)
         if before is None:
             raise NotFound(f"no source {source!r} is known: it has no limit, pause or waiting events")

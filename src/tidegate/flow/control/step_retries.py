@@ -12,14 +12,14 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from tidegate.errors import Conflict, NotFound
-from tidegate.flow import slots
 from tidegate.flow.control.verbs import DONE, RetryVerb
-from tidegate.flow.tell import tell_moves
+from tidegate.flow.decide.reporting import tell_moves
+from tidegate.flow.run import finish
 from tidegate.model.source import BreakerPolicy
 from tidegate.model.trigger_gate import TriggerMove
 from tidegate.store import audit, decisions, held_steps, runs
 from tidegate.store.db import Connection, Database
-from tidegate.store.decisions import Recorded
+from tidegate.store.decisions import NewDecision
 from tidegate.store.held_steps import StepOfRun
 from tidegate.store.runs import EndedRun
 from tidegate.telemetry import metrics
@@ -75,7 +75,7 @@ async def change_steps(
     change = _cancel if verb == "cancel" else _force
     done = await change(connection, known, actor, breaker, reason)
     lines = [
-        Recorded(one.event_id, None, "step", DONE[verb], reason=f"step {one.name!r}", attempt=one.retry_attempts,
+        NewDecision(one.event_id, None, "step", DONE[verb], reason=f"step {one.name!r}", attempt=one.retry_attempts,
                  actor=actor, trigger_id=one.trigger_id)
         for one in (*done.changed, *done.stopping) if one.event_id is not None
     ]  # fmt: skip
@@ -116,7 +116,7 @@ async def _cancel(
         return [run for run in ended if run is not None]
 
     trigger_ids = {one.trigger_id for one in known if one.trigger_id is not None}
-    freed = await slots.end_all_waiting(connection, trigger_ids, end, breaker)
+    freed = await finish.end_all_waiting(connection, trigger_ids, end, breaker)
     return StepsChanged(resting, stopping, freed.moves, freed.cancelled_retries)
 
 

@@ -19,7 +19,7 @@ from tidegate.model.token import (
     secret_of,
     token_errors,
 )
-from tidegate.store import audit, sources, tokens
+from tidegate.store import audit, locks, tokens
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry.logs import logger
 
@@ -49,7 +49,7 @@ async def create_token(database: Database, given: Any, *, actor: str) -> NewToke
 
     async def change(connection: Connection) -> Token:
         await tokens.lock(connection)
-        if body.expires_at is not None and body.expires_at <= await sources.now(connection):
+        if body.expires_at is not None and body.expires_at <= await locks.now(connection):
             raise InvalidInput("the token is not valid", [FieldError("expires_at", "must lie in the future")])
         if await tokens.find_unrevoked(connection, body.name) is not None:
             problem = FieldError("name", "is taken; revoke that token first, or take another name")

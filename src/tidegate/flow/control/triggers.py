@@ -12,12 +12,12 @@ from datetime import datetime
 from typing import Any
 
 from tidegate.errors import Conflict, FieldError, NotFound
-from tidegate.flow import slots
 from tidegate.flow.control.pauses import check_length, check_until
+from tidegate.flow.run import finish
 from tidegate.model import trigger_change
 from tidegate.model.trigger import CompiledTrigger, Trigger, TriggerSpec, WorkflowDefinition
 from tidegate.model.trigger_change import SPEC_FIELDS, NewTrigger
-from tidegate.store import audit, held_deliveries, sources, trigger_gates
+from tidegate.store import audit, held_deliveries, locks, trigger_gates
 from tidegate.store import triggers as store
 from tidegate.store.db import Connection, Database
 from tidegate.store.trigger_gates import TriggerState
@@ -35,7 +35,7 @@ async def create_trigger(database: Database, workflow: str, given: Any, actor: s
     new = trigger_change.created(given, workflow, definition.parameters)
 
     async def change(connection: Connection) -> Trigger:
-        await trigger_gates.exclude(connection)
+        await locks.exclude_triggers(connection)
         current = await _definition(connection, workflow)  # it may have been deleted since, or be another of that name
         trigger_id = await store.create(connection, current.id, new.spec, new.status, actor)
         if trigger_id is None:
@@ -60,7 +60,7 @@ async def update_trigger(
     """
 
     async def change(connection: Connection) -> tuple[Trigger, int]:
-        await trigger_gates.exclude(connection)
+        await locks.exclude_triggers(connection)
         before, definition, new = await _asked(connection, trigger_id, given, workflow)
         if new is None:
             return before, 0
@@ -96,7 +96,7 @@ async def delete_trigger(
     """Delete a trigger and cancel what waits for it; the trigger as it was, and how many were cancelled."""
 
     async def change(connection: Connection) -> tuple[Trigger, int]:
-        await trigger_gates.exclude(connection)
+        await locks.exclude_triggers(connection)
         before = await find_trigger(connection, trigger_id, workflow)
         await store.delete(connection, trigger_id, actor)
         cancelled = await _cancel_waiting(connection, trigger_id, f"trigger deleted by {actor}", actor)
@@ -129,10 +129,10 @@ async def pause_trigger(
     check_length(until, duration_ms)
 
     async def change(connection: Connection) -> TriggerState:
-        await trigger_gates.exclude(connection)
+        await locks.exclude_triggers(connection)
         await find_trigger(connection, trigger_id)
         if until is not None:
-            check_until(until, await sources.now(connection))
+            check_until(until, await locks.now(connection))
         before = await _state(connection, trigger_id)
         await trigger_gates.pause(
             connection, trigger_id, until=until, duration_ms=duration_ms, reason=reason, actor=actor
@@ -152,7 +152,7 @@ async def resume_trigger(database: Database, trigger_id: uuid.UUID, actor: str) 
     """Lift a trigger's pause and close its breaker; its waiting deliveries get new slots at once."""
 
     async def change(connection: Connection) -> TriggerState:
-        await trigger_gates.exclude(connection)
+        await locks.exclude_triggers(connection)
         await find_trigger(connection, trigger_id)
         before = await _state(connection, trigger_id)
         await trigger_gates.resume(connection, trigger_id)
@@ -206,7 +206,7 @@ async def _asked(
 async def _judge_anew(connection: Connection, before: Trigger, after: Trigger, definition: WorkflowDefinition) -> None:
     """Whatever waits is decided again by the new version, in order of arrival."""
     if (before.max_concurrency, before.concurrency_key) != (after.max_concurrency, after.concurrency_key):
-        await slots.rekey(connection, CompiledTrigger(after, definition.parameters))
+        await finish.rekey(connection, CompiledTrigger(after, definition.parameters))
     decides = [field for field in SPEC_FIELDS if field != "name"]
     if after.status != before.status or any(getattr(before, f) != getattr(after, f) for f in decides):
         await trigger_gates.replan(connection, after.id)

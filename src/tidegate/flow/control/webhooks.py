@@ -13,7 +13,7 @@ from tidegate.errors import Conflict, FieldError, InvalidInput, NotFound
 from tidegate.model import webhook as rules
 from tidegate.model.conversion import convert
 from tidegate.model.event import is_name
-from tidegate.model.secrets import Keys
+from tidegate.model.secrets import SecretKeys
 from tidegate.model.webhook import (
     DEFAULT_KEEP_MS,
     DEFAULT_TOLERANCE_SECONDS,
@@ -27,7 +27,7 @@ from tidegate.model.webhook import (
     WebhookRotation,
     WebhookSecret,
 )
-from tidegate.store import audit, sources
+from tidegate.store import audit, locks
 from tidegate.store import webhooks as store
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry.logs import logger
@@ -57,7 +57,7 @@ async def set_webhook(database: Database, source: str, given: Any, *, actor: str
 
     async def change(connection: Connection) -> WebhookWritten:
         await store.lock(connection)
-        before, now = await store.get(connection, source, database.keys), await sources.now(connection)
+        before, now = await store.get(connection, source, database.keys), await locks.now(connection)
         held = before.config.secrets if before is not None and before.config.scheme == body.scheme else []
         made = _new_secret(body.scheme) if body.secret is None and not held else None
         said = made or body.secret
@@ -79,7 +79,7 @@ async def rotate_webhook(database: Database, source: str, given: Any, *, actor: 
 
     async def change(connection: Connection) -> WebhookWritten:
         await store.lock(connection)
-        before, now = await _found(connection, source, database.keys), await sources.now(connection)
+        before, now = await _found(connection, source, database.keys), await locks.now(connection)
         old = before.config
         errors = rules.secret_errors(old.scheme, body.secret) if body.secret is not None else []
         if errors:
@@ -97,7 +97,7 @@ async def retire_webhook_secret(database: Database, source: str, fingerprint: st
 
     async def change(connection: Connection) -> WebhookWritten:
         await store.lock(connection)
-        before, now = await _found(connection, source, database.keys), await sources.now(connection)
+        before, now = await _found(connection, source, database.keys), await locks.now(connection)
         held = rules.holding(before.config.secrets, now)
         kept = [secret for secret in held if rules.fingerprint(secret.secret) != fingerprint]
         if len(kept) == len(held):
@@ -126,7 +126,7 @@ async def delete_webhook(database: Database, source: str, *, actor: str) -> Show
     return gone
 
 
-async def _found(connection: Connection, source: str, keys: Keys) -> Webhook:
+async def _found(connection: Connection, source: str, keys: SecretKeys) -> Webhook:
     found = await store.get(connection, source, keys)
     if found is None:
         raise NotFound(rules.no_webhook(source))
@@ -141,7 +141,7 @@ async def _write(
     new: WebhookConfig,
     actor: str,
     made: str | None,
-    keys: Keys,
+    keys: SecretKeys,
 ) -> WebhookWritten:
     """Write a configuration that differs, with its audit row; `made` is the secret to tell, if one was made."""
     now = utc_now()

@@ -31,9 +31,9 @@ from tidegate.model.http_workflow import (
     HttpWorkflowPatch,
     SecretRotation,
 )
-from tidegate.model.secrets import NO_KEYS, Keys, require_readable
+from tidegate.model.secrets import NO_KEYS, SecretKeys, require_readable
 from tidegate.model.trigger import Trigger, WorkflowDefinition
-from tidegate.store import audit, sources, trigger_gates
+from tidegate.store import audit, locks
 from tidegate.store import triggers as store
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry.logs import logger
@@ -43,7 +43,7 @@ MAX_NAMED = 5
 _log = logger("control")
 
 
-class Changed(msgspec.Struct, frozen=True):
+class WorkflowChanged(msgspec.Struct, frozen=True):
     """A definition as it is now; `secret` when one was made for it, `is_written` when the call changed it."""
 
     definition: WorkflowDefinition
@@ -61,7 +61,7 @@ def shown_workflow(definition: WorkflowDefinition) -> WorkflowDefinition:
     return msgspec.structs.replace(definition, config=shown)
 
 
-async def create_workflow(database: Database, given: Any, *, allowed: Sequence[Allowed], actor: str) -> Changed:
+async def create_workflow(database: Database, given: Any, *, allowed: Sequence[Allowed], actor: str) -> WorkflowChanged:
     """A new definition from decoded JSON; the same again is no error. Conflict when another has the slug."""
     body = convert(given, HttpWorkflowBody, "the workflow is not valid")
     errors = rules.slug_errors(body.slug)
@@ -71,16 +71,16 @@ async def create_workflow(database: Database, given: Any, *, allowed: Sequence[A
     config = rules.changed(HttpConfig(url=body.url, secret=made or str(body.secret)), body)
     _check(config, errors, asks_for_private=body.allow_private is True, allowed=allowed)
 
-    async def change(connection: Connection) -> Changed:
-        await trigger_gates.exclude(connection)
+    async def change(connection: Connection) -> WorkflowChanged:
+        await locks.exclude_triggers(connection)
         before = await store.get_definition(connection, body.slug)
         if before is not None:
-            return Changed(_same(before, config, database.keys, has_secret=made is None))
+            return WorkflowChanged(_same(before, config, database.keys, has_secret=made is None))
         after = await _write(connection, body.slug, config, actor, database.keys)
         await audit.insert(
             connection, actor=actor, action="workflow.create", subject=body.slug, after=rules.described(config)
         )
-        return Changed(after, made, is_written=True)
+        return WorkflowChanged(after, made, is_written=True)
 
     done = await database.run(change)
     if done.is_written:
@@ -90,7 +90,7 @@ async def create_workflow(database: Database, given: Any, *, allowed: Sequence[A
 
 async def update_workflow(
     database: Database, slug: str, given: Any, *, allowed: Sequence[Allowed], actor: str
-) -> Changed:
+) -> WorkflowChanged:
     """Change the fields in `given`; requests that begin after the call use them. Nothing new, no version.
 
     A new secret replaces the old one as `rotate_secret` does, with its default.
@@ -108,23 +108,23 @@ async def update_workflow(
         require_readable(kept, f"workflow {slug}")
         new = rules.changed(old, body)
         if body.secret is not UNSET:
-            new = rules.rotated(new, made or str(body.secret), DEFAULT_KEEP_MS, await sources.now(connection))
+            new = rules.rotated(new, made or str(body.secret), DEFAULT_KEEP_MS, await locks.now(connection))
         _check(new, [], asks_for_private=body.allow_private is True, allowed=allowed)
         return before, new
 
-    async def change(connection: Connection) -> Changed:
-        await trigger_gates.exclude(connection)
+    async def change(connection: Connection) -> WorkflowChanged:
+        await locks.exclude_triggers(connection)
         before, new = await asked(connection)
         return await _replace(connection, before, new, "workflow.update", actor, made, database.keys)
 
     async with database.connection() as connection:  # what is refused, or the same, holds nobody up
         before, new = await asked(connection)
     if rules.is_same(_config(before, database.keys), new):
-        return Changed(before)
+        return WorkflowChanged(before)
     return _told(await database.run(change), actor)
 
 
-async def rotate_secret(database: Database, slug: str, given: Any, *, actor: str) -> Changed:
+async def rotate_secret(database: Database, slug: str, given: Any, *, actor: str) -> WorkflowChanged:
     """Sign with a new secret, and for `keep_ms` with the old one too, so that receivers can change over meanwhile."""
     body = convert(given, SecretRotation, "the rotation is not valid")
     keep_ms = DEFAULT_KEEP_MS if body.keep_ms is None else body.keep_ms
@@ -136,15 +136,15 @@ async def rotate_secret(database: Database, slug: str, given: Any, *, actor: str
     async def asked(connection: Connection) -> tuple[WorkflowDefinition, HttpConfig]:
         before = await _found(connection, slug)
         new = rules.rotated(
-            _config(before, database.keys), made or str(body.secret), keep_ms, await sources.now(connection)
+            _config(before, database.keys), made or str(body.secret), keep_ms, await locks.now(connection)
         )
         errors = [error for error in rules.config_errors(new) if error.field == "secret"]
         if errors:
             raise InvalidInput("the rotation is not valid", errors)
         return before, new
 
-    async def change(connection: Connection) -> Changed:
-        await trigger_gates.exclude(connection)
+    async def change(connection: Connection) -> WorkflowChanged:
+        await locks.exclude_triggers(connection)
         before, new = await asked(connection)
         return await _replace(connection, before, new, "workflow.rotate", actor, made, database.keys)
 
@@ -157,7 +157,7 @@ async def delete_workflow(database: Database, slug: str, *, actor: str) -> Workf
     """Delete a definition; its secrets are erased, runs on record stay. Conflict while it is in use, naming by what."""
 
     async def change(connection: Connection) -> WorkflowDefinition:
-        await trigger_gates.exclude(connection)
+        await locks.exclude_triggers(connection)
         before = await _unused(connection, slug)
         shown = rules.described(_config(before, database.keys))
         await store.delete_definition(connection, before.id, {"url": shown["url"]}, actor)
@@ -186,7 +186,7 @@ def _check(config: HttpConfig, errors: list[FieldError], *, asks_for_private: bo
         raise InvalidInput("the workflow is not valid", errors)
 
 
-def _same(before: WorkflowDefinition, config: HttpConfig, keys: Keys, *, has_secret: bool) -> WorkflowDefinition:
+def _same(before: WorkflowDefinition, config: HttpConfig, keys: SecretKeys, *, has_secret: bool) -> WorkflowDefinition:
     """`before`, if that is what was asked for; without a secret, the request leaves open which one it is."""
     if before.kind == KIND:
         known = _config(before, keys)
@@ -205,19 +205,19 @@ async def _replace(
     action: str,
     actor: str,
     made: str | None,
-    keys: Keys,
-) -> Changed:
+    keys: SecretKeys,
+) -> WorkflowChanged:
     """Write a config, and that it was changed; `made` is the secret to tell, if one was made."""
     old = _config(before, keys)
     if old == new:
-        return Changed(before)
+        return WorkflowChanged(before)
     after = await _write(connection, before.slug, new, actor, keys)
     note = {"secret": "changed"} if new.secret != old.secret else {}
     await audit.insert(
         connection, actor=actor, action=action, subject=before.slug, before=rules.described(old),
         after=rules.described(new) | note,
     )  # fmt: skip
-    return Changed(after, made, is_written=True)
+    return WorkflowChanged(after, made, is_written=True)
 
 
 async def _unused(connection: Connection, slug: str) -> WorkflowDefinition:
@@ -257,13 +257,15 @@ async def _found(connection: Connection, slug: str) -> WorkflowDefinition:
     return found
 
 
-async def _write(connection: Connection, slug: str, config: HttpConfig, actor: str, keys: Keys) -> WorkflowDefinition:
+async def _write(
+    connection: Connection, slug: str, config: HttpConfig, actor: str, keys: SecretKeys
+) -> WorkflowDefinition:
     stored = msgspec.to_builtins(rules.with_secrets(config, keys.seal))
     await store.upsert_definition(connection, slug=slug, kind=KIND, parameters=["*"], config=stored, actor=actor)
     return await _found(connection, slug)
 
 
-def _config(definition: WorkflowDefinition, keys: Keys = NO_KEYS) -> HttpConfig:
+def _config(definition: WorkflowDefinition, keys: SecretKeys = NO_KEYS) -> HttpConfig:
     """What the definition holds; secrets that `keys` do not read are as they are stored."""
     return rules.with_secrets(msgspec.convert(definition.config, HttpConfig), keys.open)
 
@@ -272,7 +274,7 @@ def _new_secret() -> str:
     return SECRET_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
-def _told(done: Changed, actor: str) -> Changed:
+def _told(done: WorkflowChanged, actor: str) -> WorkflowChanged:
     if done.is_written:
         _log.info("workflow.changed", workflow=done.definition.slug, version=done.definition.version, actor=actor)
     return done

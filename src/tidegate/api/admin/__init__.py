@@ -1,0 +1,25 @@
+"""`/admin`: what operators read and do. One module per resource."""
+
+from tidegate.api.admin import (
+    audit,
+    dead_letters,
+    decisions,
+    retries,
+    retry_verbs,
+    sources,
+    tokens,
+    triggers,
+    webhooks,
+)
+
+ROUTES = (
+    *sources.ROUTES,
+    *triggers.ROUTES,
+    *retries.ROUTES,
+    *retry_verbs.ROUTES,
+    *decisions.ROUTES,
+    *dead_letters.ROUTES,
+    *webhooks.ROUTES,
+    *tokens.ROUTES,
+    *audit.ROUTES,
+)

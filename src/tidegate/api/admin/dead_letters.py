@@ -1,0 +1,156 @@
+"""What was given up: look at it, and replay it, one or many at a rate."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tidegate.api import bodies
+from tidegate.api.routes import Query, Route, Services, json_response, parameters, path_uuid
+from tidegate.errors import FieldError, InvalidInput, NotFound
+from tidegate.flow import control
+from tidegate.flow.keep.replay import TOPICS
+from tidegate.store import dead_letters
+from tidegate.store.dead_letters import LETTER_KINDS, LETTER_STATES, DeadLetter, DeadLetterFilters, LetterKind
+
+DEFAULT_RATE = 10.0
+
+LIST_QUERY = (
+    Query("kind", "string", "only of this kind", LETTER_KINDS),
+    Query("source", "string", "only of this source's events"),
+    Query("trigger_id", "uuid", "only of this trigger's deliveries and runs"),
+    Query("workflow", "string", "only of this workflow's deliveries and runs"),
+    Query("reason", "string", "only with this text in the reason, whatever its case"),
+    Query("since", "date-time", "only given up at this time or later"),
+    Query("until", "date-time", "only given up before this time"),
+    Query("state", "string", "open (nobody has replayed it or is to) unless told", LETTER_STATES),
+    Query("limit", "integer", "at most so many; 50 unless told"),
+    Query("cursor", "uuid", "`next_cursor` of the page before"),
+)
+
+
+class DeadLetterPage(msgspec.Struct, frozen=True):
+    """Dead letters, newest first; `next_cursor` is null on the last page."""
+
+    dead_letters: list[DeadLetter]
+    next_cursor: str | None
+
+
+class ReplayOne(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`force`: also when it was replayed before."""
+
+    force: bool = False
+
+
+class ReplayMany(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which open letters, `rate` of them per second. `dry_run` only counts them."""
+
+    kind: LetterKind | None = None
+    source: str | None = None
+    trigger_id: uuid.UUID | None = None
+    workflow: str | None = None
+    reason: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    rate: float = DEFAULT_RATE
+    dry_run: bool = False
+
+
+class LetterReplay(msgspec.Struct, frozen=True):
+    """`replayed`: into this event, delivery or run. `scheduled`: its run waits for a free slot of its trigger."""
+
+    id: uuid.UUID
+    kind: LetterKind
+    status: Literal["replayed", "scheduled"]
+    replayed_into: uuid.UUID | None
+
+
+class ReplayPlan(msgspec.Struct, frozen=True):
+    """How many letters are to be replayed (or, a preview, would be), and when the first and the last of them."""
+
+    status: Literal["preview", "scheduled"]
+    count: int
+    rate: float
+    first_at: datetime | None
+    last_at: datetime | None
+
+
+class ReplaysStopped(msgspec.Struct, frozen=True):
+    """How many replays were called off."""
+
+    count: int
+
+
+async def list_letters(request: Request, services: Services) -> DeadLetterPage:
+    given = parameters(request, LIST_QUERY)
+    limit = given.get("limit", 50)
+    filters = DeadLetterFilters(*(given.get(name) for name in DeadLetterFilters._fields))
+    async with services.database.connection() as connection:
+        found = await dead_letters.list_page(
+            connection, filters, state=given.get("state", "open"), before_id=given.get("cursor"), limit=limit + 1
+        )
+    more = len(found) > limit
+    return DeadLetterPage(found[:limit], str(found[limit - 1].id) if more else None)
+
+
+async def show_letter(request: Request, services: Services) -> DeadLetter:
+    letter_id = path_uuid(request, "dead_letter_id")
+    async with services.database.connection() as connection:
+        found = await dead_letters.get(connection, letter_id)
+    if found is None:
+        raise NotFound(f"no dead letter {letter_id}")
+    return found
+
+
+async def replay_letter(request: Request, services: Services) -> Response:
+    letter_id = path_uuid(request, "dead_letter_id")
+    body = await bodies.read(request, ReplayOne)
+    done = await control.replay_letter(services.database, letter_id, bodies.actor(request), force=body.force)
+    services.queue.hint(TOPICS[done.kind])
+    status: Literal["replayed", "scheduled"] = "replayed" if done.into is not None else "scheduled"
+    return json_response(LetterReplay(letter_id, done.kind, status, done.into), 202)
+
+
+async def replay_letters(request: Request, services: Services) -> Response:
+    body = await bodies.read(request, ReplayMany)
+    wrong = [
+        FieldError(name, "must have a time zone, as in 2026-01-31T09:30:00Z")
+        for name in ("since", "until")
+        if (at := getattr(body, name)) is not None and at.tzinfo is None
+    ]
+    texts = (body.source, body.workflow, body.reason)
+    wrong += [FieldError("body", "holds the character U+0000")] if any("\x00" in (text or "") for text in texts) else []
+    if wrong:
+        raise InvalidInput("the replay is not valid", wrong)
+    filters = DeadLetterFilters(*(getattr(body, name) for name in DeadLetterFilters._fields))
+    if body.dry_run:
+        count = await control.preview_replay(services.database, filters, rate=body.rate)
+        return json_response(ReplayPlan("preview", count, body.rate, None, None))
+    done = await control.replay_letters(services.database, filters, bodies.actor(request), rate=body.rate)
+    return json_response(ReplayPlan("scheduled", done.total, body.rate, done.first_at, done.last_at), 202)
+
+
+async def stop_replays(request: Request, services: Services) -> ReplaysStopped:
+    await bodies.read(request, bodies.Nothing)
+    return ReplaysStopped(await control.stop_replays(services.database, bodies.actor(request)))
+
+
+ROUTES = (
+    Route("GET", "/admin/dead-letters", list_letters, "What was given up, newest first", (DeadLetterPage,),
+          scope="read", query=LIST_QUERY, errors=(422,)),
+    Route("POST", "/admin/dead-letters/replay", replay_letters,
+          "Replay the open letters that the filters describe, at a rate; or only count them", (ReplayPlan,),
+          scope="operate", status=202, also=(200,), body=bodies.schema(ReplayMany), errors=(422,)),
+    Route("POST", "/admin/dead-letters/stop", stop_replays, "Call off the replays whose time has not come",
+          (ReplaysStopped,), scope="operate", errors=(422,)),
+    Route("GET", "/admin/dead-letters/{dead_letter_id}", show_letter, "One dead letter", (DeadLetter,),
+          scope="read", errors=(404,)),
+    Route("POST", "/admin/dead-letters/{dead_letter_id}/replay", replay_letter,
+          "Replay one letter; again only when forced", (LetterReplay,), scope="operate", status=202,
+          body=bodies.schema(ReplayOne), errors=(404, 409, 422)),
+)  # fmt: skip

@@ -1,0 +1,182 @@
+"""What waits, why, and until when."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import uuid
+from collections.abc import Collection
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from tidegate.api.routes import Query, Route, Services, parameters
+from tidegate.clock import has_utc
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.retry import RETRY_STATES, RetryState
+from tidegate.store import held_deliveries, held_steps, ingress_retries
+from tidegate.store.bulk_retries import FILTERS_OF, RetryKind
+from tidegate.store.db import Connection
+from tidegate.store.held_deliveries import DeliveryFilters, HeldDelivery
+from tidegate.store.held_steps import HeldStep
+from tidegate.store.ingress_retries import HeldEvent
+from tidegate.store.retry_rows import RetryFilters
+
+LIST_QUERY = (
+    Query("kind", "string", "what waits; events unless told", tuple(FILTERS_OF)),
+    Query("source", "string", "only of this source"),
+    Query("reason", "string", "only what waits for this: rate_limit (events), throttle, concurrency, source_paused "
+          "(deliveries), paused, breaker_open, failed, sleep (steps)"),
+    Query("state", "string", "only in this retry state; scheduled unless told", RETRY_STATES),
+    Query("trigger_id", "uuid", "only deliveries and steps of this trigger"),
+    Query("workflow", "string", "only deliveries and steps of this workflow"),
+    Query("workflow_run_id", "uuid", "only steps of this run"),
+    Query("limit", "integer", "at most so many; 50 unless told"),
+    Query("cursor", "string", "`next_cursor` of the page before"),
+)  # fmt: skip
+
+
+class Retry(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that waits. `eta_seconds` is null when it waits no more, or nobody can say how long: for someone to
+    resume a source or trigger, for a slot, for a trial run to end."""
+
+    kind: RetryKind
+    id: uuid.UUID
+    event_id: uuid.UUID | None = None
+    external_id: str | None = None
+    type: str | None = None
+    source: str | None = None
+    correlation_id: str | None = None
+    trigger_id: uuid.UUID | None = None
+    trigger: str | None = None
+    workflow: str | None = None
+    workflow_run_id: uuid.UUID | None = None
+    step: str | None = None
+    retry_state: RetryState
+    reason: str | None
+    attempts: int
+    next_attempt_at: datetime | None
+    eta_seconds: float | None
+    last_error: str | None
+    created_at: datetime | None
+    updated_at: datetime | None
+
+
+_DELIVERY_FIELDS = [n for n in Retry.__struct_fields__ if n in HeldDelivery.__struct_fields__ and n != "attempts"]
+
+
+class RetryPage(msgspec.Struct, frozen=True):
+    """Waiting ones in due order, others newest first; `next_cursor` is null on the last page."""
+
+    retries: list[Retry]
+    next_cursor: str | None
+
+
+async def list_retries(request: Request, services: Services) -> RetryPage:
+    given = parameters(request, LIST_QUERY)
+    kind: RetryKind = given.get("kind", "events")
+    limit = given.get("limit", 50)
+    check_filters(kind, given, "a query parameter is not valid")
+    after = _from_cursor(given.get("cursor"))
+    async with services.database.connection() as connection:
+        if kind == "events":
+            found = await _events(connection, given, after, limit + 1)
+        elif kind == "deliveries":
+            found = await _deliveries(connection, given, after, limit + 1)
+        else:
+            found = await _steps(connection, given, after, limit + 1)
+    more = len(found) > limit
+    return RetryPage(found[:limit], _to_cursor(found[limit - 1]) if more else None)
+
+
+def check_filters(kind: RetryKind, given: Collection[str], message: str) -> None:
+    """InvalidInput names the filters that do not go with the kind."""
+    wrong = [name for name in RetryFilters._fields if name in given and name not in FILTERS_OF[kind]]
+    if wrong:
+        raise InvalidInput(message, [FieldError(name, f"does not go with kind {kind}") for name in wrong])
+
+
+async def _events(
+    connection: Connection, given: dict[str, Any], after: tuple[datetime | None, uuid.UUID] | None, limit: int
+) -> list[Retry]:
+    state: RetryState = given.get("state", "scheduled")
+    source, reason = given.get("source"), given.get("reason")
+    if state != "scheduled":
+        before = after[1] if after else None
+        held = await ingress_retries.list_settled(
+            connection, state, source=source, reason=reason, before_id=before, limit=limit
+        )
+    else:
+        held = await ingress_retries.list_waiting(
+            connection, source=source, reason=reason, after=_due_place(after), limit=limit
+        )
+    return [_held(event) for event in held]
+
+
+async def _deliveries(
+    connection: Connection, given: dict[str, Any], after: tuple[datetime | None, uuid.UUID] | None, limit: int
+) -> list[Retry]:
+    state: RetryState = given.get("state", "scheduled")
+    filters = DeliveryFilters(*(given.get(name) for name in DeliveryFilters._fields))
+    if state != "scheduled":
+        before = after[1] if after else None
+        found = await held_deliveries.list_settled(connection, state, filters, before_id=before, limit=limit)
+    else:
+        found = await held_deliveries.list_waiting(connection, filters, after=_due_place(after), limit=limit)
+    return [_held_delivery(delivery) for delivery in found]
+
+
+async def _steps(
+    connection: Connection, given: dict[str, Any], after: tuple[datetime | None, uuid.UUID] | None, limit: int
+) -> list[Retry]:
+    state: RetryState = given.get("state", "scheduled")
+    filters = RetryFilters(*(given.get(name) for name in RetryFilters._fields))
+    if state != "scheduled":
+        before = after[1] if after else None
+        found = await held_steps.list_settled(connection, state, filters, before_id=before, limit=limit)
+    else:
+        found = await held_steps.list_waiting(connection, filters, after=_due_place(after), limit=limit)
+    return [Retry(kind="steps", **{name: getattr(row, name) for name in HeldStep.__struct_fields__}) for row in found]
+
+
+def _held(event: HeldEvent) -> Retry:
+    shared = {name: getattr(event, name) for name in HeldEvent.__struct_fields__ if name != "metadata"}
+    return Retry(kind="events", id=event.event_id, **shared)
+
+
+def _held_delivery(delivery: HeldDelivery) -> Retry:
+    shared = {name: getattr(delivery, name) for name in _DELIVERY_FIELDS}
+    return Retry(kind="deliveries", attempts=delivery.retry_attempts, **shared)
+
+
+def _to_cursor(row: Retry) -> str:
+    return base64.urlsafe_b64encode(msgspec.json.encode((row.next_attempt_at, row.id))).decode().rstrip("=")
+
+
+def _from_cursor(cursor: str | None) -> tuple[datetime | None, uuid.UUID] | None:
+    if cursor is None:
+        return None
+    try:
+        text = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4))
+        at, row_id = msgspec.json.decode(text, type=tuple[datetime | None, uuid.UUID])
+        if at is not None and (at.tzinfo is None or not has_utc(at)):
+            raise ValueError("tampered")
+    except (ValueError, binascii.Error) as exc:
+        raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "is not one of ours")]) from exc
+    return at, row_id
+
+
+def _due_place(after: tuple[datetime | None, uuid.UUID] | None) -> tuple[datetime, uuid.UUID] | None:
+    if after is None:
+        return None
+    if after[0] is None:
+        raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "belongs to another list")])
+    return after[0], after[1]
+
+
+ROUTES = (
+    Route("GET", "/admin/retries", list_retries, "What waits, why, and until when", (RetryPage,),
+          scope="read", query=LIST_QUERY, errors=(422,)),
+)  # fmt: skip

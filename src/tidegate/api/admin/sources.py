@@ -1,0 +1,204 @@
+"""The operator's side of the source gate: limits, pauses, breakers."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated
+
+import msgspec
+from starlette.requests import Request
+
+from tidegate.api import bodies
+from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, page_query, parameters
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.flow import control
+from tidegate.model.source import SOURCE_BREAKER, BreakerState, RateLimit, SourceBreakerPolicy
+from tidegate.store import locks, sources
+from tidegate.store.sources import SourceRecord
+
+LIST_QUERY = page_query()
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A source with its own limit (null: none), its pause, its breaker, and how many of its events wait."""
+
+    source: str
+    limit: int | None
+    interval_ms: int | None
+    pause_ms: int | None
+    set_by: str | None
+    paused: bool
+    paused_at: datetime | None
+    paused_until: datetime | None
+    pause_reason: str | None
+    paused_by: str | None
+    breaker: SourceBreakerPolicy | None
+    breaker_set_by: str | None
+    breaker_state: BreakerState
+    breaker_until: datetime | None
+    breaker_reason: str | None
+    throttled_until: datetime | None
+    waiting: int
+    next_attempt_at: datetime | None
+    version: int
+    updated_by: str
+    updated_at: datetime
+
+
+class SourcePage(msgspec.Struct, frozen=True):
+    """Sources that have a limit, a pause, a breaker or waiting events, by name; `*` is the default limit. `next_cursor`
+    is null on the last page."""
+
+    sources: list[Source]
+    next_cursor: str | None
+
+
+class LimitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`limit` events per `interval_ms`; once it is exceeded, a pause of `pause_ms`."""
+
+    limit: int
+    interval_ms: int
+    pause_ms: int = 0
+
+
+class BreakerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """At least `threshold` failures within `window_ms`, which are at least `ratio` of the outcomes, open the breaker
+    for `pause_ms`. With `runs`, failed runs count, with `non_retryable` also those that ended so."""
+
+    threshold: int = SOURCE_BREAKER.threshold
+    ratio: float = SOURCE_BREAKER.ratio
+    window_ms: int = SOURCE_BREAKER.window_ms
+    pause_ms: int = SOURCE_BREAKER.pause_ms
+    non_retryable: bool = False
+    runs: bool = False
+
+
+class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Until a time, for a duration, or (neither) until the source is resumed."""
+
+    until: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    duration_ms: int | None = None
+    reason: str | None = None
+
+
+async def list_sources(request: Request, services: Services) -> SourcePage:
+    given = parameters(request, LIST_QUERY)
+    limit = given.get("limit", DEFAULT_PAGE)
+    async with services.database.connection() as connection:
+        now = await locks.now(connection)
+        found = await sources.list_page(connection, after=given.get("cursor"), limit=limit + 1)
+    page, next_cursor = cut(found, limit, lambda record: record.source)
+    return SourcePage([_source(record, now) for record in page], next_cursor)
+
+
+async def set_limit(request: Request, services: Services) -> Source:
+    given = await bodies.read(request, LimitBody)
+    try:
+        limit = RateLimit(limit=given.limit, interval_ms=given.interval_ms, pause_ms=given.pause_ms)
+    except ValueError as exc:
+        field, _, message = str(exc).partition(" ")
+        raise InvalidInput("the limit is not valid", [FieldError(field, message)]) from exc
+    return await _done(services, await control.set_limit(services.database, _name(request), limit, _actor(request)))
+
+
+async def remove_limit(request: Request, services: Services) -> Source:
+    await bodies.read(request, bodies.Nothing)
+    return await _done(services, await control.set_limit(services.database, _name(request), None, _actor(request)))
+
+
+async def set_breaker(request: Request, services: Services) -> Source:
+    given = await bodies.read(request, BreakerBody)
+    try:
+        policy = SourceBreakerPolicy(**msgspec.structs.asdict(given))
+    except ValueError as exc:
+        field, _, message = str(exc).partition(" ")
+        raise InvalidInput("the breaker is not valid", [FieldError(field, message)]) from exc
+    return await _done(services, await control.set_breaker(services.database, _name(request), policy, _actor(request)))
+
+
+async def remove_breaker(request: Request, services: Services) -> Source:
+    await bodies.read(request, bodies.Nothing)
+    return await _done(services, await control.set_breaker(services.database, _name(request), None, _actor(request)))
+
+
+async def pause_source(request: Request, services: Services) -> Source:
+    given = await bodies.read(request, PauseBody)
+    bodies.check_reason(given.reason)
+    paused = await control.pause(
+        services.database,
+        _name(request),
+        until=given.until,
+        duration_ms=given.duration_ms,
+        reason=given.reason,
+        actor=_actor(request),
+    )
+    return await _done(services, paused)
+
+
+async def resume_source(request: Request, services: Services) -> Source:
+    await bodies.read(request, bodies.Nothing)
+    return await _done(services, await control.resume(services.database, _name(request), _actor(request)))
+
+
+async def _done(services: Services, changed: SourceRecord) -> Source:
+    """Workers are told to act on the change at once."""
+    services.queue.hint("plans")
+    services.queue.hint("retries")
+    async with services.database.connection() as connection:
+        return _source(changed, await locks.now(connection))
+
+
+def _name(request: Request) -> str:
+    name: str = request.path_params["source"]
+    return name
+
+
+def _actor(request: Request) -> str:
+    return bodies.actor(request)
+
+
+def _source(record: SourceRecord, now: datetime) -> Source:
+    paused = record.paused_at is not None and (record.paused_until is None or record.paused_until > now)
+    return Source(
+        source=record.source,
+        limit=record.rate_limit,
+        interval_ms=record.interval_ms,
+        pause_ms=record.pause_ms,
+        set_by=record.limit_set_by,
+        paused=paused,
+        paused_at=record.paused_at if paused else None,
+        paused_until=record.paused_until if paused else None,
+        pause_reason=record.pause_reason if paused else None,
+        paused_by=record.paused_by if paused else None,
+        breaker=record.breaker,
+        breaker_set_by=record.breaker_set_by,
+        breaker_state=record.breaker_state,
+        breaker_until=record.breaker_until,
+        breaker_reason=record.breaker_reason,
+        throttled_until=record.throttled_until,
+        waiting=record.waiting,
+        next_attempt_at=record.next_attempt_at,
+        version=record.version,
+        updated_by=record.updated_by,
+        updated_at=record.updated_at,
+    )
+
+
+_REFUSALS = (400, 408, 413, 415, 422)
+
+ROUTES = (
+    Route("GET", "/admin/sources", list_sources, "List sources with a limit, a pause, a breaker or waiting events",
+          (SourcePage,), scope="read", query=LIST_QUERY, errors=(422,)),
+    Route("PUT", "/admin/sources/{source:path}/limit", set_limit, "Set a source's limit (`*`: the default)", (Source,),
+          scope="admin", body=bodies.schema(LimitBody), errors=_REFUSALS),
+    Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit, "Remove a source's limit", (Source,),
+          scope="admin", errors=_REFUSALS),
+    Route("PUT", "/admin/sources/{source:path}/breaker", set_breaker, "Set the policy of a source's breaker", (Source,),
+          scope="admin", body=bodies.schema(BreakerBody), errors=_REFUSALS),
+    Route("DELETE", "/admin/sources/{source:path}/breaker", remove_breaker,
+          "Let a source's breaker follow the settings", (Source,), scope="admin", errors=_REFUSALS),
+    Route("POST", "/admin/sources/{source:path}/pause", pause_source, "Pause a source", (Source,), scope="operate",
+          body=bodies.schema(PauseBody), errors=_REFUSALS),
+    Route("POST", "/admin/sources/{source:path}/resume", resume_source,
+          "Lift a source's pause and close its breaker", (Source,), scope="operate", errors=(*_REFUSALS, 404)),
+)  # fmt: skip

@@ -1,0 +1,93 @@
+"""Events: list, show, explain. (Publishing is in `publish`.)"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+from starlette.requests import Request
+
+from tidegate.api.routes import DEFAULT_PAGE, Query, Route, Services, cut, page_query, parameters
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.flow.look import explain as explaining
+from tidegate.flow.look.explain import Explanation
+from tidegate.model.event import Event
+from tidegate.store import events
+from tidegate.store.events import ReceiptPlace
+
+LIST_QUERY = (
+    Query("type", "string", "only events of this type"),
+    Query("source", "string", "only events of this source"),
+    Query("correlation_id", "string", "only events with this correlation id"),
+    Query("from", "date-time", "received at or after"),
+    Query("to", "date-time", "received before"),
+    *page_query(),
+)
+_EPOCH, _US = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
+
+
+class EventPage(msgspec.Struct, frozen=True):
+    """Events, newest first; `next_cursor` is null on the last page."""
+
+    events: list[Event]
+    next_cursor: str | None
+
+
+async def list_events(request: Request, services: Services) -> EventPage:
+    given = parameters(request, LIST_QUERY)
+    limit = given.get("limit", DEFAULT_PAGE)
+    async with services.database.connection() as connection:
+        found = await events.list_page(
+            connection,
+            event_type=given.get("type"),
+            source=given.get("source"),
+            correlation_id=given.get("correlation_id"),
+            received_from=given.get("from"),
+            received_to=given.get("to"),
+            before=_from_cursor(given.get("cursor")),
+            limit=limit + 1,
+        )
+    return EventPage(
+        *cut(found, limit, lambda event: _to_cursor(ReceiptPlace(event.received_at, event.ingress_sequence)))
+    )
+
+
+async def show_event(request: Request, services: Services) -> Event:
+    async with services.database.connection() as connection:
+        return await explaining.find_event(connection, request.path_params["id"])
+
+
+async def explain_event(request: Request, services: Services) -> Explanation:
+    async with services.database.connection() as connection:
+        return await explaining.explain(connection, request.path_params["id"])
+
+
+ROUTES = (
+    Route("GET", "/v1/events", list_events, "List events, newest first", (EventPage,),
+          scope="read", query=LIST_QUERY, errors=(422,)),
+    Route("GET", "/v1/events/{id:path}/explain", explain_event, "Every decision about an event", (Explanation,),
+          scope="read", errors=(404, 409)),
+    Route("GET", "/v1/events/{id:path}", show_event, "One event, by our id or the producer's", (Event,), scope="read",
+          errors=(404, 409)),
+)  # fmt: skip
+
+
+def _to_cursor(place: ReceiptPlace) -> str:
+    text = f"{place.ingress_sequence}.{(place.received_at - _EPOCH) // _US}"
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def _from_cursor(cursor: str | None) -> ReceiptPlace | None:
+    if cursor is None:
+        return None
+    try:
+        text = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)).decode()
+        sequence, _, received_us = text.partition(".")
+        place = ReceiptPlace(_EPOCH + int(received_us) * _US, int(sequence))
+        if not 0 <= int(sequence) < 2**63 or _to_cursor(place) != cursor:
+            raise ValueError("tampered")
+        return place
+    except (ValueError, OverflowError, binascii.Error) as exc:
+        raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "is not one of ours")]) from exc

@@ -1,0 +1,305 @@
+"""A workflow's triggers: list, create, show, change, delete, try out; their versions and deliveries."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tidegate.api import bodies
+from tidegate.api.routes import (
+    DEFAULT_PAGE,
+    Query,
+    Route,
+    Services,
+    cut,
+    json_response,
+    page_query,
+    parameters,
+    path_uuid,
+)
+from tidegate.api.v1.workflows import show_workflow
+from tidegate.clock import uuid7
+from tidegate.errors import FieldError, InvalidInput, NotFound
+from tidegate.flow import control
+from tidegate.flow.control.triggers import find_trigger
+from tidegate.flow.look.explain import find_event
+from tidegate.model import trial
+from tidegate.model.delivery import DELIVERY_STATUSES
+from tidegate.model.event import is_text_id
+from tidegate.model.predicate import Predicate
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.source import BreakerPolicy, BreakerState
+from tidegate.model.trial import Trial
+from tidegate.model.trigger import Trigger, TriggerStatus
+from tidegate.model.trigger_change import TriggerBody, TriggerPatch
+from tidegate.store import held_deliveries, locks, triggers
+from tidegate.store.db import Connection
+from tidegate.store.held_deliveries import HeldDelivery
+from tidegate.store.trigger_gates import TriggerState
+from tidegate.store.triggers import TriggerVersion
+
+MAX_SAMPLE_BYTES = 1024 * 1024
+
+LIST_QUERY = page_query("uuid")
+DELIVERIES_QUERY = (
+    Query("status", "string", "only deliveries in this status", DELIVERY_STATUSES),
+    *page_query("uuid"),
+)
+VERSIONS_QUERY = page_query()
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """A trigger's pause and breaker, and how many of its deliveries wait."""
+
+    paused: bool
+    paused_at: datetime | None
+    paused_until: datetime | None
+    pause_reason: str | None
+    paused_by: str | None
+    breaker_state: BreakerState
+    breaker_until: datetime | None
+    breaker_reason: str | None
+    probe_run_id: uuid.UUID | None
+    waiting: int
+    next_attempt_at: datetime | None
+
+
+class TriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A trigger: what launches its workflow, when, and how often."""
+
+    id: uuid.UUID
+    workflow: str
+    name: str
+    event_type: str
+    event_source: str
+    predicates: list[Predicate]
+    where: str | None
+    parameter_template: dict[str, Any] | None
+    idempotency_key: str | None
+    idempotency_window_ms: int
+    concurrency_key: str | None
+    throttle_count: int | None
+    throttle_window_ms: int | None
+    max_concurrency: int | None
+    retry: RetryPolicy | None
+    breaker: BreakerPolicy | None
+    status: TriggerStatus
+    version: int
+    created_by: str
+    updated_by: str
+    created_at: datetime | None
+    updated_at: datetime | None
+    state: State
+
+
+class TriggerPage(msgspec.Struct, frozen=True):
+    """Triggers: of one workflow oldest first, of all by workflow and name. `next_cursor` is null on the last page."""
+
+    triggers: list[TriggerAnswer]
+    next_cursor: str | None
+
+
+class TriggerDeleted(msgspec.Struct, frozen=True):
+    """A trigger that is gone, and how many waiting deliveries were cancelled with it."""
+
+    id: uuid.UUID
+    workflow: str
+    name: str
+    cancelled: int
+
+
+class TestBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A sample event as it would be published, or the id (ours or the producer's) of a stored one."""
+
+    event: Any = msgspec.UNSET
+    event_id: str | None = None
+
+
+class DeliveryPage(msgspec.Struct, frozen=True):
+    """Deliveries, newest first; `next_cursor` is null on the last page."""
+
+    deliveries: list[HeldDelivery]
+    next_cursor: str | None
+
+
+class VersionPage(msgspec.Struct, frozen=True):
+    """The versions of a trigger, newest first; `next_cursor` is null on the last page."""
+
+    versions: list[TriggerVersion]
+    next_cursor: str | None
+
+
+async def list_triggers(request: Request, services: Services) -> TriggerPage:
+    given = parameters(request, LIST_QUERY)
+    limit, after = given.get("limit", DEFAULT_PAGE), given.get("cursor")
+    workflow = await show_workflow(request, services)
+    async with services.database.connection() as connection:
+        found = await triggers.list_of_workflow(connection, workflow.slug, after=after, limit=limit + 1)
+        page, next_cursor = cut(found, limit, lambda trigger: trigger.id)
+        return TriggerPage(await answers(connection, page), next_cursor)
+
+
+async def create_trigger(request: Request, services: Services) -> Response:
+    given = await bodies.read_plain(request)
+    made = await control.create_trigger(
+        services.database, request.path_params["slug"], given, actor=bodies.actor(request)
+    )
+    return json_response(await changed(services, made), 201)
+
+
+async def show_trigger(request: Request, services: Services) -> TriggerAnswer:
+    async with services.database.connection() as connection:
+        return (await answers(connection, [await _found(connection, request)]))[0]
+
+
+async def update_trigger(request: Request, services: Services) -> TriggerAnswer:
+    given = await bodies.read_plain(request)
+    trigger_id, slug = path_uuid(request, "trigger_id"), request.path_params["slug"]
+    actor = bodies.actor(request)
+    return await changed(
+        services, await control.update_trigger(services.database, trigger_id, given, actor=actor, workflow=slug)
+    )
+
+
+async def delete_trigger(request: Request, services: Services) -> TriggerDeleted:
+    await bodies.read(request, bodies.Nothing)
+    trigger_id, slug = path_uuid(request, "trigger_id"), request.path_params["slug"]
+    deleted, cancelled = await control.delete_trigger(
+        services.database, trigger_id, actor=bodies.actor(request), workflow=slug
+    )
+    hint(services)
+    return TriggerDeleted(deleted.id, deleted.workflow, deleted.name, cancelled)
+
+
+async def test_trigger(request: Request, services: Services) -> Trial:
+    given = await bodies.read(request, TestBody, MAX_SAMPLE_BYTES)
+    if (given.event is msgspec.UNSET) == (given.event_id is None):
+        problem = FieldError("event", "give a sample `event`, or the `event_id` of a stored one")
+        raise InvalidInput("the body is not valid", [problem])
+    if given.event_id is not None and not is_text_id(given.event_id):
+        raise InvalidInput("the body is not valid", [FieldError("event_id", "is not the id of an event")])
+    async with services.database.connection() as connection:
+        trigger = await _found(connection, request)
+        definition = await triggers.get_definition(connection, trigger.workflow)
+        if definition is None:  # both were deleted since the line above
+            raise NotFound(f"no workflow {trigger.workflow!r}")
+        if given.event_id is not None:
+            event = await find_event(connection, given.event_id)
+        else:
+            now = await locks.now(connection)
+            event = trial.sample_event(given.event, new_id=uuid7(), now=now, limits=services.settings.limits)
+    return trial.attempt(trigger, definition.parameters, event)
+
+
+async def list_trigger_deliveries(request: Request, services: Services) -> DeliveryPage:
+    given = parameters(request, DELIVERIES_QUERY)
+    limit = given.get("limit", 50)
+    async with services.database.connection() as connection:
+        trigger = await _found(connection, request)
+        found = await held_deliveries.list_of_trigger(
+            connection, trigger.id, status=given.get("status"), before_id=given.get("cursor"), limit=limit + 1
+        )
+    return _page(found, limit)
+
+
+async def list_deliveries(request: Request, services: Services) -> DeliveryPage:
+    given = parameters(request, DELIVERIES_QUERY)
+    limit = given.get("limit", 50)
+    async with services.database.connection() as connection:
+        found = await held_deliveries.list_recent(
+            connection, status=given.get("status"), before_id=given.get("cursor"), limit=limit + 1
+        )
+    return _page(found, limit)
+
+
+async def list_versions(request: Request, services: Services) -> VersionPage:
+    given = parameters(request, VERSIONS_QUERY)
+    limit, before = given.get("limit", 50), given.get("cursor")
+    if before is not None and not (before.isascii() and before.isdigit() and len(before) < 19):
+        raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "is not one of ours")])
+    async with services.database.connection() as connection:
+        trigger = await _found(connection, request)
+        found = await triggers.list_versions(
+            connection, trigger.id, before_version=int(before) if before else None, limit=limit + 1
+        )
+    more = len(found) > limit
+    return VersionPage(found[:limit], str(found[limit - 1].version) if more else None)
+
+
+async def answers(connection: Connection, found: list[Trigger]) -> list[TriggerAnswer]:
+    """Triggers with their state."""
+    states = await triggers.states(connection, [trigger.id for trigger in found])
+    now = await locks.now(connection)
+    shared = [name for name in TriggerAnswer.__struct_fields__ if name != "state"]
+    return [
+        TriggerAnswer(state=_state(states[t.id], now), **{name: getattr(t, name) for name in shared}) for t in found
+    ]
+
+
+async def changed(services: Services, trigger: Trigger) -> TriggerAnswer:
+    """The answer to a change; workers are told to act on it at once."""
+    hint(services)
+    async with services.database.connection() as connection:
+        return (await answers(connection, [trigger]))[0]
+
+
+def hint(services: Services) -> None:
+    """Waiting deliveries may go on or need new slots."""
+    services.queue.hint("plans")
+    services.queue.hint("deliveries")
+
+
+async def _found(connection: Connection, request: Request) -> Trigger:
+    return await find_trigger(connection, path_uuid(request, "trigger_id"), request.path_params["slug"])
+
+
+def _page(found: list[HeldDelivery], limit: int) -> DeliveryPage:
+    more = len(found) > limit
+    return DeliveryPage(found[:limit], str(found[limit - 1].id) if more else None)
+
+
+def _state(state: TriggerState, now: datetime) -> State:
+    paused = state.paused_at is not None and (state.paused_until is None or state.paused_until > now)
+    return State(
+        paused=paused,
+        paused_at=state.paused_at if paused else None,
+        paused_until=state.paused_until if paused else None,
+        pause_reason=state.pause_reason if paused else None,
+        paused_by=state.paused_by if paused else None,
+        breaker_state=state.breaker_state,
+        breaker_until=state.breaker_until,
+        breaker_reason=state.breaker_reason,
+        probe_run_id=state.probe_run_id,
+        waiting=state.waiting,
+        next_attempt_at=state.next_attempt_at,
+    )
+
+
+_ALL = "/v1/workflows/{slug}/triggers"
+_ONE = f"{_ALL}/{{trigger_id}}"
+_REFUSALS = (400, 404, 408, 413, 415, 422)
+
+ROUTES = (
+    Route("GET", _ALL, list_triggers, "A workflow's triggers", (TriggerPage,), scope="read", query=LIST_QUERY,
+          errors=(404, 422)),
+    Route("POST", _ALL, create_trigger, "Create a trigger", (TriggerAnswer,), scope="admin", status=201,
+          body=bodies.schema(TriggerBody, ("name", "event_type")), errors=(*_REFUSALS, 409)),
+    Route("GET", _ONE, show_trigger, "One trigger", (TriggerAnswer,), scope="read", errors=(404,)),
+    Route("PATCH", _ONE, update_trigger, "Change what is given; null clears; what waits is judged anew",
+          (TriggerAnswer,), scope="admin", body=bodies.schema(TriggerPatch), errors=(*_REFUSALS, 409)),
+    Route("DELETE", _ONE, delete_trigger, "Delete a trigger and cancel what waits for it", (TriggerDeleted,),
+          scope="admin", errors=_REFUSALS),
+    Route("POST", f"{_ONE}/test", test_trigger, "What the trigger would make of an event; nothing is stored",
+          (Trial,), scope="read", body=bodies.schema(TestBody), errors=(*_REFUSALS, 409)),
+    Route("GET", f"{_ONE}/deliveries", list_trigger_deliveries, "The deliveries of a trigger, newest first",
+          (DeliveryPage,), scope="read", query=DELIVERIES_QUERY, errors=(404, 422)),
+    Route("GET", f"{_ONE}/versions", list_versions, "The versions of a trigger, newest first", (VersionPage,),
+          scope="read", query=VERSIONS_QUERY, errors=(404, 422)),
+    Route("GET", "/v1/deliveries", list_deliveries, "The deliveries of all triggers, newest first", (DeliveryPage,),
+          scope="read", query=DELIVERIES_QUERY, errors=(422,)),
+)  # fmt: skip

@@ -1,0 +1,134 @@
+"""Board: what new events and waiting deliveries share around the decision: read under the triggers' locks what it
+depends on, and write back what it changed. Both inside the caller's transaction."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from tidegate.flow.decide.deliver import Board, Candidate
+from tidegate.model.retry import RetryPolicy
+from tidegate.model.source import BreakerPolicy
+from tidegate.model.trigger_gate import TriggerMove
+from tidegate.store import held_deliveries, idempotency, locks, trigger_gates
+from tidegate.store.db import Connection
+from tidegate.store.deliveries import Decided
+from tidegate.store.idempotency import Kept
+from tidegate.store.locks import Unlocked
+from tidegate.store.totals import TriggerTotals
+from tidegate.store.trigger_gates import LockedTrigger, Slots
+
+
+async def open_board(
+    connection: Connection,
+    candidates: Sequence[Candidate],
+    *,
+    policy: RetryPolicy,
+    now: datetime,
+    are_newcomers: bool = True,
+    gates: dict[uuid.UUID, LockedTrigger] | None = None,
+    slots: dict[tuple[uuid.UUID, str], Slots] | None = None,
+) -> Board:
+    """Lock the triggers where a limit, a pause, a breaker or a failure makes it matter, and read what decides."""
+    if gates is None:
+        limited = {c.trigger_id for c in candidates if c.error is not None or c.trigger.trigger.is_limited}
+        others = {c.trigger_id for c in candidates} - limited
+        gates = await trigger_gates.lock(connection, always=limited, others=others)
+        if gates:
+            now = await locks.now(connection)  # launches are stamped after the lock that orders them
+    elif missing := {c.trigger_id for c in candidates if c.error is not None} - gates.keys():
+        raise Unlocked(missing)
+    sound = [c for c in candidates if c.error is None]
+    board = Board(now=now, policy=policy, gates=gates, are_newcomers=are_newcomers)
+    if gates and are_newcomers:
+        board.lines = await trigger_gates.lines(connection, gates)
+        for trigger_id, locked in gates.items():
+            if trigger_id not in board.lines and not locked.is_replanning:
+                locked.gate.forget_backlog()
+    if wanted := {c.slot for c in sound if c.slot is not None} - (slots or {}).keys():
+        board.slots = await trigger_gates.slots(connection, wanted)
+    board.slots |= slots or {}
+    if keys := {c.dedupe for c in sound if c.dedupe is not None}:
+        board.keys = await idempotency.claim(connection, keys)
+        board.taken = {key for key, holder in board.keys.items() if holder is None}
+        board.now = await locks.now(connection)  # the claim may have waited for another's launch
+    return board
+
+
+async def close_board(
+    connection: Connection,
+    board: Board,
+    candidates: Iterable[Candidate],
+    decided: Sequence[Decided],
+    *,
+    breaker: BreakerPolicy,
+) -> list[TriggerMove]:
+    """Keep the keys of what was launched, tell the breakers what failed, write the gates; the breakers that moved."""
+    if board.taken:
+        windows = {c.id: c.trigger.trigger.idempotency_window_ms for c in candidates}
+        kept = [
+            Kept(d.trigger_id, d.dedupe_key, d.id, d.run_id, windows[d.id])
+            for d in decided
+            if d.status == "launched" and d.dedupe_key is not None and d.run_id is not None
+        ]
+        await idempotency.keep(connection, kept, board.now)
+        await idempotency.release(connection, board.taken - {(k.trigger_id, k.dedupe_key) for k in kept})
+    moves = []
+    failed = [d for d in decided if d.status == "failed"]
+    last = {d.trigger_id: d for d in failed}
+    for trigger_id, count in Counter(d.trigger_id for d in failed).items():
+        gate, policy = board.gates[trigger_id].gate, board.gates[trigger_id].breaker or breaker
+        if gate.breaker_state == "closed":
+            await trigger_gates.gather_outcomes(connection, gate, board.now, policy)
+        move = gate.count_failures(board.now, count, policy)
+        if move:
+            by = last[trigger_id]
+            moves.append(TriggerMove(trigger_id, move, gate.breaker_reason, by.event_id, by.correlation_id))
+    await trigger_gates.save(connection, (locked.gate for locked in board.gates.values()))
+    await held_deliveries.keep_order(connection, _overtaken(board, decided))
+    for moved in moves:  # whoever waits gets a time behind the breaker's pause
+        await trigger_gates.begin_plan(connection, moved.trigger_id, None)
+    return moves
+
+
+def _overtaken(board: Board, decided: Sequence[Decided]) -> dict[uuid.UUID, int]:
+    """The triggers in whose line later arrivals stand already, and who came late: a newcomer that its source had held,
+    or one that had waited for something else."""
+    found: dict[uuid.UUID, int] = {}
+    for one in decided:
+        is_in_line = one.retry_state == "scheduled" and one.reason in held_deliveries.IN_LINE
+        if is_in_line and (not board.are_newcomers or one.ingress_sequence < board.lines.get(one.trigger_id, 0)):
+            found[one.trigger_id] = min(found.get(one.trigger_id, one.ingress_sequence), one.ingress_sequence)
+    return found
+
+
+def count(
+    decided: Sequence[Decided], filtered: Iterable[uuid.UUID] = (), *, are_newcomers: bool
+) -> list[TriggerTotals]:
+    """What a batch saw of each trigger, for the totals."""
+    counts: dict[uuid.UUID, Counter[str]] = {}
+    for trigger_id, number in Counter(filtered).items():
+        counts.setdefault(trigger_id, Counter())["filtered"] += number
+    for (trigger_id, status), number in Counter((one.trigger_id, one.status) for one in decided).items():
+        found = counts.setdefault(trigger_id, Counter())
+        found[status] += number
+        found["matched"] += number if are_newcomers else 0
+    last = {one.trigger_id: one for one in decided}
+    return [_totals(trigger_id, found, last.get(trigger_id)) for trigger_id, found in sorted(counts.items())]
+
+
+def _totals(trigger_id: uuid.UUID, found: Counter[str], last: Decided | None) -> TriggerTotals:
+    return TriggerTotals(
+        trigger_id=trigger_id,
+        filtered=found["filtered"],
+        matched=found["matched"],
+        launched=found["launched"],
+        throttled=found["throttled"],
+        skipped=found["skipped"],
+        failed=found["failed"],
+        paused=found["paused"],
+        last_status=last.status if last else "filtered",
+        last_error=last.last_error if last and last.status == "failed" else None,
+    )

@@ -1,0 +1,315 @@
+"""Deliver: one decision for each event and trigger that match: launch a run, wait for a reason, skip, or fail.
+
+Pure: everything it asks lies on the `Board`, which the caller has read under the triggers' locks. In this order: the
+idempotency key, the trigger's pause and breaker, its throttle, its concurrency.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tidegate.model.budget import Budget, OverBudget
+from tidegate.model.delivery import DeliveryStatus
+from tidegate.model.event import Event
+from tidegate.model.retry import RetryPolicy, RetryState, next_look_at, why_given_up
+from tidegate.model.run import ClaimedRun
+from tidegate.model.template import TemplateError
+from tidegate.model.trigger import NO_KEYS, CompiledTrigger, RenderedKeys
+from tidegate.model.units import written_rate
+from tidegate.store.deliveries import Created, Decided
+from tidegate.store.trigger_gates import LockedTrigger, Slots
+
+MAX_PARAMETER_BYTES = 256 * 1024
+# A newcomer that comes while the waiting deliveries of its trigger are being given new times gets its own in a moment.
+PROVISIONAL = timedelta(minutes=1)
+
+# The reason of a delivery that failed because its trigger asked for more work on the event than it may.
+OVER_BUDGET = "over_budget"
+
+NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+
+
+class Candidate(NamedTuple):
+    """An event that fires a trigger, with what its templates gave, or the trigger's `error` on it. `attempts` counts
+    how often its time had come in vain, `waited_for` is the reason it waited last."""
+
+    id: uuid.UUID
+    event: Event
+    trigger: CompiledTrigger
+    parameters: str = "{}"
+    keys: RenderedKeys = NO_KEYS
+    error: str | None = None
+    attempts: int = 0
+    waited_for: str | None = None
+    is_over_budget: bool = False
+
+    @property
+    def trigger_id(self) -> uuid.UUID:
+        return self.trigger.trigger.id
+
+    @property
+    def dedupe(self) -> tuple[uuid.UUID, str] | None:
+        """The idempotency key, with its trigger."""
+        key = self.keys.dedupe_key
+        return None if key is None else (self.trigger_id, key)
+
+    @property
+    def slot(self) -> tuple[uuid.UUID, str] | None:
+        """Whose concurrency slots it needs one of."""
+        return None if self.trigger.trigger.max_concurrency is None else (self.trigger_id, self.keys.concurrency_key)
+
+
+@dataclass(slots=True)
+class Board:
+    """What the decisions of one transaction depend on, and change: read under the triggers' locks.
+
+    `keys` says which run holds an idempotency key (None: nobody, and this transaction has it `taken`); `lines` are the
+    triggers whose deliveries stand in line, with the last of them; read for newcomers.
+    """
+
+    now: datetime
+    policy: RetryPolicy
+    gates: Mapping[uuid.UUID, LockedTrigger] = field(default_factory=dict)
+    are_newcomers: bool = True
+    lines: Mapping[uuid.UUID, int] = field(default_factory=dict)
+    slots: dict[tuple[uuid.UUID, str], Slots] = field(default_factory=dict)
+    keys: dict[tuple[uuid.UUID, str], uuid.UUID | None] = field(default_factory=dict)
+    taken: set[tuple[uuid.UUID, str]] = field(default_factory=set)
+
+    def policy_of(self, candidate: Candidate) -> RetryPolicy:
+        return candidate.trigger.trigger.retry or self.policy
+
+
+class Wait(NamedTuple):
+    """Why a delivery cannot be launched now, and what it waits for."""
+
+    reason: str
+    message: str
+    waits_for: dict[str, Any]
+    until: datetime | None = None
+
+
+def render(
+    delivery_id: uuid.UUID,
+    event: Event,
+    trigger: CompiledTrigger,
+    envelope: dict[str, Any],
+    *,
+    attempts: int = 0,
+    waited_for: str | None = None,
+) -> Candidate:
+    """The candidate with its parameters and keys; a template that fails on the event is that delivery's failure, nobody
+    else's."""
+    parameters, keys, error, is_over_budget = "{}", NO_KEYS, None, False
+    budget = Budget()
+    try:
+        given = msgspec.json.encode(trigger.parameters(event, envelope, budget)).decode()
+        keys = trigger.keys(envelope, budget)
+        if len(given) <= MAX_PARAMETER_BYTES:
+            parameters = given
+        else:
+            error = f"the parameters are {len(given)} bytes; at most {MAX_PARAMETER_BYTES} are allowed"
+    except OverBudget as exc:
+        error, is_over_budget = str(exc), True
+    except (TemplateError, TypeError, ValueError, RecursionError) as exc:
+        error = str(exc)
+    return Candidate(delivery_id, event, trigger, parameters, keys, error, attempts, waited_for, is_over_budget)
+
+
+def claimed_with(one: Decided, created: Created) -> dict[str, Any] | None:
+    """The parameters of the run that a delivery has created and that is claimed. One that was skipped names the run
+    that another has created: it has none of its own."""
+    return created.get(one.id)
+
+
+def claimed_run(one: Decided, trigger: CompiledTrigger, parameters: dict[str, Any], now: datetime) -> ClaimedRun:
+    """The run of a launched delivery, as the worker that claimed it with its creation holds it."""
+    assert one.status == "launched" and one.run_id is not None, f"delivery {one.id} is {one.status}"
+    return ClaimedRun(
+        id=one.run_id,
+        workflow=trigger.trigger.workflow,
+        event_id=one.event_id,
+        correlation_id=one.correlation_id,
+        parameters=parameters,
+        attempts=1,
+        claim_generation=1,
+        now=now,
+        started_at=now,
+        trigger_id=one.trigger_id,
+        concurrency_key=one.concurrency_key,
+        is_probe=one.is_probe,
+    )
+
+
+def decide(board: Board, candidates: Sequence[Candidate], *, are_newcomers: bool) -> list[Decided]:
+    """The deliveries of a batch, in order. Newcomers stand behind those that wait already."""
+    return [_decide(board, candidate, are_newcomers) for candidate in candidates]
+
+
+def launched(candidate: Candidate) -> Decided:
+    """The decision about a new one that nothing limits and that has no key. Spelled out, as it is made for most."""
+    event, trigger = candidate.event, candidate.trigger.trigger
+    return Decided(
+        candidate.id, trigger.id, event.id, trigger.version, "launched", None, candidate.id,
+        trigger.workflow_definition_id, event.correlation_id, candidate.parameters, metadata=NO_METADATA,
+        source=event.source, ingress_sequence=event.ingress_sequence,
+    )  # fmt: skip
+
+
+def given_up(all_decided: Sequence[Decided]) -> list[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]:
+    """The dead letters of those that do not go on by themselves: a person may mend the cause and replay them."""
+    return [
+        (d.id, d.event_id, d.last_error or "", {"attempts": d.retry_attempts})
+        for d in all_decided
+        if d.status in ("failed", "exhausted")
+    ]
+
+
+def _decide(board: Board, candidate: Candidate, is_newcomer: bool) -> Decided:
+    if candidate.error is not None:
+        held = _why_held(board, candidate)
+        if held is not None:
+            return _wait(board, candidate, held, is_newcomer)
+        reason = OVER_BUDGET if candidate.is_over_budget else None
+        return decided(candidate, "failed", last_error=candidate.error, reason=reason)
+    holder = board.keys.get(candidate.dedupe) if candidate.dedupe else None
+    if holder is not None:
+        message = f"run {holder} was launched with the same idempotency key"
+        return decided(candidate, "skipped", last_error=message, run_id=holder, reason="idempotency")
+    gate = board.gates[candidate.trigger_id].gate if candidate.trigger_id in board.gates else None
+    is_unlimited = gate is None and candidate.slot is None
+    wait = None if is_unlimited else _why_wait(board, candidate, is_newcomer)
+    if wait is not None:
+        return _wait(board, candidate, wait, is_newcomer)
+    run_id = candidate.id  # so that a delivery cannot launch twice, whatever else goes wrong
+    is_probe = gate is not None and gate.is_probing(board.now)
+    if gate is not None:
+        gate.spend(board.now, 1)
+        if is_probe:
+            gate.begin_probe(run_id)
+    if candidate.slot is not None:
+        slots = board.slots[candidate.slot]
+        board.slots[candidate.slot] = slots._replace(in_use=slots.in_use + 1)
+    if candidate.dedupe is not None:
+        board.keys[candidate.dedupe] = run_id
+    done: RetryState = "none" if is_newcomer else "completed"
+    return decided(candidate, "launched", run_id=run_id, is_probe=is_probe, retry_state=done)
+
+
+def _why_held(board: Board, candidate: Candidate) -> Wait | None:
+    """A pause or an open breaker."""
+    locked = board.gates.get(candidate.trigger_id)
+    hold = locked.gate.hold(board.now) if locked is not None else None
+    return None if hold is None else Wait(hold.reason, hold.message, {hold.reason: {"until": hold.until}})
+
+
+def _why_wait(board: Board, candidate: Candidate, is_newcomer: bool) -> Wait | None:
+    held = _why_held(board, candidate)
+    if held is not None:
+        return held
+    locked = board.gates.get(candidate.trigger_id)
+    if locked is not None:
+        gate, limit = locked.gate, locked.gate.limit
+        if is_newcomer and candidate.trigger_id in board.lines:
+            message = "waits behind earlier deliveries of the same trigger"
+            return Wait("throttle", message, {"throttle": {"behind": board.lines[candidate.trigger_id]}})
+        if limit is not None and gate.room(board.now) == 0:
+            message = f"over the throttle of {written_rate(limit.limit, limit.interval_ms)}"
+            return Wait("throttle", message, {"throttle": {"count": limit.limit, "window_ms": limit.interval_ms}})
+    most = candidate.trigger.trigger.max_concurrency
+    if candidate.slot is None or most is None:
+        return None
+    slots, key = board.slots[candidate.slot], candidate.keys.concurrency_key
+    if slots.closed_until is not None:
+        waits_for = {"retry_after": {"key": key, "until": slots.closed_until}}
+        return Wait("retry_after", slots.closed_reason or "", waits_for, slots.closed_until)
+    # A newcomer leaves a free slot to each of those that wait for one already.
+    if slots.in_use + (slots.waiting if is_newcomer else 0) >= most:
+        board.slots[candidate.slot] = slots._replace(waiting=slots.waiting + 1)
+        of_key = f" of key {key}" if key else ""
+        is_full = slots.in_use >= most
+        message = f"{slots.in_use} of {most} slots{of_key} are in use" if is_full else f"stands in line{of_key}"
+        return Wait("concurrency", message, {"concurrency": {"max": most, "key": key or None}})
+    return None
+
+
+def _wait(board: Board, candidate: Candidate, wait: Wait, is_newcomer: bool) -> Decided:
+    policy, now = board.policy_of(candidate), board.now
+    # Only a throttle that has no room for it at its time uses an attempt. Waiting for something to end (a pause, a
+    # breaker, the run that holds its slot) uses none, however long it takes.
+    is_refused = wait.reason == candidate.waited_for == "throttle"
+    attempts_used = candidate.attempts if is_refused else 0
+    why = why_given_up(policy, attempts_used, now - candidate.event.counted_from)
+    if why and not is_newcomer and wait.reason != "paused":
+        text = f"given up after {why}: {wait.message}"
+        return decided(candidate, "exhausted", last_error=text, retry_state="exhausted", reason=wait.reason)
+    attempts = candidate.attempts + int(is_newcomer or is_refused)
+    locked = board.gates.get(candidate.trigger_id)
+    plan_version = locked.plan_version if locked else 0
+    if wait.until is not None:
+        at = wait.until
+    elif wait.reason == "concurrency":  # the end of a run wakes it; this is for when that is lost
+        at = next_look_at(policy, now - candidate.event.counted_from, now)
+    elif locked is not None and not locked.is_replanning:
+        at = locked.gate.slots(now, 1)[0]
+    else:
+        at, plan_version = now + PROVISIONAL, plan_version - 1
+    return decided(
+        candidate,
+        "paused" if wait.reason in ("paused", "breaker_open") else "throttled",
+        last_error=wait.message,
+        retry_state="scheduled",
+        next_attempt_at=at,
+        retry_attempts=attempts,
+        reason=wait.reason,
+        plan_version=plan_version,
+        metadata={"reason": wait.reason, "message": wait.message, "until": at, "waits_for": wait.waits_for},
+    )
+
+
+def decided(
+    candidate: Candidate,
+    status: DeliveryStatus,
+    *,
+    last_error: str | None = None,
+    run_id: uuid.UUID | None = None,
+    is_probe: bool = False,
+    retry_state: RetryState = "none",
+    next_attempt_at: datetime | None = None,
+    retry_attempts: int | None = None,
+    reason: str | None = None,
+    plan_version: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+) -> Decided:
+    """The decision about a candidate."""
+    event, trigger = candidate.event, candidate.trigger.trigger
+    return Decided(
+        candidate.id,
+        trigger.id,
+        event.id,
+        trigger.version,
+        status,
+        last_error,
+        run_id,
+        trigger.workflow_definition_id,
+        event.correlation_id,
+        candidate.parameters,
+        candidate.keys.dedupe_key,
+        None if trigger.max_concurrency is None else candidate.keys.concurrency_key,
+        is_probe,
+        retry_state,
+        next_attempt_at,
+        candidate.attempts if retry_attempts is None else retry_attempts,
+        reason,
+        plan_version,
+        metadata if metadata is not None else {"reason": reason} if reason else NO_METADATA,
+        event.source,
+        event.ingress_sequence,
+    )

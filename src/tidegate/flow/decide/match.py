@@ -1,0 +1,116 @@
+"""Match: which triggers does an event fire? Triggers are compiled once and kept until the registry changes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tidegate.errors import InvalidInput
+from tidegate.flow.decide.slices import Slices
+from tidegate.model.budget import Budget, OverBudget
+from tidegate.model.event import Event
+from tidegate.model.trigger import CompiledTrigger, TriggerIndex
+from tidegate.store import triggers as store
+from tidegate.store.db import Connection
+from tidegate.telemetry.logs import logger
+
+_log = logger("match")
+
+
+class Match(NamedTuple):
+    """An event that fires a trigger, with its envelope, or as much of it as the trigger needs; `error` when the trigger
+    failed on it, by its own fault alone when it is over budget."""
+
+    event: Event
+    envelope: dict[str, Any]
+    trigger: CompiledTrigger
+    error: str | None = None
+    is_over_budget: bool = False
+
+
+class Filtered(NamedTuple):
+    """A trigger of the event's type and source that does not fire, and the check that stops it."""
+
+    event: Event
+    trigger: CompiledTrigger
+    reason: str
+
+
+class Matcher:
+    """The compiled triggers of the registry, compiled anew only where something changed."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._index = TriggerIndex([])
+        self._compiled: dict[uuid.UUID, tuple[int, list[str], CompiledTrigger | None]] = {}
+
+    @property
+    def known(self) -> tuple[TriggerIndex, int]:
+        """The active triggers as they were when someone last asked, and the registry's version then."""
+        return self._index, self._version
+
+    async def at(self, connection: Connection, registry_version: int) -> TriggerIndex:
+        """The active triggers as of that version, which is current while the caller's transaction lasts."""
+        if registry_version != self._version:
+            listed = await store.list_active(connection)
+            found: dict[uuid.UUID, tuple[int, list[str], CompiledTrigger | None]] = {}
+            slices = Slices()
+            for trigger, names in listed:
+                version, old_names, compiled = self._compiled.get(trigger.id, (0, [], None))
+                if version != trigger.version or old_names != names:
+                    compiled = _compile(trigger, names)
+                    if slices.is_over:
+                        await slices.next()
+                found[trigger.id] = (trigger.version, names, compiled)
+            sound = [one for _, _, one in found.values() if one is not None]
+            invalid = frozenset(i for i, (_, _, one) in found.items() if one is None)
+            index = TriggerIndex(sound, invalid)
+            self._compiled, self._index, self._version = found, index, registry_version
+            return index
+        return self._index
+
+    def forget(self) -> None:
+        """Have the triggers read again: with those that are known, something went wrong."""
+        self._version = -1
+
+
+async def match(index: TriggerIndex, events: Sequence[Event], slices: Slices) -> tuple[list[Match], list[Filtered]]:
+    """Every trigger that every event fires, in order; and those of its type and source that it does not. A trigger that
+    fails on an event, or would take too long, is that trigger's failure. Raises TooLong."""
+    fired: list[Match] = []
+    filtered: list[Filtered] = []
+    budget = Budget()
+    for number, event in enumerate(events):
+        candidates = index.candidates(event.type, event.source)
+        if not candidates:
+            continue
+        payload = {"payload": event.payload}
+        whole = payload if all(trigger.of_payload for trigger in candidates) else event.envelope()
+        for trigger in candidates:
+            envelope = payload if trigger.of_payload else whole
+            try:
+                reason = trigger.reason(envelope, budget)
+            except OverBudget as exc:
+                fired.append(Match(event, envelope, trigger, str(exc), is_over_budget=True))
+            except Exception as exc:  # that trigger's failure; the others go on
+                fired.append(Match(event, envelope, trigger, f"{type(exc).__name__}: {exc}"[:1000]))
+            else:
+                if reason is None:
+                    fired.append(Match(event, envelope, trigger))
+                else:
+                    filtered.append(Filtered(event, trigger, reason))
+            if not trigger.is_light and slices.is_over:
+                await slices.next()
+        if slices.is_over:
+            await slices.next()
+            slices.check(number + 1, len(events))
+    return fired, filtered
+
+
+def _compile(trigger: Any, parameter_names: list[str]) -> CompiledTrigger | None:
+    try:
+        return CompiledTrigger(trigger, parameter_names)
+    except InvalidInput as exc:  # written past our checks; the others go on
+        _log.error("match.trigger_invalid", trigger_id=str(trigger.id), workflow=trigger.workflow, error=exc)
+        return None

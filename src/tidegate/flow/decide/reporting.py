@@ -1,0 +1,127 @@
+"""Tell: the lines, counters and log entries about deliveries and runs, the same whichever stage decided them."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from tidegate.errors import first_line
+from tidegate.flow.decide.source_failures import SourceMove
+from tidegate.model.event import Event
+from tidegate.model.run import ClaimedRun, FinishedRun
+from tidegate.model.trigger import CompiledTrigger
+from tidegate.model.trigger_gate import TriggerMove
+from tidegate.store.decisions import NewDecision
+from tidegate.store.deliveries import Decided
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+_log = logger("deliver")
+_of_runs = logger("run")
+
+
+def trigger_name(trigger: CompiledTrigger) -> str:
+    """A trigger as metrics call it."""
+    return f"{trigger.trigger.workflow}/{trigger.trigger.name}"
+
+
+def held_line(one: Decided, now: datetime) -> NewDecision:
+    """The line of the event's story about a delivery that waits, or waits no more."""
+    decision = "rescheduled" if one.retry_state == "scheduled" and one.retry_attempts > 1 else one.status
+    return NewDecision(
+        one.event_id,
+        now,
+        "deliver",
+        decision,
+        one.last_error,
+        one.next_attempt_at,
+        one.retry_attempts or None,
+        trigger_id=one.trigger_id,
+    )
+
+
+def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newcomers: bool) -> None:
+    """Count and log, after the commit, what was decided about deliveries."""
+    for (trigger_id, status), count in Counter((d.trigger_id, d.status) for d in decided).items():
+        name = names.get(trigger_id, str(trigger_id))
+        metrics.evaluated(name, status, count)
+        if are_newcomers:
+            metrics.evaluated(name, "matched", count)
+    if are_newcomers and not _log.is_debug:  # of those that are launched at once, the run itself tells
+        decided = [d for d in decided if d.status != "launched"]
+    outcomes = Counter(_outcome(d, are_newcomers) for d in decided)
+    for outcome, count in outcomes.items():
+        if outcome is not None:
+            metrics.DELIVERY_RETRIES.labels(outcome).inc(count)
+    for one in decided:
+        log = _log.warning if one.status in ("failed", "exhausted") else _log.info
+        if are_newcomers and one.status == "launched":
+            log = _log.debug
+        log(
+            f"delivery.{one.status}",
+            delivery_id=one.id,
+            event_id=one.event_id,
+            trigger_id=one.trigger_id,
+            trigger=names.get(one.trigger_id),
+            run_id=one.run_id,
+            correlation_id=one.correlation_id,
+            source=one.source,
+            attempt=one.retry_attempts,
+            next_attempt_at=one.next_attempt_at,
+            reason=one.last_error,
+        )
+
+
+def tell_moves(moves: Iterable[TriggerMove]) -> None:
+    """Log, after the commit, the triggers whose breaker moved, and the delivery or run that moved it."""
+    for one in moves:
+        log = _level(one.move)
+        log(f"trigger.breaker_{one.move}", trigger_id=one.trigger_id, event_id=one.event_id,
+                         correlation_id=one.correlation_id, run_id=one.run_id, reason=one.reason)  # fmt: skip
+
+
+def tell_source_moves(moves: Iterable[SourceMove]) -> None:
+    """The same for sources."""
+    for one in moves:
+        log = _level(one.move)
+        log(f"source.breaker_{one.move}", source=one.source, event_id=one.event_id,
+                         correlation_id=one.correlation_id, trigger_id=one.trigger_id, run_id=one.run_id,
+                         reason=one.reason)  # fmt: skip
+
+
+def _level(move: str) -> Callable[..., None]:
+    return {"closed": _log.info, "trial_void": _log.info, "trial_failed": _log.warning}.get(move, _log.error)
+
+
+def run_fields(run: ClaimedRun, event: Event | None) -> dict[str, Any]:
+    """What every line about a run says of it."""
+    source = None if event is None else event.source
+    return {"run_id": run.id, "workflow": run.workflow, "event_id": run.event_id, "correlation_id": run.correlation_id,
+            "source": source, "attempt": run.attempts}  # fmt: skip
+
+
+def tell_ended(run: ClaimedRun, event: Event | None, ended: FinishedRun, held_seconds: float) -> None:
+    """Count and log, after the commit, how a run ended that its worker held for so long."""
+    metrics.ran(run.workflow, ended.status, (run.now - run.started_at).total_seconds() + held_seconds)
+    if ended.status == "succeeded" and not _of_runs.is_info:
+        return
+    log = _of_runs.info if ended.status == "succeeded" else _of_runs.warning
+    reason = {"reason": first_line(ended.error)} if ended.error else {}
+    log(f"run.{ended.status}", **run_fields(run, event), **reason)
+
+
+def tell_left(run: ClaimedRun, event: Event | None, error: BaseException) -> None:
+    """Log that nothing is written of a run here, by no fault of its own."""
+    log = _of_runs.error
+    log("run.left", **run_fields(run, event), error=error, exc_info=error)
+
+
+def _outcome(one: Decided, is_newcomer: bool) -> str | None:
+    if one.retry_state == "scheduled":
+        return "scheduled" if is_newcomer else "rescheduled"
+    if is_newcomer:
+        return None
+    return "completed" if one.status == "launched" else one.status

@@ -1,0 +1,74 @@
+"""Failed runs that count for the breaker of their source, where its policy says so.
+
+Their events were counted as successes when they were delivered: a run that fails turns one of them into a failure.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from tidegate.model.source import SourceBreakerPolicy
+from tidegate.store import locks, sources
+from tidegate.store.db import Connection
+from tidegate.store.runs import EndedRun
+from tidegate.store.sources import LockedSource
+
+
+class SourceMove(NamedTuple):
+    """A source's breaker that moved: `opened`, `closed`, `reopened` or `trial_failed`; and by whom."""
+
+    source: str
+    move: str
+    reason: str | None
+    event_id: uuid.UUID | None = None
+    correlation_id: str | None = None
+    trigger_id: uuid.UUID | None = None
+    run_id: uuid.UUID | None = None
+
+
+class Blamed(NamedTuple):
+    """The sources of runs that failed, under their locks, as far as these count them."""
+
+    source_of: dict[uuid.UUID, str]
+    locked: dict[str, LockedSource]
+    default: SourceBreakerPolicy
+
+
+async def lock(connection: Connection, failed: Sequence[uuid.UUID], default: SourceBreakerPolicy) -> Blamed | None:
+    """Lock the sources that count these runs, before any trigger is locked; None when none does."""
+    source_of = await sources.counting_runs(connection, failed, default)
+    if not source_of:
+        return None
+    names = sorted(set(source_of.values()))
+    locked = await sources.lock(connection, names)
+    if unknown := [name for name in names if name not in locked]:
+        locked |= await sources.create(connection, unknown)
+    return Blamed(source_of, locked, default)
+
+
+async def tell(
+    connection: Connection, blamed: Blamed, ended: Sequence[EndedRun], non_retryable: Collection[uuid.UUID]
+) -> list[SourceMove]:
+    """Count the runs that have ended as failed; the breakers that opened."""
+    now = await locks.now(connection)
+    moves = []
+    for source, locked in blamed.locked.items():
+        gate, policy = locked.gate, locked.breaker or blamed.default
+        bad = [
+            run
+            for run in ended
+            if blamed.source_of.get(run.id) == source and (policy.non_retryable or run.id not in non_retryable)
+        ]
+        if not bad or gate.breaker_state != "closed":
+            continue
+        await sources.gather_outcomes(connection, gate, now, policy)
+        if move := gate.count(now, failed=len(bad), succeeded=-len(bad), policy=policy):
+            by = bad[-1]
+            told = by.event_id, by.correlation_id, by.trigger_id, by.id
+            moves.append(SourceMove(source, move, gate.breaker_reason, *told))
+    await sources.save(connection, [locked.gate for locked in blamed.locked.values()])
+    for one in moves:  # whoever waits gets a slot behind the breaker's pause
+        await sources.begin_plan(connection, one.source, None)
+    return moves

@@ -1,0 +1,219 @@
+"""Reconcile: what is due and has not moved? Claims whose lease ran out are made due again and their holders fenced;
+wake-ups that the queue has lost are sent again."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime, timedelta
+from functools import partial
+from typing import NamedTuple
+
+from tidegate import failpoints
+from tidegate.clock import monotonic
+from tidegate.flow.decide.reporting import tell_moves, tell_source_moves
+from tidegate.flow.run import finish
+from tidegate.flow.run.finish import Freed
+from tidegate.model.run import MAX_TRIALS, FinishedRun, Run
+from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
+from tidegate.queue.port import Queue, Wakeup
+from tidegate.queue.wakeups import HORIZON, Spacing, delivery_wakeups, event_wakeups, step_wakeups
+from tidegate.store import deliveries, idempotency, ingress_retries, locks, runs, steps, trigger_gates, workers
+from tidegate.store.db import Connection, Database
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+# Rows due sooner are found by the workers' own look before a wake-up could matter.
+NEAR = timedelta(seconds=1)
+# How often what triggers have counted is tidied up.
+TIDY_SECONDS = 30.0
+# A row that was written just now: its wake-up may still be on the way.
+SETTLING = timedelta(seconds=2)
+GIVEN_UP = (
+    f"given up: {MAX_TRIALS} times in a row its worker died, or was silent for longer than the lease, "
+    "while this run was executing there alone"
+)
+
+_log = logger("reconcile")
+
+
+class Reconcile:
+    """Finds work that a dead or frozen worker left behind, whichever process it was."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        batch_size: int,
+        breaker: BreakerPolicy = TRIGGER_BREAKER,
+        source_breaker: SourceBreakerPolicy = SOURCE_BREAKER,
+        worker: str | None = None,
+    ) -> None:
+        self._database = database
+        self._worker = worker
+        self._batch_size = batch_size
+        self._breaker = breaker
+        self._source_breaker = source_breaker
+        self._tidy_at = 0.0
+
+    async def run_once(self) -> dict[str, int]:
+        """Release expired claims; how many of each kind."""
+        released = await self._database.run(self._release)
+        await self._give_up()
+        if monotonic() >= self._tidy_at:
+            await self._database.run(_tidy)
+            self._tidy_at = monotonic() + TIDY_SECONDS
+        for kind, count in released.items():
+            if count:
+                metrics.RECONCILE_REQUEUED.labels(kind).inc(count)
+                _log.warning("reconcile.released", kind=kind, count=count, reason="the lease ran out")
+        if self._worker is not None:
+            async with self._database.connection() as connection:
+                await workers.reconciled(connection, self._worker)
+        return released
+
+    async def _release(self, connection: Connection) -> dict[str, int]:
+        released = {"runs": len(await runs.release_expired(connection, self._batch_size))}
+        failpoints.hit("reconcile.mid_batch")
+        released["steps"] = len(await steps.release_expired(connection, self._batch_size))
+        released["deliveries"] = len(await deliveries.release_expired(connection, self._batch_size))
+        released["events"] = len(await ingress_retries.release_expired(connection, self._batch_size))
+        await idempotency.forget_expired(connection, self._batch_size)
+        return released
+
+    async def _give_up(self) -> None:
+        """End the runs that took their worker with them each time they were tried alone: whoever takes such a run next
+        would be the next to die."""
+        async with self._database.connection() as connection:
+            killers = await runs.list_killers(connection, MAX_TRIALS, self._batch_size)
+        for run_id, trigger_id in killers:  # one by one, so that each can keep the order of locks
+            done = await self._database.run(partial(self._give_up_one, run_id=run_id, trigger_id=trigger_id))
+            if done is None:
+                continue
+            run, freed = done
+            metrics.ran(run.workflow, "failed")
+            _log.error(
+                "run.given_up", run_id=run_id, workflow=run.workflow, event_id=run.event_id,
+                correlation_id=run.correlation_id, attempt=run.attempts, reason=GIVEN_UP,
+            )  # fmt: skip
+            tell_moves(freed.moves)
+            tell_source_moves(freed.source_moves)
+
+    async def _give_up_one(
+        self, connection: Connection, *, run_id: uuid.UUID, trigger_id: uuid.UUID | None
+    ) -> tuple[Run, Freed] | None:
+        end = partial(runs.give_up_killer, connection, run_id, GIVEN_UP, MAX_TRIALS)
+        freed = await finish.fail_waiting(connection, run_id, trigger_id, end, self._breaker, self._source_breaker)
+        if freed is None:
+            return None
+        await runs.bury(connection, [FinishedRun(id=run_id, claim_generation=0, status="failed", error=GIVEN_UP)])
+        known = await runs.get(connection, run_id)
+        assert known is not None, f"{run_id} was just written"
+        return known, freed
+
+
+async def _tidy(connection: Connection) -> None:
+    await trigger_gates.forget_successes(connection)
+    await trigger_gates.fold_successes(connection)
+
+
+Place = tuple[datetime, uuid.UUID]
+
+
+class WaitingRow(NamedTuple):
+    """A waiting row: the wake-up that it should have, and when it was written."""
+
+    wakeup: Wakeup
+    updated_at: datetime | None
+
+    @property
+    def place(self) -> Place:
+        """Where it stands in its line."""
+        return self.wakeup.due_at, self.wakeup.row_id
+
+    def is_settled(self, now: datetime) -> bool:
+        """Whether its wake-up has had the time to arrive."""
+        return self.updated_at is None or now - self.updated_at >= SETTLING
+
+    def had_wakeup(self) -> bool:
+        """Whether it was near enough when it was last written; a later one gets its first wake-up only now."""
+        return self.updated_at is None or self.wakeup.due_at - self.updated_at <= HORIZON
+
+
+async def _events(connection: Connection, after: Place, limit: int) -> list[WaitingRow]:
+    rows = await ingress_retries.list_scheduled(connection, after=after, limit=limit)
+    return [WaitingRow(wakeup, row.updated_at) for wakeup, row in zip(event_wakeups(rows), rows, strict=True)]
+
+
+async def _deliveries(connection: Connection, after: Place, limit: int) -> list[WaitingRow]:
+    rows = await deliveries.list_scheduled(connection, after=after, limit=limit)
+    return [WaitingRow(wakeup, row.updated_at) for wakeup, row in zip(delivery_wakeups(rows), rows, strict=True)]
+
+
+async def _steps(connection: Connection, after: Place, limit: int) -> list[WaitingRow]:
+    rows = await steps.list_scheduled(connection, after=after, limit=limit)
+    return [WaitingRow(wakeup, row.updated_at) for wakeup, row in zip(step_wakeups(rows), rows, strict=True)]
+
+
+# What waits, by kind: each a line in due order, read from a place on.
+_LINES: dict[str, Callable[[Connection, Place, int], Awaitable[list[WaitingRow]]]] = {
+    "events": _events,
+    "deliveries": _deliveries,
+    "steps": _steps,
+}
+
+
+class Requeue:
+    """Compares the rows that wait with the queue's wake-ups, page by page, over and over."""
+
+    def __init__(self, database: Database, queue: Queue, *, batch_size: int) -> None:
+        self._database = database
+        self._queue = queue
+        self._batch_size = batch_size
+        # The lines that have further pages, and how far each has come.
+        self._places: dict[str, Place | None] = {}
+        self._spacing = Spacing()
+
+    @property
+    def is_between_pages(self) -> bool:
+        """Whether the present pass has further pages."""
+        return bool(self._places)
+
+    async def run_once(self) -> int:
+        """One page of each line; how many lost wake-ups were sent again."""
+        if not self._queue.holds_wakeups:
+            return 0
+        if not self._places:
+            self._places, self._spacing = dict.fromkeys(_LINES), Spacing()
+        return sum([await self._page(kind) for kind in list(self._places)])
+
+    async def _page(self, kind: str) -> int:
+        async with self._database.connection() as connection:
+            now = await locks.now(connection)
+            # From a whole second on: of a part of one it could not be told whether it has enough wake-ups.
+            near = ((now + NEAR).replace(microsecond=0) + timedelta(seconds=1), uuid.UUID(int=0))
+            rows = await _LINES[kind](connection, max(self._places[kind] or near, near), self._batch_size)
+        within = [row for row in rows if row.wakeup.due_at - now <= HORIZON]
+        requeued = await self._compare(kind, within, now)
+        if len(within) == self._batch_size:
+            self._places[kind] = within[-1].place
+        else:
+            del self._places[kind]
+        return requeued
+
+    async def _compare(self, kind: str, rows: Sequence[WaitingRow], now: datetime) -> int:
+        absent = set(await self._queue.missing([row.wakeup for row in rows]))
+        for row in rows:
+            if row.wakeup not in absent:
+                self._spacing.count(row.wakeup)
+        wanted = [
+            row for row in rows if row.wakeup in absent and row.is_settled(now) and self._spacing.admit(row.wakeup)
+        ]
+        if not wanted:
+            return 0
+        self._queue.schedule([row.wakeup for row in wanted])
+        lost = sum(row.had_wakeup() for row in wanted)
+        if lost:
+            metrics.RECONCILE_REQUEUED.labels(kind).inc(lost)
+            _log.warning("reconcile.requeued", kind=kind, count=lost, reason="the queue had lost their wake-ups")
+        return lost

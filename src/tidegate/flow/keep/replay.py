@@ -1,0 +1,199 @@
+"""Replay: what was given up becomes alive again. An event is decided anew at its source's gate, a delivery is judged
+anew by its trigger, a failed run goes on as the same run after its finished steps.
+
+A replay of many is nothing but letters with a time: whichever worker looks first when it has come replays one in a
+transaction of its own, with the mark that it was done. Nobody has to stay alive for it, and nothing is done twice.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+from tidegate import failpoints
+from tidegate.errors import Conflict, Unavailable
+from tidegate.queue.port import Topic
+from tidegate.store import audit, dead_letters, decisions, locks, trigger_gates
+from tidegate.store.db import Connection, Database
+from tidegate.store.dead_letters import LockedLetter
+from tidegate.store.decisions import NewDecision
+from tidegate.telemetry.logs import logger
+
+# How long a letter waits before it is tried again, when its run finds no free slot.
+SLOT_WAIT_MS = 1000
+
+# When letters are so late, since no worker was there, they are not made up for at once: their rate was asked for.
+LATE_MS = 5000
+
+# Who is to look after a replay, by the kind of letter.
+TOPICS: dict[str, Topic] = {"event": "retries", "delivery": "deliveries", "run": "runs", "step": "runs"}
+
+Outcome = Literal["replayed", "waiting", "refused", "lost"]
+
+_log = logger("replay")
+
+
+class Replayed(NamedTuple):
+    """The event, delivery or run that is alive again; None while it waits for a slot."""
+
+    into: uuid.UUID | None
+
+
+async def perform(connection: Connection, letter: LockedLetter, actor: str) -> Replayed:
+    """Replay a letter that this transaction has locked, and mark it. Conflict says why it cannot be."""
+    how = {"event": _event, "delivery": _delivery, "run": _run, "step": _run}[letter.kind]
+    into = await how(connection, letter, actor)
+    if into is None:
+        why = "waits for a free slot of its trigger"
+        await dead_letters.mark_waiting(connection, letter.id, delay_ms=SLOT_WAIT_MS, actor=actor, why=why)
+        return Replayed(None)
+    await dead_letters.mark_replayed(connection, letter.id, actor, into)
+    await audit.insert(
+        connection, actor=actor, action="dead_letter.replay", subject=str(letter.id),
+        before={"replayed_at": letter.replayed_at}, after={"kind": letter.kind, "into": into},
+    )  # fmt: skip
+    return Replayed(into)
+
+
+class Replay:
+    """Replays letters whose time has come. `after_replay` hears of the kinds, after the commits."""
+
+    def __init__(
+        self, database: Database, *, batch_size: int, after_replay: Callable[[set[str]], None] = lambda _: None
+    ) -> None:
+        self._database = database
+        self._batch_size = batch_size
+        self._after_replay = after_replay
+
+    async def run_once(self) -> int:
+        """One batch of due letters; how many were replayed or refused."""
+        due = await self._due()
+        outcomes: Counter[Outcome] = Counter()
+        kinds: set[str] = set()
+        for letter_id in due:
+            try:
+                outcome, kind = await self._replay(letter_id)
+            except Unavailable:
+                raise
+            except Exception as exc:
+                # This letter's fault and nobody else's: the others go on.
+                outcome, kind = await self._database.run(partial(self._refuse, letter_id=letter_id, exc=exc)), None
+            failpoints.hit("replay.after_commit")
+            outcomes[outcome] += 1
+            kinds |= {kind} if kind and outcome == "replayed" else set()
+        if kinds:
+            self._after_replay(kinds)
+        return outcomes["replayed"] + outcomes["refused"]
+
+    async def _due(self) -> list[uuid.UUID]:
+        async with self._database.connection() as connection:
+            seconds = await dead_letters.next_due_seconds(connection)
+            if seconds is None or seconds > 0:
+                return []
+            if seconds >= -LATE_MS / 1000:
+                return await dead_letters.list_due(connection, self._batch_size)
+        moved = await self._database.run(partial(dead_letters.postpone, late_ms=LATE_MS))
+        if moved:
+            _log.info("dead_letters.replay_late", count=moved, reason="no worker was there; the rate is kept")
+        async with self._database.connection() as connection:
+            return await dead_letters.list_due(connection, self._batch_size)
+
+    async def next_look_seconds(self) -> float | None:
+        """Seconds until the next letter is to be replayed, or None."""
+        async with self._database.connection() as connection:
+            return await dead_letters.next_due_seconds(connection)
+
+    async def _replay(self, letter_id: uuid.UUID) -> tuple[Outcome, str | None]:
+        letter, into = await self._database.run(partial(self._one, letter_id=letter_id))
+        if letter is None:
+            return "lost", None
+        if into is None:
+            return "waiting", letter.kind
+        _log.info("dead_letter.replayed", dead_letter_id=letter.id, kind=letter.kind, event_id=letter.event_id,
+                  into=into, actor=letter.replay_by)  # fmt: skip
+        return "replayed", letter.kind
+
+    async def _one(self, connection: Connection, letter_id: uuid.UUID) -> tuple[LockedLetter | None, uuid.UUID | None]:
+        letter = await dead_letters.lock_due(connection, letter_id)
+        if letter is None:
+            return None, None
+        done = await perform(connection, letter, letter.replay_by or "worker")
+        failpoints.hit("replay.before_commit")
+        return letter, done.into
+
+    async def _refuse(self, connection: Connection, letter_id: uuid.UUID, exc: Exception) -> Outcome:
+        if await dead_letters.lock_due(connection, letter_id) is None:
+            return "lost"
+        why = str(exc) if isinstance(exc, Conflict) else f"{type(exc).__name__}: {exc}"
+        await dead_letters.mark_refused(connection, letter_id, why[:1000])
+        _log.warning("dead_letter.replay_refused", dead_letter_id=str(letter_id), reason=why)
+        return "refused"
+
+
+async def _event(connection: Connection, letter: LockedLetter, actor: str) -> uuid.UUID:
+    found = await dead_letters.describe_event(connection, letter.subject_id)
+    if found is None:
+        raise Conflict(f"event {letter.subject_id} does not exist any more")
+    if found.deliveries:
+        raise Conflict(
+            f"event {found.id} was decided meanwhile: it has {found.deliveries} deliveries; replay their letters"
+        )
+    is_alive = found.is_undecided or found.retry_state in ("scheduled", "running")
+    if is_alive or not await dead_letters.replay_event(connection, found.id, letter.id, actor):
+        raise Conflict(f"event {found.id} is waiting to be decided already")
+    line = NewDecision(found.id, None, "gate", "replayed", f"from dead letter {letter.id}", actor=actor)
+    await decisions.insert(connection, [line])
+    return found.id
+
+
+async def _delivery(connection: Connection, letter: LockedLetter, actor: str) -> uuid.UUID:
+    found = await dead_letters.describe_delivery(connection, letter.subject_id)
+    if found is None or letter.event_id is None:
+        raise Conflict(f"delivery {letter.subject_id} does not exist any more")
+    # Shared with whoever changes or deletes triggers, so that what is read here holds until the commit.
+    await locks.share_all(connection)
+    await trigger_gates.lock(connection, always=[found.trigger_id])
+    found = await dead_letters.describe_delivery(connection, letter.subject_id) or found
+    if found.is_trigger_deleted or found.trigger_status != "active":
+        state = "deleted" if found.is_trigger_deleted else found.trigger_status
+        raise Conflict(f"trigger {found.trigger_id} is {state}: nothing would judge the delivery")
+    if not await dead_letters.replay_delivery(connection, letter.subject_id, letter.event_id, letter.id, actor):
+        raise Conflict(f"delivery {letter.subject_id} is alive already: it is {found.status}")
+    line = NewDecision(
+        letter.event_id, None, "deliver", "replayed", f"from dead letter {letter.id}", actor=actor,
+        trigger_id=found.trigger_id,
+    )  # fmt: skip
+    await decisions.insert(connection, [line])
+    return letter.subject_id
+
+
+async def _run(connection: Connection, letter: LockedLetter, actor: str) -> uuid.UUID | None:
+    await locks.share_all(connection)  # nobody deletes the workflow or changes the trigger until the commit
+    found = await dead_letters.describe_run(connection, letter.subject_id)
+    if found is None:
+        raise Conflict(f"the run of {letter.kind} {letter.subject_id} does not exist any more")
+    if found.is_workflow_deleted:
+        raise Conflict(f"workflow {found.workflow} of run {found.id} was deleted: nothing could run it")
+    if found.status != "failed":
+        raise Conflict(f"run {found.id} did not fail, or went on already: it is {found.status}")
+    key: str | None = None
+    if found.trigger_id is not None:
+        most = (await trigger_gates.lock(connection, always=[found.trigger_id]))[found.trigger_id].max_concurrency
+        if most is not None:
+            key = found.concurrency_key or ""
+            slots = await trigger_gates.slots(connection, [(found.trigger_id, key)])
+            if slots[found.trigger_id, key].in_use >= most:
+                return None
+    step_id = letter.subject_id if letter.kind == "step" else None
+    if not await dead_letters.replay_run(connection, found, step_id, letter.id, key):
+        raise Conflict(f"run {found.id} went on already")
+    if letter.event_id is not None:
+        line = NewDecision(
+            letter.event_id, None, "run", "replayed", f"run {found.id} from dead letter {letter.id}", actor=actor,
+            trigger_id=found.trigger_id,
+        )  # fmt: skip
+        await decisions.insert(connection, [line])
+    return found.id

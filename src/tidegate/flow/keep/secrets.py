@@ -1,0 +1,132 @@
+"""Secrets at rest: encrypt all that are stored with the first key, and say how they are stored.
+
+Any number may encrypt at once, and everything may run meanwhile: a row is written only if it is still as it was read,
+and whoever has the old and the new key reads it before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+
+from tidegate.errors import SettingsError
+from tidegate.model.health import Notice
+from tidegate.model.secrets import SETTING, SecretKeys
+from tidegate.store import audit, locks, secrets
+from tidegate.store.db import Connection, Database
+from tidegate.store.secrets import Survey, Table
+from tidegate.telemetry.logs import logger
+
+BATCH = 50
+
+_log = logger("secrets")
+
+
+class Rotated(msgspec.Struct, frozen=True, kw_only=True):
+    """How many webhooks and workflows were encrypted anew, how many were so already, and those with a secret that none
+    of the keys reads."""
+
+    rotated: int
+    current: int
+    unreadable: list[str]
+
+
+class _Renewed(NamedTuple):
+    """What a row is to hold, and what there is about it."""
+
+    after: Any
+    is_changed: bool
+    is_unreadable: bool
+
+
+async def rotate(database: Database, *, actor: str, batch_size: int = BATCH) -> Rotated:
+    """Encrypt every stored secret with the first key, also those in plain. SettingsError when there is no key."""
+    if not database.keys.names:
+        raise SettingsError(f"{SETTING} is not set; `tidegate secrets key` prints a key for it")
+    seen, rotated, unreadable = set[str](), set[str](), set[str]()
+    for table in get_args(Table):
+        after = ""
+        while page := await _page(database, table, after, batch_size):
+            renewed = {name: _renewed(table, held, database.keys) for name, held in page.items()}
+            wanted = {name: (page[name], new.after) for name, new in renewed.items() if new.is_changed}
+            written = await _write(database, table, wanted)
+            seen |= {f"{table} {name}" for name in page}
+            rotated |= {f"{table} {name}" for name in written}
+            unreadable |= {f"{table} {name}" for name, new in renewed.items() if new.is_unreadable}
+            if written == wanted.keys():
+                after = list(page)[-1]  # else somebody has changed one meanwhile: the page is read again
+    done = Rotated(rotated=len(rotated), current=len(seen - rotated - unreadable), unreadable=sorted(unreadable))
+    counts = {"rotated": done.rotated, "current": done.current, "unreadable": len(done.unreadable)}
+    async with database.connection() as connection:
+        await audit.insert(connection, actor=actor, action="secrets.rotate", subject="*", after=counts)
+    _log.warning("secrets.rotated", **counts, actor=actor)
+    return done
+
+
+async def notices(connection: Connection, keys: SecretKeys) -> list[Notice]:
+    """What an operator should know of stored secrets, as a process with these keys sees it."""
+    found = await secrets.survey(connection, keys)
+    told = []
+    if found.unreadable:
+        told.append(Notice(code="secrets_unreadable", message=unreadable_text(found)))
+    if found.plain:
+        told.append(Notice(code="secrets_in_plain", message=plain_text(found)))
+    return told
+
+
+async def tell(database: Database) -> None:
+    """Log them, at the start."""
+    async with database.connection() as connection:
+        for notice in await notices(connection, database.keys):
+            _log.warning("process.notice", code=notice.code, message=notice.message)
+
+
+def unreadable_text(found: Survey) -> str:
+    """Which secrets cannot be read, and what to do."""
+    names = ", ".join(found.examples or ())
+    more = f" and {found.unreadable - len(found.examples or ())} more" * (found.unreadable > len(found.examples or ()))
+    return (
+        f"secrets of {names}{more} are encrypted with a key that this process does not have: add it to {SETTING} "
+        "(docs/operations/secrets.md). Until then such webhooks answer 503, and such workflows wait"
+    )
+
+
+def plain_text(found: Survey) -> str:
+    """How many secrets are stored in plain, and what to do."""
+    return (
+        f"webhooks and workflows whose secrets are stored in plain: {found.plain}; {SETTING} and `tidegate secrets "
+        "rotate` encrypt them (docs/operations/secrets.md)"
+    )
+
+
+async def _page(database: Database, table: Table, after: str, limit: int) -> dict[str, Any]:
+    async with database.connection() as connection:
+        return await secrets.list_held(connection, table, after, limit)
+
+
+def _renewed(table: Table, held: Any, keys: SecretKeys) -> _Renewed:
+    renewed: list[tuple[str, str]] = []
+
+    def renew(stored: str) -> str:
+        renewed.append((stored, keys.renew(stored)))
+        return renewed[-1][1]
+
+    after = secrets.changed(table, held, renew)
+    return _Renewed(
+        after,
+        is_changed=any(old != new for old, new in renewed),
+        is_unreadable=not all(keys.is_current(new) for _, new in renewed),
+    )
+
+
+async def _write(database: Database, table: Table, wanted: Mapping[str, tuple[Any, Any]]) -> set[str]:
+    """Those that were written."""
+
+    async def write(connection: Connection) -> set[str]:
+        if table == "workflows":  # as whoever changes a definition
+            await locks.exclude_triggers(connection)
+        return await secrets.replace(connection, table, wanted)
+
+    return await database.run(write) if wanted else set()

@@ -1,0 +1,1 @@
+"""Look: what an operator reads: explain one event, health of the whole, doctor, readiness."""

@@ -1,0 +1,204 @@
+"""Doctor: is everything as it must be for the promises to hold? Facts are read, then judged (pure), one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+import msgspec
+
+from tidegate.clock import monotonic, utc_now
+from tidegate.errors import SchemaError
+from tidegate.flow.keep.secrets import plain_text, unreadable_text
+from tidegate.flow.look import health
+from tidegate.model.health import HEALTH, HealthPolicy
+from tidegate.store import doctor, migrate, secrets
+from tidegate.store.db import Connection, Database
+from tidegate.store.doctor import ORPHANS, Orphans, ServerFacts
+from tidegate.store.health import Alive, QueueDepth
+from tidegate.store.secrets import Survey
+from tidegate.store.workers import Unserved
+
+# What may be on its way is not an orphan yet.
+GRACE_MS = 60_000
+OLDEST_POSTGRES = 140_000
+# Nothing is scheduled by this machine's clock; but ids and logs of a wrong one mislead.
+MAX_CLOCK_OFFSET_SECONDS = 5.0
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at."""
+
+    name: str
+    is_ok: bool
+    detail: str
+
+
+class DoctorFacts(NamedTuple):
+    """What is judged, apart from the schema."""
+
+    server: ServerFacts
+    clock_offset_seconds: float
+    own_clock_offset_seconds: float
+    missing_guards: Sequence[str]
+    orphans: Sequence[Orphans]
+    queues: Mapping[str, QueueDepth]
+    workers: Alive
+    unserved: Sequence[Unserved]
+
+
+async def examine(
+    database: Database, policy: HealthPolicy = HEALTH, *, grace_ms: int = GRACE_MS, allow_unsafe: bool = False
+) -> list[Check]:
+    """Every check. What needs a schema that is not there is left out."""
+    checks, is_current = await _schema(database)
+    if not is_current:
+        return checks
+    async with database.transaction() as connection:
+        found = await facts(connection, policy, grace_ms)
+        stored = await secrets.survey(connection, database.keys)
+    checks += judge(found, policy, allow_unsafe=allow_unsafe)
+    return [*checks, stored_secrets(stored, has_key=bool(database.keys.names))]
+
+
+async def _schema(database: Database) -> tuple[list[Check], bool]:
+    try:
+        found = await migrate.status(database)
+    except SchemaError as exc:
+        return [Check(name="schema", is_ok=False, detail=str(exc))], False
+    detail = f"version {found.version}, this Tidegate knows {migrate.latest()}"
+    if found.pending:
+        detail += "; run `tidegate migrate`"
+    return [Check(name="schema", is_ok=not found.pending, detail=detail)], not found.pending
+
+
+async def facts(connection: Connection, policy: HealthPolicy, grace_ms: int) -> DoctorFacts:
+    """What the checks are made of, in one transaction."""
+    before, at = utc_now(), monotonic()
+    server = await doctor.server(connection)
+    taken = timedelta(seconds=monotonic() - at)
+    seen = await health.facts(connection, policy)
+    return DoctorFacts(
+        server=server,
+        clock_offset_seconds=_offset(before, taken, server.clock),
+        own_clock_offset_seconds=await doctor.own_clock_offset(connection),
+        missing_guards=await doctor.missing_guards(connection),
+        orphans=await doctor.orphans(connection, grace_ms),
+        queues=seen.queues,
+        workers=seen.workers,
+        unserved=seen.unserved,
+    )
+
+
+def _offset(before: datetime, taken: timedelta, theirs: datetime) -> float:
+    """How far our clock is ahead of theirs, as far as the round trip lets one tell: 0 when they may be equal."""
+    if before <= theirs <= before + taken:
+        return 0.0
+    nearest = before if theirs < before else before + taken
+    return (nearest - theirs).total_seconds()
+
+
+def judge(found: DoctorFacts, policy: HealthPolicy = HEALTH, *, allow_unsafe: bool = False) -> list[Check]:
+    """Each fact as a line."""
+    return [*_server(found, allow_unsafe), *_rows(found), *_lag(found, policy)]
+
+
+def _server(found: DoctorFacts, allow_unsafe: bool) -> Iterator[Check]:
+    server = found.server
+    yield Check(
+        name="postgres",
+        is_ok=server.version >= OLDEST_POSTGRES and not server.is_read_only,
+        detail=f"version {server.version_text}" + (", read-only: nothing can be accepted" * server.is_read_only),
+    )
+    is_safe = server.fsync == "on" and server.full_page_writes == "on" and server.synchronous_commit != "off"
+    standby = server.synchronous_standby_names
+    yield Check(
+        name="durability",
+        is_ok=is_safe or allow_unsafe,
+        detail=f"fsync={server.fsync}, full_page_writes={server.full_page_writes}, "
+        f"synchronous_commit={server.synchronous_commit} in our sessions, "
+        + (f"waits for standby {standby}" if standby else "no synchronous standby")
+        + (" (unsafe is allowed)" if allow_unsafe and not is_safe else ""),
+    )
+    yield Check(
+        name="connections",
+        is_ok=server.connections < server.max_connections * 0.9,
+        detail=f"{server.connections} of {server.max_connections} in use",
+    )
+    offset = found.clock_offset_seconds
+    yield Check(
+        name="clock",
+        is_ok=abs(offset) <= MAX_CLOCK_OFFSET_SECONDS,
+        detail=f"this machine is {abs(offset):.3f} s {'ahead of' if offset > 0 else 'behind'} the database"
+        if offset
+        else "this machine and the database agree",
+    )
+    yield Check(
+        name="scheduling clock",
+        is_ok=abs(found.own_clock_offset_seconds) <= 1,
+        detail=f"tidegate.now() is {found.own_clock_offset_seconds:+.3f} s from the server's clock",
+    )
+    missing = ", ".join(found.missing_guards)
+    yield Check(
+        name="unique indexes",
+        is_ok=not missing,
+        detail=f"missing or not valid: {missing}" if missing else "all that keep things from happening twice are valid",
+    )
+
+
+def _rows(found: DoctorFacts) -> Iterator[Check]:
+    for one in found.orphans:
+        example = f", as {one.example}" if one.example else ""
+        yield Check(name=one.name, is_ok=one.total == 0, detail=f"{one.total} {ORPHANS[one.name]}{example}")
+
+
+def _lag(found: DoctorFacts, policy: HealthPolicy) -> Iterator[Check]:
+    for name, depth in found.queues.items():
+        seconds = depth.oldest_due_age_seconds
+        is_late = 0 < policy.due_age_degraded_ms <= seconds * 1000
+        yield Check(
+            name=f"due lag of {name}",
+            is_ok=not is_late,
+            detail=f"{depth.ready} due, the oldest for {seconds:.1f} s; {depth.delayed} later, {depth.active} claimed",
+        )
+    due = sum(depth.ready for depth in found.queues.values())
+    yield Check(
+        name="workers",
+        is_ok=found.workers.alive > 0 or due == 0,
+        detail=f"{found.workers.alive} seen in the last {policy.worker_degraded_ms / 1000:g} s",
+    )
+    unserved = ", ".join(f"{one.workflow} ({one.waiting})" for one in found.unserved)
+    yield Check(
+        name="workflows",
+        is_ok=not unserved,
+        detail=f"due, and no worker has their code: {unserved}" if unserved else "every due run has a worker",
+    )
+
+
+def stored_secrets(found: Survey, *, has_key: bool) -> Check:
+    """How the secrets of webhooks and http workflows are stored. Without a key, plain is what the operator chose."""
+    if found.unreadable:
+        detail = unreadable_text(found)
+    elif found.plain:
+        detail = plain_text(found)
+    elif found.old:
+        detail = (
+            f"encrypted with another key than the first: {found.old}; `tidegate secrets rotate` before it is taken away"
+        )
+    else:
+        detail = "encrypted with the first key" if has_key else "none are stored"
+    return Check(name="secrets", is_ok=not found.unreadable and not (has_key and found.plain), detail=detail)
+
+
+def eviction(policy: str | None, error: str | None = None) -> Check:
+    """What Redis does when it is full. It may lose everything, but then wake-ups come late."""
+    if error is not None:
+        return Check(
+            name="redis", is_ok=False, detail=f"does not answer ({error}): wake-ups come late, nothing is lost"
+        )
+    return Check(
+        name="redis",
+        is_ok=policy == "noeviction",
+        detail=f"maxmemory-policy is {policy}" + ("" if policy == "noeviction" else "; it should be noeviction"),
+    )

@@ -1,0 +1,282 @@
+"""Health: is everything that should move moving? One snapshot for people, and the gauges for a scrape.
+
+Both are read from Postgres, so every process gives the same answer; the verdict is pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Literal
+
+import msgspec
+
+from tidegate.clock import monotonic
+from tidegate.errors import Unavailable
+from tidegate.flow.keep import secrets
+from tidegate.flow.look import backlog
+from tidegate.flow.look.verdict import RUNBOOK, Cause, HealthFacts, verdict
+from tidegate.model.health import HEALTH, HealthPolicy, Notice
+from tidegate.store import health, locks, workers
+from tidegate.store.db import Connection, Database
+from tidegate.store.health import (
+    DeadLetterCount,
+    Group,
+    LimitHealth,
+    PausedSource,
+    PausedTrigger,
+    QueueDepth,
+    RetrySummary,
+    SourceBreaker,
+    Totals,
+    TriggerBreaker,
+    TriggerMetrics,
+)
+from tidegate.store.sources import SourceMetrics
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+from tidegate.telemetry.metrics import SharedState
+
+GAUGES_SECONDS = 1.0
+# A run that has been due for so long with nobody to run it is worth a word.
+UNSERVED_MS = 5000
+# Each list of a snapshot has at most so many entries: it is read every two seconds by every open console.
+SHOWN = 100
+
+_log = logger("health")
+
+
+class SourceHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """The running totals of a source; lags are from the receipt to the gate letting it through."""
+
+    source: str
+    total: int
+    throttled: int
+    dropped: int
+    failures: int
+    average_lag_ms: float
+    last_lag_ms: int
+    max_lag_ms: int
+    last_event_at: datetime | None
+    updated_at: datetime | None
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the whole cluster at one moment of the database's clock.
+
+    Each list has at most 100 entries, however many there are; `…_total` says how many. `sources`, `triggers` and
+    `rate_limits` begin with the last changed, pauses and breakers with the oldest.
+    """
+
+    status: Literal["ok", "degraded", "critical"]
+    causes: list[Cause]
+    generated_at: datetime
+    last_processed_event_at: datetime | None
+    queues: dict[str, QueueDepth]
+    totals: Totals
+    sources: list[SourceHealth]
+    sources_total: int
+    triggers: list[TriggerMetrics]
+    triggers_total: int
+    rate_limits: list[LimitHealth]
+    rate_limits_total: int
+    paused_sources: list[PausedSource]
+    paused_sources_total: int
+    paused_triggers: list[PausedTrigger]
+    paused_triggers_total: int
+    source_breakers: list[SourceBreaker]
+    source_breakers_total: int
+    trigger_breakers: list[TriggerBreaker]
+    trigger_breakers_total: int
+    retries: dict[str, RetrySummary]
+    dead_letters: DeadLetterCount
+    warnings: list[Notice] = []
+
+
+async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH, runbook: str = RUNBOOK) -> Snapshot:
+    """The state of everything, and the verdict."""
+    limits = await health.limits(connection, SHOWN)
+    found = await facts(connection, policy, of_sources=[limit.source for limit in limits])
+    causes = verdict(found, policy, runbook)
+    letters = found.dead_letters.values()
+    counts = found.counts
+    return Snapshot(
+        status=status_of(causes),
+        causes=causes,
+        generated_at=found.now,
+        last_processed_event_at=found.last_processed,
+        queues=found.queues,
+        totals=await health.totals(connection, found.depths),
+        sources=[_source(totals) for totals in await health.source_metrics(connection, SHOWN)],
+        sources_total=counts.sources,
+        triggers=await health.trigger_metrics(connection, SHOWN),
+        triggers_total=counts.triggers,
+        rate_limits=[_limit(limit, found.waiting.get(limit.source)) for limit in limits],
+        rate_limits_total=counts.rate_limits,
+        paused_sources=[_paused(source, found.waiting.get(source.source)) for source in found.paused_sources],
+        paused_sources_total=counts.paused_sources,
+        paused_triggers=found.paused_triggers,
+        paused_triggers_total=counts.paused_triggers,
+        source_breakers=found.source_breakers,
+        source_breakers_total=counts.source_breakers,
+        trigger_breakers=found.trigger_breakers,
+        trigger_breakers_total=counts.trigger_breakers,
+        retries=found.retries,
+        dead_letters=DeadLetterCount(
+            total=sum(letter.total for letter in letters), last_24h=sum(letter.last_24h for letter in letters)
+        ),
+    )
+
+
+async def facts(connection: Connection, policy: HealthPolicy, of_sources: Sequence[str] = ()) -> HealthFacts:
+    """What the verdict and the gauges are made of. Every statement reads what waits or is claimed, nothing finished,
+    and its answer does not grow with the number of sources; `of_sources` is whose waiting events are counted too."""
+    now = await locks.now(connection)
+    late = now - timedelta(milliseconds=policy.overdue_ms)
+    paused_sources = await health.paused_sources(connection, now, SHOWN)
+    names = {*of_sources, *(paused.source for paused in paused_sources)}
+    groups, waiting = await health.waiting(connection, now, late, names)
+    depths = await health.depths(connection, now, policy.worker_degraded_ms)
+    recent = now - timedelta(milliseconds=policy.dead_letters_window_ms)
+    return HealthFacts(
+        now=now,
+        last_processed=await health.last_processed(connection),
+        counts=await health.counts(connection, now),
+        paused_sources=paused_sources,
+        paused_triggers=await health.paused_triggers(connection, SHOWN),
+        source_breakers=await health.source_breakers(connection, SHOWN),
+        trigger_breakers=await health.trigger_breakers(connection, SHOWN),
+        waiting=waiting,
+        depths=depths,
+        queues=backlog.queues(groups, depths, now),
+        retries=backlog.retries(groups),
+        dead_letters=await health.dead_letters(connection, now, recent),
+        workers=await health.workers(connection, policy.worker_degraded_ms),
+        expired_claims=await health.expired_claims(connection),
+        unserved=await workers.unserved(connection, policy.worker_degraded_ms, UNSERVED_MS),
+    )
+
+
+class Snapshots:
+    """The snapshot for any number of callers: one read at a time, and who asks during one shares the next.
+
+    So nobody gets a state from before its question, and a crowd costs the database no more than two.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        policy: HealthPolicy = HEALTH,
+        runbook: str = RUNBOOK,
+        warnings: Sequence[Notice] = (),
+    ) -> None:
+        self._database = database
+        self._policy = policy
+        self._runbook = runbook
+        self._warnings = list(warnings)
+        self._one_at_a_time = asyncio.Lock()
+        self._next: asyncio.Task[Snapshot] | None = None
+
+    async def read(self) -> Snapshot:
+        """The state after this call."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._read(), name="health snapshot")
+        return await asyncio.shield(self._next)
+
+    async def _read(self) -> Snapshot:
+        async with self._one_at_a_time:
+            self._next = None
+            async with self._database.transaction() as connection:
+                found = await snapshot(connection, self._policy, self._runbook)
+                stored = await secrets.notices(connection, self._database.keys)
+            return msgspec.structs.replace(found, warnings=[*self._warnings, *stored])
+
+
+class Exposition:
+    """The metrics of this process as text. The shared gauges are read at most once a second, whoever asks."""
+
+    def __init__(self, database: Database, policy: HealthPolicy = HEALTH) -> None:
+        self._database = database
+        self._policy = policy
+        self._fresh_until = 0.0
+        self._reading = asyncio.Lock()
+
+    async def text(self) -> bytes:
+        """The exposition text; without the shared gauges while the database is away."""
+        async with self._reading:
+            if monotonic() >= self._fresh_until:
+                await self._read()
+                self._fresh_until = monotonic() + GAUGES_SECONDS
+        return metrics.text()
+
+    async def _read(self) -> None:
+        try:
+            async with self._database.connection(wait_seconds=2) as connection:
+                metrics.show(await shared_state(connection, self._policy))
+        except Unavailable as exc:
+            _log.warning("health.gauges_unavailable", error=exc)
+            metrics.show(None)
+
+
+async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) -> SharedState:
+    """What the gauges show."""
+    found = await facts(connection, policy)
+    deferred = {("events", reason): 0 for reason in ("rate_limit", "paused", "breaker_open")}
+    deferred |= {("deliveries", r): 0 for r in ("throttle", "concurrency", "paused", "breaker_open", "source_paused")}
+    for kind, summary in found.retries.items():
+        deferred |= {(kind, reason): count for reason, count in summary.by_reason.items()}
+    letters = dict.fromkeys(("event", "delivery", "step", "run"), 0)
+    letters |= {kind: count.total for kind, count in found.dead_letters.items()}
+    expired = dict.fromkeys(("events", "deliveries", "steps", "runs"), 0)
+    expired |= {claims.kind: claims.total for claims in found.expired_claims}
+    return SharedState(
+        paused_sources=found.counts.paused_sources,
+        paused_triggers=found.counts.paused_triggers,
+        open_breakers={"source": found.counts.source_breakers, "trigger": found.counts.trigger_breakers},
+        workers_alive=found.workers.alive,
+        unserved_workflows=len(found.unserved),
+        overdue_retries={kind: summary.overdue for kind, summary in found.retries.items()},
+        expired_claims=expired,
+        deferred=deferred,
+        queue_depth={
+            (name, state): getattr(depth, state)
+            for name, depth in found.queues.items()
+            for state in ("ready", "delayed", "active")
+        },
+        oldest_due_age_seconds={name: depth.oldest_due_age_seconds for name, depth in found.queues.items()},
+        dead_letters=letters,
+        last_processed=found.last_processed.timestamp() if found.last_processed else None,
+    )
+
+
+def status_of(causes: Sequence[Cause]) -> Literal["ok", "degraded", "critical"]:
+    """The worst that a cause says."""
+    if any(cause.severity == "critical" for cause in causes):
+        return "critical"
+    return "degraded" if causes else "ok"
+
+
+def _source(totals: SourceMetrics) -> SourceHealth:
+    return SourceHealth(
+        source=totals.source,
+        total=totals.total,
+        throttled=totals.throttled,
+        dropped=totals.dropped,
+        failures=totals.failures,
+        average_lag_ms=round(totals.total_lag_ms / totals.passed, 3) if totals.passed else 0,
+        last_lag_ms=totals.last_lag_ms,
+        max_lag_ms=totals.max_lag_ms,
+        last_event_at=totals.last_event_at,
+        updated_at=totals.updated_at,
+    )
+
+
+def _limit(limit: LimitHealth, waiting: Group | None) -> LimitHealth:
+    if waiting is None:
+        return limit
+    return msgspec.structs.replace(limit, waiting=waiting.total, next_attempt_at=waiting.next_attempt_at)
+
+
+def _paused(source: PausedSource, waiting: Group | None) -> PausedSource:
+    return source if waiting is None else msgspec.structs.replace(source, waiting=waiting.total)

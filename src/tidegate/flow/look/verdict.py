@@ -1,0 +1,225 @@
+"""The verdict of health: everything that is not as it should be, from facts and thresholds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+import msgspec
+
+from tidegate.model.health import HealthPolicy, Severity, severity
+from tidegate.store.health import (
+    Alive,
+    Counts,
+    DeadLetters,
+    Depths,
+    ExpiredClaims,
+    Group,
+    PausedSource,
+    PausedTrigger,
+    QueueDepth,
+    RetrySummary,
+    SourceBreaker,
+    TriggerBreaker,
+)
+from tidegate.store.workers import Unserved
+
+RUNBOOK = "docs/operations/event-scheduler.md"
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """One reason why the status is not ok: what, about whom, since when, what to do, as a command where there is one,
+    and where to read on."""
+
+    code: str
+    severity: Severity
+    subject: str
+    message: str
+    since: datetime | None
+    do: str
+    runbook: str
+
+
+# What to do about a cause; `{}` is its subject, of a trigger its name.
+_NEXT_STEPS = {
+    "source_paused": "tidegate sources resume {}",
+    "trigger_paused": "tidegate triggers resume {}",
+    "source_breaker_open": "it closes by itself once events succeed; at once: tidegate sources resume {}",
+    "trigger_breaker_open": "it closes by itself once its trial run succeeds; at once: tidegate triggers resume {}",
+    "retries_overdue": "tidegate retries list --kind {}",
+    "ingress_stalled": "start more workers: tidegate worker APP",
+    "triggers_stalled": "start more workers: tidegate worker APP",
+    "runs_stalled": "start more workers: tidegate worker APP",
+    "dead_letters_growing": "tidegate dlq list --kind {0}; once it is mended: tidegate dlq replay --kind {0}",
+    "no_worker": "start one: tidegate worker APP",
+    "workflow_unserved": "start a worker whose APP has {}: tidegate worker APP",
+    "reconcile_failing": "look for reconcile in the logs of the workers",
+}
+
+
+class HealthFacts(NamedTuple):
+    """What was read at one moment of the database's clock. Of pauses and breakers it has those that a snapshot shows,
+    and `counts` of all; `waiting` is what waits of some sources."""
+
+    now: datetime
+    last_processed: datetime | None
+    counts: Counts
+    paused_sources: list[PausedSource]
+    paused_triggers: list[PausedTrigger]
+    source_breakers: list[SourceBreaker]
+    trigger_breakers: list[TriggerBreaker]
+    waiting: Mapping[str, Group]
+    depths: Depths
+    queues: dict[str, QueueDepth]
+    retries: dict[str, RetrySummary]
+    dead_letters: Mapping[str, DeadLetters]
+    workers: Alive
+    expired_claims: Sequence[ExpiredClaims]
+    unserved: Sequence[Unserved]
+
+
+def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[Cause]:
+    """Everything that is not as it should be, the worst first; among equals, what an operator did, then what must be
+    mended.
+
+    `runbook` is where the runbook is published; each cause names its section of it.
+    """
+    found = [
+        *_sources(facts, policy),
+        *_triggers(facts, policy),
+        *_late(facts, policy),
+        *_dead_letters(facts, policy),
+        *_workers(facts, policy),
+        *_reconcile(facts, policy),
+    ]
+    found.sort(key=lambda cause: cause.severity != "critical")
+    return [msgspec.structs.replace(cause, runbook=f"{runbook}#{cause.runbook}") for cause in found]
+
+
+def _sources(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
+    now = facts.now
+    for source in facts.paused_sources:
+        if level := _pause_level(source.since, now, policy):
+            text = f"paused{_by(source.paused_by)}{_until(source.until)}: {_reason(source.reason)}"
+            yield _cause("source_paused", level, source.source, text, source.since)
+    for breaker in facts.source_breakers:
+        over = breaker.until is not None and breaker.until <= now
+        text = f"the breaker is open after {breaker.reason}"
+        text += "; the next event is the probe" if over else _until(breaker.until)
+        yield _cause("source_breaker_open", "degraded", breaker.source, text, breaker.since)
+
+
+def _triggers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
+    now = facts.now
+    for trigger in facts.paused_triggers:
+        if level := _pause_level(trigger.since, now, policy):
+            how = f"paused{_by(trigger.paused_by)}{_until(trigger.until)}: {_reason(trigger.reason)}"
+            name = f"{trigger.workflow}/{trigger.name}"
+            yield _cause("trigger_paused", level, str(trigger.trigger_id), f"{name}: {how}", trigger.since, called=name)
+    for breaker in facts.trigger_breakers:
+        over = breaker.until is not None and breaker.until <= now
+        name = f"{breaker.workflow}/{breaker.name}"
+        text = f"{name}: the breaker is {_state(breaker)} after {breaker.reason}"
+        text += "" if breaker.probe_run_id else "; the next delivery is the trial" if over else _until(breaker.until)
+        yield _cause("trigger_breaker_open", "degraded", str(breaker.trigger_id), text, breaker.since, called=name)
+
+
+def _late(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
+    for kind, summary in facts.retries.items():
+        if level := severity(summary.overdue, policy.overdue_degraded, policy.overdue_critical):
+            late = f"should have gone on more than {policy.overdue_ms / 1000:g} s ago"
+            text = f"{summary.overdue} of {summary.total} waiting {kind} {late}"
+            yield _cause("retries_overdue", level, kind, text, summary.overdue_since)
+    for queue, depth in facts.queues.items():
+        seconds = depth.oldest_due_age_seconds
+        if level := severity(seconds * 1000, policy.due_age_degraded_ms, policy.due_age_critical_ms):
+            text = f"the oldest of {depth.ready} due has been due for {seconds:.0f} s; are there enough workers?"
+            since = facts.now - timedelta(seconds=seconds)
+            yield _cause(f"{queue}_stalled", level, queue, text, since, section="queue-stalled")
+
+
+def _dead_letters(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
+    for kind, letters in facts.dead_letters.items():
+        if level := severity(letters.recent, policy.dead_letters_degraded, policy.dead_letters_critical):
+            within = f"{policy.dead_letters_window_ms / 60_000:g} min"
+            text = f"{letters.recent} of kind {kind} were given up in the last {within}, {letters.total} in all"
+            yield _cause("dead_letters_growing", level, kind, text, letters.recent_since)
+
+
+def _workers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
+    if facts.workers.alive == 0:
+        waiting = max((depth.oldest_due_age_seconds for depth in facts.queues.values()), default=0.0)
+        level = severity(waiting * 1000, 0, policy.worker_critical_ms) or "degraded"
+        due = sum(depth.ready for depth in facts.queues.values())
+        silent = f"each has stopped, or was not heard of for {policy.worker_degraded_ms / 1000:g} s"
+        text = f"no worker runs: {silent}; {due} are due"
+        # Who has stopped in order is forgotten, so it is not known since when: told is since when work waits.
+        since = facts.now - timedelta(seconds=waiting) if due else None
+        yield _cause("no_worker", level, "workers", text, since)
+    for one in facts.unserved:
+        text = (
+            f"no worker that is alive has the code of {one.workflow}; runs that are due: {one.waiting}. Start a worker "
+            "that has it, or cancel them"
+        )
+        yield _cause("workflow_unserved", "degraded", one.workflow, text, one.since)
+
+
+def _reconcile(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
+    """Reconcile releases a claim within a second of its end, and says that it has looked: a claim that stays, or a long
+    silence, shows that it does not work."""
+    for claims in facts.expired_claims:
+        late_ms = (facts.now - claims.since) / timedelta(milliseconds=1)
+        if level := severity(late_ms, policy.reconcile_degraded_ms, policy.reconcile_critical_ms):
+            text = f"{claims.kind} claimed by a worker whose lease is over, which nobody released: {claims.total}"
+            yield _cause("reconcile_failing", level, claims.kind, text, claims.since)
+    since = facts.workers.reconciled_at
+    if facts.workers.alive and since is not None:
+        late_ms = (facts.now - since) / timedelta(milliseconds=1)
+        if level := severity(late_ms, policy.reconcile_degraded_ms, policy.reconcile_critical_ms):
+            text = f"none of {facts.workers.alive} workers could look for what dead workers hold; their logs say why"
+            yield _cause("reconcile_failing", level, "workers", text, since)
+
+
+def _pause_level(since: datetime | None, now: datetime, policy: HealthPolicy) -> Severity | None:
+    # A pause that has just begun is one millisecond old: the default tells of it at once.
+    age_ms = max(1.0, (now - since) / timedelta(milliseconds=1)) if since else 1.0
+    return severity(age_ms, policy.paused_degraded_ms, policy.paused_critical_ms)
+
+
+def _cause(
+    code: str,
+    level: Severity,
+    subject: str,
+    message: str,
+    since: datetime | None,
+    *,
+    called: str | None = None,
+    section: str | None = None,
+) -> Cause:
+    """`called` is what commands call the subject, if that is another word; `section` that of the runbook."""
+    return Cause(
+        code=code,
+        severity=level,
+        subject=subject,
+        message=message,
+        since=since,
+        do=_NEXT_STEPS[code].format(called or subject),
+        runbook=section or code.replace("_", "-"),
+    )
+
+
+def _state(breaker: TriggerBreaker) -> str:
+    return f"half open (run {breaker.probe_run_id} is the trial)" if breaker.probe_run_id else "open"
+
+
+def _by(actor: str | None) -> str:
+    return f" by {actor}" if actor else ""
+
+
+def _until(until: datetime | None) -> str:
+    return f" until {until:%Y-%m-%d %H:%M:%S} UTC" if until else " until it is resumed"
+
+
+def _reason(reason: str | None) -> str:
+    return reason or "no reason given"

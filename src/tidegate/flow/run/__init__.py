@@ -1,0 +1,1 @@
+"""Run: claim due runs, execute the user's functions, write what came of it."""

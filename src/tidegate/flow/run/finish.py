@@ -1,0 +1,224 @@
+"""Slots: what a trigger learns when its runs end. A free concurrency slot wakes the oldest delivery that waits for one;
+a failed run counts against the trigger's breaker; the end of a probe closes or reopens it.
+
+Slots are not stored anywhere: they are the trigger's unfinished runs, counted under its row lock.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from tidegate.flow.decide import source_failures
+from tidegate.flow.decide.source_failures import SourceMove
+from tidegate.model.event import Event
+from tidegate.model.run import ClaimedRun, FinishedRun
+from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
+from tidegate.model.template import TemplateError
+from tidegate.model.trigger import CompiledTrigger
+from tidegate.model.trigger_gate import TriggerMove
+from tidegate.store import events, locks, runs, steps, trigger_gates
+from tidegate.store.db import Connection
+from tidegate.store.deliveries import NOBODY, Claim
+from tidegate.store.locks import Unlocked
+from tidegate.store.runs import EndedRun
+from tidegate.store.trigger_gates import LockedTrigger, NextInLine
+
+REKEY_BATCH = 1000
+
+
+Gates = dict[uuid.UUID, LockedTrigger]
+
+
+class Filled(Protocol):
+    """What came of launching into freed slots: the runs launched, and those of them that are claimed."""
+
+    @property
+    def launched(self) -> int: ...
+    @property
+    def claimed(self) -> Sequence[tuple[ClaimedRun, Event]]: ...
+
+
+class Fill(Protocol):
+    """Decides deliveries that stand first in line for freed slots, in the transaction that freed them."""
+
+    async def __call__(self, connection: Connection, gates: Gates, line: NextInLine, claim: Claim) -> Filled: ...
+
+
+class Freed(NamedTuple):
+    """The runs that ended, how many deliveries were made due, what was launched instead, the breakers that moved, and
+    how many retries of steps were cancelled with their runs."""
+
+    written: frozenset[uuid.UUID] = frozenset()
+    woken: int = 0
+    filled: Filled | None = None
+    moves: Sequence[TriggerMove] = ()
+    source_moves: Sequence[SourceMove] = ()
+    cancelled_retries: int = 0
+
+
+async def end_held(
+    connection: Connection,
+    finished: Sequence[FinishedRun],
+    *,
+    breaker: BreakerPolicy,
+    source_breaker: SourceBreakerPolicy = SOURCE_BREAKER,
+    fill: Fill | None = None,
+    claim: Claim = NOBODY,
+    before: Callable[[], Awaitable[None]] | None = None,
+    also: Collection[uuid.UUID] = (),
+) -> Freed:
+    """End runs that are still held, and tell their triggers. What waits for a slot is launched (and claimed) by `fill`
+    in the same transaction; without it, it is made due.
+
+    Locks are taken in the order that every transaction keeps: sources, triggers, deliveries, runs. Unlocked names
+    triggers that turn out to matter and were not in `also`.
+    """
+    wanted = {run.trigger_id for run in finished if run.trigger_id is not None and run.matters_to_trigger} | {*also}
+    if wanted:  # also so that the triggers cannot be changed while we wait for their rows
+        await locks.share_all(connection)
+    failed = [run for run in finished if run.status == "failed"]
+    blamed = await source_failures.lock(connection, [run.id for run in failed], source_breaker) if failed else None
+    locked = await trigger_gates.lock(connection, always=wanted)
+    if before is not None:
+        await before()  # what belongs to the same transaction and touches runs; `also` are triggers that it touches
+    if not finished:
+        return Freed()
+    ended = await runs.finish(connection, finished)
+    freed = {(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None}
+    late = {trigger_id for trigger_id, _ in freed} - locked.keys()
+    if late:  # a limit that came while the run was under way
+        raise Unlocked(late)
+    written = frozenset(run.id for run in ended)
+    non_retryable = {run.id for run in failed if run.is_non_retryable}
+    moves = await _tell(connection, locked, ended, breaker, non_retryable)
+    source_moves = await source_failures.tell(connection, blamed, ended, non_retryable) if blamed else ()
+    done = Freed(written, moves=moves, source_moves=source_moves)
+    if not freed:
+        return done
+    if fill is None or moves:
+        return done._replace(woken=await trigger_gates.wake(connection, freed))
+    line = await trigger_gates.next_in_line(connection, freed)
+    return done._replace(filled=await fill(connection, locked, line, claim) if line is not None else None)
+
+
+async def end_waiting(
+    connection: Connection,
+    trigger_id: uuid.UUID | None,
+    end: Callable[[], Awaitable[EndedRun | None]],
+    breaker: BreakerPolicy,
+) -> Freed | None:
+    """End a run that no worker holds (`end` does it), and tell its trigger; None when there was nothing to end."""
+
+    async def end_one() -> list[EndedRun]:
+        ended = await end()
+        return [ended] if ended is not None else []
+
+    freed = await end_all_waiting(connection, [trigger_id] if trigger_id is not None else [], end_one, breaker)
+    return freed if freed.written else None
+
+
+async def fail_waiting(
+    connection: Connection,
+    run_id: uuid.UUID,
+    trigger_id: uuid.UUID | None,
+    end: Callable[[], Awaitable[EndedRun | None]],
+    breaker: BreakerPolicy,
+    source_breaker: SourceBreakerPolicy,
+) -> Freed | None:
+    """The same for a run that has failed (`end` says so), of which its source may want to know, too."""
+    ended: list[EndedRun] = []
+
+    async def fail() -> EndedRun | None:
+        one = await end()
+        ended.extend([one] if one is not None else [])
+        return one
+
+    if trigger_id is not None:  # before any source: it is taken alone by whoever changes one
+        await locks.share_all(connection)
+    blamed = await source_failures.lock(connection, [run_id], source_breaker)
+    freed = await end_waiting(connection, trigger_id, fail, breaker)
+    if freed is None or blamed is None:
+        return freed
+    return freed._replace(source_moves=await source_failures.tell(connection, blamed, ended, ()))
+
+
+async def end_all_waiting(
+    connection: Connection,
+    trigger_ids: Collection[uuid.UUID],
+    end: Callable[[], Awaitable[Sequence[EndedRun]]],
+    breaker: BreakerPolicy,
+) -> Freed:
+    """End runs of these triggers that no worker holds (`end` does it), and tell the triggers."""
+    locked: Gates = {}
+    if trigger_ids:
+        await locks.share_all(connection)
+        locked = await trigger_gates.lock(connection, always=trigger_ids)
+    ended = await end()
+    if not ended:
+        return Freed()
+    cancelled = await steps.end_waiting(connection, [run.id for run in ended])
+    moves = await _tell(connection, locked, ended, breaker)
+    slots_of = [(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None]
+    woken = await trigger_gates.wake(connection, slots_of)
+    return Freed(frozenset(run.id for run in ended), woken, moves=moves, cancelled_retries=cancelled)
+
+
+async def _tell(
+    connection: Connection,
+    locked: Gates,
+    ended: Sequence[EndedRun],
+    breaker: BreakerPolicy,
+    non_retryable: Collection[uuid.UUID] = (),
+) -> list[TriggerMove]:
+    if not any(run.is_probe or run.status == "failed" for run in ended):
+        return []
+    now = await locks.now(connection)
+    moves = []
+    for trigger_id, one in locked.items():
+        mine = [run for run in ended if run.trigger_id == trigger_id]
+        policy, gate = one.breaker or breaker, one.gate
+        bad = [r for r in mine if r.status == "failed" and (policy.non_retryable or r.id not in non_retryable)]
+        found: list[tuple[str | None, EndedRun]] = []
+        # While it is open, only the probe tells: what was launched before may still be failing.
+        failures = [run for run in bad if not run.is_probe] if gate.breaker_state == "closed" else []
+        for run in mine:
+            if run.is_probe:
+                is_good = True if run.status == "succeeded" else False if run in bad else None
+                found.append((gate.end_probe(now, run.id, policy, is_good=is_good), run))
+        if failures:
+            await trigger_gates.gather_outcomes(connection, gate, now, policy)
+            found.append((gate.count_failures(now, len(failures), policy), failures[-1]))
+        moves += [
+            TriggerMove(trigger_id, move, gate.breaker_reason, run.event_id, run.correlation_id, run.id)
+            for move, run in found
+            if move
+        ]
+    await trigger_gates.save(connection, (one.gate for one in locked.values()))
+    for trigger_id in sorted({move.trigger_id for move in moves}):  # whoever waits gets a new time
+        await trigger_gates.replan(connection, trigger_id)
+    return moves
+
+
+async def rekey(connection: Connection, compiled: CompiledTrigger) -> None:
+    """A trigger's concurrency has changed: its unfinished runs hold slots by the new rule from now on.
+
+    The caller keeps everyone else from launching. An event that the new key cannot be had from holds a slot of no key.
+    """
+    trigger = compiled.trigger
+    await trigger_gates.lock(connection, always=[trigger.id])
+    after = uuid.UUID(int=0)
+    while page := await runs.list_unfinished(connection, trigger.id, after=after, limit=REKEY_BATCH):
+        found = await events.get_many(connection, [event_id for _, event_id in page if event_id is not None])
+        keys: list[str | None] = []
+        for _, event_id in page:
+            event = found.get(event_id) if event_id else None
+            try:
+                keys.append(compiled.keys(event.envelope()).concurrency_key if event else "")
+            except TemplateError:
+                keys.append("")
+        if trigger.max_concurrency is None:
+            keys = [None] * len(page)
+        await runs.set_concurrency_keys(connection, [run_id for run_id, _ in page], keys)
+        after = page[-1][0]

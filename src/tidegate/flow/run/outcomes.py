@@ -1,0 +1,269 @@
+"""Outcomes: what runs write: steps, that they rest, how they ended. Many runs share one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import partial
+from typing import Any, NamedTuple
+
+from tidegate import failpoints
+from tidegate.errors import Unavailable
+from tidegate.flow.decide.reporting import tell_moves, tell_source_moves
+from tidegate.flow.run import finish
+from tidegate.flow.run.finish import Fill, Freed
+from tidegate.flow.run.journal import RecordedOutcome, Written
+from tidegate.model.run import FinishedRun
+from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
+from tidegate.model.step import Closing, RunOutcome, StepWrite, SuspendedRun
+from tidegate.store import runs, steps, trigger_gates
+from tidegate.store.db import Connection, Database
+from tidegate.store.deliveries import NOBODY, Claim
+from tidegate.store.group_commit import GroupCommit
+from tidegate.store.locks import Unlocked
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+MAX_WRITES = 1000
+_RETRY_SECONDS = 0.5
+
+_KEPT = Written(True)
+
+_log = logger("run")
+
+
+class WaitingStep(NamedTuple):
+    """A step that goes on at a time: what a wake-up needs to know."""
+
+    id: uuid.UUID
+    retry_attempts: int
+    next_attempt_at: datetime | None
+
+
+def _weight(item: RunOutcome) -> int:
+    """A large result counts as many writes: a transaction stays a matter of a moment."""
+    weight = 1
+    for write in item.steps:
+        weight += 1 if write.result is None else 1 + len(write.result) // 10_000
+    return weight
+
+
+class OutcomeWriter:
+    """Writes what came of runs. The transaction that ends a run launches what waits for its slot (`fill`), and claims
+    as much of it as `claim` allows. After the commit `after_free` hears of it, `after_wait` of steps that wait,
+    `after_close` of triggers and keys that a step has closed for everyone."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        breaker: BreakerPolicy,
+        source_breaker: SourceBreakerPolicy = SOURCE_BREAKER,
+        fill: Fill | None,
+        claim: Callable[[int], Claim | None],
+        after_free: Callable[[Freed], None],
+        after_wait: Callable[[Sequence[WaitingStep]], None],
+        after_close: Callable[[Closing], None],
+    ) -> None:
+        self._database = database
+        self._breaker = breaker
+        self._source_breaker = source_breaker
+        self._fill = fill
+        self._claim = claim
+        self._after_free = after_free
+        self._after_wait = after_wait
+        self._after_close = after_close
+        self._group: GroupCommit[RunOutcome, RecordedOutcome] = GroupCommit(
+            self._write_all, weight=_weight, max_weight=MAX_WRITES, max_waiting=1_000_000
+        )
+
+    def put(self, item: RunOutcome, then: Callable[[RecordedOutcome | BaseException], None]) -> None:
+        """Hand in an outcome; `then` hears that it is committed, and whether it counted."""
+        self._group.put(item, then)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written."""
+        return self._group.is_busy
+
+    async def close(self) -> None:
+        """Wait until everything is written."""
+        await self._group.close()
+
+    async def _write_all(self, items: list[RunOutcome]) -> Sequence[RecordedOutcome | Exception]:
+        """Write a group; if it fails, one by one, so that what cannot be written is nobody else's trouble."""
+        try:
+            return await self._write_group(items)
+        except Exception as exc:
+            if len(items) == 1:
+                raise
+            _log.warning("run.group_failed", count=len(items), error=exc, reason="writing one by one")
+        answers: list[RecordedOutcome | Exception] = []
+        for item in items:
+            try:
+                answers += await self._write_group([item])
+            except Exception as exc:
+                answers.append(exc)
+        return answers
+
+    async def _write_group(self, items: list[RunOutcome]) -> list[RecordedOutcome]:
+        claim = self._claim(sum(isinstance(item.end, FinishedRun) for item in items))
+        fill = None if claim is None else self._fill
+        also: frozenset[uuid.UUID] = frozenset()
+        are_simple = True
+        while True:
+            work = partial(self._write_together, items=items, are_simple=are_simple, fill=fill, claim=claim, also=also)
+            try:
+                recorded, freed = await self._database.run(work)
+            except _NotPlain:
+                are_simple = False
+                continue
+            except Unavailable as exc:
+                # The work is done; keep its result until the database is back. If the lease ends first, another
+                # worker runs it again, and this write will change nothing.
+                _log.warning("run.finish_waits", count=len(items), error=exc)
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            except Unlocked as exc:
+                also |= exc.trigger_ids
+                continue
+            except Exception as exc:
+                if fill is None:
+                    raise
+                # What waits for the slots cannot be decided; that must not keep these runs from ending.
+                _log.warning("run.fill_failed", count=len(items), error=exc)
+                fill = None
+                continue
+            failpoints.hit("outcome.after_commit")
+            if freed is not None:
+                self._committed(items, recorded, freed)
+            return recorded
+
+    async def _write_together(
+        self, connection: Connection, items: list[RunOutcome], are_simple: bool, **how: Any
+    ) -> tuple[list[RecordedOutcome], Freed | None]:
+        """One transaction: at first what may concern triggers, whose rows are locked before those of runs; then, by one
+        statement, the runs that simply succeeded, unless it turns out that some did not. None: there were no others."""
+        plain = [item for item in items if _is_plain(item)] if are_simple else []
+        if len(plain) == len(items):
+            await _succeed(connection, plain)
+            failpoints.hit("outcome.before_commit")
+            return [_kept(item) for item in items], None
+        simple = {id(item) for item in plain}
+        recorded, freed = await self._write(connection, [item for item in items if id(item) not in simple], **how)
+        if plain:
+            await _succeed(connection, plain)
+        failpoints.hit("outcome.before_commit")
+        others = iter(recorded)
+        return [_kept(item) if id(item) in simple else next(others) for item in items], freed
+
+    async def _write(
+        self,
+        connection: Connection,
+        items: list[RunOutcome],
+        fill: Fill | None,
+        claim: Claim | None,
+        also: frozenset[uuid.UUID],
+    ) -> tuple[list[RecordedOutcome], Freed]:
+        """The outcomes of steps, runs that rest, runs that ended."""
+        finished = [item.end for item in items if isinstance(item.end, FinishedRun)]
+        suspended = [item.end for item in items if isinstance(item.end, SuspendedRun)]
+        step_writes = [write for item in items for write in item.steps]
+        closing = [write for write in step_writes if write.closes is not None]
+        kept: dict[tuple[uuid.UUID, str], steps.RecordedStep] = {}
+
+        async def close() -> None:
+            kept.update(await steps.write(connection, closing))
+            for write in closing:
+                if (write.workflow_run_id, write.name) in kept and (one := write.closes) is not None:
+                    await trigger_gates.close(
+                        connection, one.trigger_id, key=one.concurrency_key, delay_ms=one.delay_ms, reason=one.reason
+                    )
+
+        freed = await finish.end_held(
+            connection,
+            finished,
+            breaker=self._breaker,
+            source_breaker=self._source_breaker,
+            fill=None if closing else fill,  # what waits is judged by the gate as it is after the closing
+            claim=claim or NOBODY,
+            before=close,
+            also=also | {write.closes.trigger_id for write in closing if write.closes},
+        )
+        kept |= await steps.write(connection, [write for write in step_writes if write.closes is None], freed.written)
+        resting = await runs.suspend(connection, suspended) if suspended else set()
+        ended = [run for run in finished if run.id in freed.written]
+        cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
+        if failed := [run for run in ended if run.status == "failed"]:
+            failpoints.hit("outcome.before_bury")
+            await runs.bury(connection, failed)
+        # By a commit whose answer was lost.
+        before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
+        asked = await runs.cancel_requested(connection, [s.id for s in suspended if s.id not in resting])
+
+        def recorded(item: RunOutcome) -> RecordedOutcome:
+            rows = [kept.get((write.workflow_run_id, write.name)) for write in item.steps]
+            end = item.end.id if item.end else None
+            return RecordedOutcome(
+                [Written(True, *row) if row else Written(False) for row in rows],
+                Written(end in resting or end in freed.written or end in before, end in asked),
+            )
+
+        return [recorded(item) for item in items], freed._replace(cancelled_retries=cancelled)
+
+    def _committed(self, items: list[RunOutcome], recorded: list[RecordedOutcome], freed: Freed) -> None:
+        tell_moves(freed.moves)
+        tell_source_moves(freed.source_moves)
+        metrics.STEP_RETRIES.labels("cancelled").inc(freed.cancelled_retries)
+        if freed.woken or freed.filled or freed.moves:
+            self._after_free(freed)
+        waiting: list[WaitingStep] = []
+        for item, answer in zip(items, recorded, strict=True):
+            for write, written in zip(item.steps, answer.steps, strict=True):
+                if not written.is_kept:
+                    continue
+                if write.closes is not None:
+                    self._after_close(write.closes)
+                if write.retry_state == "scheduled":
+                    waiting.append(WaitingStep(write.id, write.retry_attempts, written.next_attempt_at))
+                if write.kind == "step" and (write.retry_state != "none" or write.retry_attempts):
+                    _count_retry(write)
+        if waiting:
+            self._after_wait(waiting)
+
+
+class _NotPlain(Exception):
+    """Some runs did not end simply: they are not held any more, or matter to their trigger."""
+
+
+def _is_plain(item: RunOutcome) -> bool:
+    """A run that succeeded with its last steps, of which nothing was written before, and nobody else is concerned."""
+    end = item.end
+    if not isinstance(end, FinishedRun) or end.status != "succeeded" or end.matters_to_trigger or end.has_waiting_steps:
+        return False
+    for write in item.steps:  # noqa: SIM110 - spelled out, as it is asked for every run
+        if not write.is_new or write.status != "succeeded" or write.kind != "step":
+            return False
+    return True
+
+
+async def _succeed(connection: Connection, items: Sequence[RunOutcome]) -> None:
+    ends = [item.end for item in items if isinstance(item.end, FinishedRun)]
+    if not await runs.succeed(connection, ends, [write for item in items for write in item.steps]):
+        raise _NotPlain
+
+
+def _kept(item: RunOutcome) -> RecordedOutcome:
+    return RecordedOutcome([_KEPT] * len(item.steps), _KEPT)
+
+
+def _count_retry(write: StepWrite) -> None:
+    """A step that failed, now or before. Whatever ends an attempt after the first had come due for it."""
+    has_failed_now = write.retry_state in ("scheduled", "exhausted")
+    is_again = write.retry_attempts > has_failed_now
+    outcome = "completed" if write.retry_state == "none" else write.retry_state
+    if is_again:
+        metrics.STEP_RETRIES.labels("due").inc()
+    metrics.STEP_RETRIES.labels("rescheduled" if is_again and outcome == "scheduled" else outcome).inc()

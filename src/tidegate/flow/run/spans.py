@@ -1,0 +1,117 @@
+"""Run spans: one attempt at a run and the steps it tries, as spans of the trace of its event.
+
+A step's span is recorded when its outcome is committed, the run's when its end or rest is. What does not count, since
+the run belongs to someone else now, is recorded as `discarded`: spans of the users' own code hang below it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+from functools import partial
+from typing import NamedTuple
+
+from tidegate.clock import epoch_ns
+from tidegate.flow.run.endings import End
+from tidegate.flow.run.journal import Written
+from tidegate.model.event import Event, trace_id
+from tidegate.model.run import ClaimedRun, FinishedRun
+from tidegate.model.step import StepWrite
+from tidegate.telemetry import traces
+
+DISCARDED = "discarded"
+
+
+class _Unwritten(NamedTuple):
+    span: traces.Span
+    ended_ns: int
+    status: str
+    is_bad: bool
+
+
+class RunSpans:
+    """The spans of one attempt at a run; of an event without a trace there are none."""
+
+    def __init__(self, run: ClaimedRun, event: Event | None) -> None:
+        self._under_way: dict[str, traces.Span] = {}
+        self._unwritten: dict[asyncio.Future[Written], _Unwritten] = {}
+        self._run = run
+        self._span: traces.Span | None = None
+        if event is not None and trace_id(event.traceparent) is not None:
+            self._span = traces.begin(
+                f"run {run.workflow}", event.traceparent, kind="CONSUMER", workflow=run.workflow, run_id=run.id,
+                attempt=run.attempts, event_id=event.id,
+            )  # fmt: skip
+
+    def enter(self) -> None:
+        """This task, and what it begins, is inside of the run; a task that ended another run may have begun it."""
+        traces.attach(self._span)
+
+    def begin_step(self, name: str, attempt: int) -> None:
+        """A step's function is about to be called."""
+        if self._span is not None:
+            self._under_way[name] = span = self._span.child(
+                f"step {name}", workflow=self._run.workflow, run_id=self._run.id, step=name, attempt=attempt
+            )
+            span.enter()
+
+    def leave_step(self, name: str) -> None:
+        """It was called, in the same task."""
+        if name in self._under_way:
+            self._under_way[name].leave()
+
+    def fail_step(self, name: str, exc: BaseException) -> None:
+        """It raised something."""
+        if name in self._under_way:
+            self._under_way[name].fail(exc)
+
+    def fail(self, exc: BaseException) -> None:
+        """The workflow's function raised something."""
+        if self._span is not None:
+            self._span.fail(exc)
+
+    def wrote_step(self, write: StepWrite, written: asyncio.Future[Written]) -> None:
+        """The outcome of an attempt is on its way into the database."""
+        span = self._under_way.pop(write.name, None)
+        if span is not None:
+            self._unwritten[written] = _Unwritten(span, epoch_ns(), write.status, write.error is not None)
+            written.add_done_callback(partial(self._settle, is_kept=False))
+
+    def end(self, end: End | None, *, is_kept: bool) -> None:
+        """The attempt is over: how, and whether that counted."""
+        for written in list(self._unwritten):
+            self._settle(written, is_kept=is_kept)
+        for step in self._under_way.values():
+            _end(step, DISCARDED, is_bad=True)
+        self._under_way.clear()
+        span, self._span = self._span, None
+        if span is None:
+            return
+        if end is None or not is_kept:
+            _end(span, DISCARDED, is_bad=True)
+        elif isinstance(end, FinishedRun):
+            _end(span, end.status, is_bad=end.status == "failed")
+        else:
+            _end(span, "pending", is_bad=False, next_attempt_at=end.next_attempt_at)
+
+    def _settle(self, written: asyncio.Future[Written], *, is_kept: bool) -> None:
+        """A step's outcome is committed, or does not count; `is_kept` for one that was written with the run's end."""
+        found = self._unwritten.pop(written, None)
+        if found is None:
+            return
+        next_attempt_at = None
+        if written.done():
+            has_answer = not written.cancelled() and written.exception() is None
+            is_kept = has_answer and written.result().is_kept
+            next_attempt_at = written.result().next_attempt_at if is_kept else None
+        status = found.status if is_kept else DISCARDED
+        _end(found.span, status, is_bad=found.is_bad or not is_kept, next_attempt_at=next_attempt_at, at=found.ended_ns)
+
+
+def _end(
+    span: traces.Span, status: str, *, is_bad: bool, next_attempt_at: datetime | None = None, at: int | None = None
+) -> None:
+    span.tell(status=status, next_attempt_at=next_attempt_at)
+    if is_bad:
+        span.fail(status)
+    span.end(at)
