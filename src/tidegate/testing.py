@@ -316,7 +316,7 @@ def _in_lasting_thread(work: Callable[[], None]) -> None:
     def body() -> None:
         try:
             work()
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - re-raised in the calling thread
             failures.append(exc)
         done.set()
         if not failures:

@@ -273,7 +273,7 @@ def _endpoint(route: Route, services: Services) -> Any:
                 result = await by_source.answer(route, request, services, asking)
             else:
                 result = await route.handler(request, services)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - every error becomes an answer
             result = problems.response(exc)
         response = result if isinstance(result, Response) else json_response(result)
         response.headers.update(problems.HEADERS)

@@ -117,7 +117,7 @@ class BullmqQueue:
                     for wakeup in wakeups:
                         pipe.exists(self._queues[QUEUES[wakeup.topic]].toKey(wakeup.job_id))
                     found = await pipe.execute()
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - losing Redis costs latency, never work
             if self._can_ask:  # once per outage
                 _log.warning("queue.cannot_be_asked", error=exc)
             self._can_ask = False
@@ -133,7 +133,7 @@ class BullmqQueue:
             async with asyncio.timeout(2 * ASK_SECONDS):
                 memory = await self._probe.info("memory")
             policy = memory.get("maxmemory_policy", "noeviction")
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - reported as the queue's trouble
             return f"Redis does not answer ({type(exc).__name__}): workers look every poll_ms instead of being told"
         if policy != "noeviction":
             return f"Redis may evict jobs: maxmemory-policy is {policy}, and should be noeviction"
@@ -193,7 +193,7 @@ class BullmqQueue:
                 _log.warning("queue.foreign_job_ignored", job_id=str(job.id))
                 return
             self._wakes[job.name].set()
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - a bad job must not stop the listener
             _log.warning("queue.bad_job_ignored", error=exc)
 
     async def _listen(self, name: str) -> None:
@@ -203,7 +203,7 @@ class BullmqQueue:
             try:
                 await self._listen_once(name)
                 reason: object = "the library's loop ended by itself"
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - logged, and the listener starts again
                 reason = exc
             failures = 0 if monotonic() - began_at > SILENCE_SECONDS else failures + 1
             if failures <= 1:  # once per outage
@@ -290,5 +290,5 @@ async def _close(client: Any) -> None:
     try:
         async with asyncio.timeout(_CLOSE_SECONDS):
             await client.aclose()
-    except Exception as exc:
+    except Exception as exc:  # noqa: BLE001 - closing is best effort
         _log.debug("queue.close_failed", error=exc)

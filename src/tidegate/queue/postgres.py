@@ -76,7 +76,7 @@ class PostgresQueue:
                 try:
                     async with self._database.connection(wait_seconds=1) as connection:
                         await connection.execute("; ".join((_UNFLUSHED, *(f"notify tidegate_{t}" for t in topics))))
-                except Exception as exc:
+                except Exception as exc:  # noqa: BLE001 - a lost hint costs latency: workers poll
                     _log.debug("queue.hint_lost", error=exc)  # the next look finds the rows
                 await asyncio.sleep(_MIN_GAP_SECONDS)
         finally:
@@ -96,7 +96,7 @@ class PostgresQueue:
                 while not await _is_set(lost, _ALIVE_SECONDS):
                     await connection.execute(f"listen tidegate_{TOPICS[0]}")  # again: all that matters is the answer
                 _log.warning("queue.listener_lost")
-            except Exception as exc:  # whatever it is, the workers' own look goes on
+            except Exception as exc:  # noqa: BLE001 - whatever it is, the workers' own look goes on
                 _log.warning("queue.listener_unavailable", error=exc)
             finally:
                 if connection is not None and not connection.is_closed():

@@ -315,7 +315,7 @@ async def _roll_back(connection: Any, transaction: Any) -> None:
     try:
         async with asyncio.timeout(RELEASE_SECONDS):
             await transaction.rollback()
-    except Exception:
+    except Exception:  # noqa: BLE001 - a connection that cannot roll back is closed, which rolls back too
         _cut_off(connection)
 
 

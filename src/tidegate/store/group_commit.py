@@ -73,7 +73,7 @@ class GroupCommit(Generic[Item, Result]):
                 items = [item for item, _, _ in group]
                 try:
                     results = await self._write(items)
-                except Exception as exc:
+                except Exception as exc:  # noqa: BLE001 - reported to everyone in the group
                     results = [exc] * len(items)
                 for (_, then, _), result in zip(group, results, strict=True):
                     _tell(then, result)
@@ -95,7 +95,7 @@ class GroupCommit(Generic[Item, Result]):
 def _tell(then: Callable[[Any], None], result: Any) -> None:
     try:
         then(result)
-    except Exception as exc:  # the others are to hear of theirs
+    except Exception as exc:  # noqa: BLE001 - the others are to hear of theirs
         _log.error("commit.unheard", error=exc, exc_info=exc)
 
 

@@ -142,7 +142,7 @@ def _format_error(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableM
         name = type(error).__name__
         try:
             fields["error"] = f"{name}: {error}"
-        except Exception:  # its __str__ fails
+        except Exception:  # noqa: BLE001 - its __str__ fails
             fields["error"] = name
     return fields
 

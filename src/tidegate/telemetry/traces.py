@@ -48,7 +48,7 @@ def _harmless(call: Callable[P, R]) -> Callable[P, R | None]:
     def called(*args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
             return call(*args, **kwargs)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - tracing must not break what it observes
             _tell_failure(exc)
             return None
 
@@ -74,7 +74,7 @@ def switch_on() -> None:
     if found is None and names:
         try:
             found = _new_provider(names)
-        except Exception as exc:  # traces are not worth a worker that does not start
+        except Exception as exc:  # noqa: BLE001 - traces are not worth a worker that does not start
             from tidegate.telemetry.logs import logger
 
             _log = logger("traces")

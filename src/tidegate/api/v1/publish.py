@@ -102,7 +102,7 @@ async def _answer(
                 events = _continued(traced, headers.get("traceparent"), events)
             place.hold_events(len(events))
             accepted = await services.ingest.accept(events) if events else []
-    except Exception as exc:
+    except Exception as exc:  # noqa: BLE001 - every error becomes an answer
         return problems.response(exc)
     return msgspec.json.encode(AcceptedBatch(accepted) if is_batch else accepted[0])
 

@@ -93,7 +93,7 @@ class Ingest:
                     results[left[position]] = conflict
                 left = [i for i in left if results[i] is None]
                 continue
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - whatever one request fails with, the others are stored
                 if len(left) > 1 and not _is_down(exc):
                     # One of them is in the way of the others: each gets a transaction of its own.
                     apart = await asyncio.gather(*(self._write([requests[i]]) for i in left))

@@ -100,7 +100,7 @@ class Dispatch:
         except Unavailable:
             self._batch.forget_triggers()  # a batch that outlived its transaction was matched by them
             raise
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - whatever the batch failed with, its events are tried one by one
             self._batch.forget_triggers()
             _log.warning("dispatch.batch_failed", error=exc, reason="taking it apart to find the event at fault")
             return await self._one_by_one()
@@ -256,7 +256,7 @@ class Dispatch:
                 one = decided.outcome
             except Unavailable:
                 raise
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - whatever it is, this event goes to the dead letters and the others continue
                 one = await self._quarantine(sequence, exc)
             total = DispatchCounts(*(a + b for a, b in zip(total, one, strict=True)))
         return total

@@ -93,7 +93,7 @@ async def match(index: TriggerIndex, events: Sequence[Event], slices: Slices) ->
                 reason = trigger.reason(envelope, budget)
             except OverBudget as exc:
                 fired.append(Match(event, envelope, trigger, str(exc), is_over_budget=True))
-            except Exception as exc:  # that trigger's failure; the others go on
+            except Exception as exc:  # noqa: BLE001 - that trigger's failure; the others go on
                 fired.append(Match(event, envelope, trigger, f"{type(exc).__name__}: {exc}"[:1000]))
             else:
                 if reason is None:

@@ -77,7 +77,7 @@ class DeliveryReplan:
                     planned = await self._database.run(partial(self._batch, trigger_id=trigger_id, cursor=cursor))
                 except Unavailable:
                     raise
-                except Exception as exc:
+                except Exception as exc:  # noqa: BLE001 - one trigger that cannot be planned must not stop the others
                     _log.error("trigger.replan_failed", trigger_id=str(trigger_id), error=exc, exc_info=exc)
                     del cursors[trigger_id]
                     continue

@@ -115,7 +115,7 @@ class DeliveryRetry:
             turn = await self._locking(due)
         except Unavailable:
             raise
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - whatever the batch failed with, its deliveries are tried one by one
             _log.warning("retry.batch_failed", error=exc, reason="taking it apart to find the delivery at fault")
             return await self._one_by_one(due)
         self.committed(turn)
@@ -301,7 +301,7 @@ class DeliveryRetry:
                 self.committed(turn)
             except Unavailable:
                 raise
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - whatever it is, this delivery goes to the dead letters and the others continue
                 await self._database.run(partial(self._give_up, one=one, exc=exc))
             total += 1
         return DeliveryTurn(due=total)

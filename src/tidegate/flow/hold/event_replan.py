@@ -81,7 +81,7 @@ class Replan:
                     planned = await self._database.run(partial(self._batch, name=name, cursor=cursor))
                 except Unavailable:
                     raise
-                except Exception as exc:
+                except Exception as exc:  # noqa: BLE001 - one source that cannot be planned must not stop the others
                     _log.error("source.replan_failed", source=name, error=exc, exc_info=exc)
                     del cursors[name]
                     continue

@@ -86,7 +86,7 @@ class EventRetry:
             turn = await self._database.run(self._turn)
         except Unavailable:
             raise
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - whatever the batch failed with, its events are tried one by one
             _log.warning("retry.batch_failed", error=exc, reason="taking it apart to find the event at fault")
             turn = await self._one_by_one()
         metrics.EVENT_RETRIES.labels("due").inc(turn.due)
@@ -125,7 +125,7 @@ class EventRetry:
                 one = await self._database.run(partial(self._take, names=[name], batch_size=1, only=first))
             except Unavailable:
                 raise
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - whatever it is, this event goes to the dead letters and the others continue
                 given_up = await self._database.run(partial(self._give_up, name=name, event_id=first, exc=exc))
                 one = EventTurn(due=given_up, expired=given_up)
             total = total.plus(one)

@@ -78,7 +78,7 @@ class Replay:
                 outcome, kind = await self._replay(letter_id)
             except Unavailable:
                 raise
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - one dead letter that fails must not stop the others
                 # This letter's fault and nobody else's: the others go on.
                 outcome, kind = await self._database.run(partial(self._refuse, letter_id=letter_id, exc=exc)), None
             failpoints.hit("replay.after_commit")

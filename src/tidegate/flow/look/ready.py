@@ -91,7 +91,7 @@ class Readiness:
                 checks["database"] = await self._storing()
         except SchemaError as exc:
             checks["schema"] = str(exc)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - readiness reports what is wrong and never fails
             _log.warning("ready.database_cannot_be_asked", error=exc)
             checks = {"database": why_down(exc), "schema": UNKNOWN, "durability": UNKNOWN}
         return checks, is_allowed
@@ -103,7 +103,7 @@ class Readiness:
                 await events.probe(self._publishing)
         except TransientConflict:
             return OK  # someone has a table for a moment
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - readiness reports what is wrong and never fails
             _log.warning("ready.cannot_store", error=exc)
             return why_down(exc)
         return OK

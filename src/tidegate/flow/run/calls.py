@@ -169,6 +169,6 @@ def _type_name(exc: BaseException) -> str:
 def _said(exc: BaseException) -> str:
     try:
         text = str(exc)
-    except Exception:  # its __str__ fails
+    except Exception:  # noqa: BLE001 - its __str__ fails
         text = ""
     return cleaned(text[:MAX_ERROR_CHARACTERS]).strip()

@@ -144,12 +144,12 @@ async def hand_in(
             return
         try:
             journal.end(instead, partial(then, instead))
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - reported to the caller of `hand_in`
             then(instead, exc)
 
     try:
         await journal.settle()
-    except Exception as exc:
+    except Exception as exc:  # noqa: BLE001 - the run ends as failed instead
         instead = unwritable(exc)
         journal.end(instead, partial(then, instead))
     else:

@@ -258,7 +258,7 @@ class Execution:
             if self._is_resting or task is None or task.cancelling():
                 raise
             return Failure(exc)  # nobody cancelled this step: its function gave up by itself
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - user code may raise anything; it is the step's failure
             return Failure(exc)
         finally:
             current_step.reset(token)
@@ -386,7 +386,7 @@ class Execution:
             if error is not None:
                 raise error
             end: End = self._endings.succeeded(encode_output(result, "what the workflow returned"))
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - user code may raise anything; it is how the run ends
             end = self._endings.raised(exc)
             if self.spans is not None:
                 self.spans.fail(exc)

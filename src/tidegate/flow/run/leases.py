@@ -87,7 +87,7 @@ class LeaseKeeper:
                 except Unavailable as exc:
                     seconds = self._lease_ms / 15_000
                     _log.warning("run.renewal_waits", error=exc)
-                except Exception as exc:  # the next round tries again; leases end by themselves if it goes on
+                except Exception as exc:  # noqa: BLE001 - the next round tries again; leases end by themselves if it goes on
                     _log.error("run.renewal_failed", error=exc, exc_info=exc)
             async with database.transaction() as connection:
                 await workers.leave(connection, self._worker)

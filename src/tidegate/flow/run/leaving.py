@@ -28,7 +28,7 @@ class Leaving:
         result, error = None, None
         try:
             result = await call
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - user code may raise anything; returned to the caller
             error = exc
         finally:
             self.task = None

@@ -104,7 +104,7 @@ class OutcomeWriter:
         for item in items:
             try:
                 answers += await self._write_group([item])
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - reported to the run that it belongs to
                 answers.append(exc)
         return answers
 

@@ -292,7 +292,7 @@ class Runner:
             if self._earlier:
                 await self._earlier.gone(execution)
             ended = await execution.go()
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - re-raised unless the lease was lost
             if not execution.is_abandoned:
                 self._without_end(execution, exc)
             return
@@ -306,7 +306,7 @@ class Runner:
         self._free_slot(execution)  # what is left to do needs none
         try:
             await execution.close(ended, partial(self._written, execution))
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - re-raised unless the lease was lost
             self._without_end(execution, exc)
             return
         self._writing.add(execution)

@@ -219,7 +219,7 @@ class Workflow:
         """The types that values are checked against."""
         try:
             found = get_type_hints(self.function)
-        except Exception:  # a hint that exists for type checkers only
+        except Exception:  # noqa: BLE001 - a hint that exists for type checkers only
             found = {}
         self._hints = {name: hint for name, hint in found.items() if hint is not Any}
         return self._hints
