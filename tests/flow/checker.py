@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
+from bench.neighbours import QUIET_CORES, Neighbours
 from chaos.judge import most_in_any_interval as most_in_any_interval  # noqa: PLC0414 - judged alike everywhere
 
 
@@ -60,6 +61,12 @@ def carry_breaches(admissions: Sequence[tuple[int, float]], epochs: Sequence[Epo
 def milliseconds(times: Sequence[datetime]) -> list[float]:
     """Times as milliseconds since the first of them."""
     return [(at - min(times)) / timedelta(milliseconds=1) for at in times]
+
+
+def least_share(others: Neighbours) -> float:
+    """How much of an allowance a backlog must use: 95 % where other programs leave the machine alone. Beside other load
+    the workers get a part of the processors, and are late by as much."""
+    return 0.95 if (others.cores or 0) + (others.stolen or 0) <= QUIET_CORES else 0.6
 
 
 def share_used(times_ms: Sequence[float], limit: int, interval_ms: float, *, since: float, until: float) -> float:

@@ -17,7 +17,7 @@ from tidegate.flow.hold.delivery_retry import DeliveryRetry
 from tidegate.flow.run.runner import Runner
 from tidegate.model.retry import TRIGGER_RETRY, Retry
 from tidegate.model.source import RateLimit
-from tidegate.store import sources, trigger_gates
+from tidegate.store import locks, trigger_gates
 from tidegate.store.db import Connection, Database
 
 HOUR_MS = 3_600_000
@@ -156,7 +156,7 @@ async def test_who_becomes_due_while_others_are_decided_is_not_launched_before_i
     async def slow(*arguments: Any, **named: Any) -> Any:
         monkeypatch.setattr(trigger_gates, "lock", lock)
         await TriggerWorker(database, TRIGGER_RETRY).delivery_retry.run_once()  # another worker was first
-        monkeypatch.setattr(sources, "now", then_later)
+        monkeypatch.setattr(locks, "now", then_later)
         return await lock(*arguments, **named)
 
     async def then_later(one: Connection) -> datetime:
