@@ -77,7 +77,7 @@ FENCES = {
             ("tidegate.flow.decide.deliver", "claimed_with", lambda _: lambda one, created: created.get(one.run_id)),
             ("tidegate.flow.decide.deliver", "claimed_run",
              lambda made: lambda one, *others: made(one._replace(status="launched"), *others)),
-            ("tidegate.flow.run.claims", "Claims.take", lambda _: lambda _claims, _run: True),
+            ("tidegate.flow.run.claiming", "Claims.take", lambda _: lambda _claims, _run: True),
         ),
     ),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from tidegate import Context, RetryAfter, Tidegate
 from tidegate.flow.decide.batch import Batch
 from tidegate.flow.decide.dispatch import Dispatch
 from tidegate.flow.keep.reconcile import Reconcile
-from tidegate.flow.run import claimed_ahead as ahead
+from tidegate.flow.run import claiming
 from tidegate.flow.run.runner import Runner
 from tidegate.model.source import SOURCE_BREAKER
 from tidegate.store.db import Connection, Database
@@ -174,7 +174,7 @@ async def test_short_runs_are_claimed_ahead_and_never_more_than_the_slots_execut
         at_once -= 1
 
     await crew.serve()
-    crew.runner._ahead._typical_seconds = 0.001
+    crew.runner._prefetch._typical_seconds = 0.001
     assert crew.runner.room > 3
     for _ in range(100):
         await publish(connection, "go")
@@ -198,7 +198,7 @@ async def test_no_run_sees_what_another_one_has_set(connection: Connection, app:
         await ctx.step("second", note)
 
     await crew.serve()
-    crew.runner._ahead._typical_seconds = 0.001
+    crew.runner._prefetch._typical_seconds = 0.001
     for n in range(9):  # three slots: most are begun by the end of another
         await publish(connection, "go", n=n)
     await crew.dispatch.run_once()
@@ -210,7 +210,7 @@ async def test_no_run_sees_what_another_one_has_set(connection: Connection, app:
 async def test_what_is_claimed_and_does_not_begin_goes_to_a_worker_that_is_free(
     connection: Connection, app: Tidegate, crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "BACK_SECONDS", 0.05)
+    monkeypatch.setattr(claiming, "RELEASE_SECONDS", 0.05)
     go_on, ran = asyncio.Event(), []
 
     @app.workflow(on="go")
@@ -219,7 +219,7 @@ async def test_what_is_claimed_and_does_not_begin_goes_to_a_worker_that_is_free(
         await go_on.wait()
 
     await crew.serve()
-    crew.runner._ahead._typical_seconds = 0.001  # so far, all were short
+    crew.runner._prefetch._typical_seconds = 0.001  # so far, all were short
     for _ in range(6):
         await publish(connection, "go")
     await crew.dispatch.run_once()
@@ -258,7 +258,7 @@ async def test_what_is_claimed_ahead_does_not_hammer_a_service_that_has_said_no(
         await ctx.step("call", call, n)
 
     await crew.serve()
-    crew.runner._ahead._typical_seconds = 0.001
+    crew.runner._prefetch._typical_seconds = 0.001
     for n in range(30):
         await publish(connection, "go", n=n)
     await crew.dispatch.run_once()
@@ -278,7 +278,7 @@ async def test_a_stopping_worker_gives_back_at_once_what_it_has_not_begun(
         await asyncio.Event().wait()
 
     await crew.serve()
-    crew.runner._ahead._typical_seconds = 0.001
+    crew.runner._prefetch._typical_seconds = 0.001
     for _ in range(5):
         await publish(connection, "go")
     await crew.dispatch.run_once()

@@ -24,9 +24,8 @@ from tidegate import Tidegate, __version__
 from tidegate.errors import Conflict, InvalidInput, NonRetryable, RetryAfter
 from tidegate.flow import control
 from tidegate.flow.decide.dispatch import Dispatch
-from tidegate.flow.run import http_guard
-from tidegate.flow.run.http import HttpWorkflows
-from tidegate.flow.run.http_guard import MAX_ANSWER_BYTES, GuardedTransport, Outgoing, post
+from tidegate.flow.run import http
+from tidegate.flow.run.http import MAX_ANSWER_BYTES, GuardedTransport, HttpWorkflows, Outgoing, post
 from tidegate.flow.run.runner import Runner
 from tidegate.model.addresses import parse_allowed
 from tidegate.model.http_workflow import HttpConfig
@@ -120,8 +119,8 @@ async def test_a_run_is_posted_signed_and_its_answer_is_the_output(
 
 def test_the_signature_is_that_of_the_standard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of the Standard Webhooks specification."""
-    monkeypatch.setattr(http_guard, "utc_now", lambda: datetime.fromtimestamp(1614265330, UTC))
-    headers = http_guard.signed_headers(
+    monkeypatch.setattr(http, "utc_now", lambda: datetime.fromtimestamp(1614265330, UTC))
+    headers = http.signed_headers(
         ["whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"], "msg_p5jXN8AQM9LWM0D4loKWxJek", b'{"test": 2432232314}'
     )
     assert headers["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="

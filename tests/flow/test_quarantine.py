@@ -153,7 +153,7 @@ async def test_nothing_executes_beside_a_suspect(
     for n in range(30):
         await publish(connection, "other", n=n)
     await world.dispatch.run_once()
-    while await runner.run_once() or runner._tasks or runner._writing:
+    while await runner.run_once() or len(runner._executions):
         await asyncio.sleep(0.001)
         await world.dispatch.run_once()
     assert {status for status, *_ in await crashes(connection)} == {"succeeded"}
@@ -185,7 +185,7 @@ async def test_what_was_claimed_for_a_worker_as_a_trial_began_waits_for_its_end(
     [late] = await runs.claim_due(connection, definitions=definitions, limit=1, worker="test", lease_ms=LEASE_MS)
     assert await runner.run_once() == 1
     runner.start([(late, None)])
-    await until(lambda: not runner._ahead)  # it was given back
+    await until(lambda: not len(runner._prefetch))  # it was given back
     assert world.done == ["suspect begun"]
     release.set()
     await asyncio.wait_for(runner.idle(), 30)
@@ -227,7 +227,7 @@ async def test_beside_runs_that_take_long_suspects_are_begun_and_not_blamed(
     database: Database, connection: Connection, clock: Clock, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or each would wait for hours until it is alone, and nothing else would be begun meanwhile."""
-    for name in ("PATIENCE_SECONDS", "LOOK_SECONDS"):
+    for name in ("PATIENCE_SECONDS", "CHECK_SECONDS"):
         monkeypatch.setattr(quarantine, name, 0.05)
     monkeypatch.setattr(quarantine, "REST_FACTOR", 0)
     release = asyncio.Event()

@@ -18,7 +18,7 @@ from tidegate.flow import control
 from tidegate.flow.hold.delivery_retry import DeliveryRetry
 from tidegate.flow.keep.reconcile import Reconcile
 from tidegate.flow.keep.schedule import Scheduler
-from tidegate.flow.run import leaving
+from tidegate.flow.run import stopping
 from tidegate.model.retry import Retry
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store import runs as store_runs
@@ -159,7 +159,7 @@ async def test_a_run_taken_over_by_the_same_worker_stays_held_when_its_ghost_end
     run = await the_run(connection)
     assert run["status"] == "running"
     try:
-        assert run["id"] in {execution.run.id for execution in runner._tasks}, (
+        assert run["id"] in {execution.run.id for execution in runner._executions.held()}, (
             "the heir is held: its lease is renewed, SIGTERM hands it back"
         )
     finally:
@@ -356,7 +356,7 @@ async def test_a_retry_loop_around_a_step_lets_the_run_rest(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leaving, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(stopping, "STOP_SECONDS", 0.2)
 
     async def broken() -> None:
         raise OSError("again")
@@ -376,7 +376,7 @@ async def test_a_retry_loop_around_a_step_lets_the_run_rest(
     await runner.run_once()
     for _ in range(40):
         await asyncio.sleep(0.05)
-        if not runner._tasks:
+        if not len(runner._executions):
             break
     status = (await the_run(connection))["status"]
     for _ in range(20):  # so that the test itself ends
@@ -552,7 +552,7 @@ async def test_a_commit_whose_answer_was_lost(
 
     runner = await world.runner()
     told: list[str] = []
-    monkeypatch.setattr("tidegate.flow.run.runner.tell_ended", lambda _, __, run, ___: told.append(run.status))
+    monkeypatch.setattr("tidegate.flow.run.executions.tell_ended", lambda _, __, run, ___: told.append(run.status))
     real, lost = runner._database.run, []
 
     async def run(work: Any, attempts: int = 5) -> Any:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tidegate.flow.run import calls, output, quarantine
+from tidegate.flow.run import quarantine, user_calls
 from tidegate.model.retry import STEP_RETRY
 from tidegate.model.run import MAX_TRIALS, SUSPECT_CRASHES
 from tidegate.model.units import MAX_DURATION_MS
@@ -88,8 +88,8 @@ def test_numbers() -> None:
         5, 1000, 2, 300_000, 0.2,
     )  # fmt: skip
     assert "5 attempts, 1 s, doubled up to 5 min, ± 20 %" in TEXT
-    assert output.MAX_OUTPUT_BYTES == 1024 * 1024 and "at most 1 MiB" in TEXT
-    assert f"1 to {calls.MAX_STEP_NAME} characters" in TEXT
+    assert user_calls.MAX_OUTPUT_BYTES == 1024 * 1024 and "at most 1 MiB" in TEXT
+    assert f"1 to {user_calls.MAX_STEP_NAME} characters" in TEXT
     assert f"up to {MAX_DURATION_MS // 86_400_000} days" in TEXT
     assert f"(`TIDEGATE_LEASE_MS`, {Settings().lease_ms // 1000} s)" in TEXT
     assert f"whose worker died {SUSPECT_CRASHES} times in a row is a suspect" in TEXT

@@ -26,8 +26,7 @@ from tidegate.flow.keep.replay import TOPICS as REPLAY_TOPICS
 from tidegate.flow.keep.replay import Replay
 from tidegate.flow.keep.schedule import Scheduler
 from tidegate.flow.run.finish import Freed
-from tidegate.flow.run.http import HttpWorkflows
-from tidegate.flow.run.http_guard import outgoing
+from tidegate.flow.run.http import HttpWorkflows, outgoing
 from tidegate.flow.run.runner import Runner
 from tidegate.flow.run.workflow import Workflow
 from tidegate.model.secrets import SecretKeys

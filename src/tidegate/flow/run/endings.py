@@ -1,32 +1,49 @@
-"""Endings: how one attempt at a run ends: finished, or put to rest until a time; and how that is written."""
+"""Endings: how one attempt at a run ends: finished, or suspended until a time. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import datetime, timedelta
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from tidegate.errors import NonRetryable, RetryAfter, StepFailed, first_line
-from tidegate.flow.run.calls import cleaned, error_text, reason_of, retry_after_ms
-from tidegate.flow.run.journal import Journal, Written
+from tidegate.errors import NonRetryable, RetryAfter, SecretsUnreadable, StepFailed, first_line
+from tidegate.flow.run.user_calls import cleaned, error_text, reason_of, retry_after_ms
 from tidegate.flow.run.workflow import Workflow
-from tidegate.model.retry import RetryPolicy, is_exhausted
+from tidegate.model.retry import RetryPolicy, backoff_ms, is_exhausted, why_given_up
 from tidegate.model.run import ClaimedRun, FinishedRun, Step
 from tidegate.model.step import Closing, SuspendedRun
 
 End = FinishedRun | SuspendedRun
-# Hears how a run ended, and what became of writing that.
-Then = Callable[[End, Written | BaseException], None]
 
 MAX_WARNING = 1000
-# Said of a step whose function raised NonRetryable, in its `retry_metadata`.
+# Key in a step's `retry_metadata`: its function raised NonRetryable.
 NON_RETRYABLE = "non_retryable"
 
 
+class StepFailure(NamedTuple):
+    """What the failure of an attempt at a step means: how many attempts failed so far, whether it was the last one, and
+    otherwise when the next one is due."""
+
+    attempt: int
+    is_final: bool
+    delay_ms: int
+
+
+def step_failure(exc: BaseException, known: Step | None, policy: RetryPolicy, now: datetime) -> StepFailure:
+    """Judge a failed attempt at a step by its retry policy."""
+    # A key that the worker lacks is not the step's failure: the step waits for an operator and uses no attempt.
+    is_failure = not isinstance(exc, SecretsUnreadable)
+    attempt = (known.retry_attempts if known else 0) + is_failure
+    age = now - known.created_at if known and known.created_at else timedelta()
+    is_final = isinstance(exc, NonRetryable) or (is_failure and why_given_up(policy, attempt, age) is not None)
+    if isinstance(exc, RetryAfter | SecretsUnreadable):
+        return StepFailure(attempt, is_final, retry_after_ms(exc))
+    return StepFailure(attempt, is_final, 0 if is_final else backoff_ms(policy, attempt))
+
+
 class Endings:
-    """The ends that a run may come to. `steps` are those of the run, as far as they are known; `parked` those that
-    wait, until when; `warnings` what the run says meanwhile."""
+    """The ends that a run may come to. `steps` are the run's steps so far; `parked` the steps that wait, and until
+    when; `warnings` what an operator reads about the run while it waits."""
 
     __slots__ = ("_policy", "_run", "_steps", "_workflow", "parked", "warnings")
 
@@ -40,17 +57,17 @@ class Endings:
 
     @property
     def deadline(self) -> datetime | None:
-        """When the run's time is over."""
+        """When the run times out."""
         timeout_ms = self._workflow.timeout_ms
         return None if timeout_ms is None else self._run.started_at + timedelta(milliseconds=timeout_ms)
 
     def seconds_left(self, now: datetime) -> float | None:
-        """How long the run may go on; None: as long as it likes."""
+        """How long the run may still take; None: no limit."""
         deadline = self.deadline
         return None if deadline is None else (deadline - now).total_seconds()
 
     def park(self, step: Step, until: datetime) -> None:
-        """A step waits for a time; if it has failed, the run says so meanwhile."""
+        """A step waits for a time; if it has failed, the run's warning says so."""
         self.parked[step.name] = until
         if step.error:
             failed = f"failed {step.retry_attempts} times" if step.retry_attempts else "waits"
@@ -75,7 +92,7 @@ class Endings:
         return self._finished("failed", error=f"its outcome cannot be stored: {reason_of(exc)}")
 
     def raised(self, exc: BaseException) -> End:
-        """The function has raised something."""
+        """The function raised an exception."""
         if isinstance(exc, StepFailed):
             step = self._steps.get(exc.name)
             error = cleaned(f"{exc}\n{exc.error}")
@@ -86,21 +103,21 @@ class Endings:
             return self._finished("failed", error=error, dead_step_id=dead_step_id, is_non_retryable=is_final)
         if isinstance(exc, RetryAfter) and not is_exhausted(self._policy, self._run.retry_attempts + 1):
             self.warnings[""] = reason_of(exc)
-            return self._rests(None, retry_after_ms(exc), is_retry=True)
+            return self._suspended(None, retry_after_ms(exc), is_retry=True)
         return self._finished("failed", error=error_text(exc), is_non_retryable=isinstance(exc, NonRetryable))
 
     def closing(self, exc: BaseException, delay_ms: int) -> Closing | None:
-        """What a step's refusal closes for everyone; a key only where the trigger limits by key."""
+        """The trigger or key that `RetryAfter(everyone=…)` closes; a key only where the trigger limits by key."""
         if not isinstance(exc, RetryAfter) or exc.everyone is None or self._run.trigger_id is None:
             return None
         key = self._run.concurrency_key if exc.everyone == "key" else None
         return Closing(trigger_id=self._run.trigger_id, concurrency_key=key, delay_ms=delay_ms, reason=reason_of(exc))
 
-    def resting(self) -> SuspendedRun:
-        """Until the first of its steps goes on, or its time is over."""
-        return self._rests(min(self.parked.values()), None)
+    def suspended(self) -> SuspendedRun:
+        """Suspended until the first of its steps is due, or the run times out."""
+        return self._suspended(min(self.parked.values()), None)
 
-    def _rests(self, until: datetime | None, delay_ms: int | None, *, is_retry: bool = False) -> SuspendedRun:
+    def _suspended(self, until: datetime | None, delay_ms: int | None, *, is_retry: bool = False) -> SuspendedRun:
         return SuspendedRun(
             id=self._run.id,
             claim_generation=self._run.claim_generation,
@@ -122,38 +139,6 @@ class Endings:
             has_waiting_steps=_has_waiting(self._steps.values()),
             **fields,
         )
-
-
-async def hand_in(
-    end: End,
-    then: Then,
-    journal: Journal,
-    cancelled: Callable[[], FinishedRun],
-    unwritable: Callable[[Exception], FinishedRun],
-) -> None:
-    """Hand in an end, after what was written before it. Instead of one that cannot be written, or a rest of a run that
-    is to be cancelled, another end is written, without steps. LeaseLost when what was written before did not count."""
-
-    def closed(written: Written | BaseException) -> None:
-        if isinstance(written, Exception):
-            instead = unwritable(written)
-        elif isinstance(end, SuspendedRun) and isinstance(written, Written) and written.is_cancel_requested:
-            instead = cancelled()
-        else:
-            then(end, written)
-            return
-        try:
-            journal.end(instead, partial(then, instead))
-        except Exception as exc:  # noqa: BLE001 - reported to the caller of `hand_in`
-            then(instead, exc)
-
-    try:
-        await journal.settle()
-    except Exception as exc:  # noqa: BLE001 - the run ends as failed instead
-        instead = unwritable(exc)
-        journal.end(instead, partial(then, instead))
-    else:
-        journal.close(end, closed)
 
 
 def _has_waiting(steps: Collection[Step]) -> bool:

@@ -1,8 +1,9 @@
-"""Execution: one claimed run, from the first line of its function to its end, or until it must wait.
+"""Execution: one attempt at one claimed run, from the call of its function until it ends or must wait.
 
-The function is called anew each time its run goes on; what its finished steps gave is remembered and not done again. A
-step that is to be tried again later, and a timer, hold no worker: the run rests until then. What was written is
-committed before the next step begins; so a step's effect repeats only if the process died before its commit.
+The function is called from the start each time its run resumes; the results of completed steps are stored and returned
+without calling them again. A step that is to be retried later, and a timer, hold no worker: the run is suspended until
+then. What was written is committed before the next step begins, so a step's effect repeats only if the process died
+before its commit.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ import msgspec
 
 from tidegate import failpoints
 from tidegate.clock import monotonic, uuid7
-from tidegate.errors import NonRetryable, RetryAfter, SecretsUnreadable, StepFailed, first_line
+from tidegate.errors import NonRetryable, StepFailed, first_line
 from tidegate.flow.decide.reporting import run_fields
-from tidegate.flow.run import calls
-from tidegate.flow.run.calls import Failure, Threads, called_in, called_within, error_text, guarded, retry_after_ms
-from tidegate.flow.run.endings import NON_RETRYABLE, End, Endings, Then, hand_in
-from tidegate.flow.run.journal import Cancelled, Journal, LeaseLost, Put, Soon, Stop, Written
-from tidegate.flow.run.leaving import Leaving
-from tidegate.flow.run.output import encode_output
+from tidegate.flow.run import user_calls
+from tidegate.flow.run.endings import NON_RETRYABLE, End, Endings, step_failure
+from tidegate.flow.run.journal import Cancelled, DelayedSends, Journal, LeaseLost, Put, Stop, Written
 from tidegate.flow.run.spans import RunSpans
+from tidegate.flow.run.states import EXECUTING, READY, STOPPING, State
+from tidegate.flow.run.stopping import StoppableCall
+from tidegate.flow.run.user_calls import Failure, Threads, encode_output
 from tidegate.flow.run.workflow import Context, SyncContext, Workflow, current_step
 from tidegate.model.event import Event
-from tidegate.model.retry import RetryPolicy, backoff_ms, why_given_up
+from tidegate.model.retry import RetryPolicy
 from tidegate.model.run import ClaimedRun, FinishedRun, Step
 from tidegate.model.step import StepKind, StepWrite, SuspendedRun
 from tidegate.model.units import duration_ms
 from tidegate.telemetry import traces
 from tidegate.telemetry.logs import logger
 
-# When every step of a run waits, its function gets this long to begin another before the run is put to rest.
+# When every step of a run waits, its function gets this long to begin another before the run is suspended.
 QUIET_SECONDS = 0.01
 
 _log = logger("run")
 
 
 class _Suspend(Stop):
-    """The run rests."""
+    """The run is suspended."""
 
 
 class Execution:
-    """One attempt at one run. `abandon` hears of a function that does not leave, and what is to be written of its run
-    (None: nothing); the task that it is in is lost."""
+    """One attempt at one run. `on_abandoned` is called when its function does not stop, with the end to write
+    without it (None: nothing is written); the task that the function is in is lost."""
 
     def __init__(
         self,
@@ -58,30 +59,37 @@ class Execution:
         steps: list[Step],
         *,
         put: Put,
-        soon: Soon,
+        delayed: DelayedSends,
         policy: RetryPolicy,
         workflow_threads: Executor,
         step_threads: Executor,
-        abandon: Callable[[Execution, End | None], None],
+        on_abandoned: Callable[[Execution, End | None], None],
     ) -> None:
         self.run = run
         self.event = event
         self.claimed_at = monotonic()
+        self.state = READY
+        self.task: asyncio.Task[None] | None = None  # of the worker, while the execution has something to do
         self.spans = RunSpans(run, event) if traces.is_on else None
         self._workflow = workflow
         self._policy = policy
         self._workflow_threads = workflow_threads
         self._step_threads = step_threads
         self._steps = {step.name: step for step in steps}
-        self._journal = Journal(put, soon, is_cancelled=run.cancel_requested)
-        self._endings = Endings(run, workflow, policy, self._steps)
+        self.journal = Journal(put, delayed, is_cancelled=run.cancel_requested)
+        self.endings = Endings(run, workflow, policy, self._steps)
         self._used: set[str] = set()
         self._sleeps = self._active = 0
-        self._leaving = Leaving()
+        self._calling = StoppableCall()
         self._threads = Threads()
-        self._stopped: Callable[[], End] | None = None
-        self._abandon = abandon
-        self._is_resting = self.is_abandoned = False
+        self._stopped_with: Callable[[], End] | None = None  # how the run ends when its function was told to stop
+        self._on_abandoned = on_abandoned
+
+    def move(self, state: State) -> None:
+        """Enter a state; RuntimeError when it cannot follow the present one (see `states`)."""
+        if state not in self.state.next:
+            raise RuntimeError(f"execution of run {self.run.id} is {self.state} and cannot become {state}")
+        self.state = state
 
     def now(self) -> datetime:
         """The database's time, as far as this process can tell."""
@@ -89,48 +97,50 @@ class Execution:
 
     def cancel(self) -> None:
         """Stop at the next step."""
-        self._journal.is_cancelled = True
+        self.journal.is_cancelled = True
 
     @property
     def is_to_be_called(self) -> bool:
         """Whether its function has anything to do: the run is not to be cancelled, and its time is not over."""
-        left = self._endings.seconds_left(self.now())
-        return not self._journal.is_cancelled and (left is None or left > 0)
+        left = self.endings.seconds_left(self.now())
+        return not self.journal.is_cancelled and (left is None or left > 0)
 
     @property
-    def is_gone(self) -> bool:
+    def has_stopped(self) -> bool:
         """Whether nothing of its function is left: neither in its task nor in a thread."""
-        return self._leaving.task is None and not self._threads
+        return self._calling.task is None and not self._threads
 
-    async def gone(self) -> None:
+    async def stopped(self) -> None:
         """Wait until nothing is left of its function."""
-        if self._leaving.task is not None:
-            await asyncio.wait([self._leaving.task])
+        if self._calling.task is not None:
+            await asyncio.wait([self._calling.task])
         await self._threads.gone()
 
-    async def go(self) -> End:
-        """Call the function in this task; how the run ended, or until when it waits. LeaseLost when it belongs to
-        someone else, CancelledError when it was told to `leave`."""
-        left = self._endings.seconds_left(self.now())
+    async def call(self) -> End:
+        """Call the function in this task; how the run ended, or until when it is suspended. LeaseLost when it
+        belongs to another worker, CancelledError when it was told to `stop`."""
+        left = self.endings.seconds_left(self.now())
         if left is not None and left <= 0:
-            return self._endings.timed_out()
-        result, error = await self._leaving.through(self._call(), left, self._time_out)
-        return await self._ended(result, error) if self._stopped is None else self._stopped()
+            return self.endings.timed_out()
+        on_timeout = partial(self._stop_with, self.endings.timed_out)
+        result, error = await self._calling.run(self._call(), left, on_timeout)
+        return await self._ended(result, error) if self._stopped_with is None else self._stopped_with()
 
-    def leave(self) -> bool:
-        """Have the function leave, with nothing to write: `go` raises CancelledError. False when it is not there."""
-        self._stopped = _left
-        self._is_resting |= self._leaving.task is not None
-        return self._leaving.tell(self._give_up)
+    def stop(self) -> bool:
+        """Have the function stop, with nothing to write: `call` raises CancelledError. False when it is not called."""
+        self._stopped_with = _nothing_to_write
+        if self._calling.task is not None:
+            self._begin_no_more_steps()
+        return self._calling.stop(self._give_up)
 
-    async def close(self, end: End, then: Then) -> None:
-        """Hand in how it ended, with what was not yet written of its steps; `then` hears what was written, and whether
-        it counted. LeaseLost when what was written before did not."""
-        await hand_in(end, then, self._journal, self._endings.cancelled, self._unwritable)
+    def _begin_no_more_steps(self) -> None:
+        if self.state is EXECUTING:
+            self.move(STOPPING)
 
-    def _unwritable(self, exc: Exception) -> FinishedRun:
+    def unwritable(self, exc: BaseException) -> FinishedRun:
+        """The end to write in place of one that the database refuses."""
         _log.error("run.unwritable", **run_fields(self.run, self.event), error=exc, exc_info=exc)
-        return self._endings.unwritable(exc)
+        return self.endings.unwritable(exc)
 
     async def step(
         self,
@@ -142,7 +152,7 @@ class Execution:
         retry: RetryPolicy | None,
         timeout: str | int | float | None,
     ) -> Any:
-        """The result of a step: remembered, or had now. StepFailed when it was given up."""
+        """The result of a step: stored before, or from calling it now. StepFailed when its retries are exhausted."""
         if (refusal := self._refusal(name)) is not None:
             raise await self._refused(refusal)
         known = self._begin(name)
@@ -152,10 +162,10 @@ class Execution:
             raise StepFailed(name, known.error or "")
         self._active += 1
         try:
-            if known is not None or self._journal.is_busy:
+            if known is not None or self.journal.is_busy:
                 await self._ready(name)
             else:
-                self._journal.check()
+                self.journal.check()
             while True:
                 failure = await self._try(name, partial(function, *args, **kwargs), function, timeout)
                 if not isinstance(failure, Failure):
@@ -169,9 +179,9 @@ class Execution:
             self._leave_step()
 
     async def sleep(self, duration: str | int | float, name: str | None = None, *, is_alone: bool = True) -> None:
-        """Go on after a while, counted from the first time this line was reached; nobody waits meanwhile."""
+        """Resume after a time, counted from the first time this line was reached; no worker is held meanwhile."""
         if name is None:
-            if not is_alone or (self._workflow.is_async and asyncio.current_task() is not self._leaving.task):
+            if not is_alone or (self._workflow.is_async and asyncio.current_task() is not self._calling.task):
                 raise NonRetryable(
                     "a sleep beside other steps needs a name, since their order may change: ctx.sleep('2h', name='…')"
                 )
@@ -184,7 +194,7 @@ class Execution:
             return
         self._active += 1
         try:
-            await self._journal.barrier()
+            await self.journal.barrier()
             if known is None:
                 await self._waits(
                     name, kind="sleep", delay_ms=duration_ms(duration), retry_metadata={"reason": "sleep"}
@@ -198,14 +208,13 @@ class Execution:
             self._leave_step()
 
     def _cut_off(self, name: str, kind: StepKind) -> None:
-        """The function does not wait for a step any more (`wait_for`, a sibling's failure): nor will it when it is
-        called anew."""
+        """The function no longer waits for a step (`wait_for`, a sibling's failure), nor will it the next time."""
         task = asyncio.current_task()
-        if not self._is_resting and task is not None and task.cancelling():
+        if self.state is EXECUTING and task is not None and task.cancelling():
             self._write(name, kind=kind, status="cancelled", error="cut off by the workflow", retry_state="cancelled")
 
     async def _refused(self, refusal: BaseException) -> BaseException:
-        await asyncio.sleep(0)  # a loop that catches everything and tries again must not keep the worker busy
+        await asyncio.sleep(0)  # a loop that catches everything and tries again must not block the event loop
         return refusal
 
     def _begin(self, name: str) -> Step | None:
@@ -216,13 +225,15 @@ class Execution:
         return known
 
     def _refusal(self, name: str) -> BaseException | None:
-        if not isinstance(name, str) or not calls.is_step_name(name):
-            return NonRetryable(f"a step's name must be text of 1 to {calls.MAX_STEP_NAME} characters, not {name!r}")
-        if self._is_resting:  # a `finally` that is passed on the way to rest; it has its turn when the run goes on
+        if not isinstance(name, str) or not user_calls.is_step_name(name):
+            return NonRetryable(
+                f"a step's name must be text of 1 to {user_calls.MAX_STEP_NAME} characters, not {name!r}"
+            )
+        if self.state is not EXECUTING:  # a `finally` on the way out; it runs when the run resumes
             return _Suspend()
         outer = current_step.get()
         if outer is not None:  # it could not wait: the outer step would hold the worker meanwhile
-            return NonRetryable(f"step {name!r} is begun inside of step {outer!r}; call it from the workflow itself")
+            return NonRetryable(f"step {name!r} is called inside step {outer!r}; call it from the workflow itself")
         if name in self._used:
             return NonRetryable(
                 f"step {name!r} is called twice in one run; give each its own name, as in 'charge-{{i}}'"
@@ -231,12 +242,12 @@ class Execution:
 
     async def _ready(self, name: str) -> None:
         """What was written so far is committed, and the step's time has come."""
-        await self._journal.barrier()
+        await self.journal.barrier()
         while (known := self._steps.get(name)) is not None and known.next_attempt_at is not None:
             if known.next_attempt_at <= self.now():
                 break
             await self._park(known, known.next_attempt_at)
-        if self._is_resting:
+        if self.state is not EXECUTING:
             raise _Suspend
 
     async def _try(self, name: str, call: Callable[[], Any], function: Any, timeout: Any) -> Any:
@@ -247,17 +258,17 @@ class Execution:
             self.spans.begin_step(name, attempts + 1)
         try:
             if timeout is None:
-                value = await called_in(self._step_threads, self._threads, call, function)
+                value = await user_calls.called_in(self._step_threads, self._threads, call, function)
             else:
-                value = await called_within(timeout, name, self._step_threads, self._threads, call, function)
+                value = await user_calls.called_within(timeout, name, self._step_threads, self._threads, call, function)
             result = encode_output(value, "the result", name)
         except (Stop, GeneratorExit):
             raise
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
-            if self._is_resting or task is None or task.cancelling():
+            if self.state is not EXECUTING or task is None or task.cancelling():
                 raise
-            return Failure(exc)  # nobody cancelled this step: its function gave up by itself
+            return Failure(exc)  # nobody cancelled this step: its function raised it
         except BaseException as exc:  # noqa: BLE001 - user code may raise anything; it is the step's failure
             return Failure(exc)
         finally:
@@ -272,34 +283,25 @@ class Execution:
         """Write that an attempt failed, and when there is another; StepFailed when there is none."""
         if self.spans is not None:
             self.spans.fail_step(name, exc)
-        known, error = self._steps.get(name), error_text(exc)
-        # What the worker's settings lack is no fault of the step: it waits for an operator, and uses no attempt.
-        is_failure = not isinstance(exc, SecretsUnreadable)
-        attempt = (known.retry_attempts if known else 0) + is_failure
-        age = self.now() - known.created_at if known and known.created_at else timedelta()
-        is_over = is_failure and why_given_up(policy, attempt, age) is not None
-        is_final = isinstance(exc, NonRetryable) or is_over
-        told = run_fields(self.run, self.event) | {"step": name, "attempt": attempt, "reason": first_line(error)}
+        error = user_calls.error_text(exc)
+        attempt, is_final, delay_ms = step_failure(exc, self._steps.get(name), policy, self.now())
+        fields = run_fields(self.run, self.event) | {"step": name, "attempt": attempt, "reason": first_line(error)}
         if is_final:
-            _log.warning("step.exhausted", **told)
+            _log.warning("step.exhausted", **fields)
             self._write(
                 name, status="failed", error=error, retry_state="exhausted", retry_attempts=attempt,
                 retry_metadata={"reason": "failed"} | ({NON_RETRYABLE: True} if isinstance(exc, NonRetryable) else {}),
             )  # fmt: skip
             raise StepFailed(name, error) from exc
-        if isinstance(exc, RetryAfter | SecretsUnreadable):
-            delay_ms = retry_after_ms(exc)
-        else:
-            delay_ms = backoff_ms(policy, attempt)
         await self._waits(
             name, error=error, delay_ms=delay_ms, retry_attempts=attempt,
-            retry_metadata={"reason": "failed", "of": policy.max_attempts}, closes=self._endings.closing(exc, delay_ms),
+            retry_metadata={"reason": "failed", "of": policy.max_attempts}, closes=self.endings.closing(exc, delay_ms),
         )  # fmt: skip
-        _log.warning("step.failed", **told, next_attempt_at=self._steps[name].next_attempt_at)
+        _log.warning("step.failed", **fields, next_attempt_at=self._steps[name].next_attempt_at)
 
     async def _waits(self, name: str, **fields: Any) -> None:
         """Write that a step waits; when that is committed, its time is known."""
-        at = await self._journal.kept(self._write(name, status="pending", retry_state="scheduled", **fields))
+        at = await self.journal.kept(self._write(name, status="pending", retry_state="scheduled", **fields))
         self._steps[name] = msgspec.structs.replace(self._steps[name], next_attempt_at=at)
 
     def _write(self, name: str, *, kind: StepKind = "step", **fields: Any) -> asyncio.Future[Written]:
@@ -315,56 +317,53 @@ class Execution:
                 retry_state=write.retry_state, retry_attempts=write.retry_attempts,
                 created_at=known.created_at if known else None,
             )  # fmt: skip
-        written = self._journal.write(write)
+        written = self.journal.write(write)
         if self.spans is not None:
             self.spans.wrote_step(write, written)
         return written
 
     async def _park(self, step: Step, until: datetime) -> None:
-        """Wait for a time. If all others wait too, the run is put to rest, and this call does not return."""
-        self._endings.park(step, until)
+        """Wait for a time. If all others wait too, the run is suspended, and this call does not return."""
+        self.endings.park(step, until)
         if not self._workflow.is_async:
-            self._is_resting = True
+            self._begin_no_more_steps()
             raise _Suspend
         self._leave_step()
         try:
             await asyncio.sleep((until - self.now()).total_seconds())
         finally:
             self._active += 1
-            if not self._is_resting:
-                self._endings.unpark(step)
+            if self.state is EXECUTING:
+                self.endings.unpark(step)
 
     def _leave_step(self) -> None:
-        """While a step is under way, its run is not put to rest for the sake of others that wait."""
+        """A run with a step in progress is not suspended because its other steps wait."""
         self._active -= 1
-        if self._endings.parked and not self._active:
-            asyncio.get_running_loop().call_later(QUIET_SECONDS, self._rest_if_quiet)
+        if self.endings.parked and not self._active:
+            asyncio.get_running_loop().call_later(QUIET_SECONDS, self._suspend_if_quiet)
 
-    def _rest_if_quiet(self) -> None:
-        if self._endings.parked and not self._active:
-            self._stop(self._endings.resting)
+    def _suspend_if_quiet(self) -> None:
+        if self.endings.parked and not self._active:
+            self._stop_with(self.endings.suspended)
 
-    def _stop(self, stopped: Callable[[], End]) -> None:
-        """Have the function leave; whatever comes of it, `stopped` says how the run ends."""
-        if self._leaving.task is not None and self._stopped is None:
-            self._is_resting = True
-            self._stopped = stopped
-            self._leaving.tell(self._give_up)
-
-    def _time_out(self) -> None:
-        self._stop(self._endings.timed_out)
+    def _stop_with(self, end: Callable[[], End]) -> None:
+        """Have the function stop; whatever it returns or raises then, `end` says how the run ends."""
+        if self._calling.task is not None and self._stopped_with is None:
+            self._stopped_with = end
+            self._begin_no_more_steps()
+            self._calling.stop(self._give_up)
 
     def _give_up(self) -> None:
-        """The function does not leave; what is to be written is written without it."""
-        _log.error("run.does_not_leave", **run_fields(self.run, self.event))
-        self.is_abandoned = True
-        self._abandon(self, None if self._stopped is None or self._stopped is _left else self._stopped())
+        """The function does not stop; what is to be written is written without it."""
+        _log.error("run.does_not_stop", **run_fields(self.run, self.event))
+        end = self._stopped_with or _nothing_to_write
+        self._on_abandoned(self, None if end is _nothing_to_write else end())
 
     async def _call(self) -> Any:
-        self._journal.check()
+        self.journal.check()
         arguments = self._workflow.bind(self.run.parameters)
         if self._workflow.is_async:
-            return await guarded(self._workflow.function(Context(self), **arguments))
+            return await user_calls.guarded(self._workflow.function(Context(self), **arguments))
         loop = asyncio.get_running_loop()
         ctx = SyncContext(self, loop)
 
@@ -375,26 +374,27 @@ class Execution:
         return await self._threads.call(self._workflow_threads, call)
 
     async def _ended(self, result: Any, error: BaseException | None) -> End:
-        """What the end of the function means. Of a run that was told to stop, it is that, whatever came of it."""
-        if isinstance(self._journal.told, LeaseLost):
-            raise self._journal.told
-        if isinstance(self._journal.told, Cancelled):
-            return self._endings.cancelled()
-        if self._is_resting or isinstance(error, _Suspend):
-            return self._endings.resting()
+        """How the run ends, now that its function has. A cancelled run or a lost lease wins over what it returned."""
+        if isinstance(self.journal.raised, LeaseLost):
+            raise self.journal.raised
+        if isinstance(self.journal.raised, Cancelled):
+            return self.endings.cancelled()
+        if self.state is STOPPING or isinstance(error, _Suspend):
+            return self.endings.suspended()
         try:
             if error is not None:
                 raise error
-            end: End = self._endings.succeeded(encode_output(result, "what the workflow returned"))
+            end: End = self.endings.succeeded(encode_output(result, "what the workflow returned"))
         except BaseException as exc:  # noqa: BLE001 - user code may raise anything; it is how the run ends
-            end = self._endings.raised(exc)
+            end = self.endings.raised(exc)
             if self.spans is not None:
                 self.spans.fail(exc)
-        self._is_resting = True
-        while self._active and isinstance(end, SuspendedRun):  # noqa: ASYNC110 - what is under way counts
-            await asyncio.sleep(QUIET_SECONDS)
+        if self._active and isinstance(end, SuspendedRun):
+            self.move(STOPPING)
+            while self._active:  # noqa: ASYNC110 - the steps in progress are part of this attempt
+                await asyncio.sleep(QUIET_SECONDS)
         return end
 
 
-def _left() -> End:
+def _nothing_to_write() -> End:
     raise asyncio.CancelledError

@@ -1,7 +1,7 @@
-"""Journal: what one run has written of its steps, and will write in a moment.
+"""Journal: what one execution writes of its steps.
 
-A step's outcome waits a moment for the end of its run, to be written with it; whatever comes first sends it: that
-moment, the next step, a wait, or the end. All that is written names the claim: when that is lost, nothing counts.
+The outcome of a step is kept for a millisecond, to be written with the end of its run; the next step, a wait, or the
+end sends it earlier. Everything that is written names the claim: when the claim is lost, no write takes effect.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from typing import NamedTuple
 from tidegate.model.run import FinishedRun
 from tidegate.model.step import RunOutcome, StepWrite, SuspendedRun
 
-SOON_SECONDS = 0.001
+DELAY_SECONDS = 0.001
 
 
 class Stop(BaseException):
-    """Unwinds a workflow's function; not an Exception, so that its own handlers let it pass."""
+    """Unwinds a workflow's function; not an Exception, so that the function's own handlers let it pass."""
 
 
 class Cancelled(Stop):
-    """Someone asked for the run to be cancelled."""
+    """An operator cancelled the run."""
 
 
 class LeaseLost(Stop):
-    """The run belongs to another worker now; whatever is done here does not count."""
+    """The run belongs to another worker now; what is done here has no effect."""
 
 
 class Written(NamedTuple):
-    """Whether a write counted (the claim still held), whether the run is to be cancelled, and when the step goes on."""
+    """Whether a write took effect (the claim was still held), whether the run is to be cancelled, and when the step is
+    due."""
 
     is_kept: bool
     is_cancel_requested: bool = False
@@ -39,7 +40,7 @@ class Written(NamedTuple):
 
 
 class RecordedOutcome(NamedTuple):
-    """What became of an Outcome: of each of its steps, and of the end."""
+    """What became of a RunOutcome: of each of its steps, and of the end."""
 
     steps: list[Written]
     end: Written
@@ -48,41 +49,41 @@ class RecordedOutcome(NamedTuple):
 Put = Callable[[RunOutcome, Callable[[RecordedOutcome | BaseException], None]], None]
 
 
-class Soon:
-    """Has journals send what they have taken in, a moment later; one timer serves all of a process."""
+class DelayedSends:
+    """Has journals send what they hold after DELAY_SECONDS; one timer serves all executions of a worker."""
 
     def __init__(self) -> None:
         self._waiting: list[Journal] = []
 
     def add(self, journal: Journal) -> None:
         if not self._waiting:
-            asyncio.get_running_loop().call_later(SOON_SECONDS, self._ring)
+            asyncio.get_running_loop().call_later(DELAY_SECONDS, self._send)
         self._waiting.append(journal)
 
-    def _ring(self) -> None:
+    def _send(self) -> None:
         waiting, self._waiting = self._waiting, []
         for journal in waiting:
             journal.send()
 
 
 class Journal:
-    """The writes of one attempt at one run. `put` hands them to the group commit."""
+    """The writes of one execution. `put` hands them to the group commit."""
 
-    __slots__ = ("_is_lost", "_put", "_sent", "_soon", "_unsent", "is_cancelled", "told")
+    __slots__ = ("_delayed", "_is_lost", "_put", "_sent", "_unsent", "is_cancelled", "raised")
 
-    def __init__(self, put: Put, soon: Soon, *, is_cancelled: bool) -> None:
+    def __init__(self, put: Put, delayed: DelayedSends, *, is_cancelled: bool) -> None:
         self.is_cancelled = is_cancelled
+        self.raised: Stop | None = None  # by `check`; the function may have caught it
         self._put = put
-        self._soon = soon
-        self.told: Stop | None = None
+        self._delayed = delayed
         self._is_lost = False
         self._unsent: list[tuple[StepWrite, asyncio.Future[Written]]] = []
         self._sent: set[asyncio.Future[Written]] = set()
 
     def write(self, write: StepWrite) -> asyncio.Future[Written]:
-        """Take in the outcome of a step; it is written in a moment."""
+        """Take in the outcome of a step; it is written within DELAY_SECONDS."""
         if not self._unsent:
-            self._soon.add(self)
+            self._delayed.add(self)
         written: asyncio.Future[Written] = asyncio.get_running_loop().create_future()
         self._unsent.append((write, written))
         return written
@@ -93,43 +94,46 @@ class Journal:
         return bool(self._unsent or self._sent)
 
     async def kept(self, write: asyncio.Future[Written]) -> datetime | None:
-        """Wait for a write; when its step goes on."""
+        """Wait for a write; when its step is due."""
         self.send()
-        written = await self._heard(write)
+        written = await self._wait_for(write)
         self.check()
         return written.next_attempt_at
 
     async def barrier(self) -> None:
-        """What was written so far is committed; nothing more is begun when the run is cancelled or not ours."""
+        """Wait until what was written so far is committed. LeaseLost or Cancelled: nothing more is to begin."""
         self.send()
-        await self._hear_all()
+        await self._wait_for_all()
         self.check()
 
     def check(self) -> None:
-        """LeaseLost or Cancelled when it came to that; `told` says so too, should the function not listen."""
+        """Raises LeaseLost or Cancelled if the run was lost or cancelled."""
         if self._is_lost or self.is_cancelled:
-            self.told = LeaseLost() if self._is_lost else Cancelled()
-            raise self.told
+            self.raised = LeaseLost() if self._is_lost else Cancelled()
+            raise self.raised
 
     async def settle(self) -> None:
-        """What was sent so far is committed; LeaseLost when it did not count."""
+        """Wait until what was sent so far is committed; LeaseLost when it had no effect."""
         if self._sent:
-            await self._hear_all()
+            await self._wait_for_all()
         if self._is_lost:
             raise LeaseLost
 
-    def close(self, end: FinishedRun | SuspendedRun, then: Callable[[Written | BaseException], None]) -> None:
-        """Write how the run ended, or that it rests, with what was not yet written of its steps; `then` hears of it."""
+    def close(
+        self,
+        end: FinishedRun | SuspendedRun,
+        then: Callable[[Written | BaseException], None],
+        *,
+        with_steps: bool = True,
+    ) -> None:
+        """Write how the run ended or that it is suspended, with the steps that are not sent yet, or without them;
+        `then` is called when that is committed or has failed."""
         unsent, self._unsent = self._unsent, []
-        self._put(RunOutcome([write for write, _ in unsent], end), partial(_of_end, then))
-
-    def end(self, end: FinishedRun, then: Callable[[Written | BaseException], None]) -> None:
-        """Write how the run ended, and nothing else."""
-        self._unsent.clear()
-        self.close(end, then)
+        steps = [write for write, _ in unsent] if with_steps else []
+        self._put(RunOutcome(steps, end), partial(_of_end, then))
 
     def send(self) -> None:
-        """Send what is not yet sent."""
+        """Send what is not sent yet."""
         unsent, self._unsent = self._unsent, []
         if not unsent:
             return
@@ -146,11 +150,11 @@ class Journal:
 
         self._put(RunOutcome([write for write, _ in unsent]), answer)
 
-    async def _hear_all(self) -> None:
+    async def _wait_for_all(self) -> None:
         while self._sent:
-            await self._heard(next(iter(self._sent)))
+            await self._wait_for(next(iter(self._sent)))
 
-    async def _heard(self, write: asyncio.Future[Written]) -> Written:
+    async def _wait_for(self, write: asyncio.Future[Written]) -> Written:
         written = await asyncio.shield(write)
         self._is_lost |= not written.is_kept
         self.is_cancelled |= written.is_cancel_requested

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
 from tidegate.flow.decide.reporting import run_fields
-from tidegate.flow.run.due import DueRuns, ReadyRun
+from tidegate.flow.run.claiming import DueRuns, ReadyRun
 from tidegate.flow.run.execution import Execution
 from tidegate.model.run import SUSPECT_CRASHES
 from tidegate.store import runs
@@ -28,7 +28,7 @@ from tidegate.telemetry.logs import logger
 # nothing else executes there meanwhile, and workers may die often for reasons that are not the run's.
 ALONE_SECONDS, ALONE_FACTOR, MAX_ALONE_SECONDS = 5.0, 4, 3600.0
 # How often a worker asks for suspects, and how long it waits until what it executes has ended.
-LOOK_SECONDS, PATIENCE_SECONDS = 1.0, 1.0
+CHECK_SECONDS, PATIENCE_SECONDS = 1.0, 1.0
 # After so long it is time for something else, if there is anything, for so many times as long.
 TURN_SECONDS, REST_FACTOR = 1.0, 4
 _RETRY_SECONDS = 0.5
@@ -55,21 +55,21 @@ class Quarantine:
         self._due = due
         self._after_open = after_open
         self._began_at = 0.0
-        self._look_at = 0.0
+        self._check_at = 0.0
         self._is_patient = True
         self._timer: asyncio.Task[None] | asyncio.TimerHandle | None = None
 
-    def look_now(self) -> None:
+    def check_now(self) -> None:
         """There may be suspects."""
-        self._look_at = 0.0
+        self._check_at = 0.0
 
-    async def look(self, definitions: Sequence[uuid.UUID]) -> None:
+    async def check(self, definitions: Sequence[uuid.UUID]) -> None:
         """If it is time to: ask for suspects, and begin to drain if there are any."""
-        if self.state != "open" or monotonic() < self._look_at:
+        if self.state != "open" or monotonic() < self._check_at:
             return
         async with self._database.connection() as connection:
             self.has_suspects = await runs.has_suspects(connection, definitions)
-        self._look_at = monotonic() + LOOK_SECONDS
+        self._check_at = monotonic() + CHECK_SECONDS
         if self.has_suspects:
             self.state, self._began_at = "draining", monotonic()
             self._is_patient = True
@@ -79,13 +79,12 @@ class Quarantine:
         self,
         definitions: Sequence[uuid.UUID],
         is_busy: bool,
-        held: Callable[[], Collection[Execution]],
         *,
         is_counted: bool,
     ) -> tuple[ReadyRun, int] | None:
         """The next suspect, and how often in a row its workers have died, once nothing executes here. What was claimed
         a moment ago and arrives meanwhile is not begun. If there is none, others are let in."""
-        if self.trial is not None and self.trial not in held():
+        if self.trial is not None and self.trial.state.is_over:
             self._end_trial()
             if self.state == "open":
                 return None
@@ -101,7 +100,7 @@ class Quarantine:
         finally:
             if found is None:
                 self.has_suspects = False
-                self._look_at = monotonic() + LOOK_SECONDS
+                self._check_at = monotonic() + CHECK_SECONDS
                 self._open()
         return found
 
@@ -128,7 +127,7 @@ class Quarantine:
 
     def _open_for_a_while(self) -> None:
         now = monotonic()
-        self._look_at = now + max(LOOK_SECONDS, REST_FACTOR * (now - self._began_at))
+        self._check_at = now + max(CHECK_SECONDS, REST_FACTOR * (now - self._began_at))
         self._open()
 
     def _open(self) -> None:

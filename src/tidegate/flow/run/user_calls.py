@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
@@ -13,12 +14,15 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
+import msgspec
+
 from tidegate import errors
 from tidegate.errors import NonRetryable, RetryAfter, SecretsUnreadable, first_line
 from tidegate.model.units import MAX_DURATION_MS, duration_ms
 
 MAX_ERROR_CHARACTERS, MAX_HEADLINE = 8000, 1000
 MAX_STEP_NAME = 200
+MAX_OUTPUT_BYTES = 1024 * 1024
 
 
 def retry_after_ms(exc: RetryAfter | SecretsUnreadable) -> int:
@@ -172,3 +176,42 @@ def _said(exc: BaseException) -> str:
     except Exception:  # noqa: BLE001 - its __str__ fails
         text = ""
     return cleaned(text[:MAX_ERROR_CHARACTERS]).strip()
+
+
+# The escape for U+0000, not the text backslash-u-0000: an odd number of backslashes before the u.
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+
+
+def encode_output(result: Any, what: str, step: str | None = None) -> str | None:
+    """JSON text, None for None. NonRetryable, which names `what` (of a step), when it cannot be kept."""
+    if result is None:
+        return None
+    try:
+        output = msgspec.json.encode(result)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise _refused(what, step, f"cannot be stored as JSON: {exc}") from exc
+    if len(output) > MAX_OUTPUT_BYTES:
+        raise _refused(what, step, f"is {len(output)} bytes; at most {MAX_OUTPUT_BYTES} are kept")
+    if b"null" in output and _is_beyond_json(result):
+        raise _refused(what, step, "cannot be stored as JSON: it holds a number that is not finite")
+    if b"u0000" in output and _NUL.search(output):
+        raise _refused(what, step, "holds the character U+0000, which cannot be stored")
+    return output.decode()
+
+
+def _refused(what: str, step: str | None, why: str) -> NonRetryable:
+    return NonRetryable(f"{what} {why}" if step is None else f"{what} of step {step!r} {why}")
+
+
+def _is_beyond_json(value: Any) -> bool:
+    """Whether it holds NaN or an infinity; msgspec writes them as null without a word."""
+    waiting = [msgspec.to_builtins(value)]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, float) and not math.isfinite(one):
+            return True
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list | tuple | set | frozenset):
+            waiting += one
+    return False
