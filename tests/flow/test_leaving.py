@@ -29,7 +29,7 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_function_that_cancels_its_own_task_has_failed(
     connection: Connection, clock: Clock, world: World, raises: bool
 ) -> None:
-    @world.app.workflow(on="call")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> int:
         task = asyncio.current_task()
         assert task is not None
@@ -39,7 +39,7 @@ async def test_a_function_that_cancels_its_own_task_has_failed(
         return 1
 
     runner = await world.runner()
-    await publish(connection, "call")
+    await publish(connection, "go")
     await world.turn(runner)
     run = await the_run(connection)
     assert run["status"] == "failed"
@@ -49,7 +49,7 @@ async def test_a_function_that_cancels_its_own_task_has_failed(
 async def test_a_function_that_swallowed_a_cancellation_has_succeeded(
     connection: Connection, clock: Clock, world: World
 ) -> None:
-    @world.app.workflow(on="call")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> int:
         task = asyncio.current_task()
         assert task is not None
@@ -61,7 +61,7 @@ async def test_a_function_that_swallowed_a_cancellation_has_succeeded(
         raise AssertionError("it was cancelled")
 
     runner = await world.runner()
-    await publish(connection, "call")
+    await publish(connection, "go")
     await world.turn(runner)
     run = await the_run(connection)
     assert (run["status"], run["output"]) == ("succeeded", 1)
@@ -89,7 +89,7 @@ async def test_a_function_that_stays_past_its_time_is_left_alone(
 ) -> None:
     may_end = asyncio.Event()
 
-    @world.app.workflow(on="call", timeout="1s")
+    @world.app.workflow(on="go", timeout="1s")
     async def work(ctx: Context) -> str:
         await _stays(world, may_end)
         return "too late"
@@ -99,7 +99,7 @@ async def test_a_function_that_stays_past_its_time_is_left_alone(
         world.done.append("after")
 
     runner = await world.runner(concurrency=1)
-    await publish(connection, "call")
+    await publish(connection, "go")
     await _begun(world, runner)
     await runner.idle()
     run = await the_run(connection)
@@ -117,12 +117,12 @@ async def test_a_function_that_stays_past_its_time_is_left_alone(
 async def test_a_worker_stops_although_a_function_stays(connection: Connection, clock: Clock, world: World) -> None:
     may_end = asyncio.Event()
 
-    @world.app.workflow(on="call")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> None:
         await _stays(world, may_end)
 
     runner = await world.runner()
-    await publish(connection, "call")
+    await publish(connection, "go")
     await _begun(world, runner)
     await asyncio.wait_for(runner.stop(0.01), 30)
     run = await the_run(connection)
@@ -137,7 +137,7 @@ async def test_runs_that_end_differently_are_written_together(
 ) -> None:
     """One transaction: some simply succeeded, some hold a slot, one fails, one rests, one tries a step again."""
 
-    @world.app.workflow(on="call")
+    @world.app.workflow(on="go")
     async def plain(ctx: Context, how: str) -> str:
         await ctx.step("one", lambda: how)
         if how == "fail":
@@ -148,13 +148,13 @@ async def test_runs_that_end_differently_are_written_together(
             await ctx.step("two", lambda: 1 / 0, retry=Retry(max_attempts=3))
         return how
 
-    @world.app.workflow(on="call", max_concurrency=9)
+    @world.app.workflow(on="go", max_concurrency=9)
     async def limited(ctx: Context, how: str) -> str:
         return await ctx.step("one", lambda: how)
 
     runner = await world.runner()
     for how in ("fine", "fail", "sleep", "fine", "retry"):
-        await publish(connection, "call", how=how)
+        await publish(connection, "go", how=how)
     await world.turn(runner)
     rows = await connection.fetch(
         """
@@ -188,7 +188,7 @@ async def test_nothing_is_left_of_a_run_that_has_ended(
 
     monkeypatch.setattr(Execution, "call", go)
 
-    @world.app.workflow(on="call")
+    @world.app.workflow(on="go")
     async def work(ctx: Context) -> int:
         return await ctx.step("one", lambda: 1)
 
@@ -197,7 +197,7 @@ async def test_nothing_is_left_of_a_run_that_has_ended(
     gc.disable()
     try:
         for _ in range(3):
-            await publish(connection, "call")
+            await publish(connection, "go")
         await world.turn(runner)
         await asyncio.sleep(0.05)
         assert len(seen) == 3

@@ -229,7 +229,7 @@ async def test_beside_runs_that_take_long_suspects_are_begun_and_not_blamed(
     """Or each would wait for hours until it is alone, and nothing else would be begun meanwhile."""
     for name in ("PATIENCE_SECONDS", "CHECK_SECONDS"):
         monkeypatch.setattr(quarantine, name, 0.05)
-    monkeypatch.setattr(quarantine, "REST_FACTOR", 0)
+    monkeypatch.setattr(quarantine, "PAUSE_FACTOR", 0)
     release = asyncio.Event()
 
     @world.app.workflow(on="go")

@@ -1,7 +1,7 @@
-"""Slots: what a trigger learns when its runs end. A free concurrency slot wakes the oldest delivery that waits for one;
-a failed run counts against the trigger's breaker; the end of a probe closes or reopens it.
+"""Finish: ends runs and updates their triggers, in one transaction. A free concurrency slot goes to the oldest delivery
+that waits for one; a failed run counts for the breaker of its trigger; the end of a probe closes or reopens it.
 
-Slots are not stored anywhere: they are the trigger's unfinished runs, counted under its row lock.
+Slots are not stored: they are the trigger's unfinished runs, counted under its row lock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Filled(Protocol):
 
 
 class Fill(Protocol):
-    """Decides deliveries that stand first in line for freed slots, in the transaction that freed them."""
+    """Decides the deliveries that are first in line for freed slots, in the transaction that freed them."""
 
     async def __call__(self, connection: Connection, gates: Gates, line: NextInLine, claim: Claim) -> Filled: ...
 
@@ -69,11 +69,11 @@ async def end_held(
     before: Callable[[], Awaitable[None]] | None = None,
     also: Collection[uuid.UUID] = (),
 ) -> Freed:
-    """End runs that are still held, and tell their triggers. What waits for a slot is launched (and claimed) by `fill`
-    in the same transaction; without it, it is made due.
+    """End runs that are still held, and update their triggers. What waits for a slot is launched (and claimed) by
+    `fill` in the same transaction; without `fill`, it is made due.
 
-    Locks are taken in the order that every transaction keeps: sources, triggers, deliveries, runs. Unlocked names
-    triggers that turn out to matter and were not in `also`.
+    Locks are taken in the order of `store/locks.py`. Unlocked names triggers that turn out to matter and were not in
+    `also`.
     """
     wanted = {run.trigger_id for run in finished if run.trigger_id is not None and run.matters_to_trigger} | {*also}
     if wanted:  # also so that the triggers cannot be changed while we wait for their rows
@@ -82,17 +82,17 @@ async def end_held(
     blamed = await source_failures.lock(connection, [run.id for run in failed], source_breaker) if failed else None
     locked = await trigger_gates.lock(connection, always=wanted)
     if before is not None:
-        await before()  # what belongs to the same transaction and touches runs; `also` are triggers that it touches
+        await before()  # writes that belong to this transaction; `also` are the triggers that they concern
     if not finished:
         return Freed()
     ended = await runs.finish(connection, finished)
     freed = {(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None}
     late = {trigger_id for trigger_id, _ in freed} - locked.keys()
-    if late:  # a limit that came while the run was under way
+    if late:  # a limit that was set while the run was executing
         raise Unlocked(late)
     written = frozenset(run.id for run in ended)
     non_retryable = {run.id for run in failed if run.is_non_retryable}
-    moves = await _tell(connection, locked, ended, breaker, non_retryable)
+    moves = await _update_breakers(connection, locked, ended, breaker, non_retryable)
     source_moves = await source_failures.tell(connection, blamed, ended, non_retryable) if blamed else ()
     done = Freed(written, moves=moves, source_moves=source_moves)
     if not freed:
@@ -109,7 +109,7 @@ async def end_waiting(
     end: Callable[[], Awaitable[EndedRun | None]],
     breaker: BreakerPolicy,
 ) -> Freed | None:
-    """End a run that no worker holds (`end` does it), and tell its trigger; None when there was nothing to end."""
+    """End a run that no worker holds (`end` does it), and update its trigger; None when there was nothing to end."""
 
     async def end_one() -> list[EndedRun]:
         ended = await end()
@@ -127,7 +127,7 @@ async def fail_waiting(
     breaker: BreakerPolicy,
     source_breaker: SourceBreakerPolicy,
 ) -> Freed | None:
-    """The same for a run that has failed (`end` says so), of which its source may want to know, too."""
+    """The same for a run that has failed; it may count for the breaker of its source, too."""
     ended: list[EndedRun] = []
 
     async def fail() -> EndedRun | None:
@@ -135,7 +135,7 @@ async def fail_waiting(
         ended.extend([one] if one is not None else [])
         return one
 
-    if trigger_id is not None:  # before any source: it is taken alone by whoever changes one
+    if trigger_id is not None:  # before any source: see store/locks.py
         await locks.share_all(connection)
     blamed = await source_failures.lock(connection, [run_id], source_breaker)
     freed = await end_waiting(connection, trigger_id, fail, breaker)
@@ -150,7 +150,7 @@ async def end_all_waiting(
     end: Callable[[], Awaitable[Sequence[EndedRun]]],
     breaker: BreakerPolicy,
 ) -> Freed:
-    """End runs of these triggers that no worker holds (`end` does it), and tell the triggers."""
+    """End runs of these triggers that no worker holds (`end` does it), and update the triggers."""
     locked: Gates = {}
     if trigger_ids:
         await locks.share_all(connection)
@@ -159,13 +159,13 @@ async def end_all_waiting(
     if not ended:
         return Freed()
     cancelled = await steps.end_waiting(connection, [run.id for run in ended])
-    moves = await _tell(connection, locked, ended, breaker)
+    moves = await _update_breakers(connection, locked, ended, breaker)
     slots_of = [(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None]
     woken = await trigger_gates.wake(connection, slots_of)
     return Freed(frozenset(run.id for run in ended), woken, moves=moves, cancelled_retries=cancelled)
 
 
-async def _tell(
+async def _update_breakers(
     connection: Connection,
     locked: Gates,
     ended: Sequence[EndedRun],
@@ -181,7 +181,7 @@ async def _tell(
         policy, gate = one.breaker or breaker, one.gate
         bad = [r for r in mine if r.status == "failed" and (policy.non_retryable or r.id not in non_retryable)]
         found: list[tuple[str | None, EndedRun]] = []
-        # While it is open, only the probe tells: what was launched before may still be failing.
+        # While it is open, only the probe counts: what was launched before may still be failing.
         failures = [run for run in bad if not run.is_probe] if gate.breaker_state == "closed" else []
         for run in mine:
             if run.is_probe:
@@ -196,7 +196,7 @@ async def _tell(
             if move
         ]
     await trigger_gates.save(connection, (one.gate for one in locked.values()))
-    for trigger_id in sorted({move.trigger_id for move in moves}):  # whoever waits gets a new time
+    for trigger_id in sorted({move.trigger_id for move in moves}):  # waiting deliveries get new times
         await trigger_gates.replan(connection, trigger_id)
     return moves
 
@@ -204,7 +204,7 @@ async def _tell(
 async def rekey(connection: Connection, compiled: CompiledTrigger) -> None:
     """A trigger's concurrency has changed: its unfinished runs hold slots by the new rule from now on.
 
-    The caller keeps everyone else from launching. An event that the new key cannot be had from holds a slot of no key.
+    The caller excludes all launches. A run whose event does not give the new key holds a slot of no key.
     """
     trigger = compiled.trigger
     await trigger_gates.lock(connection, always=[trigger.id])

@@ -250,14 +250,15 @@ def _ssl_context(ca_file: str | None) -> ssl.SSLContext:
 
 
 class HttpWorkflow(Workflow):
-    """Runs as a workflow with the step `request`; so it is retried, fenced, cancelled and buried like any other."""
+    """Runs as a workflow with the step `request`; so it is retried, fenced, cancelled and dead-lettered like any
+    other."""
 
     def __init__(self, slug: str, database: Database, by: Outgoing) -> None:
         async def request(message_id: str, body: bytes) -> Any:
-            async with database.connection() as connection:  # as it is now, whatever it was when the run was launched
+            async with database.connection() as connection:  # as it is now, not as it was when the run was launched
                 found = await triggers.get_definition(connection, slug)
                 if found is None or found.kind != KIND:
-                    raise NonRetryable(f"workflow {slug} of kind {KIND} is not there any more")
+                    raise NonRetryable(f"workflow {slug} of kind {KIND} no longer exists")
                 config = with_secrets(msgspec.convert(found.config, HttpConfig), database.keys.open)
                 secrets = signing_secrets(config, await locks.now(connection))
             require_readable([*secrets, *config.headers.values()], f"workflow {slug}")
@@ -276,12 +277,12 @@ class HttpWorkflow(Workflow):
         super().__init__(slug, call, [])
 
     def bind(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Whatever the trigger gave, as it is."""
+        """The trigger's parameters, unchanged."""
         return {"parameters": given}
 
 
 class HttpWorkflows:
-    """The http definitions that there are, for a worker; it needs no code for them."""
+    """The http definitions for a worker, which needs no code for them."""
 
     def __init__(self, database: Database, by: Outgoing) -> None:
         self._database = database
@@ -289,7 +290,7 @@ class HttpWorkflows:
         self._version = -1
 
     async def refresh(self, workflows: dict[str, Workflow]) -> list[uuid.UUID] | None:
-        """Add new ones to `workflows`. The ids of all, or None when the registry is as it was."""
+        """Add new definitions to `workflows`. Returns the ids of all, or None when the registry has not changed."""
         async with self._database.connection() as connection:
             version = await triggers.registry_version(connection)
             if version == self._version:

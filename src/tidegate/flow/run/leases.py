@@ -1,8 +1,7 @@
-"""Leases: kept alive from a thread of their own: a workflow that keeps the event loop busy does not lose its run.
+"""Leases are renewed from a thread of their own, so that a workflow that blocks the event loop does not lose its run.
 
-When renewals fail until a lease is about to end, another worker may have the run soon, and nobody can tell us so: its
-function is told to leave by this worker's own clock, in good time, since leaving takes a while.
-"""
+When renewals fail until a lease is about to end, another worker may claim the run soon, and this worker cannot find
+out: its function is told to stop by this worker's own clock, before the lease ends, since stopping takes a while."""
 
 from __future__ import annotations
 
@@ -18,20 +17,20 @@ from tidegate.store import runs, workers
 from tidegate.store.db import STATEMENT_SECONDS, Database
 from tidegate.telemetry.logs import logger
 
-# A worker that has not been seen for an hour is forgotten.
+# A worker without a heartbeat for this long is removed from the list of workers.
 GONE_MS = 3_600_000
-# The share of a lease after which it is given up, and how often that is asked in the length of one.
-GIVEN_UP_AFTER, LOOKS = 0.9, 50
+# A lease that was not renewed for this share of its length counts as lost; checked CHECKS_PER_LEASE times in one.
+LOST_AFTER, CHECKS_PER_LEASE = 0.9, 50
 
 _log = logger("run")
 
 
 class LeaseKeeper:
-    """Renews what `held` shows (runs, and since when this worker has them), every third of a lease, until stopped.
+    """Renews the leases of what `held` returns (runs, and when they were claimed), every third of a lease, until
+    stopped.
 
-    `lost`, `overdue` and `cancelled` are called in the worker's loop, with runs that belong to someone else now, that
-    may do so soon, or that are to be cancelled.
-    """
+    `lost`, `overdue` and `cancelled` are called in the worker's event loop, with runs that belong to another worker
+    now, that may do so soon, or that are to be cancelled."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class LeaseKeeper:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin; `lost`, `overdue` and `cancelled` are called in the loop that runs now."""
+        """Start; `lost`, `overdue` and `cancelled` are called in the event loop that runs now."""
         loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, args=(loop,), name="tidegate-leases", daemon=True)
         self._thread.start()
@@ -72,22 +71,22 @@ class LeaseKeeper:
         asyncio.run(self._keep(worker))
 
     async def _keep(self, worker: asyncio.AbstractEventLoop) -> None:
-        # An answer that does not come costs a third of a lease: time enough to renew on another connection.
+        # The timeout leaves enough of a lease to renew it on another connection.
         database = Database(
             self._url, "leases", size=1, statement_seconds=min(STATEMENT_SECONDS, self._lease_ms / 5000)
         )
         watching = asyncio.create_task(self._watch(worker))
         try:
-            seconds = 0.0  # the first beat at once; it may fail like any other
+            seconds = 0.0  # the first heartbeat at once; it may fail like any other
             while not await asyncio.to_thread(self._stopping.wait, seconds):
                 seconds = self._lease_ms / 3000
                 try:
                     await self._renew(database, worker)
-                    await self._beat(database)
+                    await self._heartbeat(database)
                 except Unavailable as exc:
                     seconds = self._lease_ms / 15_000
                     _log.warning("run.renewal_waits", error=exc)
-                except Exception as exc:  # noqa: BLE001 - the next round tries again; leases end by themselves if it goes on
+                except Exception as exc:  # noqa: BLE001 - the next round tries again; if that keeps failing, the leases end
                     _log.error("run.renewal_failed", error=exc, exc_info=exc)
             async with database.transaction() as connection:
                 await workers.leave(connection, self._worker)
@@ -98,23 +97,23 @@ class LeaseKeeper:
             await database.close()
 
     async def _watch(self, worker: asyncio.AbstractEventLoop) -> None:
-        """Give up, once each, what was not renewed for too long; a renewal that waits for its answer does not hold this
-        up."""
-        given_up: set[_Claim] = set()
+        """Report each lease once that was not renewed for too long. Separate from renewing, which may be waiting for an
+        answer."""
+        reported: set[_Claim] = set()
         while True:
-            await asyncio.sleep(self._lease_ms / 1000 / LOOKS)
-            too_old = monotonic() - self._lease_ms / 1000 * GIVEN_UP_AFTER
+            await asyncio.sleep(self._lease_ms / 1000 / CHECKS_PER_LEASE)
+            too_old = monotonic() - self._lease_ms / 1000 * LOST_AFTER
             late = {_claim(run): run for run, at in self._leases() if at < too_old}
-            for claim in late.keys() - given_up:
+            for claim in late.keys() - reported:
                 worker.call_soon_threadsafe(self._overdue, late[claim])
-            given_up = set(late)
+            reported = set(late)
 
     def _leases(self) -> list[tuple[ClaimedRun, float]]:
-        """What is held, and when its lease began, or a little earlier."""
+        """The runs that are held, and when their leases began (or slightly earlier)."""
         return [(run, self._renewed_at.get(_claim(run), claimed_at)) for run, claimed_at in self._held()]
 
-    async def _beat(self, database: Database) -> None:
-        """Say that this worker is alive, and what it can run."""
+    async def _heartbeat(self, database: Database) -> None:
+        """Send a heartbeat: this worker is alive and can run these definitions."""
         async with database.transaction() as connection:
             await workers.beat(connection, self._worker, self._definitions())
             await workers.forget(connection, GONE_MS)
@@ -123,7 +122,7 @@ class LeaseKeeper:
         held = {run.id: run for run, _ in self._held()}
         if not held:
             return
-        sent_at = monotonic()  # the new leases begin later than this, whenever their answer comes
+        sent_at = monotonic()  # the new leases begin after this, however late the answer is
         async with database.transaction() as connection:
             kept = await runs.renew(connection, list(held.values()), self._lease_ms)
         renewed = {_claim(held[one.id]): sent_at for one in kept.values() if one.is_renewed}

@@ -1,4 +1,5 @@
-"""Outcomes: what runs write: steps, that they rest, how they ended. Many runs share one transaction."""
+"""Outcomes: writes what runs did: outcomes of steps, suspensions, ends. Many runs share one transaction (group
+commit)."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _log = logger("run")
 
 
 class WaitingStep(NamedTuple):
-    """A step that goes on at a time: what a wake-up needs to know."""
+    """A step that waits until a time: what a wake-up needs to know."""
 
     id: uuid.UUID
     retry_attempts: int
@@ -43,7 +44,7 @@ class WaitingStep(NamedTuple):
 
 
 def _weight(item: RunOutcome) -> int:
-    """A large result counts as many writes: a transaction stays a matter of a moment."""
+    """A large result counts as many writes, so that a transaction stays short."""
     weight = 1
     for write in item.steps:
         weight += 1 if write.result is None else 1 + len(write.result) // 10_000
@@ -51,9 +52,9 @@ def _weight(item: RunOutcome) -> int:
 
 
 class OutcomeWriter:
-    """Writes what came of runs. The transaction that ends a run launches what waits for its slot (`fill`), and claims
-    as much of it as `claim` allows. After the commit `after_free` hears of it, `after_wait` of steps that wait,
-    `after_close` of triggers and keys that a step has closed for everyone."""
+    """Writes what runs did. The transaction that ends a run launches what waits for its slot (`fill`), and claims as
+    much of it as `claim` allows. After the commit `after_free` is called with it, `after_wait` with steps that wait,
+    `after_close` with triggers and keys that a step has closed for all runs."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class OutcomeWriter:
         )
 
     def put(self, item: RunOutcome, then: Callable[[RecordedOutcome | BaseException], None]) -> None:
-        """Hand in an outcome; `then` hears that it is committed, and whether it counted."""
+        """Hand over an outcome; `then` is called when it is committed, with whether it took effect."""
         self._group.put(item, then)
 
     @property
@@ -93,7 +94,7 @@ class OutcomeWriter:
         await self._group.close()
 
     async def _write_all(self, items: list[RunOutcome]) -> Sequence[RecordedOutcome | Exception]:
-        """Write a group; if it fails, one by one, so that what cannot be written is nobody else's trouble."""
+        """Write a group; if that fails, one by one, so that an outcome that cannot be written affects no other."""
         try:
             return await self._write_group(items)
         except Exception as exc:
@@ -117,12 +118,12 @@ class OutcomeWriter:
             work = partial(self._write_together, items=items, are_simple=are_simple, fill=fill, claim=claim, also=also)
             try:
                 recorded, freed = await self._database.run(work)
-            except _NotPlain:
+            except _NotSimple:
                 are_simple = False
                 continue
             except Unavailable as exc:
-                # The work is done; keep its result until the database is back. If the lease ends first, another
-                # worker runs it again, and this write will change nothing.
+                # The work is done: keep its result until the database is back. If the lease ends first, another
+                # worker runs it again, and this write takes no effect.
                 _log.warning("run.finish_waits", count=len(items), error=exc)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
@@ -132,7 +133,7 @@ class OutcomeWriter:
             except Exception as exc:
                 if fill is None:
                     raise
-                # What waits for the slots cannot be decided; that must not keep these runs from ending.
+                # What waits for the slots cannot be decided; these runs must end all the same.
                 _log.warning("run.fill_failed", count=len(items), error=exc)
                 fill = None
                 continue
@@ -144,20 +145,21 @@ class OutcomeWriter:
     async def _write_together(
         self, connection: Connection, items: list[RunOutcome], are_simple: bool, **how: Any
     ) -> tuple[list[RecordedOutcome], Freed | None]:
-        """One transaction: at first what may concern triggers, whose rows are locked before those of runs; then, by one
-        statement, the runs that simply succeeded, unless it turns out that some did not. None: there were no others."""
-        plain = [item for item in items if _is_plain(item)] if are_simple else []
-        if len(plain) == len(items):
-            await _succeed(connection, plain)
+        """One transaction: first what may concern triggers, whose rows are locked before those of runs (general path);
+        then, in one statement, the runs that simply succeeded (fast path). Freed is None when all took the fast
+        path."""
+        simple = [item for item in items if _is_simple(item)] if are_simple else []
+        if len(simple) == len(items):
+            await _succeed(connection, simple)
             failpoints.hit("outcome.before_commit")
             return [_kept(item) for item in items], None
-        simple = {id(item) for item in plain}
-        recorded, freed = await self._write(connection, [item for item in items if id(item) not in simple], **how)
-        if plain:
-            await _succeed(connection, plain)
+        simple_ids = {id(item) for item in simple}
+        recorded, freed = await self._write(connection, [item for item in items if id(item) not in simple_ids], **how)
+        if simple:
+            await _succeed(connection, simple)
         failpoints.hit("outcome.before_commit")
         others = iter(recorded)
-        return [_kept(item) if id(item) in simple else next(others) for item in items], freed
+        return [_kept(item) if id(item) in simple_ids else next(others) for item in items], freed
 
     async def _write(
         self,
@@ -167,7 +169,7 @@ class OutcomeWriter:
         claim: Claim | None,
         also: frozenset[uuid.UUID],
     ) -> tuple[list[RecordedOutcome], Freed]:
-        """The outcomes of steps, runs that rest, runs that ended."""
+        """The general path: outcomes of steps, suspended runs, runs that ended."""
         finished = [item.end for item in items if isinstance(item.end, FinishedRun)]
         suspended = [item.end for item in items if isinstance(item.end, SuspendedRun)]
         step_writes = [write for item in items for write in item.steps]
@@ -187,7 +189,7 @@ class OutcomeWriter:
             finished,
             breaker=self._breaker,
             source_breaker=self._source_breaker,
-            fill=None if closing else fill,  # what waits is judged by the gate as it is after the closing
+            fill=None if closing else fill,  # what waits is decided by the gate as it is after the closing
             claim=claim or NOBODY,
             before=close,
             also=also | {write.closes.trigger_id for write in closing if write.closes},
@@ -199,7 +201,7 @@ class OutcomeWriter:
         if failed := [run for run in ended if run.status == "failed"]:
             failpoints.hit("outcome.before_bury")
             await runs.bury(connection, failed)
-        # By a commit whose answer was lost.
+        # Ended before, by a commit whose answer was lost.
         before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
         asked = await runs.cancel_requested(connection, [s.id for s in suspended if s.id not in resting])
 
@@ -234,12 +236,13 @@ class OutcomeWriter:
             self._after_wait(waiting)
 
 
-class _NotPlain(Exception):
-    """Some runs did not end simply: they are not held any more, or matter to their trigger."""
+class _NotSimple(Exception):
+    """The fast path does not apply: some runs are no longer held, or their end concerns their trigger."""
 
 
-def _is_plain(item: RunOutcome) -> bool:
-    """A run that succeeded with its last steps, of which nothing was written before, and nobody else is concerned."""
+def _is_simple(item: RunOutcome) -> bool:
+    """Whether the fast path applies: the run succeeded, its steps are new and succeeded, and its trigger need not
+    know."""
     end = item.end
     if not isinstance(end, FinishedRun) or end.status != "succeeded" or end.matters_to_trigger or end.has_waiting_steps:
         return False
@@ -252,7 +255,7 @@ def _is_plain(item: RunOutcome) -> bool:
 async def _succeed(connection: Connection, items: Sequence[RunOutcome]) -> None:
     ends = [item.end for item in items if isinstance(item.end, FinishedRun)]
     if not await runs.succeed(connection, ends, [write for item in items for write in item.steps]):
-        raise _NotPlain
+        raise _NotSimple
 
 
 def _kept(item: RunOutcome) -> RecordedOutcome:
@@ -260,7 +263,7 @@ def _kept(item: RunOutcome) -> RecordedOutcome:
 
 
 def _count_retry(write: StepWrite) -> None:
-    """A step that failed, now or before. Whatever ends an attempt after the first had come due for it."""
+    """Count the attempt of a step that failed, now or before. Every attempt after the first was due once."""
     has_failed_now = write.retry_state in ("scheduled", "exhausted")
     is_again = write.retry_attempts > has_failed_now
     outcome = "completed" if write.retry_state == "none" else write.retry_state

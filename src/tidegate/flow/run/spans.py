@@ -1,7 +1,7 @@
 """Run spans: one attempt at a run and the steps it tries, as spans of the trace of its event.
 
-A step's span is recorded when its outcome is committed, the run's when its end or rest is. What does not count, since
-the run belongs to someone else now, is recorded as `discarded`: spans of the users' own code hang below it.
+The span of a step is recorded when its outcome is committed, that of the run when its end or suspension is. What has no
+effect, since the run belongs to another worker now, is recorded as `discarded`: the users' own spans are below it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Unwritten(NamedTuple):
 
 
 class RunSpans:
-    """The spans of one attempt at a run; of an event without a trace there are none."""
+    """The spans of one attempt at a run; none when its event has no trace."""
 
     def __init__(self, run: ClaimedRun, event: Event | None) -> None:
         self._under_way: dict[str, traces.Span] = {}
@@ -44,7 +44,7 @@ class RunSpans:
             )  # fmt: skip
 
     def enter(self) -> None:
-        """This task, and what it begins, is inside of the run; a task that ended another run may have begun it."""
+        """Make the run's span the current one of this task; a task that ended another run may have begun it."""
         traces.attach(self._span)
 
     def begin_step(self, name: str, attempt: int) -> None:
@@ -56,29 +56,29 @@ class RunSpans:
             span.enter()
 
     def leave_step(self, name: str) -> None:
-        """It was called, in the same task."""
+        """Its function has returned, in the same task."""
         if name in self._under_way:
             self._under_way[name].leave()
 
     def fail_step(self, name: str, exc: BaseException) -> None:
-        """It raised something."""
+        """Its function raised an exception."""
         if name in self._under_way:
             self._under_way[name].fail(exc)
 
     def fail(self, exc: BaseException) -> None:
-        """The workflow's function raised something."""
+        """The workflow's function raised an exception."""
         if self._span is not None:
             self._span.fail(exc)
 
     def wrote_step(self, write: StepWrite, written: asyncio.Future[Written]) -> None:
-        """The outcome of an attempt is on its way into the database."""
+        """The outcome of an attempt is being written."""
         span = self._under_way.pop(write.name, None)
         if span is not None:
             self._unwritten[written] = _Unwritten(span, epoch_ns(), write.status, write.error is not None)
             written.add_done_callback(partial(self._settle, is_kept=False))
 
     def end(self, end: End | None, *, is_kept: bool) -> None:
-        """The attempt is over: how, and whether that counted."""
+        """The attempt is over: how, and whether that took effect."""
         for written in list(self._unwritten):
             self._settle(written, is_kept=is_kept)
         for step in self._under_way.values():
@@ -95,7 +95,8 @@ class RunSpans:
             _end(span, "pending", is_bad=False, next_attempt_at=end.next_attempt_at)
 
     def _settle(self, written: asyncio.Future[Written], *, is_kept: bool) -> None:
-        """A step's outcome is committed, or does not count; `is_kept` for one that was written with the run's end."""
+        """A step's outcome is committed, or has no effect; `is_kept` applies to one that was written with the run's
+        end."""
         found = self._unwritten.pop(written, None)
         if found is None:
             return

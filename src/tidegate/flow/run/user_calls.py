@@ -1,4 +1,4 @@
-"""Calls of users' functions: what counts as their failure, and how it is told."""
+"""Calls of users' functions: what counts as a failure, how it is described, and what of their results can be stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_OUTPUT_BYTES = 1024 * 1024
 
 
 def retry_after_ms(exc: RetryAfter | SecretsUnreadable) -> int:
-    """What cannot be understood as a number waits a second: the service has said no, and will say so again."""
+    """The delay in milliseconds; one second when it is not a number."""
     try:
         seconds = float(exc.seconds if isinstance(exc, RetryAfter) else exc.retry_after_seconds)
     except (TypeError, ValueError, OverflowError):
@@ -44,7 +44,8 @@ class Failure:
 
 
 def called(call: Callable[[], Any]) -> Any:
-    """Call a plain function in a thread. What a future or the interpreter would take for itself is its failure."""
+    """Call a synchronous function in a thread. Exceptions that a future or the interpreter would act on are its
+    failure."""
     try:
         return call()
     except (StopIteration, SystemExit, KeyboardInterrupt) as exc:
@@ -52,7 +53,7 @@ def called(call: Callable[[], Any]) -> Any:
 
 
 class Threads:
-    """The calls of one execution that are in threads. Whoever waits for one may leave; the thread cannot be told to."""
+    """The calls of one execution that run in threads. A caller may stop waiting; the thread cannot be stopped."""
 
     __slots__ = ("_busy",)
 
@@ -63,7 +64,7 @@ class Threads:
         return len(self._busy)
 
     async def call(self, executor: Executor, call: Callable[[], Any]) -> Any:
-        """Call a plain function, in a copy of this context."""
+        """Call a synchronous function, in a copy of this context."""
         future = executor.submit(contextvars.copy_context().run, called, call)
         self._busy.add(future)
         future.add_done_callback(self._busy.discard)
@@ -74,12 +75,12 @@ class Threads:
         loop = asyncio.get_running_loop()
         for future in tuple(self._busy):
             over = asyncio.Event()
-            future.add_done_callback(partial(_tell, loop, over))
+            future.add_done_callback(partial(_set, loop, over))
             await over.wait()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, over: asyncio.Event, _: Future[Any]) -> None:
-    with suppress(RuntimeError):  # the loop is closed: nobody waits
+def _set(loop: asyncio.AbstractEventLoop, over: asyncio.Event, _: Future[Any]) -> None:
+    with suppress(RuntimeError):  # the loop is closed, so nothing waits
         loop.call_soon_threadsafe(over.set)
 
 
@@ -102,18 +103,18 @@ async def called_within(
     call: Callable[[], Any],
     function: Callable[..., Any],
 ) -> Any:
-    """The same, for so long; TimeoutError, which names the step, when it takes longer."""
+    """The same with a timeout; the TimeoutError names the step."""
     try:
         async with asyncio.timeout(duration_ms(duration) / 1000) as limit:
             return await called_in(executor, threads, call, function)
     except TimeoutError as exc:
-        if not limit.expired():  # the function's own; what caused it does not tell: 3.11.2 does not set it
+        if not limit.expired():  # raised by the function itself; its cause does not say so in Python 3.11.2
             raise
         raise TimeoutError(f"step {name!r} took longer than {duration}") from exc
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    code = getattr(function, "__code__", None)  # as `inspect` does, which looks for other things first
+    code = getattr(function, "__code__", None)  # as `inspect` does, after slower checks
     if code is None:
         return inspect.iscoroutinefunction(function)
     return bool(code.co_flags & inspect.CO_COROUTINE)
@@ -138,13 +139,13 @@ async def guarded(work: Awaitable[Any]) -> Any:
 
 
 def cleaned(text: str) -> str:
-    """Text that the database can keep: without U+0000, and with halves of characters written out."""
+    """Text that the database can store: without U+0000, and with lone surrogates escaped."""
     return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode(errors="backslashreplace").decode()
 
 
 def reason_of(exc: BaseException) -> str:
-    """The exception's type and the first line of what it says: `httpx.ConnectError: no such host`; of a group, also
-    what the first of it says."""
+    """The exception's type and the first line of its message: `httpx.ConnectError: no such host`; for a group, also the
+    reason of its first exception."""
     says = first_line(_said(exc))[:MAX_HEADLINE]
     told = f"{_type_name(exc)}: {says}" if says else _type_name(exc)
     if isinstance(exc, BaseExceptionGroup) and len(told) < MAX_HEADLINE:
@@ -153,8 +154,8 @@ def reason_of(exc: BaseException) -> str:
 
 
 def error_text(exc: BaseException) -> str:
-    """The reason in its first line, then the traceback, cut to a size; of a refusal, which names its reason, all that
-    it says and no traceback."""
+    """The reason in the first line, then the traceback, cut to MAX_ERROR_CHARACTERS; for NonRetryable and RetryAfter
+    the whole message and no traceback."""
     if isinstance(exc, NonRetryable | RetryAfter):
         said = _said(exc)
         return f"{_type_name(exc)}: {said}" if said else _type_name(exc)
@@ -164,7 +165,7 @@ def error_text(exc: BaseException) -> str:
 
 
 def _type_name(exc: BaseException) -> str:
-    """As its user would write it."""
+    """The type as user code would write it."""
     kind = type(exc)
     is_bare = kind.__module__ in ("builtins", "__main__", errors.__name__)
     return cleaned(kind.__qualname__ if is_bare else f"{kind.__module__}.{kind.__qualname__}")
@@ -183,7 +184,7 @@ _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def encode_output(result: Any, what: str, step: str | None = None) -> str | None:
-    """JSON text, None for None. NonRetryable, which names `what` (of a step), when it cannot be kept."""
+    """JSON text, None for None. NonRetryable, which names `what` (and the step), when it cannot be stored."""
     if result is None:
         return None
     try:
@@ -204,7 +205,7 @@ def _refused(what: str, step: str | None, why: str) -> NonRetryable:
 
 
 def _is_beyond_json(value: Any) -> bool:
-    """Whether it holds NaN or an infinity; msgspec writes them as null without a word."""
+    """Whether it holds NaN or an infinity, which msgspec silently writes as null."""
     waiting = [msgspec.to_builtins(value)]
     while waiting:
         one = waiting.pop()

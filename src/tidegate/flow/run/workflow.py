@@ -24,7 +24,7 @@ T = TypeVar("T")
 current_step: contextvars.ContextVar[str | None] = contextvars.ContextVar("tidegate_step", default=None)
 
 
-class Runs(Protocol):
+class StepRunner(Protocol):
     """What a context needs of the execution it belongs to."""
 
     run: ClaimedRun
@@ -38,11 +38,11 @@ class Runs(Protocol):
 
 
 class _Context:
-    """What every workflow gets as its first argument."""
+    """The first argument of every workflow."""
 
     __slots__ = ("_execution", "_log", "event", "run_id")
 
-    def __init__(self, execution: Runs) -> None:
+    def __init__(self, execution: StepRunner) -> None:
         run = execution.run
         self._execution = execution
         self.run_id = run.id
@@ -61,13 +61,13 @@ class _Context:
 
     @property
     def attempt(self) -> int:
-        """How often this run has been begun or gone on."""
+        """How many times this run has been started or resumed."""
         return self._execution.run.attempts
 
     @property
     def idempotency_key(self) -> str:
-        """The same in every attempt at the step it is asked in (outside a step: of the run): give it to services that
-        do not do a thing twice."""
+        """The same in every attempt at the current step (outside a step: of the run). Pass it to services that take an
+        idempotency key."""
         step = current_step.get()
         return f"{self.run_id}:{step}" if step else str(self.run_id)
 
@@ -111,27 +111,27 @@ class Context(_Context):
         timeout: str | int | float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run a function once and remember what it returned (JSON); later attempts of the run get that.
+        """Call a function and store its result (JSON); when the run resumes, the stored result is returned instead.
 
-        A plain function runs in a thread. When it fails it is tried again by `retry` (or TIDEGATE_STEP_RETRY_*), and no
-        worker is held meanwhile; StepFailed when it is given up.
+        A synchronous function runs in a thread. When it fails it is retried by `retry` (default: the settings
+        TIDEGATE_STEP_RETRY_*), and no worker is held meanwhile; raises StepFailed when the retries are exhausted.
         """
         return await self._execution.step(name, function, args, kwargs, retry=retry, timeout=timeout)
 
     async def sleep(self, duration: str | int | float, *, name: str | None = None) -> None:
-        """Go on after a while (`"2h"`, `"30s"`); it survives restarts and holds no worker.
+        """Suspend the run for a duration (`"2h"`, `"30s"`); it survives restarts and holds no worker.
 
-        One that runs beside other steps (in `asyncio.gather` or a task) needs a name of its own.
+        A sleep that runs beside other steps (in `asyncio.gather` or a task) needs a name of its own.
         """
         await self._execution.sleep(duration, name)
 
 
 class SyncContext(_Context):
-    """The context of a plain `def` workflow, which runs in a thread: the same, without `await`."""
+    """The context of a synchronous (`def`) workflow, which runs in a thread: the same, without `await`."""
 
     __slots__ = ("_loop", "_thread")
 
-    def __init__(self, execution: Runs, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, execution: StepRunner, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(execution)
         self._loop = loop
         self._thread: int | None = None
@@ -150,13 +150,14 @@ class SyncContext(_Context):
         timeout: str | int | float | None = None,
         **kwargs: Any,
     ) -> T:
-        """Run a function once and remember what it returned; see `Context.step`."""
+        """Call a function and store its result; see `Context.step`."""
         work = self._execution.step(name, function, args, kwargs, retry=retry, timeout=timeout)
         found: T = asyncio.run_coroutine_threadsafe(work, self._loop).result()
         return found
 
     def sleep(self, duration: str | int | float, *, name: str | None = None) -> None:
-        """Go on after a while; it survives restarts and holds no worker. In a thread of your own it needs a name."""
+        """Suspend the run for a duration; it survives restarts and holds no worker. In a thread of your own it needs a
+        name."""
         is_alone = self._thread in (None, threading.get_ident())
         work = self._execution.sleep(duration, name, is_alone=is_alone)
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -189,7 +190,7 @@ class Workflow:
 
     @property
     def parameter_names(self) -> list[str]:
-        """The argument names, or `["*"]` when it takes whatever comes."""
+        """The argument names, or `["*"]` when it takes any."""
         return ["*"] if self._takes_any else list(self._parameters)
 
     def bind(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +213,7 @@ class Workflow:
             return msgspec.convert(value, hints.get(name, Any))
         except msgspec.ValidationError as exc:
             raise NonRetryable(f"parameter {name!r} of workflow {self.slug} is wrong: {exc}") from exc
-        except TypeError:  # a type that JSON values cannot be checked against
+        except TypeError:  # a type that msgspec cannot check JSON values against
             return value
 
     def _type_hints(self) -> dict[str, Any]:
