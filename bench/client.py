@@ -145,12 +145,19 @@ async def send(job: Job, requests: list[bytes]) -> Report:
     )
 
 
+def write_report(report: Report) -> None:
+    """As one line on standard output. With PYTHONUNBUFFERED, sys.stdout loses what a single write() does not take; a
+    buffered file writes it all."""
+    with open(sys.stdout.fileno(), "wb", closefd=False) as out:
+        out.write(msgspec.json.encode(report) + b"\n")
+
+
 def main() -> None:
     job = msgspec.json.decode(sys.stdin.readline(), type=Job)
     requests = _requests(job)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         report = runner.run(send(job, requests))
-    sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+    write_report(report)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from bench import workload
-from bench.client import Enqueue, Report
+from bench.client import Enqueue, Report, write_report
 
 Send = Callable[[Any], Awaitable[Any]]
 
@@ -41,7 +41,7 @@ def main(queue: OtherQueue) -> None:
             runner.run(_awaited(queue.work(*arguments)))
         else:
             report = runner.run(_enqueue(queue, msgspec.json.decode(sys.stdin.readline(), type=Enqueue)))
-            sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+            write_report(report)
 
 
 async def _enqueue(queue: OtherQueue, job: Enqueue) -> Report:
