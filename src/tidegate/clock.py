@@ -10,9 +10,8 @@ import struct
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
-
-from asyncpg.pgproto.pgproto import UUID  # a `uuid.UUID` that is made, hashed and written several times as fast
 
 _lock = threading.Lock()
 _last_ms = 0
@@ -45,6 +44,19 @@ def epoch_ns() -> int:
 monotonic = time.monotonic
 
 
+def _standard_uuid(number: bytes) -> uuid.UUID:
+    return uuid.UUID(bytes=number)
+
+
+_new_uuid: Callable[[bytes], uuid.UUID] = _standard_uuid
+
+
+def use_uuid_class(new_uuid: Callable[[bytes], uuid.UUID]) -> None:
+    """Make `uuid7` create its ids with a faster subclass of `uuid.UUID`, called with the 16 bytes (see `store.db`)."""
+    global _new_uuid
+    _new_uuid = new_uuid
+
+
 def uuid7() -> uuid.UUID:
     """A UUIDv7 (RFC 9562): ordered by creation within a process, even when the clock steps back."""
     global _last_ms, _counter
@@ -61,5 +73,4 @@ def uuid7() -> uuid.UUID:
                 _last_ms, _counter = _last_ms + 1, 0
         ms, counter = _last_ms, _counter
     number = (ms << 80) | (0x7 << 76) | (counter << 64) | (0x2 << 62) | tail
-    made: uuid.UUID = UUID(number.to_bytes(16, "big"))
-    return made
+    return _new_uuid(number.to_bytes(16, "big"))
