@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from datetime import datetime
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
 from tidegate.model.retry import RetryState
 
 DeliveryStatus = Literal["matched", "launched", "throttled", "paused", "skipped", "failed", "exhausted", "cancelled"]
@@ -17,10 +17,10 @@ DELIVERY_STATUSES: tuple[DeliveryStatus, ...] = get_args(DeliveryStatus)
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `workflow_trigger_deliveries`."""
 
-    id: uuid.UUID
-    trigger_id: uuid.UUID
-    event_id: uuid.UUID
-    workflow_run_id: uuid.UUID | None = None
+    id: DeliveryId
+    trigger_id: TriggerId
+    event_id: EventId
+    workflow_run_id: RunId | None = None
     trigger_version: int = 1
     status: DeliveryStatus
     attempts: int = 0

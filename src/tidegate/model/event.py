@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import FieldError
+from tidegate.model.ids import EventId
 
 FIELDS = frozenset({"id", "type", "source", "occurred_at", "payload", "correlation_id", "ttl_ms", "metadata"})
 MAX_TTL_MS = 3650 * 86_400_000
@@ -42,7 +43,7 @@ class EventLimits(msgspec.Struct, frozen=True, kw_only=True):
 class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A checked event on its way into the store; `payload` and `metadata` are JSON text."""
 
-    id: uuid.UUID
+    id: EventId
     external_id: str | None
     type: str
     source: str
@@ -57,7 +58,7 @@ class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
 class Event(msgspec.Struct, frozen=True):
     """A stored event, as the API shows it and as predicates and templates see it. Statements select in this order."""
 
-    id: uuid.UUID
+    id: EventId
     external_id: str | None
     type: str
     source: str
@@ -132,7 +133,7 @@ def check_event(
     if len(errors) > found:
         return None
     return NewEvent(
-        id=new_id,
+        id=EventId(new_id),
         external_id=external_id,
         type=event_type,
         source=source,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from datetime import datetime
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from tidegate.model.ids import DefinitionId, DeliveryId, EventId, RunId, StepId, TriggerId
 from tidegate.model.retry import RetryState
 
 RunStatus = Literal["pending", "running", "succeeded", "failed", "cancelled"]
@@ -27,11 +27,11 @@ MAX_TRIALS = 3
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `workflow_runs`, with the slug of its workflow and the event that launched it."""
 
-    id: uuid.UUID
+    id: RunId
     workflow: str
-    workflow_definition_id: uuid.UUID
-    delivery_id: uuid.UUID | None
-    event_id: uuid.UUID | None
+    workflow_definition_id: DefinitionId
+    delivery_id: DeliveryId | None
+    event_id: EventId | None
     correlation_id: str | None
     status: RunStatus
     parameters: dict[str, Any]
@@ -43,7 +43,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     next_attempt_at: datetime | None
     cancel_requested_at: datetime | None
     cancelled_by: str | None
-    replayed_from: uuid.UUID | None
+    replayed_from: RunId | None
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
@@ -53,9 +53,9 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run this worker holds until its lease ends; every write about it names `claim_generation`. `now` is the
     database's time at the claim."""
 
-    id: uuid.UUID
+    id: RunId
     workflow: str
-    event_id: uuid.UUID | None
+    event_id: EventId | None
     correlation_id: str | None
     parameters: dict[str, Any]
     attempts: int
@@ -64,7 +64,7 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     started_at: datetime
     retry_attempts: int = 0
     cancel_requested: bool = False
-    trigger_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
     concurrency_key: str | None = None
     is_probe: bool = False
 
@@ -73,15 +73,15 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     """How a claimed run ended; `output` is JSON text. `dead_step_id` is the step it failed with, if it was one;
     `is_non_retryable` says that it failed in a way that trying again cannot mend."""
 
-    id: uuid.UUID
+    id: RunId
     claim_generation: int
     status: RunStatus
     output: str | None = None
     error: str | None = None
-    trigger_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
     concurrency_key: str | None = None
     is_probe: bool = False
-    dead_step_id: uuid.UUID | None = None
+    dead_step_id: StepId | None = None
     is_non_retryable: bool = False
     has_waiting_steps: bool = False
 
@@ -94,8 +94,8 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `workflow_run_steps`; a `sleep` is a timer."""
 
-    id: uuid.UUID
-    workflow_run_id: uuid.UUID
+    id: StepId
+    workflow_run_id: RunId
     name: str
     kind: str = "step"
     status: StepStatus = "pending"

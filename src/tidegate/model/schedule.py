@@ -12,6 +12,7 @@ from cronsim import CronSim, CronSimError
 
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.model.event import NewEvent
+from tidegate.model.ids import EventId
 from tidegate.model.units import duration_ms
 
 SOURCE = "tidegate.schedule"
@@ -103,7 +104,7 @@ def tick_event(workflow: str, tick: datetime, new_id: uuid.UUID) -> NewEvent:
     """The event of one tick; its producer's id is the tick's, so publishing it again is harmless."""
     text = tick_text(tick)
     return NewEvent(
-        id=new_id,
+        id=EventId(new_id),
         external_id=f"{workflow}:{text}",
         type=event_type(workflow),
         source=SOURCE,

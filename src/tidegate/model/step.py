@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
 
+from tidegate.model.ids import RunId, StepId, TriggerId
 from tidegate.model.retry import RetryState
 from tidegate.model.run import FinishedRun, StepStatus
 
@@ -17,7 +17,7 @@ StepKind = Literal["step", "sleep"]
 class Closing(msgspec.Struct, frozen=True, kw_only=True):
     """A step was told to come back later, and so is everyone of its trigger, or of one of its keys."""
 
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     concurrency_key: str | None
     delay_ms: int
     reason: str
@@ -29,8 +29,8 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     `delay_ms` from the database's time on, it goes on. `is_new`: nothing was written of this step before.
     """
 
-    id: uuid.UUID
-    workflow_run_id: uuid.UUID
+    id: StepId
+    workflow_run_id: RunId
     claim_generation: int
     name: str
     status: StepStatus
@@ -56,7 +56,7 @@ class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A claimed run that waits until `next_attempt_at`, or `delay_ms` from the database's time on, but not past its
     `deadline_at`, and holds no worker meanwhile. `is_retry`: its function has failed and is called anew."""
 
-    id: uuid.UUID
+    id: RunId
     claim_generation: int
     next_attempt_at: datetime | None
     delay_ms: int | None = None

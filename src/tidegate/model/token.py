@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import uuid
 import zlib
 from datetime import datetime
 from typing import Annotated, Literal, get_args
@@ -18,6 +17,7 @@ import msgspec
 from tidegate.errors import FieldError
 from tidegate.model import units
 from tidegate.model.client_address import parse_network
+from tidegate.model.ids import TokenId
 from tidegate.model.trigger import compile_pattern
 
 Scope = Literal["publish", "read", "operate", "admin"]
@@ -36,7 +36,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     """A token as it may be shown. `sources` binds all that it may do to patterns, `networks` its use to addresses,
     `rate` how often; null: not bound."""
 
-    id: uuid.UUID
+    id: TokenId
     name: str
     scopes: list[Scope]
     sources: list[str] | None

@@ -12,6 +12,7 @@ import msgspec
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.model.budget import OverBudget
 from tidegate.model.event import Event, EventLimits, check_event
+from tidegate.model.ids import TriggerId
 from tidegate.model.predicate import Operator
 from tidegate.model.template import TemplateError
 from tidegate.model.trigger import CompiledTrigger, Trigger
@@ -51,7 +52,7 @@ class WhereTrial(msgspec.Struct, frozen=True):
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """`matches` when every check holds. Whatever is in `errors` would make the delivery fail, even so."""
 
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     version: int
     matches: bool
     reason: str | None

@@ -14,6 +14,7 @@ from tidegate.errors import FieldError, InvalidInput
 from tidegate.model.budget import MAX_STEPS, Budget, OverBudget
 from tidegate.model.event import Event
 from tidegate.model.expression import compile_expression
+from tidegate.model.ids import DefinitionId, TriggerId
 from tidegate.model.predicate import Predicate, compile_predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import MAX_INTERVAL_MS, MAX_LIMIT, BreakerPolicy, RateLimit
@@ -65,8 +66,8 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Trigger(TriggerSpec, frozen=True, kw_only=True):
     """A row of `workflow_event_triggers`, with the workflow it launches."""
 
-    id: uuid.UUID
-    workflow_definition_id: uuid.UUID
+    id: TriggerId
+    workflow_definition_id: DefinitionId
     workflow: str
     status: TriggerStatus = "active"
     version: int = 1
@@ -79,7 +80,7 @@ class Trigger(TriggerSpec, frozen=True, kw_only=True):
 class WorkflowDefinition(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `workflow_definitions`; `parameters` are the argument names, `["*"]` for any."""
 
-    id: uuid.UUID
+    id: DefinitionId
     slug: str
     kind: str
     parameters: list[str]
@@ -216,13 +217,16 @@ def check_spec(spec: TriggerSpec, workflow: str, parameter_names: list[str]) -> 
         raise InvalidInput(f"trigger {spec.name} is not valid", [FieldError("max_concurrency", error)])
     nobody = uuid.UUID(int=0)
     fields = {name: getattr(spec, name) for name in spec.__struct_fields__}
-    CompiledTrigger(Trigger(id=nobody, workflow_definition_id=nobody, workflow=workflow, **fields), parameter_names)
+    CompiledTrigger(
+        Trigger(id=TriggerId(nobody), workflow_definition_id=DefinitionId(nobody), workflow=workflow, **fields),
+        parameter_names,
+    )
 
 
 class TriggerIndex:
     """All active triggers; those of other event types cost an event nothing. `invalid` ones cannot be compiled here."""
 
-    def __init__(self, triggers: list[CompiledTrigger], invalid: frozenset[uuid.UUID] = frozenset()) -> None:
+    def __init__(self, triggers: list[CompiledTrigger], invalid: frozenset[TriggerId] = frozenset()) -> None:
         self.invalid = invalid
         self._exact: dict[str, list[CompiledTrigger]] = {}
         self._patterns: list[CompiledTrigger] = []
@@ -235,7 +239,7 @@ class TriggerIndex:
             else:
                 self._exact.setdefault(event_type, []).append(compiled)
 
-    def get(self, trigger_id: uuid.UUID) -> CompiledTrigger | None:
+    def get(self, trigger_id: TriggerId) -> CompiledTrigger | None:
         """One trigger, if it is active."""
         return self._by_id.get(trigger_id)
 

@@ -5,22 +5,22 @@ The rules of a source's gate, but a probe lasts as long as its run: only then is
 
 from __future__ import annotations
 
-import uuid
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
+from tidegate.model.ids import EventId, RunId, TriggerId
 from tidegate.model.source import BreakerPolicy, Gate, Hold
 
 
 class TriggerMove(NamedTuple):
     """A trigger's breaker that moved: `opened`, `closed`, `reopened`, `trial_failed` or `trial_void`; and by whom."""
 
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     move: str
     reason: str | None
-    event_id: uuid.UUID | None = None
+    event_id: EventId | None = None
     correlation_id: str | None = None
-    run_id: uuid.UUID | None = None
+    run_id: RunId | None = None
 
 
 class TriggerGate(Gate):
@@ -28,9 +28,9 @@ class TriggerGate(Gate):
 
     def __init__(
         self,
-        trigger_id: uuid.UUID,
+        trigger_id: TriggerId,
         *,
-        probe_run_id: uuid.UUID | None = None,
+        probe_run_id: RunId | None = None,
         closed_until: datetime | None = None,
         closed_reason: str | None = None,
         counting_until: datetime | None = None,
@@ -52,11 +52,11 @@ class TriggerGate(Gate):
             return Hold("breaker_open", None, f"the breaker is half open: run {self.probe_run_id} is the trial")
         return held
 
-    def begin_probe(self, run_id: uuid.UUID) -> None:
+    def begin_probe(self, run_id: RunId) -> None:
         """This run shows whether the trigger works again; nothing else is launched until it has ended."""
         self.breaker_state, self.probe_run_id, self.is_changed = "half_open", run_id, True
 
-    def end_probe(self, now: datetime, run_id: uuid.UUID, policy: BreakerPolicy, *, is_good: bool | None) -> str | None:
+    def end_probe(self, now: datetime, run_id: RunId, policy: BreakerPolicy, *, is_good: bool | None) -> str | None:
         """The run has ended; how the breaker moved if it was the probe. One that shows nothing (None), since it was
         cancelled or its failure does not count, is followed by another."""
         if self.breaker_state != "half_open" or self.probe_run_id != run_id:

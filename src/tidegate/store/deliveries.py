@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tidegate.model.delivery import Delivery, DeliveryStatus
+from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
 from tidegate.model.retry import RetryChange, RetryState
 from tidegate.store.columns import column, same
 from tidegate.store.db import Connection, Row
@@ -26,13 +27,13 @@ class Decided(NamedTuple):
     """A delivery that was decided: launched with its run, skipped with the run that its key had launched before, failed
     with the error, given up, or kept waiting until a time for a reason."""
 
-    id: uuid.UUID
-    trigger_id: uuid.UUID
-    event_id: uuid.UUID
+    id: DeliveryId
+    trigger_id: TriggerId
+    event_id: EventId
     trigger_version: int
     status: DeliveryStatus
     last_error: str | None
-    run_id: uuid.UUID | None
+    run_id: RunId | None
     workflow_definition_id: uuid.UUID
     correlation_id: str
     parameters: str
@@ -52,8 +53,8 @@ class Decided(NamedTuple):
 class DueDelivery(NamedTuple):
     """A waiting delivery that is due, not locked."""
 
-    id: uuid.UUID
-    trigger_id: uuid.UUID
+    id: DeliveryId
+    trigger_id: TriggerId
     source: str | None
     reason: str | None
 
@@ -61,9 +62,9 @@ class DueDelivery(NamedTuple):
 class Taken(NamedTuple):
     """A due delivery that this transaction has locked."""
 
-    id: uuid.UUID
-    trigger_id: uuid.UUID
-    event_id: uuid.UUID
+    id: DeliveryId
+    trigger_id: TriggerId
+    event_id: EventId
     status: DeliveryStatus
     reason: str | None
     retry_attempts: int

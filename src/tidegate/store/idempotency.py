@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import NamedTuple
 
+from tidegate.model.ids import RunId
 from tidegate.store.db import Connection, TransientConflict
 from tidegate.store.sql import load
 
@@ -25,7 +26,7 @@ class Kept(NamedTuple):
     window_ms: int
 
 
-async def claim(connection: Connection, wanted: Iterable[Key]) -> dict[Key, uuid.UUID | None]:
+async def claim(connection: Connection, wanted: Iterable[Key]) -> dict[Key, RunId | None]:
     """Each key with the run that holds it; None: it was free and is ours until the commit.
 
     Waits for other transactions that have taken one of the keys. Afterwards each key of ours is kept or released.

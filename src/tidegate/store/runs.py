@@ -10,6 +10,7 @@ import asyncpg
 import msgspec
 
 from tidegate.errors import first_line
+from tidegate.model.ids import EventId, RunId, TriggerId
 from tidegate.model.run import SUSPECT_CRASHES, ClaimedRun, FinishedRun, Run, RunStatus
 from tidegate.model.step import StepWrite, SuspendedRun
 from tidegate.store.columns import column, same
@@ -66,7 +67,7 @@ async def cancel_requested(connection: Connection, run_ids: Sequence[uuid.UUID])
 class KeptRun(NamedTuple):
     """A run that its worker still holds."""
 
-    id: uuid.UUID
+    id: RunId
     is_renewed: bool
     cancel_requested: bool
 
@@ -81,12 +82,12 @@ async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: in
 class EndedRun(NamedTuple):
     """A run that has just ended, as its row says: the limits of its trigger may have changed while it was running."""
 
-    id: uuid.UUID
+    id: RunId
     status: RunStatus
-    trigger_id: uuid.UUID | None
+    trigger_id: TriggerId | None
     concurrency_key: str | None
     is_probe: bool
-    event_id: uuid.UUID | None = None
+    event_id: EventId | None = None
     correlation_id: str | None = None
 
 

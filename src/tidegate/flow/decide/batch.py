@@ -19,6 +19,7 @@ from tidegate.flow.decide.match import Filtered, Match, Matcher, match
 from tidegate.flow.decide.reporting import held_line, tell, tell_moves, tell_source_moves, trigger_name
 from tidegate.flow.decide.slices import Slices
 from tidegate.model.event import Event
+from tidegate.model.ids import DeliveryId
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
@@ -293,8 +294,10 @@ def _claimed(
 
 def _candidate(one: Match) -> Candidate:
     if one.error is not None:
-        return Candidate(uuid7(), one.event, one.trigger, error=one.error, is_over_budget=one.is_over_budget)
-    return deliver.render(uuid7(), one.event, one.trigger, one.envelope)
+        return Candidate(
+            DeliveryId(uuid7()), one.event, one.trigger, error=one.error, is_over_budget=one.is_over_budget
+        )
+    return deliver.render(DeliveryId(uuid7()), one.event, one.trigger, one.envelope)
 
 
 def _why_not(filtered: Sequence[Filtered], now: datetime) -> list[NewDecision]:

@@ -115,7 +115,7 @@ def count(
         found = counts.setdefault(trigger_id, Counter())
         found[status] += number
         found["matched"] += number if are_newcomers else 0
-    last = {one.trigger_id: one for one in decided}
+    last: dict[uuid.UUID, Decided] = {one.trigger_id: one for one in decided}
     return [_totals(trigger_id, found, last.get(trigger_id)) for trigger_id, found in sorted(counts.items())]
 
 

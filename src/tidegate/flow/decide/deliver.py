@@ -18,6 +18,7 @@ import msgspec
 from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
+from tidegate.model.ids import DeliveryId, RunId
 from tidegate.model.retry import RetryPolicy, RetryState, next_look_at, why_given_up
 from tidegate.model.run import ClaimedRun
 from tidegate.model.template import TemplateError
@@ -40,7 +41,7 @@ class Candidate(NamedTuple):
     """An event that fires a trigger, with what its templates gave, or the trigger's `error` on it. `attempts` counts
     how often its time had come in vain, `waited_for` is the reason it waited last."""
 
-    id: uuid.UUID
+    id: DeliveryId
     event: Event
     trigger: CompiledTrigger
     parameters: str = "{}"
@@ -80,7 +81,7 @@ class Board:
     are_newcomers: bool = True
     lines: Mapping[uuid.UUID, int] = field(default_factory=dict)
     slots: dict[tuple[uuid.UUID, str], Slots] = field(default_factory=dict)
-    keys: dict[tuple[uuid.UUID, str], uuid.UUID | None] = field(default_factory=dict)
+    keys: dict[tuple[uuid.UUID, str], RunId | None] = field(default_factory=dict)
     taken: set[tuple[uuid.UUID, str]] = field(default_factory=set)
 
     def policy_of(self, candidate: Candidate) -> RetryPolicy:
@@ -97,7 +98,7 @@ class Wait(NamedTuple):
 
 
 def render(
-    delivery_id: uuid.UUID,
+    delivery_id: DeliveryId,
     event: Event,
     trigger: CompiledTrigger,
     envelope: dict[str, Any],
@@ -157,7 +158,7 @@ def launched(candidate: Candidate) -> Decided:
     """The decision about a new one that nothing limits and that has no key. Spelled out, as it is made for most."""
     event, trigger = candidate.event, candidate.trigger.trigger
     return Decided(
-        candidate.id, trigger.id, event.id, trigger.version, "launched", None, candidate.id,
+        candidate.id, trigger.id, event.id, trigger.version, "launched", None, RunId(candidate.id),
         trigger.workflow_definition_id, event.correlation_id, candidate.parameters, metadata=NO_METADATA,
         source=event.source, ingress_sequence=event.ingress_sequence,
     )  # fmt: skip
@@ -188,7 +189,7 @@ def _decide(board: Board, candidate: Candidate, is_newcomer: bool) -> Decided:
     wait = None if is_unlimited else _why_wait(board, candidate, is_newcomer)
     if wait is not None:
         return _wait(board, candidate, wait, is_newcomer)
-    run_id = candidate.id  # so that a delivery cannot launch twice, whatever else goes wrong
+    run_id = RunId(candidate.id)  # so that a delivery cannot launch twice, whatever else goes wrong
     is_probe = gate is not None and gate.is_probing(board.now)
     if gate is not None:
         gate.spend(board.now, 1)
@@ -279,7 +280,7 @@ def decided(
     status: DeliveryStatus,
     *,
     last_error: str | None = None,
-    run_id: uuid.UUID | None = None,
+    run_id: RunId | None = None,
     is_probe: bool = False,
     retry_state: RetryState = "none",
     next_attempt_at: datetime | None = None,

@@ -240,7 +240,7 @@ class Dispatch:
             held=len(verdict.held),
             expired=len(verdict.expired),
         )
-        told = {event.id: event.correlation_id for event in newcomers} if waiting else {}
+        told: dict[uuid.UUID, str] = {event.id: event.correlation_id for event in newcomers} if waiting else {}
         return DecidedBatch(outcome, verdict.held, delivered, verdict.expired, told)
 
     async def _one_by_one(self) -> DispatchCounts:

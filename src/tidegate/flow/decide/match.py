@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ from tidegate.errors import InvalidInput
 from tidegate.flow.decide.slices import Slices
 from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.event import Event
+from tidegate.model.ids import TriggerId
 from tidegate.model.trigger import CompiledTrigger, TriggerIndex
 from tidegate.store import triggers as store
 from tidegate.store.db import Connection
@@ -43,7 +43,7 @@ class Matcher:
     def __init__(self) -> None:
         self._version = -1
         self._index = TriggerIndex([])
-        self._compiled: dict[uuid.UUID, tuple[int, list[str], CompiledTrigger | None]] = {}
+        self._compiled: dict[TriggerId, tuple[int, list[str], CompiledTrigger | None]] = {}
 
     @property
     def known(self) -> tuple[TriggerIndex, int]:
@@ -54,7 +54,7 @@ class Matcher:
         """The active triggers as of that version, which is current while the caller's transaction lasts."""
         if registry_version != self._version:
             listed = await store.list_active(connection)
-            found: dict[uuid.UUID, tuple[int, list[str], CompiledTrigger | None]] = {}
+            found: dict[TriggerId, tuple[int, list[str], CompiledTrigger | None]] = {}
             slices = Slices()
             for trigger, names in listed:
                 version, old_names, compiled = self._compiled.get(trigger.id, (0, [], None))

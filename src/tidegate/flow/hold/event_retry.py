@@ -20,6 +20,7 @@ from tidegate.flow.decide.batch import Batch, Delivered
 from tidegate.flow.decide.gate import OpenGates
 from tidegate.flow.decide.spans import EventSpans, Gated
 from tidegate.model.event import Event
+from tidegate.model.ids import EventId
 from tidegate.model.source import SOURCE_BREAKER, SourceBreakerPolicy, room_soon
 from tidegate.store import decisions, events, ingress_retries
 from tidegate.store.db import Connection, Database
@@ -243,7 +244,7 @@ def _recorded(row: DueEvent, is_expired: bool, now: datetime) -> NewDecision:
     return NewDecision(row.event_id, now, "gate", "allowed", "its slot has come", None, row.attempts)
 
 
-def _log_lines(due: list[DueEvent], found: dict[uuid.UUID, Event], expired: set[uuid.UUID]) -> None:
+def _log_lines(due: list[DueEvent], found: dict[uuid.UUID, Event], expired: set[EventId]) -> None:
     for row in due:
         event = found[row.event_id]
         _log.info(

@@ -14,6 +14,7 @@ from tidegate.clock import monotonic
 from tidegate.flow.decide.reporting import tell_moves, tell_source_moves
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Freed
+from tidegate.model.ids import RunId
 from tidegate.model.run import MAX_TRIALS, FinishedRun, Run
 from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.queue.port import Queue, Wakeup
@@ -106,7 +107,9 @@ class Reconcile:
         freed = await finish.fail_waiting(connection, run_id, trigger_id, end, self._breaker, self._source_breaker)
         if freed is None:
             return None
-        await runs.bury(connection, [FinishedRun(id=run_id, claim_generation=0, status="failed", error=GIVEN_UP)])
+        await runs.bury(
+            connection, [FinishedRun(id=RunId(run_id), claim_generation=0, status="failed", error=GIVEN_UP)]
+        )
         known = await runs.get(connection, run_id)
         assert known is not None, f"{run_id} was just written"
         return known, freed

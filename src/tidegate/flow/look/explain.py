@@ -103,7 +103,9 @@ async def explain(connection: Connection, event_id: str) -> Explanation:
 async def _delivered(connection: Connection, event: Event) -> list[Decision]:
     story = []
     decided = await deliveries.list_of_event(connection, event.id)
-    names = {delivery.trigger_id: (trigger_name, workflow) for delivery, trigger_name, workflow in decided}
+    names: dict[uuid.UUID, tuple[str, str]] = {
+        delivery.trigger_id: (trigger_name, workflow) for delivery, trigger_name, workflow in decided
+    }
     lines = await decisions.list_of_event(connection, event.id)
     found_runs = {run.id: run for run in await runs.list_page(connection, event_id=event.id, limit=500)}
     for delivery, trigger_name, workflow in decided:

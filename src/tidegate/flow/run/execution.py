@@ -30,6 +30,7 @@ from tidegate.flow.run.stopping import StoppableCall
 from tidegate.flow.run.user_calls import Failure, Threads, encode_output
 from tidegate.flow.run.workflow import Context, SyncContext, Workflow, current_step
 from tidegate.model.event import Event
+from tidegate.model.ids import StepId
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.run import ClaimedRun, FinishedRun, Step
 from tidegate.model.step import StepKind, StepWrite, SuspendedRun
@@ -308,8 +309,8 @@ class Execution:
         """Give a step's outcome to the journal, and remember it if it failed or waits."""
         known = self._steps.pop(name, None)
         write = StepWrite(
-            id=known.id if known else uuid7(), workflow_run_id=self.run.id, claim_generation=self.run.claim_generation,
-            name=name, kind=kind, is_new=known is None, **fields,
+            id=known.id if known else StepId(uuid7()), workflow_run_id=self.run.id, name=name, kind=kind,
+            claim_generation=self.run.claim_generation, is_new=known is None, **fields,
         )  # fmt: skip
         if write.status != "succeeded":  # of which nobody asks again
             self._steps[name] = Step(

@@ -191,7 +191,7 @@ async def _update_breakers(
             await trigger_gates.gather_outcomes(connection, gate, now, policy)
             found.append((gate.count_failures(now, len(failures), policy), failures[-1]))
         moves += [
-            TriggerMove(trigger_id, move, gate.breaker_reason, run.event_id, run.correlation_id, run.id)
+            TriggerMove(gate.trigger_id, move, gate.breaker_reason, run.event_id, run.correlation_id, run.id)
             for move, run in found
             if move
         ]
