@@ -43,7 +43,7 @@ _NAMES = {"event_type": "on", "event_source": "source", "parameter_template": "p
 class Tidegate:
     """An application: its workflows, and a way to publish. Keyword arguments override the environment's settings."""
 
-    def __init__(self, **overrides: Any) -> None:
+    def __init__(self, **overrides: object) -> None:
         self._overrides = overrides
         self._settings: Settings | None = None
         self._publisher: _Publisher | None = None

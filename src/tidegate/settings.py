@@ -182,7 +182,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.database_url
 
 
-def load(overrides: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Settings:
+def load(overrides: Mapping[str, object] | None = None, defaults: Mapping[str, object] | None = None) -> Settings:
     """Settings from `tidegate.toml` and the environment; `overrides` (by field name) win over both.
 
     `defaults` are a command's own, where nobody says otherwise.
@@ -217,7 +217,10 @@ def trace_queue_size() -> int | None:
 
 
 def from_sources(
-    environ: Mapping[str, str], toml: Path, overrides: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    environ: Mapping[str, str],
+    toml: Path,
+    overrides: Mapping[str, object],
+    defaults: Mapping[str, object] | None = None,
 ) -> Settings:
     """Settings from the given sources. SettingsError names the setting, what was expected and what was given."""
     values: dict[str, Any] = dict(defaults or {})

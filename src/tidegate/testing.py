@@ -90,7 +90,7 @@ class Harness:
     before TimeoutError names them.
     """
 
-    def __init__(self, app: Tidegate, *, patience: str | int | float = "30s", **settings: Any) -> None:
+    def __init__(self, app: Tidegate, *, patience: str | int | float = "30s", **settings: object) -> None:
         self._app = app
         self._patience_seconds = duration_ms(patience) / 1000
         self._overrides = settings
@@ -233,7 +233,7 @@ class Harness:
 
 
 def with_harness(
-    app: Tidegate, *, patience: str | int | float = "30s", **settings: Any
+    app: Tidegate, *, patience: str | int | float = "30s", **settings: object
 ) -> Callable[[Callable[Concatenate[Harness, P], Coroutine[Any, Any, T]]], Callable[P, T]]:
     """Make an `async def test(harness, …)` a plain test: it runs to its end, in a harness and a loop of its own."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tidegate.model.cel_library import cel
 from tidegate.model.path import FIELDS, unknown_field
@@ -64,7 +64,7 @@ def _text(value: object) -> object:
 
 
 # What a value becomes before the library's conversion of that name gets it. They never raise: it would be logged.
-CONVERSIONS: dict[str, Callable[[Any], object]] = {
+CONVERSIONS: dict[str, Callable[[object], object]] = {
     "timestamp": _timestamp,
     "duration": lambda value: value,
     "int": _seconds,

@@ -96,7 +96,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 def check_event(
-    raw: Any,
+    raw: object,
     *,
     new_id: uuid.UUID,
     now: datetime,
@@ -167,7 +167,7 @@ def _is_name(value: str) -> bool:
     return _NAME.fullmatch(value) is not None
 
 
-def _name(value: Any, prefix: str, field: str, errors: list[FieldError]) -> str:
+def _name(value: object, prefix: str, field: str, errors: list[FieldError]) -> str:
     if isinstance(value, str) and is_name(value):
         return value
     given = "is required" if value is None else "must be text" if not isinstance(value, str) else "has other characters"
@@ -175,7 +175,7 @@ def _name(value: Any, prefix: str, field: str, errors: list[FieldError]) -> str:
     return ""
 
 
-def _text(value: Any, prefix: str, field: str, errors: list[FieldError]) -> str | None:
+def _text(value: object, prefix: str, field: str, errors: list[FieldError]) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not is_text_id(value):
@@ -185,7 +185,7 @@ def _text(value: Any, prefix: str, field: str, errors: list[FieldError]) -> str 
 
 
 def _time(
-    value: Any, prefix: str, field: str, now: datetime, limits: EventLimits, errors: list[FieldError]
+    value: object, prefix: str, field: str, now: datetime, limits: EventLimits, errors: list[FieldError]
 ) -> datetime | None:
     if value is None:
         return None
@@ -210,7 +210,9 @@ def _time(
     return parsed
 
 
-def _object(value: Any, prefix: str, field: str, max_bytes: int, limits: EventLimits, errors: list[FieldError]) -> str:
+def _object(
+    value: object, prefix: str, field: str, max_bytes: int, limits: EventLimits, errors: list[FieldError]
+) -> str:
     if value is None:
         return "{}"
     field = prefix + field
@@ -247,8 +249,8 @@ def _suspicious(text: bytes, limits: EventLimits) -> bool:
     )
 
 
-def _walk(root: Any, field: str, limits: EventLimits) -> FieldError | None:
-    stack: list[tuple[Any, str, int]] = [(root, field, 1)]
+def _walk(root: object, field: str, limits: EventLimits) -> FieldError | None:
+    stack: list[tuple[object, str, int]] = [(root, field, 1)]
     keys = 0
     while stack:
         value, path, depth = stack.pop()
@@ -274,7 +276,7 @@ def _walk(root: Any, field: str, limits: EventLimits) -> FieldError | None:
     return None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 

@@ -146,7 +146,7 @@ def _list(over: List, found: dict[int, Any], lists: dict[int, tuple[int, int, in
     return len(value), max(weight for weight, _ in measures), max(longest for _, longest in measures)
 
 
-def _measure(value: Any) -> tuple[int, int]:
+def _measure(value: object) -> tuple[int, int]:
     """How many values it holds, a long text counting as several, and the length of the longest list or object."""
     weight, longest, waiting = 0, 0, [value]
     while waiting and weight * _CONVERSION_STEPS <= MAX_STEPS:

@@ -73,7 +73,7 @@ def spelled(value: Any) -> str:
     return msgspec.json.encode(value).decode() if kind is dict else str(value)
 
 
-def arguments_of(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def arguments_of(name: str, arguments: tuple[object, ...]) -> tuple[object, ...]:
     """What a filter gets: texts where it makes texts. Raises when a number is too large to go on with."""
     for one in arguments:
         check_number(one)
@@ -83,14 +83,14 @@ def arguments_of(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(spelled(one) if type(one) in kinds else one for one in arguments)
 
 
-def check_result(value: Any) -> None:
+def check_result(value: object) -> None:
     """Raises when a filter has made something too large to go on with."""
     check_number(value)
     if type(value) is str:
         _bounded(len(value))
 
 
-def check_number(value: Any) -> None:
+def check_number(value: object) -> None:
     if type(value) is int and value.bit_length() > MAX_BITS:
         raise LiquidValueError(f"the number would have more than {MAX_BITS} bits", token=None)
 

@@ -25,7 +25,7 @@ MAX_MEMBERS = 100
 # A text of up to so many characters costs nothing extra to compare.
 _SHORT_TEXT = 1024
 
-Test = Callable[[Any, Budget], bool]
+Test = Callable[[object, Budget], bool]
 
 
 class Predicate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -121,12 +121,12 @@ def _compile_test(p: Predicate) -> Test:
     return _contains(p.value, fold) if p.operator == "contains" else _one_of(operands, fold, negated)
 
 
-def _one_of(wanted: list[Any], fold: bool, negated: bool) -> Test:
+def _one_of(wanted: list[object], fold: bool, negated: bool) -> Test:
     # Looked up, so that a thousand cost no more than one.
     plain = {_plain(w, fold) for w in wanted if not isinstance(w, list | dict)}
     nested = [w for w in wanted if isinstance(w, list | dict)]
 
-    def test(value: Any, budget: Budget) -> bool:
+    def test(value: object, budget: Budget) -> bool:
         if isinstance(value, list | dict):
             return any(_same(value, w, fold) for w in nested) is not negated
         if isinstance(value, str) and len(value) > _SHORT_TEXT:
@@ -136,7 +136,7 @@ def _one_of(wanted: list[Any], fold: bool, negated: bool) -> Test:
     return test
 
 
-def _members(values: list[Any]) -> int:
+def _members(values: list[object]) -> int:
     """How many values the arrays and objects among `values` hold."""
     waiting, count = list(values), -len(values)
     while waiting and count <= MAX_MEMBERS:
@@ -146,7 +146,7 @@ def _members(values: list[Any]) -> int:
     return count
 
 
-def _plain(value: Any, fold: bool) -> tuple[str, Any]:
+def _plain(value: object, fold: bool) -> tuple[str, object]:
     """A key under which equal values meet: 7 and 7.0, but not 1 and true."""
     if isinstance(value, str):
         return "text", value.casefold() if fold else value
@@ -176,7 +176,7 @@ def _comparison(p: Predicate) -> Test:
         raise _Wrong("value", f"{p.operator} takes a number or text")
     holds, text, fold = _COMPARE[p.operator], p.value, not p.case_sensitive
 
-    def test(value: Any, budget: Budget) -> bool:
+    def test(value: object, budget: Budget) -> bool:
         mine = _number(value)
         if number is not None:
             return mine is not None and holds(mine, number)
@@ -189,7 +189,7 @@ def _comparison(p: Predicate) -> Test:
     return test
 
 
-def _number(value: Any) -> int | float | None:
+def _number(value: object) -> int | float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -203,7 +203,7 @@ def _number(value: Any) -> int | float | None:
     return None
 
 
-def _same(a: Any, b: Any, fold: bool) -> bool:
+def _same(a: object, b: object, fold: bool) -> bool:
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(_same(x, y, fold) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -211,11 +211,11 @@ def _same(a: Any, b: Any, fold: bool) -> bool:
     return not isinstance(a, list | dict) and not isinstance(b, list | dict) and _plain(a, fold) == _plain(b, fold)
 
 
-def _contains(wanted: Any, fold: bool) -> Test:
-    text = wanted.casefold() if fold and isinstance(wanted, str) else wanted
+def _contains(wanted: object, fold: bool) -> Test:
+    text = "" if not isinstance(wanted, str) else wanted.casefold() if fold else wanted
     same = _one_of([wanted], fold, negated=False)
 
-    def test(value: Any, budget: Budget) -> bool:
+    def test(value: object, budget: Budget) -> bool:
         if isinstance(value, list):
             budget.pay(len(value))
             return any(same(member, budget) for member in value)
@@ -232,6 +232,6 @@ def _pay_for(text: str, budget: Budget) -> None:
     budget.pay(len(text) // 16)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = msgspec.json.encode(value).decode(errors="replace")
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -102,7 +102,7 @@ class _TemplateContext(liquid.RenderContext):
         self._rendering.pay(length * self._nodes)
 
 
-def compile_template(source: Any, field: str, errors: list[FieldError], depth: int = 0) -> Render | None:
+def compile_template(source: object, field: str, errors: list[FieldError], depth: int = 0) -> Render | None:
     """A function from the envelope to the rendered value; texts in objects and arrays are templates too.
 
     A string that is exactly one expression, `{{ event.payload.id }}`, keeps the JSON type of its value.
@@ -111,7 +111,7 @@ def compile_template(source: Any, field: str, errors: list[FieldError], depth: i
     return None if render is None else lambda envelope, paying=None: render(_Rendering(envelope, paying or Budget()))
 
 
-def _compile(source: Any, field: str, errors: list[FieldError], depth: int) -> Callable[[_Rendering], Any] | None:
+def _compile(source: object, field: str, errors: list[FieldError], depth: int) -> Callable[[_Rendering], object] | None:
     if depth > MAX_DEPTH:
         errors.append(FieldError(field, f"is nested deeper than {MAX_DEPTH} levels"))
         return None

@@ -293,7 +293,7 @@ def _compile_key(source: str | None, field: str, errors: list[FieldError]) -> Re
     return compile_template(source, field, errors)
 
 
-def _key(value: Any, field: str) -> str:
+def _key(value: object, field: str) -> str:
     """A key as text: numbers and texts as they are written, so that 7 and "7" are one key."""
     if value is None:
         raise TemplateError(f"{field}: gives null for this event")

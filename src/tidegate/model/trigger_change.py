@@ -58,7 +58,7 @@ class NewTrigger(msgspec.Struct, frozen=True):
     status: TriggerStatus
 
 
-def created(given: Any, workflow: str, parameter_names: list[str]) -> NewTrigger:
+def created(given: object, workflow: str, parameter_names: list[str]) -> NewTrigger:
     """The trigger that `given` (decoded JSON) describes. InvalidInput names each field that breaks a rule."""
     body = _body(given, TriggerBody)
     missing = [FieldError(name, "is required") for name in ("name", "event_type") if getattr(body, name) is UNSET]
@@ -68,14 +68,14 @@ def created(given: Any, workflow: str, parameter_names: list[str]) -> NewTrigger
 
 
 def changed(
-    spec: TriggerSpec, status: TriggerStatus, given: Any, workflow: str, parameter_names: list[str]
+    spec: TriggerSpec, status: TriggerStatus, given: object, workflow: str, parameter_names: list[str]
 ) -> NewTrigger:
     """The trigger with the fields in `given` (decoded JSON) changed. InvalidInput names each that breaks a rule."""
     known = {name: getattr(spec, name) for name in SPEC_FIELDS}
     return _checked(known, status, _body(given, TriggerPatch), workflow, parameter_names)
 
 
-def known_version(given: Any) -> int | None:
+def known_version(given: object) -> int | None:
     """The version that the author of a change knows, if it was said."""
     version = _body(given, TriggerPatch).version
     return None if version is UNSET else version
@@ -87,7 +87,7 @@ def declared(spec: TriggerSpec) -> dict[str, Any]:
     return {name: value for name, value in said.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
 
 
-def _body(given: Any, kind: type[TriggerBody]) -> Any:
+def _body(given: object, kind: type[TriggerBody]) -> Any:
     errors: list[FieldError] = []
     check_plain(given, errors)
     if errors:
@@ -105,9 +105,9 @@ def _checked(
     return NewTrigger(spec, status if body.status is UNSET else body.status)
 
 
-def check_plain(given: Any, errors: list[FieldError]) -> None:
+def check_plain(given: object, errors: list[FieldError]) -> None:
     """What no database or driver could give back: a U+0000, a number beyond 64 bits, endless nesting."""
-    places: list[tuple[str, Any, int]] = [("", given, 0)]
+    places: list[tuple[str, object, int]] = [("", given, 0)]
     while places:
         place, value, depth = places.pop()
         if isinstance(value, dict | list):
@@ -123,7 +123,7 @@ def check_plain(given: Any, errors: list[FieldError]) -> None:
 
 def _members(
     place: str, value: dict[Any, Any] | list[Any], depth: int, errors: list[FieldError]
-) -> list[tuple[str, Any, int]]:
+) -> list[tuple[str, object, int]]:
     if isinstance(value, list):
         return [(f"{place}[{i}]", inner, depth) for i, inner in enumerate(value)]
     names = [name for name in value if isinstance(name, str) and "\x00" not in name]

@@ -50,7 +50,7 @@ def event_fields(
     config: WebhookConfig,
     source: str,
     headers: Mapping[str, str],
-    found: Any,
+    found: object,
     *,
     now: datetime,
     limits: EventLimits,
@@ -116,7 +116,7 @@ def _form_payload(body: bytes) -> bytes:
     return found[0].encode()
 
 
-def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
+def _refuse_twins(pairs: list[tuple[str, object]]) -> None:
     seen = set()
     for key, _ in pairs:
         if key in seen:
@@ -125,5 +125,5 @@ def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
         seen.add(key)
 
 
-def _given(value: Any) -> str:
+def _given(value: object) -> str:
     return "is required" if value is None else "has another form"

@@ -103,7 +103,7 @@ class PostgresQueue:
                     connection.terminate()
             await asyncio.sleep(_RECONNECT_SECONDS)
 
-    def _received(self, _: Any, __: int, channel: str, ___: str) -> None:
+    def _received(self, _: object, __: int, channel: str, ___: str) -> None:
         for topic in TOPICS:
             if channel == f"tidegate_{topic}":
                 self._wakes[topic].set()

@@ -80,18 +80,18 @@ class Logger:
     def is_info(self) -> bool:
         return _level <= 20
 
-    def debug(self, action: str, **fields: Any) -> None:
+    def debug(self, action: str, **fields: object) -> None:
         if _level <= 10:
             self._lines.debug(action, **fields)
 
-    def info(self, action: str, **fields: Any) -> None:
+    def info(self, action: str, **fields: object) -> None:
         if _level <= 20:
             self._lines.info(action, **fields)
 
-    def warning(self, action: str, **fields: Any) -> None:
+    def warning(self, action: str, **fields: object) -> None:
         self._lines.warning(action, **fields)
 
-    def error(self, action: str, **fields: Any) -> None:
+    def error(self, action: str, **fields: object) -> None:
         self._lines.error(action, **fields)
 
     def bind(self, **fields: Any) -> Any:

@@ -153,7 +153,7 @@ class Span:
             context.detach(token)
 
     @_harmless
-    def tell(self, **fields: Any) -> None:
+    def tell(self, **fields: object) -> None:
         """Add attributes; a None is left out."""
         if self._span.is_recording():
             self._span.set_attributes(_attributes(fields))
@@ -187,7 +187,7 @@ def begin(
     kind: Kind = "INTERNAL",
     began_ns: int | None = None,
     links: Iterable[str] = (),
-    **fields: Any,
+    **fields: object,
 ) -> Span:
     """A new span, below `parent` (a `traceparent`) or, without one, as the root of a new trace. Tracing is on."""
     from opentelemetry import trace
@@ -255,13 +255,13 @@ class Request:
         span.end()
 
 
-def _attributes(fields: dict[str, Any]) -> dict[str, Any]:
+def _attributes(fields: dict[str, object]) -> dict[str, object]:
     """Our names get our prefix; what OpenTelemetry has no type for becomes text."""
     named = {name if "." in name else f"tidegate.{name}": value for name, value in fields.items() if value is not None}
     return {name: value if isinstance(value, str | int | float) else _text(value) for name, value in named.items()}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
