@@ -1,4 +1,4 @@
-"""Tidegate: the object users write workflows on, and the composition root."""
+"""Tidegate: the application object on which users declare workflows, and the composition root."""
 
 from __future__ import annotations
 
@@ -36,12 +36,16 @@ from tidegate.worker.supervisor import Worker
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 REGISTERED_BY = "code"
-# What a declaration calls the fields of its trigger, where that is not their own name.
+# The names in a declaration of the trigger fields that have another name there.
 _NAMES = {"event_type": "on", "event_source": "source", "parameter_template": "params", "throttle_count": "throttle"}
 
 
 class Tidegate:
-    """An application: its workflows, and a way to publish. Keyword arguments override the environment's settings."""
+    """An application: declares workflows, publishes events and creates workers.
+
+    Keyword arguments are settings by field name (`Tidegate(database_url="postgresql://…")`, see docs/settings.md); they
+    override `tidegate.toml` and the environment.
+    """
 
     def __init__(self, **overrides: object) -> None:
         self._overrides = overrides
@@ -52,13 +56,13 @@ class Tidegate:
 
     @property
     def settings(self) -> Settings:
-        """Read from the environment when first asked for."""
+        """The settings; read from `tidegate.toml` and the environment on first use."""
         if self._settings is None:
             self._settings = settings_module.load(self._overrides)
         return self._settings
 
     def configure(self, settings: Settings) -> None:
-        """Use these settings (a command's), except where this object was told otherwise."""
+        """Use the settings of a command; keyword arguments given to this object still override them."""
         given = {k: v for k, v in self._overrides.items() if v is not None}
         self._settings = msgspec.structs.replace(settings, **given)
 
@@ -83,10 +87,15 @@ class Tidegate:
         timeout: str | int | float | None = None,
         name: str | None = None,
     ) -> Callable[[Function], Function]:
-        """Declare a workflow: the function runs for matching events of type `on`, or by the clock (`every`, `cron`).
+        """Declare a workflow: the function runs for each matching event of type `on`, or on a schedule.
 
-        Its slug is the function's name, or `name`. Without `params` its arguments are taken from the payload by name.
-        AppError says what is wrong with the declaration.
+        Which events: `on` (type) and `source` are exact or contain `*`; `where` (CEL) and `predicates` filter further.
+        Schedules: `every` ("10m") or `cron` ("0 3 * * *", read in `timezone`, default UTC), instead of `on`.
+        Arguments: `params` (Liquid templates by argument name); by default, the payload's fields by argument name.
+        Limits: `throttle` ("20/min"), `max_concurrency`, per `concurrency_key` if given; `breaker`; `retry` for steps
+        and deliveries. `idempotency_key` launches one run per key within `idempotency_window`. `timeout` bounds a run.
+
+        The slug defaults to the function's name; `name` overrides it. Raises AppError if the declaration is invalid.
         """
         fields = {
             "where": where, "parameter_template": params, "idempotency_key": idempotency_key,
@@ -104,8 +113,8 @@ class Tidegate:
             except AppError:
                 raise
             except InvalidInput as exc:
-                told = InvalidInput(exc.args[0], [as_written(error, _NAMES) for error in exc.errors])
-                raise AppError(f"workflow {slug}: {told}") from exc
+                renamed = InvalidInput(exc.args[0], [as_written(error, _NAMES) for error in exc.errors])
+                raise AppError(f"workflow {slug}: {renamed}") from exc
             except (TidegateError, ValueError, msgspec.ValidationError) as exc:
                 raise AppError(f"workflow {slug}: {exc}") from exc
             return function
@@ -122,7 +131,7 @@ class Tidegate:
             self.schedules[workflow.slug] = schedule
 
     async def register(self, connection: Connection) -> list[uuid.UUID]:
-        """Make definitions, triggers and schedules as this application's workflows say; the definitions' ids."""
+        """Create or update the definitions, triggers and schedules of this application; returns the definition ids."""
         await locks.exclude_triggers(connection)
         ids = []
         for workflow in sorted(self.workflows.values(), key=lambda w: w.slug):
@@ -141,7 +150,7 @@ class Tidegate:
         return ids
 
     async def worker(self) -> Worker:
-        """A worker for this application, its workflows registered."""
+        """Register the workflows and return a worker for them; start it with `await worker.run()`."""
         traces.switch_on()
         database = Database(self.settings.require_database_url(), "register", size=1)
         try:
@@ -165,9 +174,10 @@ class Tidegate:
         ttl_ms: int | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> Accepted:
-        """Publish an event straight into the database; returns when it is committed.
+        """Publish an event directly to the database, without the API; returns after the commit.
 
-        Raises InvalidInput, Conflict (the id was used before with another body) or Unavailable.
+        `id` is the producer's id, unique per source: publishing the same event again returns the status `duplicate`.
+        Raises InvalidInput, Conflict (the id was already used with a different body) or Unavailable.
         """
         given = {
             "id": id,
@@ -186,7 +196,7 @@ class Tidegate:
         return (await self._publisher.ingest.accept([event]))[0]
 
     async def close(self) -> None:
-        """Close what `publish` opened."""
+        """Close the connections that `publish` opened."""
         if self._publisher is not None:
             publisher, self._publisher = self._publisher, None
             await publisher.close()
@@ -201,13 +211,13 @@ class Tidegate:
 
 
 def _launched_by(slug: str, on: str | None, source: str, schedule: ScheduleSpec | None) -> dict[str, str]:
-    """The name, type and source of the trigger: the events asked for, or the schedule's own; empty for none."""
+    """The name, event type and source of the trigger: those of `on`, or the schedule's own; empty without either."""
     if schedule is None:
         return {} if on is None else {"name": "code", "event_type": on, "event_source": source}
     if on is not None:
-        raise AppError(f"workflow {slug}: on: goes without every and cron, which publish their own events")
+        raise AppError(f"workflow {slug}: on: cannot be combined with every or cron, which publish their own events")
     if source != "*":
-        raise AppError(f"workflow {slug}: source: goes with on; the events of a schedule come from {SOURCE}")
+        raise AppError(f"workflow {slug}: source: requires on; the events of a schedule have the source {SOURCE}")
     return {"name": TRIGGER, "event_type": event_type(slug), "event_source": SOURCE}
 
 
@@ -217,7 +227,7 @@ def _spec(
     throttle: str | None,
     idempotency_window: str | int | float | None,
 ) -> TriggerSpec:
-    """The trigger that a declaration describes, its rates and durations written out."""
+    """The trigger that a declaration describes, with rates and durations parsed."""
     spec = TriggerSpec(predicates=msgspec.convert(predicates or [], list[Predicate]), **fields)
     if throttle is not None:
         try:
@@ -253,7 +263,7 @@ class _Publisher:
 
 
 def checked(given: dict[str, Any], settings: Settings) -> NewEvent:
-    """One event from plain values. InvalidInput names each field that breaks a rule."""
+    """A validated event from its field values. InvalidInput names each invalid field."""
     try:
         plain = msgspec.to_builtins(given, str_keys=True)
     except (TypeError, ValueError, RecursionError) as exc:

@@ -1,6 +1,7 @@
-"""The process's own clock, in one place.
+"""The clock of this process: the only module that reads it.
 
-It names ids and bounds input; it never schedules. What is due is decided by `tidegate.now()` in the database.
+It is used for ids and for the bounds of input, never for scheduling: `tidegate.now()` in the database decides what
+is due.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _last_ms = 0
 _counter = 0
 _random: list[int] = []
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_random.clear)  # or parent and child would draw the same numbers
+    os.register_at_fork(after_in_child=_random.clear)  # otherwise parent and child would use the same numbers
 
 
 def utc_now() -> datetime:
@@ -27,7 +28,7 @@ def utc_now() -> datetime:
 
 
 def has_utc(at: datetime) -> bool:
-    """Whether UTC has this time: 0001-01-01T00:00+01:00 lies before the first year that there is."""
+    """Whether the time can be expressed in UTC: 0001-01-01T00:00+01:00 would lie before year 1."""
     try:
         at.astimezone(UTC)
     except OverflowError:
@@ -36,7 +37,7 @@ def has_utc(at: datetime) -> bool:
 
 
 def epoch_ns() -> int:
-    """The same as nanoseconds since 1970, for the times of spans."""
+    """The wall clock as nanoseconds since 1970, for the times of spans."""
     return time.time_ns()
 
 
@@ -69,7 +70,7 @@ def uuid7() -> uuid.UUID:
             _last_ms, _counter = now_ms, 0
         else:
             _counter += 1
-            if _counter > 0xFFF:  # 4096 ids in one millisecond: borrow the next one
+            if _counter > 0xFFF:  # 4096 ids in one millisecond: use the next millisecond
                 _last_ms, _counter = _last_ms + 1, 0
         ms, counter = _last_ms, _counter
     number = (ms << 80) | (0x7 << 76) | (counter << 64) | (0x2 << 62) | tail

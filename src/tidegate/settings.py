@@ -1,6 +1,6 @@
 """One frozen Settings, checked at construction. This is the only module that reads the environment.
 
-Sources, the later wins: defaults, `tidegate.toml` in the working directory, environment variables `TIDEGATE_*`.
+Sources, in increasing precedence: defaults, `tidegate.toml` in the working directory, variables `TIDEGATE_*`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _POLICIES: dict[str, Policy] = {
     "trigger_error": TRIGGER_BREAKER,
     "health": HEALTH,
 }
-# Settings that are lists of objects, each with a `source`, and what the rest of an object is.
+# Settings that are lists of objects, each with a `source`, and the type of the other fields.
 _BY_SOURCE: dict[str, type[RateLimit | SourceBreakerPolicy]] = {
     "source_rate_limits": RateLimit,
     "source_breakers": SourceBreakerPolicy,
@@ -48,7 +48,7 @@ _BY_SOURCE: dict[str, type[RateLimit | SourceBreakerPolicy]] = {
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that can be set; `docs/settings.md` describes each."""
+    """All settings; `docs/settings.md` describes each."""
 
     database_url: str | None = None
     queue: Literal["postgres", "bullmq"] = "postgres"
@@ -118,30 +118,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             if not low <= value <= high:
                 raise SettingsError(f"{_env(name)} must lie between {low} and {high}, not {value}")
         if self.database_url is not None and not self.database_url.startswith(("postgresql://", "postgres://")):
-            scheme, found, _ = self.database_url.partition("://")  # the rest may hold a password
+            scheme, found, _ = self.database_url.partition("://")  # the rest may contain a password
             given = f"{scheme[:20]}://" if found else "text without a scheme"
             raise SettingsError(f"{_env('database_url')} must start with postgresql://, not {given}")
         if self.database_url is not None and not _has_readable_port(self.database_url):
-            raise SettingsError(  # without what was given: it may hold a password
+            raise SettingsError(  # without the value: it may contain a password
                 f"{_env('database_url')} must be an address such as postgresql://user:password@host:5432/database; "
                 "characters such as / : @ # in a password are written %2F %3A %40 %23"
             )
         if self.redis_url is not None and not _is_redis_url(self.redis_url):
-            raise SettingsError(  # without what was given: it may hold a password
+            raise SettingsError(  # without the value: it may contain a password
                 f"{_env('redis_url')} must be an address such as redis://localhost:6379/0, rediss://… or unix://…"
             )
         if self.queue == "bullmq":
             self.require_redis_url()
         if not re.fullmatch(r"[^\s#]+", self.runbook_url):
             raise SettingsError(
-                f"{_env('runbook_url')} must be the address of the runbook's page without #section and spaces, such as "
+                f"{_env('runbook_url')} must be the URL of the runbook page without #section and spaces, such as "
                 f"https://wiki.example/tidegate, not {self.runbook_url!r}"
             )
         if self.auth == "off" and not self.is_loopback:
             raise SettingsError(
                 f"{_env('host')} is {self.host!r}: without tokens ({_env('auth')}=off, the default of `tidegate dev`) "
-                f"the API listens on loopback only (127.0.0.1, ::1 or localhost); {_env('auth')}=on asks "
-                "for them, and `tidegate token create` makes them"
+                f"the API listens on loopback only (127.0.0.1, ::1 or localhost); set {_env('auth')}=on to require "
+                "tokens, and create them with `tidegate token create`"
             )
 
         for name, parse in (
@@ -156,7 +156,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches the API."""
+        """Whether the API is reachable from this machine only."""
         return _is_loopback(self.host)
 
     @property
@@ -164,34 +164,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return EventLimits(max_payload_bytes=self.max_payload_bytes)
 
     def require_redis_url(self) -> str:
-        """The address of Redis; a clear refusal when none is set."""
+        """The address of Redis; SettingsError if it is not set."""
         if self.redis_url is None:
             raise SettingsError(
-                "TIDEGATE_QUEUE is bullmq and TIDEGATE_REDIS_URL is not set; give it a Redis address such as "
+                "TIDEGATE_QUEUE is bullmq and TIDEGATE_REDIS_URL is not set; set it to a Redis address such as "
                 "redis://localhost:6379/0"
             )
         return self.redis_url
 
     def require_database_url(self) -> str:
-        """The database's address; a clear refusal when none is set."""
+        """The address of the database; SettingsError if it is not set."""
         if self.database_url is None:
             raise SettingsError(
-                "TIDEGATE_DATABASE_URL is not set; give it a Postgres address such as "
-                "postgresql://user@localhost/tidegate, or use `tidegate dev`, which brings its own"
+                "TIDEGATE_DATABASE_URL is not set; set it to a Postgres address such as "
+                "postgresql://user@localhost/tidegate, or use `tidegate dev`, which starts a bundled Postgres"
             )
         return self.database_url
 
 
 def load(overrides: Mapping[str, object] | None = None, defaults: Mapping[str, object] | None = None) -> Settings:
-    """Settings from `tidegate.toml` and the environment; `overrides` (by field name) win over both.
+    """Settings from `tidegate.toml` and the environment; `overrides` (by field name) take precedence.
 
-    `defaults` are a command's own, where nobody says otherwise.
+    `defaults` are a command's own defaults, used where no source sets a value.
     """
     return from_sources(os.environ, Path(TOML_FILE), overrides or {}, defaults or {})
 
 
 def client_token() -> str | None:
-    """`TIDEGATE_TOKEN`, for clients that are given none."""
+    """`TIDEGATE_TOKEN`: the default token of clients."""
     return os.environ.get(_env("token")) or None
 
 
@@ -201,7 +201,7 @@ def is_tracing_disabled() -> bool:
 
 
 def trace_exporters() -> list[str]:
-    """The exporters that the environment asks for, as the packages that have them call them; none: no traces."""
+    """The trace exporters that the environment names, as OpenTelemetry entry points; empty: no traces."""
     given = os.environ.get("OTEL_TRACES_EXPORTER", "").strip()
     if not given and any(os.environ.get(name) for name in _OTLP_ENDPOINTS):
         given = "otlp"
@@ -212,7 +212,7 @@ def trace_exporters() -> list[str]:
 
 
 def trace_queue_size() -> int | None:
-    """How many spans may wait to be sent: a batch of events makes thousands at once. None: `OTEL_BSP_…` says it."""
+    """Maximum number of buffered spans: a batch of events creates thousands at once. None: `OTEL_BSP_…` sets it."""
     return None if os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else TRACE_QUEUE_SIZE
 
 
@@ -243,7 +243,7 @@ def from_sources(
 
 
 def _from_environment(environ: Mapping[str, str], below: Mapping[str, Any]) -> dict[str, Any]:
-    """What the environment sets; a policy of which it sets a part keeps the rest from `below`."""
+    """The values that the environment sets; the unset fields of a policy are taken from `below`."""
     values: dict[str, Any] = {}
     for name, hint in _plain_fields().items():
         text = environ.get(_env(name))
@@ -281,10 +281,10 @@ def _from_toml(table: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def _policy(names: dict[str, str], default: Policy, given: dict[str, str]) -> Policy:
-    """The default with the texts given in its place; `names` is what a refusal calls each field."""
+    """The default with the given fields parsed and replaced; `names` are the field names for error messages."""
     hints = get_type_hints(type(default))
     parsed = {part: _parse(names[part], hints[part], text) for part, text in given.items()}
-    if isinstance(default, RetryPolicy) and "base_ms" in parsed:  # a longest wait that nobody has set follows
+    if isinstance(default, RetryPolicy) and "base_ms" in parsed:  # an unset max_ms is raised to base_ms
         parsed.setdefault("max_ms", max(default.max_ms, parsed["base_ms"]))
     try:
         return msgspec.structs.replace(default, **parsed)
@@ -294,8 +294,8 @@ def _policy(names: dict[str, str], default: Policy, given: dict[str, str]) -> Po
 
 
 def _by_source(name: str, where: str, text: str) -> dict[str, Any]:
-    """`[{"source", …}, …]`; a refusal says which entry and why. `*`, the default, has a limit; of breakers the settings
-    `TIDEGATE_SOURCE_ERROR_…` are the default."""
+    """Parse `[{"source", …}, …]`; an error names the entry and the reason. `*` sets the default rate limit; the default
+    breaker is set by `TIDEGATE_SOURCE_ERROR_…`."""
     try:
         entries = msgspec.json.decode(text, type=list[dict[str, Any]])
     except msgspec.MsgspecError as exc:
@@ -308,7 +308,7 @@ def _by_source(name: str, where: str, text: str) -> dict[str, Any]:
             what = "the name of a source or *" if has_default else "the name of a source"
             raise SettingsError(f"{where}[{i}].source must be {what}, not {source!r}")
         if source in found:
-            raise SettingsError(f"{where}[{i}].source is {source!r}, which an earlier entry has already")
+            raise SettingsError(f"{where}[{i}].source is {source!r}, which an earlier entry already has")
         try:
             found[source] = msgspec.convert(entry, _BY_SOURCE[name])
         except (ValueError, msgspec.ValidationError) as exc:
@@ -322,7 +322,7 @@ def _plain_fields() -> dict[str, Any]:
 
 
 def _parse(where: str, hint: Any, text: str) -> Any:
-    """One value from its text, by the field's type."""
+    """Parse one value by the type of its field."""
     choices = [c for c in get_args(hint) if isinstance(c, str)]
     if choices:
         if text.lower() not in choices:
@@ -342,12 +342,12 @@ def _parse(where: str, hint: Any, text: str) -> Any:
 
 
 def _has_readable_port(text: str) -> bool:
-    """A port that is no number is most likely a password with a / or # that is not encoded."""
+    """Whether the port is a number. If not, the password most likely contains a / or # that is not encoded."""
     try:
         place = urlsplit(text).netloc.rpartition("@")[2]
     except ValueError:
         return False
-    ports = [host.rpartition("]")[2].partition(":")[2] for host in place.split(",")]  # several hosts may be named
+    ports = [host.rpartition("]")[2].partition(":")[2] for host in place.split(",")]  # a URL may name several hosts
     return all(port == "" or port.isdecimal() for port in ports)
 
 

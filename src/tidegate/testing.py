@@ -1,12 +1,13 @@
-"""Tests of workflows: a scratch database and a clock moved by hand, so that an hour of backoff takes milliseconds.
+"""For tests of workflows: a temporary database and a clock that the test moves, so that an hour of backoff takes
+milliseconds.
 
     async with Harness(app) as harness:
         await harness.publish("order.created", source="shop", payload={"id": 7})
         await harness.advance("1h")
         assert (await harness.only_run("fulfil")).status == "succeeded"
 
-The stages are the worker's own, on a real Postgres; only `tidegate.now()` of the scratch database is replaced. The
-clock stands still while anything runs. Needs `tidegate[embedded]`.
+The code is the worker's own, on a real Postgres; only the function `tidegate.now()` of the temporary database is
+replaced. The clock does not move while anything runs. Needs `tidegate[embedded]`.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ insert into public.harness_clock values (clock_timestamp());
 create or replace function tidegate.now() returns timestamptz language sql stable parallel safe
   as $$ select now from public.harness_clock $$;
 """
-# Nothing of it is kept, so nothing need reach the disk.
+# The data is temporary, so nothing has to be flushed to disk.
 _SCRATCH_OPTIONS = {"fsync": "off", "full_page_writes": "off", "max_connections": "300"}
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of a run, or a timer (`sleep-1`); `attempts` is how often its function was called to an end."""
+    """A step of a run, or a timer (`sleep-1`); `attempts` is the number of completed calls of its function."""
 
     name: str
     kind: str
@@ -76,7 +77,7 @@ class RunResult(model.Run, frozen=True, kw_only=True):
 
 
 class DeadLetterResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that was given up, with the last line of the reason. `kind`: event, delivery, step or run."""
+    """A dead letter, with the last line of the reason. `kind`: event, delivery, step or run."""
 
     kind: str
     event_id: uuid.UUID | None
@@ -84,10 +85,10 @@ class DeadLetterResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Harness:
-    """An application on a database and a clock of its own; inside, its `publish` goes there too.
+    """Runs an application on a database and a clock of its own; inside, its `publish` uses that database too.
 
-    Settings are the application's, overridden by `settings`. `patience` is how long (of real time) workflows may run
-    before TimeoutError names them.
+    `settings` override the application's settings. `patience` is how long (in real time) workflows may run before a
+    TimeoutError that names them.
     """
 
     def __init__(self, app: Tidegate, *, patience: str | int | float = "30s", **settings: object) -> None:
@@ -103,7 +104,7 @@ class Harness:
 
     @property
     def now(self) -> datetime:
-        """The time by the harness's clock."""
+        """The current time of the harness's clock."""
         return self._now
 
     async def publish(
@@ -117,14 +118,14 @@ class Harness:
         ttl_ms: int | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> Accepted:
-        """Publish an event, as `Tidegate.publish` does. Nothing moves before `run_until_idle` or `advance`."""
+        """Publish an event, like `Tidegate.publish`. It is processed by `run_until_idle` or `advance`."""
         self._inside()
         return await self._app.publish(
             type, source=source, payload=payload, id=id, correlation_id=correlation_id, ttl_ms=ttl_ms, metadata=metadata
         )
 
     async def run_until_idle(self) -> None:
-        """Do everything that is due by the harness's clock: decide events, launch, run, and what comes of it."""
+        """Process everything that is due by the harness's clock, and what follows from it."""
         worker, _ = self._inside()
         try:
             async with asyncio.timeout(self._patience_seconds):
@@ -138,8 +139,8 @@ class Harness:
             ) from exc
 
     async def advance(self, duration: str | int | float) -> datetime:
-        """Let time pass (`"1h"`, `"30s"`): from one due time to the next, each done before the clock moves on. The new
-        time."""
+        """Move the clock (`"1h"`, `"30s"`) from one due time to the next, processing each before moving on. Returns the
+        new time."""
         until = self._now + timedelta(milliseconds=duration_ms(duration))
         await self.run_until_idle()
         while self._next_at is not None and self._next_at <= until:
@@ -150,7 +151,7 @@ class Harness:
         return until
 
     async def runs(self, workflow: str | None = None) -> list[RunResult]:
-        """The runs so far, of one workflow or all, the oldest first."""
+        """The runs so far, of one workflow or of all, oldest first."""
         _, database = self._inside()
         async with database.connection() as connection:
             found = await runs.list_page(connection, workflow=workflow, limit=10_000)
@@ -161,7 +162,7 @@ class Harness:
         return [RunResult(**msgspec.structs.asdict(run), steps=known[run.id]) for run in reversed(found)]
 
     async def only_run(self, workflow: str | None = None) -> RunResult:
-        """The one run there is; AssertionError when there is none, or several."""
+        """The only run; AssertionError if there is none, or more than one."""
         found = await self.runs(workflow)
         if len(found) != 1:
             listed = "".join(f"\n  {run.workflow} {run.id} {run.status}" for run in found)
@@ -169,12 +170,12 @@ class Harness:
         return found[0]
 
     async def cancel(self, run: model.Run) -> None:
-        """Cancel a run that waits, as an operator would. Conflict when it has ended already."""
+        """Cancel a waiting run, as an operator would. Conflict if it has already ended."""
         worker, database = self._inside()
         await control.cancel_run(database, run.id, "harness", worker.settings.trigger_error)
 
     async def dead_letters(self) -> list[DeadLetterResult]:
-        """What was given up, the oldest first."""
+        """The dead letters, oldest first."""
         _, database = self._inside()
         async with database.connection() as connection:
             rows = await connection.fetch("select kind, event_id, reason from tidegate.dead_letters order by id")
@@ -182,7 +183,7 @@ class Harness:
 
     async def __aenter__(self) -> Harness:
         if self._app in _inside_harness:
-            raise AppError("this application is in another harness already; each needs its own Tidegate object")
+            raise AppError("this application is already in another harness; each harness needs its own Tidegate object")
         server = await asyncio.to_thread(_server)
         await _admin(server, f"create database {self._name} template {_TEMPLATE} owner {ROLE}")
         url = server.url(self._name)
@@ -192,7 +193,7 @@ class Harness:
         _inside_harness.add(self._app)
         try:
             await self._app.close()
-            self._app._settings = settings  # `configure` would let a database that the application names win
+            self._app._settings = settings  # with `configure`, the application's own database_url would take precedence
             self._database = Database(url, "harness", size=2)
             await self._set_clock(self._now)
             self._worker = await self._app.worker()
@@ -222,7 +223,7 @@ class Harness:
 
     def _inside(self) -> tuple[Worker, Database]:
         if self._worker is None or self._database is None:
-            raise AppError("a harness works inside `async with Harness(app) as harness:` only")
+            raise AppError("use the harness inside `async with Harness(app) as harness:`")
         return self._worker, self._database
 
     async def _set_clock(self, now: datetime) -> None:
@@ -235,7 +236,7 @@ class Harness:
 def with_harness(
     app: Tidegate, *, patience: str | int | float = "30s", **settings: object
 ) -> Callable[[Callable[Concatenate[Harness, P], Coroutine[Any, Any, T]]], Callable[P, T]]:
-    """Make an `async def test(harness, …)` a plain test: it runs to its end, in a harness and a loop of its own."""
+    """Turn an `async def test(harness, …)` into a synchronous test that runs in its own harness and event loop."""
 
     def decorate(test: Callable[Concatenate[Harness, P], Coroutine[Any, Any, T]]) -> Callable[P, T]:
         async def inside(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -246,7 +247,7 @@ def with_harness(
         def plain(*args: P.args, **kwargs: P.kwargs) -> T:
             return asyncio.run(inside(*args, **kwargs))
 
-        # What a test runner sees: a plain function, and only the arguments that are its own business.
+        # What a test runner sees: a synchronous function, without the argument `harness`.
         signature = inspect.signature(test)
         del plain.__wrapped__
         plain.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -265,7 +266,7 @@ def _step(step: model.Step) -> StepResult:
     )  # fmt: skip
 
 
-# One server for all harnesses of the process; each has a database of its own, cloned from a migrated one.
+# One server for all harnesses of the process; each has its own database, cloned from a migrated template.
 _inside_harness: set[Tidegate] = set()
 _starting = threading.Lock()
 _started: EmbeddedPostgres | None = None
@@ -309,7 +310,7 @@ async def _admin(server: EmbeddedPostgres, statement: str) -> None:
 
 
 def _in_lasting_thread(work: Callable[[], None]) -> None:
-    """Do it in a thread that lives as long as the process: the server ends with the thread that started it."""
+    """Call it in a thread that lives as long as the process: the server ends with the thread that started it."""
     done = threading.Event()
     failures: list[BaseException] = []
 

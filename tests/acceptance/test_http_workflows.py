@@ -367,7 +367,7 @@ def test_the_command(server: str, tmp_path: Path) -> None:
     assert shown.stdout == "cli (http, v1): POST https://example.com/hook, 20s\n"
     assert run("workflows", "create", env=env).returncode == 2
     refused = run("workflows", "create", "bad", "--url", "http://10.0.0.1/", env=env)
-    assert refused.returncode == 1 and "url: names a private address" in refused.stderr
+    assert refused.returncode == 1 and "url: points to a private address" in refused.stderr
     again = run("workflows", "create", "cli", "--url", URL, "--timeout", "20s", "--header", "x-team=a", env=env)
     assert again.stdout == "unchanged cli (http, v1): POST https://example.com/hook, 20s\n"
     changed = run("workflows", "update", "cli", "--url", f"{URL}/2", env=env)

@@ -289,7 +289,7 @@ async def test_what_goes_wrong_is_told(shop: Shop) -> None:
     with pytest.raises(AppError, match="inside `async with Harness"):
         await shop.harness.runs()
     async with Harness(shop.app, patience="300ms") as harness:
-        with pytest.raises(AppError, match="in another harness already"):
+        with pytest.raises(AppError, match="already in another harness"):
             async with Harness(shop.app):
                 pass
         with pytest.raises(AssertionError, match="0 runs of stuck, not 1"):

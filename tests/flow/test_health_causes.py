@@ -446,6 +446,6 @@ async def test_a_failing_loop_is_counted() -> None:
         loop.stop()
         return 0
 
-    loop = Loop("reconcile", once, rest_seconds=0)
+    loop = Loop("reconcile", once, wait_seconds=0)
     await loop.run()
     assert count() == before + 1

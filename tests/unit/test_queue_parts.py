@@ -47,7 +47,7 @@ async def test_bullmq_when_asked_for() -> None:
 def test_bullmq_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tidegate.queue.bullmq", raising=False)
     monkeypatch.setitem(sys.modules, "bullmq", None)
-    with pytest.raises(SettingsError, match=r"with its extra .bullmq."):
+    with pytest.raises(SettingsError, match=r"with the extra .bullmq."):
         open_queue(Settings(queue="bullmq", redis_url="redis://localhost/0"), DATABASE)
 
 

@@ -1,4 +1,4 @@
-"""Durations and rates as people write them."""
+"""Durations and rates as users write them."""
 
 import math
 from typing import Any
@@ -109,7 +109,7 @@ def test_what_is_no_rate_is_refused(text: Any) -> None:
 
 @pytest.mark.parametrize("text", ["0/s", "5/0s", "5/0.1ms"])
 def test_rate_of_nothing_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="at least 1 per a window longer than 0"):
+    with pytest.raises(ValueError, match="at least 1 in a window longer than 0"):
         rate(text)
 
 

@@ -227,10 +227,10 @@ def test_rotation() -> None:
 def test_without_a_secret_that_holds_everything_is_refused() -> None:
     nothing = config("github")
     assert refusal(nothing, signed("github", "", b"{}"), b"{}", NOW) == "unknown_source"
-    nobody = rules._NOBODYS_KEY.decode()
+    nobody = rules._UNKNOWN_SOURCE_KEY.decode()
     assert refusal(nothing, signed("github", nobody, b"{}"), b"{}", NOW) == "unknown_source"
     assert refusal(None, signed("github", nobody, b"{}"), b"{}", NOW) == "unknown_source"
-    with pytest.raises(ValueError, match="not one"):
+    with pytest.raises(ValueError, match="not valid"):
         refusal(config("github", ""), signed("github", "", b"{}"), b"{}", NOW)
 
 

@@ -148,7 +148,7 @@ async def _serve(settings: Settings, stop: asyncio.Event) -> None:
 async def _worker(application: Tidegate, settings: Settings, stop: asyncio.Event) -> None:
     application.configure(settings)
     working = await application.worker()
-    await working.tell_of_secrets()
+    await working.log_secret_warnings()
     async with scrapable(application.settings), _supervised(working.run(), working.stop) as work:
         await _first(stop.wait(), work)
 

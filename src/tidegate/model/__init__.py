@@ -1,1 +1,1 @@
-"""Nouns: frozen records, states and pure rules. Nothing here does I/O."""
+"""The domain model: frozen records, states and pure rules. Nothing here does I/O."""

@@ -1,4 +1,4 @@
-"""Where a request may go: which addresses are public, and what a URL must look like. No I/O."""
+"""The allowed destinations of outgoing requests: which addresses are public, and which URLs are valid. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_URL = 2000
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# The first that holds an address names it. The lists in `ipaddress` differ between versions of Python.
+# The first matching network names the kind of an address. The lists in `ipaddress` differ between Python versions.
 _KINDS_V4 = [
     (ipaddress.IPv4Network(network), kind)
     for network, kind in (
@@ -55,7 +55,7 @@ _KINDS_V6 = [
     )
 ]
 _PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
-# IPv6 addresses that lead to an IPv4 address, and how far to the right of them it stands.
+# IPv6 networks that embed an IPv4 address, and its offset in bits from the right.
 _EMBEDDING = [
     (ipaddress.IPv6Network(network), shift)
     for network, shift in (
@@ -70,7 +70,7 @@ _NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
 
 
 class Allowed(NamedTuple):
-    """Where requests may go although it is not public: a host by its name, or a network; at one port, or (None) any."""
+    """An allowed destination that is not public: a host name or a network, with one port or (None) any."""
 
     host: str | None
     network: ipaddress.IPv4Network | ipaddress.IPv6Network | None
@@ -83,7 +83,7 @@ def parse_allowed(text: str) -> tuple[Allowed, ...]:
 
 
 def is_allowed(allowed: Sequence[Allowed], host: str, address: Address, port: int) -> bool:
-    """Whether an entry names the host, or a network that its address lies in, and the port."""
+    """Whether an entry matches the port, and the host name or the network of the address."""
     if isinstance(address, ipaddress.IPv6Address):
         address = address.ipv4_mapped or address
     name = host.lower().removesuffix(".")
@@ -94,7 +94,7 @@ def is_allowed(allowed: Sequence[Allowed], host: str, address: Address, port: in
 
 
 def private_kind(address: Address) -> str | None:
-    """What kind of address it is that requests may not go to ("a loopback address"); None for a public one."""
+    """The kind of an address that is not public ("a loopback address"); None for a public one."""
     if isinstance(address, ipaddress.IPv4Address):
         return next((kind for network, kind in _KINDS_V4 if address in network), None)
     for network, shift in _EMBEDDING:
@@ -105,12 +105,12 @@ def private_kind(address: Address) -> str | None:
 
 
 def parse_address(text: str) -> Address:
-    """An address as a resolver writes it (`fe80::1%eth0` too). ValueError when it is none."""
+    """An address as a resolver returns it (including `fe80::1%eth0`). ValueError if it is not valid."""
     return ipaddress.ip_address(text.partition("%")[0])
 
 
 def literal_address(host: str) -> Address | None:
-    """The address that a host is without asking a resolver; also `127.1`, `0x7f000001`, `017700000001`."""
+    """The address, if the host is a literal one; also `127.1`, `0x7f000001`, `017700000001`."""
     try:
         return parse_address(host.strip("[]"))
     except ValueError:
@@ -137,11 +137,11 @@ def _allowed(entry: str) -> Allowed:
             if _NAME.fullmatch(place) and literal_address(place) is None and not entry.startswith("["):
                 return Allowed(place.lower().removesuffix("."), None, number)
     example = "10.0.0.0/8:8080, [fd00::/8]:443 or hooks.internal"
-    raise ValueError(f"must be a network or host, with a port or without, as in {example}, not {entry!r}")
+    raise ValueError(f"must be a network or host, with or without a port, as in {example}, not {entry!r}")
 
 
 def url_problem(url: str, *, allow_private: bool) -> str | None:
-    """Why requests cannot be sent to `url`, or None. Where a name leads is only known when it is asked for."""
+    """Why requests cannot be sent to `url`, or None. The addresses of a host name are checked when it is resolved."""
     if not 1 <= len(url) <= MAX_URL or not all("!" <= c <= "~" and c not in '\\"<>^`{|}' for c in url):
         return f"must be 1 to {MAX_URL} ASCII characters without spaces; encode others (%20, xn--…)"
     try:
@@ -152,15 +152,15 @@ def url_problem(url: str, *, allow_private: bool) -> str | None:
     if parts.scheme not in ("http", "https") or not host:
         return "must start with http:// or https:// and name a host"
     if "@" in parts.netloc:
-        return "must not hold a user or password; send them as a header"
+        return "must not contain a user or password; send them in a header"
     if "#" in url:
-        return "must not hold a fragment (#…)"
+        return "must not contain a fragment (#…)"
     if port == 0:
         return "has port 0, which nothing listens on"
     address = literal_address(host)
     if address is None and not _NAME.fullmatch(host):
-        return "names a host that cannot exist"
+        return "has a host name that is not valid"
     kind = private_kind(address) if address is not None else None
     if kind is not None and not allow_private:
-        return f"names {kind}, which requests are not sent to unless `allow_private` is true"
+        return f"points to {kind}; requests to it are refused unless `allow_private` is true"
     return None

@@ -1,6 +1,6 @@
-"""The CEL library, without the command line and the terminal that it loads with itself.
+"""The CEL library, without the command line and terminal packages that it imports.
 
-Those are a sixth of the time that every process takes to start, and nobody here uses them.
+They are not used here and would take a sixth of the start-up time of every process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ if not _is_loaded:
 import cel  # noqa: E402
 
 if not _is_loaded:
-    del sys.modules[_NAME], cel.cli  # whoever wants it loads the real one
+    del sys.modules[_NAME], cel.cli  # importing it later loads the real one
 
 __all__ = ["cel"]

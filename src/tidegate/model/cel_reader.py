@@ -1,4 +1,4 @@
-"""Reading a CEL expression: what it names and calls, what it reads of the event, and the steps that it takes."""
+"""The analysis of a CEL expression: what it names and calls, what it reads of the event, and the steps it takes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WORDS = frozenset({"true", "false", "null", "in", "int", "uint", "double", "stri
 
 
 def _timestamp(value: object) -> object:
-    """A time in UTC, which the getters are to speak of: of a text with any offset, or of seconds since 1970."""
+    """A time in UTC, as the getters expect it: from a text with any offset, or from seconds since 1970."""
     try:
         if isinstance(value, str) and not value.endswith(("Z", "z")) and _TIME.fullmatch(value):
             return datetime.fromisoformat(value).astimezone(UTC).isoformat()
@@ -47,12 +47,12 @@ def _timestamp(value: object) -> object:
 
 
 def _seconds(value: object) -> object:
-    """The whole seconds since 1970 of a time; whatever else is for the library."""
+    """The whole seconds since 1970 of a time; other values are left to the library."""
     return int(value.timestamp() // 1) if isinstance(value, datetime) else value
 
 
 def _text(value: object) -> object:
-    """A bool, time or duration as CEL writes it; whatever else is for the library."""
+    """A bool, time or duration as CEL writes it; other values are left to the library."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, datetime):
@@ -63,7 +63,7 @@ def _text(value: object) -> object:
     return value
 
 
-# What a value becomes before the library's conversion of that name gets it. They never raise: it would be logged.
+# Applied to a value before the library's conversion of that name. They never raise: the library would log it.
 CONVERSIONS: dict[str, Callable[[object], object]] = {
     "timestamp": _timestamp,
     "duration": lambda value: value,
@@ -81,14 +81,14 @@ class CelToken(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A path into the event that the expression reads; with `key`, only whether that key is there (`has`)."""
+    """A path into the event that the expression reads; with `key`, only whether that key exists (`has`)."""
 
     path: tuple[str, ...]
     key: str | None
 
 
 class List(NamedTuple):
-    """What a loop runs over: a read, something inside a read or inside another loop's member, or a literal."""
+    """What a loop iterates over: a read, a value inside a read or inside another loop's item, or a literal."""
 
     kind: str
     number: int
@@ -97,22 +97,22 @@ class List(NamedTuple):
 class Comprehension(NamedTuple):
     parent: int
     over: List
-    copies: bool  # the library copies the result so far for each member
+    copies: bool  # the library copies the result so far for each item
 
 
 class _Frame:
-    """An open bracket: what it belongs to, and how far in it the reader is."""
+    """An open bracket: what it belongs to, and the position of the reader in it."""
 
     def __init__(self, name: CelToken | None, opened: int, inside: int) -> None:
-        self.name, self.opened, self.inside = name, opened, inside  # the last is the loop around it
+        self.name, self.opened, self.inside = name, opened, inside  # the last is the enclosing loop
         self.commas = 0
         self.loop = -1
         self.variable = ""
-        self.plain = True  # holds literals only
+        self.plain = True  # contains literals only
 
 
 class Mistake(Exception):
-    """The expression is wrong; the text says how, the index where."""
+    """The expression is invalid; the text says why, the index where."""
 
     def __init__(self, message: str, index: int) -> None:
         super().__init__(message)
@@ -120,14 +120,14 @@ class Mistake(Exception):
 
 
 class Reader:
-    """One pass over the tokens of an expression that the library has parsed, so that its grammar is right."""
+    """One pass over the tokens of an expression whose grammar the library has already checked."""
 
     def __init__(self, source: str) -> None:
         found = (CelToken(m.lastgroup or "", m[0], *m.span()) for m in _TOKEN.finditer(source))
         self.tokens = [token for token in found if token.kind != "space"]
         self.reads: list[Read] = []
         self.loops: list[Comprehension] = []
-        # By loop, -1 for none: steps that cost the same for any event, reads, and variables of loops.
+        # By loop (-1: none): steps that are the same for every event, reads, and loop variables.
         self.steps: dict[int, int] = {-1: 0}
         self.read_in: list[tuple[int, int]] = []
         self.named_in: list[tuple[int, int]] = []
@@ -175,18 +175,18 @@ class Reader:
     def _take_name(self, i: int) -> int:
         token, before, after = self.tokens[i], self._text(i - 1), self._text(i + 1)
         if after == "(":
-            return i + 1  # judged with its bracket
+            return i + 1  # checked with its bracket
         if before == ".":
             if i - 2 in self._lists:
                 self._lists[i] = within = self._within(i - 2)  # which the library copies once more
                 (self.named_in if within.kind == "member" else self.read_in).append((self._inside, within.number))
             return i + 1
         if after == "{" and token.text not in WORDS:
-            raise Mistake(f"makes a `{token.text}`; there are no such types here", token.start)
+            raise Mistake(f"creates a `{token.text}`; message types are not supported", token.start)
         frame = self._frames[-1] if self._frames else None
         if frame is not None and frame.loop >= 0 and not frame.commas:
             if token.text in (*WORDS, "event") or any(f.variable == token.text for f in self._frames):
-                raise Mistake(f"calls a variable `{token.text}`, which has a meaning already", token.start)
+                raise Mistake(f"names a variable `{token.text}`, which is a reserved name", token.start)
             frame.variable = token.text
             self.names.add(token.text)
             return i + 1
@@ -202,10 +202,10 @@ class Reader:
                 self.named_in.append((self._inside, outer.loop))
                 self._lists[i] = List("member", outer.loop)
                 return i + 1
-        raise Mistake(f"names `{token.text}`; only `event` is known here", token.start)
+        raise Mistake(f"uses `{token.text}`; only `event` is available", token.start)
 
     def _take_event(self, i: int) -> int:
-        """A path of plain names from `event`, as far as it goes, becomes a variable."""
+        """The longest path of simple names from `event` becomes a variable."""
         path: list[str] = []
         ends = [i]
         while True:
@@ -248,8 +248,8 @@ class Reader:
             method = self._text(i - 2) == "."
             known = _METHODS if method else _FUNCTIONS
             if name.text not in known:
-                told = f"calls {'.' * method}{name.text}(), which is not known here"
-                raise Mistake(f"{told}; known are {', '.join(sorted(known))}", name.start)
+                message = f"calls {'.' * method}{name.text}(), which is not available"
+                raise Mistake(f"{message}; available: {', '.join(sorted(known))}", name.start)
             self.steps[self._inside] += _MATCH_STEPS if name.text == "matches" else _CALL_STEPS
             if name.text in _LOOPS and method:
                 self._open_loop(frame, name, i)
@@ -258,7 +258,7 @@ class Reader:
     def _open_loop(self, frame: _Frame, name: CelToken, i: int) -> None:
         over = self._lists.get(i - 3)
         if over is None:
-            raise Mistake(f"runs {name.text}() over something that is neither a path nor a plain list", name.start)
+            raise Mistake(f"calls {name.text}() on something that is neither a path nor a list of literals", name.start)
         depth, outer = 1, frame.inside
         while outer >= 0:
             depth, outer = depth + 1, self.loops[outer].parent
@@ -267,7 +267,7 @@ class Reader:
         frame.loop = len(self.loops)
         self.steps[frame.loop] = 0
         self.loops.append(Comprehension(frame.inside, over, name.text in ("filter", "map")))
-        self.named_in.append((frame.loop, frame.loop))  # each member is copied
+        self.named_in.append((frame.loop, frame.loop))  # each item is copied
 
     def _close(self, i: int) -> None:
         frame = self._frames.pop()
@@ -286,27 +286,27 @@ class Reader:
         given = frame.commas + (i - frame.opened > 1)
         wanted = (_METHODS if method else _FUNCTIONS)[name.text]
         if given not in wanted:
-            told = f"gives {name.text}() {given} arguments; it takes {' or '.join(map(str, wanted))}"
-            raise Mistake(told, name.start)
+            message = f"calls {name.text}() with {given} arguments; it takes {' or '.join(map(str, wanted))}"
+            raise Mistake(message, name.start)
         if name.text == "matches":
             argument = self.tokens[frame.opened + 1]
             value = cel.evaluate(argument.text) if i - frame.opened == 2 and argument.kind == "text" else None
             if not isinstance(value, str):
-                raise Mistake("has matches() with something else than a pattern in quotes", argument.start)
+                raise Mistake("calls matches() with something other than a pattern in quotes", argument.start)
             try:
                 self.patterns[value] = compile_pattern(value)
             except ValueError as exc:
-                raise Mistake(f"has matches() without an RE2 pattern: {exc}", argument.start) from exc
+                raise Mistake(f"calls matches() with an invalid RE2 pattern: {exc}", argument.start) from exc
             self.rewritten.append((name.start, name.end, f"{self.prefix}matches"))
         elif name.text in CONVERSIONS and not method:
             self._check_literal(frame, name, i)
             self.conversions.add(name.text)
-            # Our own comes first: the library's knows fewer kinds of values.
+            # Our conversion runs first: the library's supports fewer kinds of values.
             self.rewritten.append((name.start, name.end, f"{name.text}({self.prefix}{name.text}"))
             self.rewritten.append((self.tokens[i].end, self.tokens[i].end, ")"))
 
     def _check_literal(self, frame: _Frame, name: CelToken, i: int) -> None:
-        """A time or duration that is written out is right, or the expression could never be true."""
+        """Check a literal time or duration: with an invalid one the expression could never be true."""
         argument = self.tokens[frame.opened + 1]
         if (
             name.text not in ("timestamp", "duration")
@@ -320,11 +320,11 @@ class Reader:
         except Exception as exc:
             wanted = "2026-01-31T09:30:00Z" if name.text == "timestamp" else "1h30m"
             raise Mistake(
-                f"has {name.text}({argument.text}), which is none; write it as '{wanted}'", name.start
+                f"has {name.text}({argument.text}), which is not valid; write it like '{wanted}'", name.start
             ) from exc
 
     def _check_sum(self, i: int) -> None:
-        """`... + timestamp(...)`: only a duration could stand before it, and the library does not know that sum."""
+        """Reject `... + timestamp(...)`: the left side must be a duration, a sum that the library does not support."""
         first = i + 1
         while self._text(first) == "(":
             first += 1
@@ -336,5 +336,5 @@ class Reader:
             depth += (self._text(last) == "(") - (self._text(last) == ")")
         around = first - i - 1
         if self._text(last + 1) != "." and all(self._text(last + 1 + n) == ")" for n in range(around)):
-            told = "adds a timestamp to something; write the timestamp first: timestamp(...) + duration(...)"
-            raise Mistake(told, self.tokens[i].start)
+            message = "adds a timestamp on the right; write the timestamp first: timestamp(...) + duration(...)"
+            raise Mistake(message, self.tokens[i].start)

@@ -1,7 +1,7 @@
-"""Where a request comes from: its peer, or what trusted proxies say about whom they ask for.
+"""The client address of a request: its peer, or the address that trusted proxies report.
 
-Only what a trusted proxy adds is believed, from the right: what stands left of the first address that is not a trusted
-proxy's may have been invented by whoever sent it.
+The headers are read from the right, and only what trusted proxies added is used: everything to the left of the first
+address that is not a trusted proxy may have been forged by the client.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def parse_network(text: str) -> Network:
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    """A list of networks with commas between them."""
+    """Networks separated by commas."""
     return tuple(parse_network(part) for part in text.split(",") if part.strip())
 
 
 def is_in(address: str | None, networks: Sequence[Network]) -> bool:
-    """Whether the address lies in one of the networks; one that nobody knows lies in none."""
+    """Whether the address is in one of the networks; False if it is unknown."""
     found = _address(address or "")
     return found is not None and _is_in(found, networks)
 
 
 def client_address(peer: str | None, headers: Iterable[tuple[bytes, bytes]], trusted: Sequence[Network]) -> str | None:
-    """The address of whoever asks; None when nobody can tell.
+    """The address of the client; None if it cannot be determined.
 
-    Behind a trusted proxy it is the rightmost address in `X-Forwarded-For`, or in `Forwarded`, that is no trusted
-    proxy's. If both headers came and differ, one of them was not made by the proxy.
+    Behind a trusted proxy it is the rightmost address in `X-Forwarded-For`, or in `Forwarded`, that is not a trusted
+    proxy. It is None if both headers are present and differ: then the proxy did not set one of them.
     """
     here = _address(peer or "")
     if here is None or not trusted or not _is_in(here, trusted):
@@ -59,7 +59,7 @@ def client_address(peer: str | None, headers: Iterable[tuple[bytes, bytes]], tru
 
 
 def _chain(headers: Iterable[tuple[bytes, bytes]]) -> list[str] | None:
-    """Everyone whom proxies asked for, the nearest last; None when two accounts differ."""
+    """The addresses that the proxies report, the nearest last; None if the two headers differ."""
     listed: list[str] = []
     forwarded: list[str] = []
     for name, value in headers:
@@ -74,7 +74,7 @@ def _chain(headers: Iterable[tuple[bytes, bytes]]) -> list[str] | None:
 
 
 def _address(text: str) -> Address | None:
-    """The address, without its port; an IPv4 address in IPv6's clothes as what it is."""
+    """The address without its port; an IPv4-mapped IPv6 address as IPv4."""
     found = _WITH_PORT.fullmatch(text)
     try:
         address = ipaddress.ip_address((found[1] or found[2]) if found else text)

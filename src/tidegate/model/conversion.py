@@ -1,4 +1,4 @@
-"""Decoded JSON as one of our types, strictly; a refusal names the place of the field and what was expected there."""
+"""Strict conversion of decoded JSON to a struct; errors name the field and what was expected there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WORDS = {
 
 
 def convert(plain: Any, kind: type[T], message: str) -> T:
-    """`plain` as `kind`: no conversion between types. InvalidInput names the field."""
+    """`plain` as `kind`, without coercion between types. InvalidInput names the field."""
     try:
         found = msgspec.convert(plain, kind)
     except msgspec.ValidationError as exc:
@@ -47,22 +47,22 @@ def convert(plain: Any, kind: type[T], message: str) -> T:
 
 
 def field_error(message: str, kind: type[msgspec.Struct]) -> FieldError:
-    """The decoder's sentence in our words, with the place of the field it is about."""
+    """The decoder's error in plain words, with the path of the field."""
     at = _AT.fullmatch(message)
     place, text = (at["path"].lstrip("."), at["text"]) if at else ("", message)
     named = _FIELD_NAMED.fullmatch(text)
     if named and named["how"] == "missing required":
         return FieldError(_inside(place, named["field"]), "is required")
     if named:
-        known = ", ".join(_fields_at(place, kind)) or "none is taken here"
-        return FieldError(_inside(place, named["field"][:MAX_SHOWN]), f"unknown field; known are {known}")
+        known = ", ".join(_fields_at(place, kind)) or "none"
+        return FieldError(_inside(place, named["field"][:MAX_SHOWN]), f"unknown field; known fields: {known}")
     expected = _EXPECTED.fullmatch(text)
     if expected:
         what = " or ".join(_WORDS.get(word, word) for word in expected["expected"].split(" | "))
         got = f", not {expected['got']}" if expected["got"] else f" {expected['more']}"
         return FieldError(place or "body", f"must be {what}{got}")
     rule = _FIELD_FIRST.fullmatch(text)
-    if rule and rule["field"] in _fields_at(place, kind):  # a rule of the object's own: `max_ms must lie between …`
+    if rule and rule["field"] in _fields_at(place, kind):  # raised by the struct itself: `max_ms must lie between …`
         return FieldError(_inside(place, rule["field"]), rule["text"].strip())
     return FieldError(place or "body", text[:1].lower() + text[1:])
 
@@ -72,7 +72,7 @@ def _inside(place: str, field: str) -> str:
 
 
 def _fields_at(place: str, kind: type[msgspec.Struct]) -> list[str]:
-    """The names that the object at `place` may have."""
+    """The field names of the object at `place`."""
     found: Any = inspect.type_info(kind)
     for part in _PART.finditer(place):
         found = _struct_in(found)
@@ -82,7 +82,7 @@ def _fields_at(place: str, kind: type[msgspec.Struct]) -> list[str]:
 
 
 def _struct_in(found: Any) -> Any:
-    """The object type in a type that may also be null, or a list of them."""
+    """The struct type in an optional or list type."""
     if isinstance(found, inspect.UnionType):
         found = next((t for t in found.types if isinstance(t, inspect.StructType | inspect.ListType)), None)
     return _struct_in(found.item_type) if isinstance(found, inspect.ListType) else found

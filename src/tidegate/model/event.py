@@ -1,4 +1,4 @@
-"""An event: what a producer may send, what is stored, and the bounds that keep one event from hurting the others."""
+"""An event: what a producer may send, what is stored, and the limits that keep one event from affecting others."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tidegate.model.ids import EventId
 FIELDS = frozenset({"id", "type", "source", "occurred_at", "payload", "correlation_id", "ttl_ms", "metadata"})
 MAX_TTL_MS = 3650 * 86_400_000
 
-# Everything a URI may hold (CloudEvents sources are URIs), but not `*`: that is the wildcard of trigger patterns.
+# All characters of a URI (CloudEvents sources are URIs) except `*`, the wildcard of trigger patterns.
 _NAME = re.compile(r"[A-Za-z0-9._~:/?#@&=+%-]{1,200}", re.ASCII)
 _NAME_RULE = "1 to 200 letters, digits or . _ ~ : / ? # @ & = + % -"
-# Control characters, and halves of surrogate pairs, which have no UTF-8.
+# Control characters, and unpaired surrogates, which have no UTF-8 encoding.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-# Every digit as 0, everything else as a space: long numbers are found five times as fast as by a pattern.
+# Maps digits to 0 and all else to a space: finds long numbers five times as fast as a regular expression.
 _DIGITS = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
 _LONG_NUMBER = b"0" * 19
-# W3C trace context: ids of zeros, and the version ff, mean nothing.
+# W3C trace context: ids of zeros and the version ff are invalid.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
 
 class EventLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How large, deep and far away in time an event may be."""
+    """How large, how deeply nested and how far in the past or future an event may be."""
 
     max_payload_bytes: int = 256 * 1024
     max_metadata_bytes: int = 16 * 1024
@@ -41,7 +41,7 @@ class EventLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked event on its way into the store; `payload` and `metadata` are JSON text."""
+    """A validated event that is not stored yet; `payload` and `metadata` are JSON text."""
 
     id: EventId
     external_id: str | None
@@ -56,7 +56,7 @@ class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A stored event, as the API shows it and as predicates and templates see it. Statements select in this order."""
+    """A stored event, as the API, predicates and templates see it. SQL selects the columns in this order."""
 
     id: EventId
     external_id: str | None
@@ -74,11 +74,11 @@ class Event(msgspec.Struct, frozen=True):
 
     @property
     def counted_from(self) -> datetime:
-        """From when its age and its time to live are counted: its receipt, or the last replay."""
+        """The start of its age and of its time to live: when it was received, or last replayed."""
         return self.replayed_at or self.received_at
 
     def envelope(self) -> dict[str, Any]:
-        """The event as plain JSON values: what `$` and `event` mean in paths, expressions and templates."""
+        """The event as JSON values: the value of `$` in paths and of `event` in expressions and templates."""
         received_at = self.received_at.isoformat()
         return {
             "id": str(self.id),
@@ -106,9 +106,9 @@ def check_event(
     traceparent: str | None = None,
     correlation_id: str | None = None,
 ) -> NewEvent | None:
-    """The event in `raw` (decoded JSON), or None with the broken rules added to `errors`, each naming its field.
+    """The event in `raw` (decoded JSON), or None; then `errors` lists what is invalid, by field.
 
-    `correlation_id` is the request's; the event's own wins.
+    `correlation_id` is the request's; the event's own takes precedence.
     """
     if not isinstance(raw, dict):
         errors.append(FieldError(prefix.rstrip(".") or "event", f"must be an object, not {_kind(raw)}"))
@@ -117,7 +117,7 @@ def check_event(
     if not raw.keys() <= FIELDS:
         known = ", ".join(sorted(FIELDS))
         errors.extend(
-            FieldError(f"{prefix}{_shown(name)}", f"unknown field; known are {known}")
+            FieldError(f"{prefix}{_shown(name)}", f"unknown field; known fields: {known}")
             for name in sorted(raw.keys() - FIELDS)[:20]
         )
     event_type = _name(raw.get("type"), prefix, "type", errors)
@@ -153,12 +153,12 @@ def trace_id(traceparent: str | None) -> str | None:
 
 
 def is_text_id(value: str) -> bool:
-    """Whether `value` may serve as a producer's id or a correlation id."""
+    """Whether `value` is a valid producer's id or correlation id."""
     return 0 < len(value) <= 200 and not value.isspace() and not _CONTROL.search(value)
 
 
 def is_name(value: str) -> bool:
-    """Whether `value` may be a type or a source."""
+    """Whether `value` is a valid event type or source."""
     return len(value) <= 200 and _is_name(value)
 
 
@@ -170,8 +170,10 @@ def _is_name(value: str) -> bool:
 def _name(value: object, prefix: str, field: str, errors: list[FieldError]) -> str:
     if isinstance(value, str) and is_name(value):
         return value
-    given = "is required" if value is None else "must be text" if not isinstance(value, str) else "has other characters"
-    errors.append(FieldError(prefix + field, f"{given}; expected {_NAME_RULE}"))
+    wrong = (
+        "is required" if value is None else "contains other characters" if isinstance(value, str) else "must be text"
+    )
+    errors.append(FieldError(prefix + field, f"{wrong}; expected {_NAME_RULE}"))
     return ""
 
 
@@ -197,7 +199,7 @@ def _time(
         if parsed.tzinfo is None or "T" not in value.upper():
             raise ValueError("no time zone")
     except (ValueError, msgspec.ValidationError):
-        errors.append(FieldError(field, "must be an RFC 3339 time with a zone, such as 2026-01-31T09:30:00Z"))
+        errors.append(FieldError(field, "must be an RFC 3339 time with a time zone, such as 2026-01-31T09:30:00Z"))
         return None
     try:
         inside = now - limits.max_past <= parsed <= now + limits.max_future
@@ -225,7 +227,7 @@ def _object(
         errors.append(FieldError(field, f"is nested deeper than {limits.max_depth} levels"))
         return "{}"
     except UnicodeEncodeError:
-        errors.append(FieldError(field, "holds half of a surrogate pair, which is not text"))
+        errors.append(FieldError(field, "contains an unpaired surrogate, which is not valid text"))
         return "{}"
     if len(text) > max_bytes:
         errors.append(FieldError(field, f"is {len(text)} bytes; at most {max_bytes} are allowed", too_large=True))
@@ -239,10 +241,10 @@ def _object(
 
 
 def _suspicious(text: bytes, limits: EventLimits) -> bool:
-    """A cheap screen that never misses; only what it flags is walked value by value."""
+    """A fast check without false negatives; only what it flags is checked value by value."""
     return (
         b"\\u0000" in text
-        or b"null" in text  # what NaN and the infinities would be written as
+        or b"null" in text  # NaN and infinities are encoded as null
         or text.count(b"{") + text.count(b"[") > limits.max_depth
         or text.count(b":") > limits.max_keys
         or _LONG_NUMBER in text.translate(_DIGITS)
@@ -268,9 +270,9 @@ def _walk(root: object, field: str, limits: EventLimits) -> FieldError | None:
             stack.extend((inner, f"{path}[{i}]", depth + 1) for i, inner in enumerate(value))
         elif isinstance(value, str):
             if "\x00" in value:
-                return FieldError(path, "holds the character U+0000, which cannot be stored")
+                return FieldError(path, "contains the character U+0000, which cannot be stored")
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            return FieldError(path, "is a whole number beyond 64 bits; send it as text")
+            return FieldError(path, "is an integer beyond 64 bits; send it as text")
         elif isinstance(value, float) and not math.isfinite(value):
             return FieldError(path, "is not a finite number")
     return None
@@ -282,5 +284,5 @@ def _kind(value: object) -> str:
 
 
 def _shown(name: str) -> str:
-    """A client's own field name, safe and short enough for a message."""
+    """A field name sent by a client, escaped and shortened for a message."""
     return _CONTROL.sub("?", name[:60])

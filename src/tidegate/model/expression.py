@@ -1,8 +1,8 @@
-"""`where`: a CEL expression over `event`. It must be true or false; on an event it cannot answer for, it is false.
+"""`where`: a CEL expression over `event`. It must be true or false; if it fails on an event, it is false.
 
-The library neither checks names nor bounds the work, and copies a variable whole each time it is read. So the text is
-read here too: what it names is checked, each path into the event becomes a variable of its own that holds only what
-the path finds, and the work on an event is added up before it is done.
+The library neither checks names nor bounds the work, and copies a variable each time it is read. So the expression is
+analyzed here too: names are checked, each path into the event becomes a variable that contains only the value at that
+path, and the work on an event is computed before it is done.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tidegate.model.cel_reader import CONVERSIONS, WORDS, List, Mistake, Read, R
 from tidegate.model.pattern import Pattern
 
 MAX_LENGTH = 2000
-_CONVERSION_STEPS = 15  # for each value that is handed to the library
+_CONVERSION_STEPS = 15  # for each value that is passed to the library
 
 
 class CompiledExpression:
-    """`reason` is None when the expression is true, else why it is not; or it raises OverBudget."""
+    """`reason` returns None if the expression is true, else why it is not; or raises OverBudget."""
 
     __slots__ = ("_conversions", "_names", "_program", "_reader", "field", "source")
 
@@ -44,7 +44,7 @@ class CompiledExpression:
         found = dict(_find(self._reader.reads, envelope))
         budget.pay(_work(self._reader, found))
         variables = {self._names[number]: value for number, value in found.items()}
-        functions: dict[str, Callable[..., Any]] = self._conversions  # each that is handed over takes its time
+        functions: dict[str, Callable[..., Any]] = self._conversions  # passing each of them takes time
         if self._reader.patterns:
             functions = functions | {f"{self._reader.prefix}matches": _Matches(self._reader.patterns, budget)}
         try:
@@ -52,7 +52,7 @@ class CompiledExpression:
             result = self._program.execute(context)
         except KeyError as exc:
             return f"where: {exc.args[0]} is not in the event"
-        except Exception as exc:  # a division by zero, an index out of range: whatever the event makes of it
+        except Exception as exc:  # a division by zero, an index out of range, … on this event
             if budget.left < 0:
                 raise OverBudget(self.field) from exc
             return f"where: {self._told(exc)}"
@@ -61,7 +61,7 @@ class CompiledExpression:
         if result is True:
             return None
         shown = self.source if len(self.source) <= 200 else f"{self.source[:199]}…"
-        return f"where is false: {shown}" if result is False else f"where gives neither true nor false: {shown}"
+        return f"where is false: {shown}" if result is False else f"where is neither true nor false: {shown}"
 
     def _told(self, exc: Exception) -> str:
         text = (str(exc).splitlines() or [type(exc).__name__])[0]
@@ -69,13 +69,13 @@ class CompiledExpression:
         if unknown is None:
             return text.split(". ")[0][:200]
         if unknown[1] not in self._names:
-            return f"{unknown[1]}() does not take such a value"
+            return f"{unknown[1]}() does not accept such a value"
         path = self._reader.reads[self._names.index(unknown[1])].path
         return f"{'.'.join(('event', *path))[:200]} is not in the event"
 
 
 def compile_expression(source: str, field: str, errors: list[FieldError]) -> CompiledExpression | None:
-    """The expression ready to run, or None with what is wrong added to `errors`."""
+    """The compiled expression, or None; then `errors` says what is invalid."""
     if not 0 < len(source) <= MAX_LENGTH:
         errors.append(FieldError(field, f"must be a CEL expression of 1 to {MAX_LENGTH} characters"))
         return None
@@ -83,17 +83,19 @@ def compile_expression(source: str, field: str, errors: list[FieldError]) -> Com
         program = cel.compile(source)
     except ValueError as exc:
         place = re.search(r"<input>:(\d+):(\d+): (.*)", str(exc))
-        told = f"{place[3][:200]} at line {place[1]}, column {place[2]}" if place else str(exc).splitlines()[0][-200:]
-        errors.append(FieldError(field, f"is not a CEL expression: {told}"))
+        message = (
+            f"{place[3][:200]} at line {place[1]}, column {place[2]}" if place else str(exc).splitlines()[0][-200:]
+        )
+        errors.append(FieldError(field, f"is not a CEL expression: {message}"))
         return None
     try:
         reader = Reader(source)
         if "event" not in reader.names:
-            raise Mistake("does not look at `event`; write for example event.payload.amount > 100", 0)
+            raise Mistake("does not use `event`; write for example event.payload.amount > 100", 0)
         if not set(program.variables()) <= reader.names | WORDS:
             raise Mistake("cannot be understood", 0)
         if _work(reader, {}) > MAX_STEPS:
-            raise Mistake("takes more steps than the budget of an event allows, whatever the event", 0)
+            raise Mistake("takes more steps than the budget of an event allows, for every event", 0)
         return CompiledExpression(source, field, reader)
     except Mistake as exc:
         line, column = source.count("\n", 0, exc.index) + 1, exc.index - source.rfind("\n", 0, exc.index)
@@ -102,7 +104,7 @@ def compile_expression(source: str, field: str, errors: list[FieldError]) -> Com
 
 
 def _find(reads: list[Read], envelope: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-    """The values of the paths that lead somewhere, by number."""
+    """The values of the paths that exist in the event, by number."""
     for number, (path, key) in enumerate(reads):
         node: Any = envelope
         for name in path:
@@ -117,7 +119,7 @@ def _find(reads: list[Read], envelope: dict[str, Any]) -> Iterator[tuple[int, An
 
 
 def _work(reader: Reader, found: dict[int, Any]) -> int:
-    """An upper bound of the steps that the expression takes on what was found."""
+    """An upper bound of the steps that the expression takes on these values."""
     weights = {number: _measure(value)[0] for number, value in found.items()}
     total = sum(weights.values()) * _CONVERSION_STEPS
     if total > MAX_STEPS:
@@ -127,14 +129,14 @@ def _work(reader: Reader, found: dict[int, Any]) -> int:
         lists[number] = length, _, _ = _list(over, found, lists)
         repeated[number] = repeated[parent] * length * (length if copies else 1)
     total += sum(steps * repeated[loop] for loop, steps in reader.steps.items())
-    # A sum copies both sides, so one of many copies the first side many times.
+    # `+` copies both sides, so a chain of them copies the first operand many times.
     sums = 1 + sum(token.text == "+" for token in reader.tokens)
     total += sum(weights.get(number, 0) * repeated[loop] * sums for loop, number in reader.read_in)
     return total + sum(lists[named][1] * repeated[loop] * sums for loop, named in reader.named_in)
 
 
 def _list(over: List, found: dict[int, Any], lists: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
-    """How many members it may have, how much the largest weighs, and how long the longest list in one is."""
+    """The maximum number of items, the size of the largest one, and the length of the longest list in an item."""
     kind, number = over
     if kind == "literal":
         return number, number, number
@@ -142,12 +144,12 @@ def _list(over: List, found: dict[int, Any], lists: dict[int, tuple[int, int, in
     if kind != "read" or not isinstance(value, dict | list):
         weight, longest = lists[number][1:] if kind == "member" else _measure(value)
         return longest, weight, longest
-    measures = [_measure(member) for member in value] or [(0, 0)]  # of an object, its keys
+    measures = [_measure(member) for member in value] or [(0, 0)]  # an object is iterated by its keys
     return len(value), max(weight for weight, _ in measures), max(longest for _, longest in measures)
 
 
 def _measure(value: object) -> tuple[int, int]:
-    """How many values it holds, a long text counting as several, and the length of the longest list or object."""
+    """The number of values in it (a long text counts as several), and the length of the longest list or object."""
     weight, longest, waiting = 0, 0, [value]
     while waiting and weight * _CONVERSION_STEPS <= MAX_STEPS:
         node = waiting.pop()
@@ -161,7 +163,7 @@ def _measure(value: object) -> tuple[int, int]:
 
 
 class _Matches:
-    """`matches()` of one evaluation. What the event's budget does not allow is not searched."""
+    """`matches()` for one evaluation. A search that would exceed the budget is not done."""
 
     __slots__ = ("_budget", "_patterns")
 
@@ -170,7 +172,7 @@ class _Matches:
         self._budget = budget
 
     def __call__(self, text: object, pattern: str) -> bool | None:
-        # An exception would be logged by the library; null makes the expression as wrong.
+        # The library would log an exception; null makes the expression fail too.
         if not isinstance(text, str) or self._budget.left < 0:
             return None
         try:

@@ -10,7 +10,7 @@ Severity = Literal["degraded", "critical"]
 
 
 class HealthPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """From which value on something is worth a word, and from which on it is critical; 0: never."""
+    """The thresholds of the `degraded` and the `critical` status, per cause; 0 disables one."""
 
     overdue_ms: int = 5000
     overdue_degraded: int = 1
@@ -44,14 +44,14 @@ HEALTH = HealthPolicy()
 
 
 def severity(value: float, degraded: float, critical: float) -> Severity | None:
-    """What a value means; a threshold of 0 is never reached."""
+    """The severity of a value; a threshold of 0 is never reached."""
     if critical and value >= critical:
         return "critical"
     return "degraded" if degraded and value >= degraded else None
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to know, and what to do about it."""
+    """A warning about the configuration, and what to do about it."""
 
     code: str
     message: str

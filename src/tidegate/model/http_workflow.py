@@ -1,4 +1,4 @@
-"""Workflows of kind `http`: what their definitions hold, what users may say, and which secrets sign. No I/O."""
+"""Workflows of kind `http`: their configuration, its validation, and the secrets that sign requests. No I/O."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KIND = "http"
 DEFAULT_TIMEOUT_MS, MIN_TIMEOUT_MS, MAX_TIMEOUT_MS = 30_000, 100, 600_000
 MAX_HEADERS, MAX_HEADER_VALUE = 20, 4000
 SECRET_PREFIX = "whsec_"  # noqa: S105 - a prefix, not a secret
-# How long a replaced secret goes on signing, beside the new one; and how many of them.
+# How long a replaced secret continues to sign beside the new one, and the maximum number of old secrets.
 DEFAULT_KEEP_MS, MAX_KEEP_MS = 86_400_000, 30 * 86_400_000
 MAX_OLD_SECRETS = 4
 
-_SLUG = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,100}", re.ASCII)  # `.` and `..` would not survive in a path
+_SLUG = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,100}", re.ASCII)  # `.` and `..` have a meaning in URL paths
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_|~-]{1,100}", re.ASCII)
 _HEADER_VALUE = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_HEADER_VALUE - 2}}}[!-~])?", re.ASCII)
-# What we or the connection decide.
+# Headers that Tidegate or the HTTP connection sets.
 _OUR_HEADERS = (
     "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host",
     "idempotency-key", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "user-agent",
@@ -34,14 +34,14 @@ _OUR_PREFIXES = ("webhook-", "proxy-")
 
 
 class OldSecret(msgspec.Struct, frozen=True):
-    """A replaced secret, and how long it still signs."""
+    """A replaced secret, and until when it signs."""
 
     secret: str
     until: datetime
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the `config` of such a definition holds."""
+    """The `config` of an http workflow's definition."""
 
     url: str
     secret: str
@@ -52,7 +52,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpWorkflowPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be changed. Null has its default; a `secret` of null is made anew."""
+    """The fields that can be changed. Null restores the default; for `secret`, null generates a new one."""
 
     url: str | UnsetType = UNSET
     secret: str | UnsetType | None = UNSET
@@ -62,7 +62,7 @@ class HttpWorkflowPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class HttpWorkflowBody(HttpWorkflowPatch, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A new workflow that posts its runs to `url`. Without a `secret`, one is made and shown once."""
+    """A new workflow that posts its runs to `url`. Without a `secret`, one is generated and shown once."""
 
     slug: str
     kind: str
@@ -70,14 +70,14 @@ class HttpWorkflowBody(HttpWorkflowPatch, frozen=True, kw_only=True, forbid_unkn
 
 
 class SecretRotation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A new secret: the one given, or one that is made. The old one signs too for `keep_ms`; 0 ends all old ones."""
+    """A new secret, given or generated. The old one continues to sign for `keep_ms`; 0 expires all old ones."""
 
     secret: str | None = None
     keep_ms: int | None = None
 
 
 def changed(old: HttpConfig, body: HttpWorkflowPatch) -> HttpConfig:
-    """`old` with what `body` says, except for the secret."""
+    """`old` with the fields of `body`, except for the secret."""
     defaults = {"timeout_ms": DEFAULT_TIMEOUT_MS, "headers": {}, "allow_private": False}
     names = ("url", *defaults)
     said = {name: value for name in names if (value := getattr(body, name)) is not UNSET}
@@ -85,7 +85,7 @@ def changed(old: HttpConfig, body: HttpWorkflowPatch) -> HttpConfig:
 
 
 def rotated(old: HttpConfig, secret: str, keep_ms: int, now: datetime) -> HttpConfig:
-    """`old` with another secret. The one before it signs for `keep_ms` more; 0 ends all that were before."""
+    """`old` with a new secret. The previous one signs for `keep_ms` more; 0 expires all previous ones."""
     replaced = OldSecret(old.secret, now + timedelta(milliseconds=keep_ms))
     former = [replaced, *old.old_secrets] if keep_ms else []
     kept = [o for o in former if o.until > now and o.secret != secret][:MAX_OLD_SECRETS]
@@ -93,12 +93,12 @@ def rotated(old: HttpConfig, secret: str, keep_ms: int, now: datetime) -> HttpCo
 
 
 def signing_secrets(config: HttpConfig, now: datetime) -> list[str]:
-    """The secrets that sign a request: the current one, then those that were replaced lately."""
+    """The secrets that sign a request: the current one, then replaced ones that have not expired."""
     return [config.secret, *(old.secret for old in config.old_secrets if old.until > now)]
 
 
 def with_secrets(config: HttpConfig, change: Callable[[str], str]) -> HttpConfig:
-    """The same, each secret as `change` makes it (encrypted, or read); the values of headers are secrets too."""
+    """The config with `change` (encrypt or decrypt) applied to each secret; header values are secrets too."""
     return msgspec.structs.replace(
         config,
         secret=change(config.secret),
@@ -108,12 +108,12 @@ def with_secrets(config: HttpConfig, change: Callable[[str], str]) -> HttpConfig
 
 
 def is_same(one: HttpConfig, other: HttpConfig) -> bool:
-    """Whether they say the same, whatever secrets they had before."""
+    """Whether two configs are equal, apart from their old secrets."""
     return msgspec.structs.replace(one, old_secrets=[]) == msgspec.structs.replace(other, old_secrets=[])
 
 
 def described(config: HttpConfig) -> dict[str, Any]:
-    """The config for others to see: without secrets and the values of headers, which often are secrets too."""
+    """The config for clients: without secrets and without header values, which often are secrets too."""
     return {
         "url": config.url,
         "timeout_ms": config.timeout_ms,
@@ -125,19 +125,19 @@ def described(config: HttpConfig) -> dict[str, Any]:
 
 
 def slug_errors(slug: str) -> list[FieldError]:
-    """What is wrong with a name."""
-    message = "must be 1 to 100 of A-Z a-z 0-9 . _ - and not only a dot or two"
+    """What is invalid in a slug."""
+    message = "must be 1 to 100 of A-Z a-z 0-9 . _ - and not `.` or `..`"
     return [] if _SLUG.fullmatch(slug) else [FieldError("slug", message)]
 
 
 def config_errors(config: HttpConfig) -> list[FieldError]:
-    """What is wrong with a config, field by field."""
+    """What is invalid in a config, by field."""
     errors = []
     problem = url_problem(config.url, allow_private=config.allow_private)
     if problem is not None:
         errors.append(FieldError("url", problem))
     if not _is_secret(config.secret):
-        errors.append(FieldError("secret", f"must be {SECRET_PREFIX} and the base64 of 24 to 64 bytes"))
+        errors.append(FieldError("secret", f"must be {SECRET_PREFIX} followed by the base64 of 24 to 64 bytes"))
     if not MIN_TIMEOUT_MS <= config.timeout_ms <= MAX_TIMEOUT_MS:
         errors.append(FieldError("timeout_ms", f"must lie between {MIN_TIMEOUT_MS} and {MAX_TIMEOUT_MS}"))
     return errors + _header_errors(config.headers)
@@ -146,13 +146,13 @@ def config_errors(config: HttpConfig) -> list[FieldError]:
 def _header_errors(headers: dict[str, str]) -> list[FieldError]:
     errors = []
     if len(headers) > MAX_HEADERS or len({name.lower() for name in headers}) < len(headers):
-        errors.append(FieldError("headers", f"must be at most {MAX_HEADERS}, each name once"))
+        errors.append(FieldError("headers", f"must be at most {MAX_HEADERS}, each with a different name"))
     for name, value in headers.items():
         place = f"headers.{name[:60]}"
         if not _HEADER_NAME.fullmatch(name):
-            errors.append(FieldError(place, "is not a header's name"))
+            errors.append(FieldError(place, "is not a valid header name"))
         elif name.lower() in _OUR_HEADERS or name.lower().startswith(_OUR_PREFIXES):
-            errors.append(FieldError(place, "is decided by Tidegate; leave it out"))
+            errors.append(FieldError(place, "is set by Tidegate and cannot be overridden"))
         if not _HEADER_VALUE.fullmatch(value):
             errors.append(FieldError(place, f"must have a value of 1 to {MAX_HEADER_VALUE} printable ASCII characters"))
     return errors

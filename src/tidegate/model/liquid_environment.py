@@ -1,4 +1,4 @@
-"""Liquid as we offer it: its filters and tags within bounds, and values spelled as in JSON, never as in Python."""
+"""The supported Liquid: filters and tags with bounded work, and values written as in JSON, never as in Python."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from liquid.filter import sequence_filter, string_filter, with_environment
 from tidegate.model import budget
 from tidegate.model.budget import OverBudget
 
-# A step here takes most of a microsecond, so it costs several of the budget's.
+# A step here takes most of a microsecond, so it is charged as several steps of the budget.
 MAX_STEPS = 50_000
 PRICE = budget.MAX_STEPS // MAX_STEPS
 MAX_TEXT = 1 << 20
 MAX_DATE_LENGTH = 100
-# Whole numbers of more bits are of no use to anyone, and each product of two doubles their size.
+# Larger integers are not useful, and each multiplication of two doubles their size.
 MAX_BITS = 1024
 
-# The filters that make a text of whatever they get.
+# Filters that convert their input to text.
 _OF_TEXT = frozenset(
     [
         "append",
@@ -60,8 +60,8 @@ _OF_TEXT = frozenset(
 
 
 def spelled(value: Any) -> str:
-    """A value as text, in Liquid's way: nothing for null, an array as its members; an object in JSON's."""
-    kind = type(value)  # isinstance would ask the value itself, which raises when it is undefined
+    """A value as text, as Liquid writes it: null as nothing, an array as its items; an object as JSON."""
+    kind = type(value)  # isinstance would query the value, which raises if it is undefined
     if kind is str:
         return str(value)
     if value is None:
@@ -74,7 +74,7 @@ def spelled(value: Any) -> str:
 
 
 def arguments_of(name: str, arguments: tuple[object, ...]) -> tuple[object, ...]:
-    """What a filter gets: texts where it makes texts. Raises when a number is too large to go on with."""
+    """The arguments of a filter, as text if it is a text filter. Raises if a number is too large."""
     for one in arguments:
         check_number(one)
     if name not in _OF_TEXT:
@@ -84,7 +84,7 @@ def arguments_of(name: str, arguments: tuple[object, ...]) -> tuple[object, ...]
 
 
 def check_result(value: object) -> None:
-    """Raises when a filter has made something too large to go on with."""
+    """Raises if a filter has returned something too large."""
     check_number(value)
     if type(value) is str:
         _bounded(len(value))
@@ -96,7 +96,7 @@ def check_number(value: object) -> None:
 
 
 class BoundedRange(RangeLiteral):
-    """What a loop runs over: the library may make a list of it before it counts."""
+    """The range of a loop: the library may build a list of it before it counts the items."""
 
     def evaluate(self, context: liquid.RenderContext) -> range:
         found = super().evaluate(context)
@@ -136,14 +136,14 @@ class _CycleTag(CycleTag):
 
 @string_filter
 def _replace(text: str, old: object, new: object = "") -> str:
-    """`replace`, which could make a text of any size out of two small ones, within bounds."""
+    """`replace` with a bounded result: it could build a text of any size from two small ones."""
     _bounded(len(text) + text.count(str(old)) * len(str(new)))
     return text.replace(str(old), str(new))
 
 
 @sequence_filter
 def _join(items: Iterable[object], separator: object = " ") -> str:
-    """`join`, within the same bounds."""
+    """`join` with a bounded result."""
     texts, between = list(map(spelled, items)), spelled(separator)
     _bounded(sum(map(len, texts)) + len(texts) * len(between))
     return between.join(texts)
@@ -151,7 +151,7 @@ def _join(items: Iterable[object], separator: object = " ") -> str:
 
 @string_filter
 def _split(text: str, separator: object) -> list[str]:
-    """`split`, into no more pieces than could be worked on."""
+    """`split` into a bounded number of pieces."""
     mark = str(separator)
     if (text.count(mark) if mark else len(text)) > MAX_STEPS:
         raise LiquidValueError(f"there would be more than {MAX_STEPS} pieces", token=None)
@@ -160,7 +160,7 @@ def _split(text: str, separator: object) -> list[str]:
 
 @string_filter
 def _truncatewords(text: str, *arguments: object) -> str:
-    """`truncatewords`, which takes the text apart."""
+    """`truncatewords` with a bounded number of words."""
     if text.count(" ") > MAX_STEPS:
         raise LiquidValueError(f"there would be more than {MAX_STEPS} words", token=None)
     return str(_library_truncatewords(text, *arguments))
@@ -168,7 +168,7 @@ def _truncatewords(text: str, *arguments: object) -> str:
 
 @sequence_filter
 def _uniq(items: Iterable[Any], key: object = None) -> list[object]:
-    """`uniq` by one look at each; the library compares each with each."""
+    """`uniq` in linear time; the library compares every pair."""
     seen: dict[bytes, object] = {}
     for item in items:
         seen.setdefault(msgspec.json.encode(item if key is None else item.get(key), order="deterministic"), item)
@@ -177,13 +177,13 @@ def _uniq(items: Iterable[Any], key: object = None) -> list[object]:
 
 @with_environment
 def _date(value: object, form: object, *, environment: liquid.Environment) -> object:
-    """`date` of a time that is short enough to be one. There is no clock here: rendering again gives the same."""
+    """`date` of a text of bounded length. There is no clock: rendering again gives the same result."""
     if isinstance(value, bool | dict | list):
         return spelled(value)
     if isinstance(value, str) and (len(value) > MAX_DATE_LENGTH or value in ("now", "today")):
         raise LiquidValueError(f"{value[:20]!r} is not a time", token=None)
     if isinstance(form, str) and len(form) > MAX_DATE_LENGTH:
-        raise LiquidValueError(f"the form of the time is longer than {MAX_DATE_LENGTH} characters", token=None)
+        raise LiquidValueError(f"the time format is longer than {MAX_DATE_LENGTH} characters", token=None)
     return _library_date(value, form, environment=environment)
 
 
@@ -199,5 +199,5 @@ _library_date, _library_split = environment.filters["date"], environment.filters
 _library_truncatewords = environment.filters["truncatewords"]
 environment.filters |= {"replace": _replace, "join": _join, "split": _split, "uniq": _uniq, "date": _date}
 environment.filters["truncatewords"] = _truncatewords
-del environment.filters["strip_html"]  # takes quadratic time on a text that only begins tags
+del environment.filters["strip_html"]  # takes quadratic time on a text with many unclosed tags
 del environment.tags["include"], environment.tags["render"]

@@ -1,7 +1,7 @@
-"""Whether a request was made on this machine, for it: what an API without tokens may believe.
+"""Whether a request was made on this machine: an API without tokens accepts no others.
 
-A browser sends whatever a page tells it to, also to 127.0.0.1. A page of another site is known by its `Origin`; one
-whose name was made to resolve to 127.0.0.1 (DNS rebinding) by the `Host` that it asks for.
+A web page can make a browser send requests to 127.0.0.1. A page of another site is detected by its `Origin`, and a page
+whose name resolves to 127.0.0.1 (DNS rebinding) by its `Host`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from urllib.parse import urlsplit
 Headers = Iterable[tuple[bytes, bytes]]
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z._-]{1,253})(:[0-9]{1,5})?", re.ASCII)
-# What a proxy adds: whoever asked it may be anywhere.
+# Headers that proxies add: their client may be on any machine.
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"))
-_TELLING = _FORWARDED | {b"host", b"origin"}
+_RELEVANT = _FORWARDED | {b"host", b"origin"}
 
 
 def why_foreign(headers: Headers, hosts: Collection[str]) -> str | None:
-    """Why a request may come from elsewhere; None when it was made here, for one of our names or one of `hosts`."""
-    telling = [header for header in headers if header[0] in _TELLING]
-    given = [value.decode("latin-1") for name, value in telling if name == b"host"]
-    if len(telling) > len(given):
-        proxied = next((name.decode() for name, _ in telling if name in _FORWARDED), None)
+    """Why a request may come from another machine; None if it was made here, for a loopback name or one of `hosts`."""
+    relevant = [header for header in headers if header[0] in _RELEVANT]
+    given = [value.decode("latin-1") for name, value in relevant if name == b"host"]
+    if len(relevant) > len(given):
+        proxied = next((name.decode() for name, _ in relevant if name in _FORWARDED), None)
         if proxied is not None:
             return f"it came through a proxy ({proxied})"
     if len(given) != 1:
@@ -33,22 +33,22 @@ def why_foreign(headers: Headers, hosts: Collection[str]) -> str | None:
     host = host_name(given[0])
     if host is None or not (is_local_name(host) or host in hosts):
         return f"its Host header {given[0][:60]!r} is not a name of this machine"
-    for name, value in telling:
+    for name, value in relevant:
         if name == b"origin" and _authority(value.decode("latin-1")) != given[0].lower():
-            return f"it was made by a page of {value.decode('latin-1')[:60]!r}"
+            return f"it was made by a web page of {value.decode('latin-1')[:60]!r}"
     return None
 
 
 @lru_cache(256)
 def host_name(given: str) -> str | None:
-    """The name or address in a Host header, without port and brackets; None when it has another form."""
+    """The name or address in a Host header, without port and brackets; None if it is malformed."""
     found = _HOST.fullmatch(given)
     return found[1].strip("[]").lower().removesuffix(".") if found else None
 
 
 @lru_cache(256)
 def is_local_name(name: str) -> bool:
-    """Whether every browser takes the name for this machine, whatever name servers say."""
+    """Whether browsers resolve the name to this machine without asking a name server."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

@@ -1,4 +1,4 @@
-"""JSONPath (RFC 9535) into an event: compiled once, checked on save, and paid for by the values that it passes."""
+"""JSONPath (RFC 9535) into an event: validated on save, compiled once, and charged for each value that it visits."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from tidegate.model.pattern import Pattern, compile_pattern
 
 MAX_PATH_LENGTH = 500
 MAX_NODES = 1000
-# How many values of the event a path may pass; a long path, or one with filters, does more with each and passes fewer.
+# Maximum number of values that a path may visit; fewer for long paths and filters, which do more work per value.
 MAX_VISITS = 50_000
 MAX_WORK = 1_000_000
-# A path that passes fewer cannot even reach the payload of an event.
+# A path that may visit fewer values could not even reach the payload of an event.
 MIN_VISITS = 50
-# In a filter, longer texts are not compared: the same one could be, for each member of a long array.
+# Filters do not compare longer texts: a filter could compare the same text with each item of a long array.
 MAX_FILTER_TEXT = 1024
 
-# The event's own fields; what lies below `payload` and `metadata` is the producer's.
+# The fields of an event; the content of `payload` and `metadata` is the producer's.
 FIELDS = tuple(name for name in Event.__struct_fields__ if name not in ("traceparent", "replayed_at"))
 
 Find = Callable[[dict[str, Any], Budget], list[Any]]
 
-# Who pays for the match() and search() of a filter, and their patterns: the library hands them the values alone.
+# The budget and the patterns for match() and search() in filters: the library passes only the values to them.
 _asked: ContextVar[tuple[Budget, Mapping[str, Pattern]]] = ContextVar("asked")
 
 
 class WrongPath(Exception):
-    """A path that is refused; the text says why."""
+    """The path is not valid; the text says why."""
 
 
 class Unanswerable(Exception):
-    """A filter asks what it may not; the text says what."""
+    """A filter makes a comparison that is not supported; the text says which."""
 
 
 def unknown_field(name: object) -> str:
-    """The message about a first-level name that no event has."""
-    return f"names `{name}`, which no event has; the fields of an event are {', '.join(FIELDS)}"
+    """The error for a first-level field that events do not have."""
+    return f"uses `{name}`, which is not a field of an event; the fields are {', '.join(FIELDS)}"
 
 
 def compile_path(path: str) -> Find:
     if not 0 < len(path) <= MAX_PATH_LENGTH:
         raise WrongPath(f"must be a JSONPath of 1 to {MAX_PATH_LENGTH} characters")
     if not path.startswith("$"):
-        raise WrongPath("must begin with $, which is the event, for example $.payload.amount")
+        raise WrongPath("must begin with $ (the event), for example $.payload.amount")
     try:
         compiled = _environment.compile(path)
     except (jsonpath.JSONPathError, RecursionError, ValueError) as exc:
@@ -60,7 +60,7 @@ def compile_path(path: str) -> Find:
         place = "" if token is None else f" at column {(token.index if token.index >= 0 else len(path)) + 1}"
         raise WrongPath(f"is not a JSONPath (RFC 9535): {exc.args[0] if exc.args else path}{place}") from exc
     if not isinstance(compiled, jsonpath.JSONPath):
-        raise WrongPath("must be one JSONPath")
+        raise WrongPath("must be a single JSONPath")
     if mistake := _mistake(compiled):
         raise WrongPath(mistake)
     named = sum(isinstance(e, FilterQuery) for e in _expressions(compiled))
@@ -68,39 +68,39 @@ def compile_path(path: str) -> Find:
     if compiled.singular_query():
         return _walker(compiled)
     if visits < MIN_VISITS:
-        raise WrongPath("asks for more in its filters than the budget of an event allows; write a shorter one")
+        raise WrongPath("has filters that exceed the budget of an event; simplify them")
     return _finder(compiled, MAX_STEPS // visits)
 
 
 def _mistake(compiled: jsonpath.JSONPath) -> str | None:
-    """What is wrong with a path that is JSONPath, if anything."""
+    """Why a syntactically correct path is not valid; None if it is."""
     expressions = list(_expressions(compiled))
     queries = [e for e in expressions if isinstance(e, FilterQuery)]
     if any(not query.path.singular_query() for query in queries):
-        return "has a filter that looks at several values; there, name a single one"
+        return "has a filter with a query for several values; query a single value there"
     for path in (compiled, *(query.path for query in queries if isinstance(query, RootFilterQuery))):
         if not path.segments or isinstance(path.segments[0], JSONPathRecursiveDescentSegment):
             continue
         for selector in path.segments[0].selectors:
             if isinstance(selector, IndexSelector | SliceSelector):
-                return f"takes an index of $, which is an object, at column {selector.token.index + 1}"
+                return f"applies an index to $, which is an object, at column {selector.token.index + 1}"
             if isinstance(selector, NameSelector) and selector.name not in FIELDS:
                 return f"{unknown_field(selector.name)} (column {selector.token.index + 1})"
     for call in (e for e in expressions if isinstance(e, FunctionExtension) and e.name in ("match", "search")):
         value, pattern = call.args
         if isinstance(value, RootFilterQuery):
-            return f"asks {call.name}() of $; ask it of @, the value that is looked at"
+            return f"calls {call.name}() on $; call it on @, the value being filtered"
         try:
             if not isinstance(pattern, StringLiteral):
                 raise ValueError(f"{pattern} is not text in quotes")
             compile_pattern(pattern.value)
         except ValueError as exc:
-            return f"has a {call.name}() without an RE2 pattern: {exc}"
+            return f"calls {call.name}() with an invalid RE2 pattern: {exc}"
     return None
 
 
 def _finder(compiled: jsonpath.JSONPath, price: int) -> Find:
-    """A path that may find several values, and pays for each that it passes."""
+    """A path that may find several values; each visited value is charged."""
     patterns = {text: compile_pattern(text) for text in _patterns(compiled)}
 
     def find(envelope: dict[str, Any], budget: Budget) -> list[Any]:
@@ -124,7 +124,7 @@ def _finder(compiled: jsonpath.JSONPath, price: int) -> Find:
 
 
 class _Visit(jsonpath.JSONPathMatch):
-    """A value that a path passes. It pays for its size."""
+    """A value that a path visits, charged by its size."""
 
     __slots__ = ()
 
@@ -161,7 +161,7 @@ class _Environment(jsonpath.JSONPathEnvironment):
 
     def compare(self, left: object, operator: str, right: object) -> bool:
         if type(left) in (dict, list) and type(right) in (dict, list):
-            raise Unanswerable("compares arrays or objects in a filter, which only the operators do")
+            raise Unanswerable("compares arrays or objects in a filter, which only operators support")
         if isinstance(left, str) and isinstance(right, str) and min(len(left), len(right)) > MAX_FILTER_TEXT:
             raise Unanswerable(f"compares texts of more than {MAX_FILTER_TEXT} characters in a filter")
         return super().compare(left, operator, right)
@@ -171,7 +171,7 @@ _environment = _Environment(strict=True)
 
 
 def _expressions(compiled: jsonpath.JSONPath) -> Iterator[Any]:
-    """Everything inside a path's filters."""
+    """All expressions inside a path's filters."""
     waiting: list[Any] = [s.expression for g in compiled.segments for s in g.selectors if isinstance(s, Filter)]
     while waiting:
         expression = waiting.pop()
@@ -188,7 +188,7 @@ def _patterns(compiled: jsonpath.JSONPath) -> Iterator[str]:
 
 
 def _walker(compiled: jsonpath.JSONPath) -> Find:
-    """A path of plain names and indexes, the usual kind, as a walk over dictionaries and lists."""
+    """The common case, a path of names and indexes only, as lookups in dictionaries and lists."""
     selectors: list[Any] = [segment.selectors[0] for segment in compiled.segments]
     keys = [s.name if isinstance(s, NameSelector) else s.index for s in selectors]
 

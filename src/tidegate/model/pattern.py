@@ -1,7 +1,7 @@
-"""Regular expressions, by RE2: the time is in proportion to the text, whatever the pattern is.
+"""Regular expressions with RE2: the time of a search is linear in the length of the text, for every pattern.
 
-But the factor differs by a thousand, and RE2 cannot be interrupted: so a search is paid for before it is made, by the
-size of RE2's program and the length of the text.
+But the factor varies a thousandfold and RE2 cannot be interrupted. So a search is charged to the budget before it runs,
+by the size of RE2's program and the length of the text.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import re2
 from tidegate.model.budget import MAX_STEPS, Budget
 
 MAX_PATTERN_LENGTH = 512
-# A pattern that could not even read a text of so many bytes within the budget is refused.
+# A pattern that could not search a text of this many bytes within the budget is refused.
 MIN_TEXT_BYTES = 1024
-# So much memory for the states of a search, too.
+# Maximum memory for the states of a search.
 _MAX_MEMORY = 1 << 20
-# A program of up to so many instructions keeps all its states in that memory: it reads 70 bytes in a microsecond.
+# A program of up to this many instructions keeps all its states in that memory and reads 70 bytes per microsecond.
 _SMALL = 14
 
 
@@ -29,27 +29,27 @@ class Pattern:
     def __init__(self, text: str, *, case_sensitive: bool) -> None:
         options = re2.Options()
         options.case_sensitive, options.log_errors, options.max_mem = case_sensitive, False, _MAX_MEMORY
-        options.never_capture = True  # nobody asks what a group has found, and that takes several times as long
+        options.never_capture = True  # groups are not used, and capturing takes several times as long
         try:
             self._compiled = re2.compile(text, options)
         except re2.error as exc:
             raise ValueError(exc.args[0].decode() if isinstance(exc.args[0], bytes) else str(exc)) from exc
         size = self._compiled.programsize
-        # An upper bound of what was measured on texts that make it build new states all the time.
+        # An upper bound, measured on texts that make RE2 build new states all the time.
         self._ns_per_byte = 14 if size <= _SMALL else min(8 * size, 400 + size)
         if self._steps(MIN_TEXT_BYTES) > MAX_STEPS:
             raise ValueError(
                 f"it is too large ({size} instructions): a text of {MIN_TEXT_BYTES} bytes would exceed the budget of "
-                f"{MAX_STEPS} steps; repeat less, such as {{0,50}} for {{0,1000}}"
+                f"{MAX_STEPS} steps; use smaller repetitions, such as {{0,50}} instead of {{0,1000}}"
             )
 
     def is_in(self, text: str, budget: Budget) -> bool:
-        """Whether it is found anywhere in the text."""
+        """Whether the pattern is found anywhere in the text."""
         budget.pay(self._steps(_bytes(text)))
         return self._compiled.search(text) is not None
 
     def is_whole(self, text: str, budget: Budget) -> bool:
-        """Whether it takes the whole text."""
+        """Whether the pattern matches the whole text."""
         budget.pay(self._steps(_bytes(text)))
         return self._compiled.fullmatch(text) is not None
 
@@ -59,7 +59,7 @@ class Pattern:
 
 @lru_cache(maxsize=256)
 def compile_pattern(text: str, *, case_sensitive: bool = True) -> Pattern:
-    """The pattern ready to run. Raises ValueError, which names the wrong piece."""
+    """The compiled pattern. ValueError says which part is invalid."""
     if len(text) > MAX_PATTERN_LENGTH + len("(?ms)"):
         raise ValueError(f"it is longer than {MAX_PATTERN_LENGTH} characters")
     return Pattern(text, case_sensitive=case_sensitive)

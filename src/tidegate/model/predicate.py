@@ -1,6 +1,7 @@
-"""Predicates: a JSONPath into the event, an operator, an operand. Each has an answer for every event within the budget.
+"""Predicates: a JSONPath into the event, an operator, an operand. Each is true or false for every event
+within the budget.
 
-A path that finds nothing, or a value of another type than the operator asks for, makes the predicate false.
+If the path finds nothing, or a value of a type that the operator does not accept, the predicate is false.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from tidegate.model.pattern import MAX_PATTERN_LENGTH, compile_pattern
 Operator = Literal["exists", "equals", "not_equals", "in", "not_in", "gt", "gte", "lt", "lte", "contains", "regex"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 MAX_VALUES = 1000
-# How many values the arrays and objects among a predicate's operands may hold in all.
+# Maximum number of values in the arrays and objects among a predicate's operands, in total.
 MAX_MEMBERS = 100
-# A text of up to so many characters costs nothing extra to compare.
+# Comparing a text of up to this many characters is not charged to the budget.
 _SHORT_TEXT = 1024
 
 Test = Callable[[object, Budget], bool]
 
 
 class Predicate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """As it is written and stored."""
+    """A predicate as users write it and as it is stored."""
 
     path: str
     operator: Operator
@@ -40,7 +41,7 @@ class Predicate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class CompiledPredicate:
-    """A predicate ready to run: `reason` is None when it holds, else why it does not; or it raises OverBudget."""
+    """A compiled predicate: `reason` returns None if it holds, else why it does not; or raises OverBudget."""
 
     __slots__ = ("_all", "_find", "_test", "field", "predicate")
 
@@ -49,7 +50,7 @@ class CompiledPredicate:
         self.field = field
         self._find = find
         self._test = test
-        # A negation over several values holds only when it holds for each of them.
+        # A negation over several values holds only if it holds for each of them.
         self._all = predicate.operator in ("not_equals", "not_in")
 
     def reason(self, envelope: dict[str, Any], budget: Budget | None = None) -> str | None:
@@ -70,13 +71,13 @@ class CompiledPredicate:
         if holds:
             return None
         if len(found) > MAX_NODES:
-            raise OverBudget(self.field)  # it holds or not by values that were not looked at
+            raise OverBudget(self.field)  # the result depends on values that were not read
         operand = p.values if p.operator in ("in", "not_in") else p.value
         return f"{p.path} {p.operator} {_short(operand)} does not hold for {_short(found[0])}"
 
 
 def compile_predicate(predicate: Predicate, field: str, errors: list[FieldError]) -> CompiledPredicate | None:
-    """The predicate ready to run, or None with what is wrong added to `errors`."""
+    """The compiled predicate, or None; then `errors` says what is invalid."""
     find = test = None
     try:
         find = compile_path(predicate.path)
@@ -90,7 +91,7 @@ def compile_predicate(predicate: Predicate, field: str, errors: list[FieldError]
 
 
 class _Wrong(Exception):
-    """A part of a predicate is wrong; the text says how."""
+    """A part of a predicate is invalid; the text says why."""
 
     def __init__(self, part: str, message: str) -> None:
         super().__init__(message)
@@ -99,10 +100,10 @@ class _Wrong(Exception):
 
 def _compile_test(p: Predicate) -> Test:
     if p.flags and p.operator != "regex":
-        raise _Wrong("flags", f"{p.operator} takes no flags, only regex does")
+        raise _Wrong("flags", f"{p.operator} does not support flags; only regex does")
     if p.operator == "exists":
         if p.values is not None or (p.value is not None and p.value is not True):
-            raise _Wrong("value", "exists takes no value; for the opposite write where: !has(...)")
+            raise _Wrong("value", "exists takes no value; for the opposite use `where` with !has(...)")
         return lambda _, __: True
     many, fold, negated = p.operator in ("in", "not_in"), not p.case_sensitive, p.operator in ("not_in", "not_equals")
     if many and p.value is not None:
@@ -113,7 +114,9 @@ def _compile_test(p: Predicate) -> Test:
         raise _Wrong("values", f"{p.operator} takes `value`, not `values`")
     operands = [p.value] if p.values is None else p.values
     if _members(operands) > MAX_MEMBERS:
-        raise _Wrong("values" if many else "value", f"has arrays or objects of more than {MAX_MEMBERS} values in all")
+        raise _Wrong(
+            "values" if many else "value", f"has arrays or objects with more than {MAX_MEMBERS} values in total"
+        )
     if p.operator == "regex":
         return _regex(p)
     if p.operator in _COMPARE:
@@ -122,7 +125,7 @@ def _compile_test(p: Predicate) -> Test:
 
 
 def _one_of(wanted: list[object], fold: bool, negated: bool) -> Test:
-    # Looked up, so that a thousand cost no more than one.
+    # A set, so that a thousand values cost no more than one.
     plain = {_plain(w, fold) for w in wanted if not isinstance(w, list | dict)}
     nested = [w for w in wanted if isinstance(w, list | dict)]
 
@@ -137,7 +140,7 @@ def _one_of(wanted: list[object], fold: bool, negated: bool) -> Test:
 
 
 def _members(values: list[object]) -> int:
-    """How many values the arrays and objects among `values` hold."""
+    """The number of values in the arrays and objects among `values`."""
     waiting, count = list(values), -len(values)
     while waiting and count <= MAX_MEMBERS:
         value = waiting.pop()
@@ -147,7 +150,7 @@ def _members(values: list[object]) -> int:
 
 
 def _plain(value: object, fold: bool) -> tuple[str, object]:
-    """A key under which equal values meet: 7 and 7.0, but not 1 and true."""
+    """A key that is equal for equal values: the same for 7 and 7.0, but not for 1 and true."""
     if isinstance(value, str):
         return "text", value.casefold() if fold else value
     return "bool" if isinstance(value, bool) else "other", value
@@ -157,7 +160,7 @@ def _regex(p: Predicate) -> Test:
     if not isinstance(p.value, str) or not 0 < len(p.value) <= MAX_PATTERN_LENGTH:
         raise _Wrong("value", f"regex takes a pattern of 1 to {MAX_PATTERN_LENGTH} characters")
     if set(p.flags) - set("ims"):
-        raise _Wrong("flags", "may hold i, m and s")
+        raise _Wrong("flags", "may contain only i, m and s")
     inline = "".join(flag for flag in "ms" if flag in p.flags)
     try:
         text = f"(?{inline}){p.value}" if inline else p.value
@@ -180,7 +183,7 @@ def _comparison(p: Predicate) -> Test:
         mine = _number(value)
         if number is not None:
             return mine is not None and holds(mine, number)
-        # Both are text that is no number (RFC 3339 times in UTC order as text does).
+        # Compare texts that are not numbers (RFC 3339 times in UTC sort correctly as text).
         if mine is not None or not isinstance(value, str):
             return False
         _pay_for(value, budget)
@@ -228,7 +231,7 @@ def _contains(wanted: object, fold: bool) -> Test:
 
 
 def _pay_for(text: str, budget: Budget) -> None:
-    """A look at each character of a text, or a copy of it without regard to case."""
+    """Charge for reading each character of a text, or for copying it with its case folded."""
     budget.pay(len(text) // 16)
 
 

@@ -17,10 +17,10 @@ FINAL_RUN_STATUSES: tuple[RunStatus, ...] = ("succeeded", "failed", "cancelled")
 StepStatus = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 STEP_STATUSES: tuple[StepStatus, ...] = get_args(StepStatus)
 
-# A run whose worker died so often in a row, whatever else was executing there, is a suspect: it is tried alone from
-# then on. Once says nothing: workers are killed for many reasons, and take along whatever they execute.
+# A run whose worker died this many times in a row is a suspect, whatever else the worker was executing: from then on
+# it is executed alone. A single crash is no evidence: workers are killed for many reasons, with all that they execute.
 SUSPECT_CRASHES = 2
-# A run whose worker died so often in a row while it was tried alone is given up.
+# A run whose worker died this many times in a row while it was executed alone is dead-lettered.
 MAX_TRIALS = 3
 
 
@@ -50,7 +50,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run this worker holds until its lease ends; every write about it names `claim_generation`. `now` is the
+    """A run that this worker holds until its lease ends; every write about it checks `claim_generation`. `now` is the
     database's time at the claim."""
 
     id: RunId
@@ -70,8 +70,8 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """How a claimed run ended; `output` is JSON text. `dead_step_id` is the step it failed with, if it was one;
-    `is_non_retryable` says that it failed in a way that trying again cannot mend."""
+    """How a claimed run ended; `output` is JSON text. `dead_step_id` is the step that made it fail, if any;
+    `is_non_retryable`: retrying cannot help."""
 
     id: RunId
     claim_generation: int
@@ -87,7 +87,7 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def matters_to_trigger(self) -> bool:
-        """Whether a slot becomes free, a failure counts, or a probe ends."""
+        """Whether its end frees a slot, counts as a failure or ends a probe."""
         return self.concurrency_key is not None or self.is_probe or self.status == "failed"
 
 

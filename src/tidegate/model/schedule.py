@@ -1,4 +1,4 @@
-"""A schedule: when a workflow runs by the clock. Pure: from a time to the next tick, and to the event of a tick."""
+"""A schedule: when a workflow runs by the clock. Pure: the next tick after a time, and the event of a tick."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORM = "expected five fields: minute hour day month weekday, such as 0 3 * * *;
 
 
 class ScheduleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user says: a period, or a cron expression read in a timezone."""
+    """A period, or a cron expression with a time zone."""
 
     every_ms: int | None = None
     cron: str | None = None
@@ -34,7 +34,7 @@ class ScheduleSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Schedule(ScheduleSpec, frozen=True, kw_only=True):
-    """The schedule of a workflow; `last_at` is the tick that was published last."""
+    """The schedule of a workflow; `last_at` is the last published tick."""
 
     workflow: str
     next_at: datetime
@@ -42,13 +42,13 @@ class Schedule(ScheduleSpec, frozen=True, kw_only=True):
 
 
 def declared(every: str | int | float | None, cron: str | None, timezone: str | None) -> ScheduleSpec | None:
-    """The schedule that a declaration describes, or None. InvalidInput names the field that is wrong."""
+    """The schedule that a declaration describes, or None. InvalidInput names the invalid field."""
     if every is not None and cron is not None:
-        raise _wrong("cron", "goes without every: give one of them")
+        raise _wrong("cron", "cannot be combined with every")
     if cron is not None:
         return _cron_spec(cron, "UTC" if timezone is None else timezone)
     if timezone is not None:
-        raise _wrong("timezone", "goes with cron only; periods are counted in UTC")
+        raise _wrong("timezone", "requires cron; periods are counted in UTC")
     if every is None:
         return None
     try:
@@ -63,7 +63,7 @@ def declared(every: str | int | float | None, cron: str | None, timezone: str | 
 def next_after(spec: ScheduleSpec, after: datetime) -> datetime:
     """The first tick later than `after`, in UTC.
 
-    Periods are counted from 1970-01-01T00:00Z, so a restart does not move them. ValueError: there is none.
+    Periods are counted from 1970-01-01T00:00Z, so a restart does not move them. ValueError if there is none.
     """
     if spec.every_ms is not None:
         period = spec.every_ms * _MS
@@ -77,7 +77,7 @@ def next_after(spec: ScheduleSpec, after: datetime) -> datetime:
 
 
 def latest(spec: ScheduleSpec, first: datetime, now: datetime) -> datetime:
-    """The last tick that is not later than `now`, from the tick `first` on; by halves, however many lie between."""
+    """The last tick from `first` on that is not later than `now`; found by bisection."""
     low, high = first, now
     while (following := next_after(spec, low)) <= now:
         middle = low + (high - low) / 2
@@ -101,7 +101,7 @@ def tick_text(tick: datetime) -> str:
 
 
 def tick_event(workflow: str, tick: datetime, new_id: uuid.UUID) -> NewEvent:
-    """The event of one tick; its producer's id is the tick's, so publishing it again is harmless."""
+    """The event of one tick; its producer's id names the tick, so publishing it again is harmless."""
     text = tick_text(tick)
     return NewEvent(
         id=EventId(new_id),
@@ -134,7 +134,7 @@ def _cron_spec(cron: str, timezone: str) -> ScheduleSpec:
 @lru_cache(maxsize=100)
 def _zone(name: str) -> ZoneInfo:
     try:
-        if name == "localtime":  # every machine would mean another
+        if name == "localtime":  # it would mean a different zone on each machine
             raise ValueError(name)
         return ZoneInfo(name)
     except (LookupError, OSError, ValueError, TypeError) as exc:
@@ -142,16 +142,16 @@ def _zone(name: str) -> ZoneInfo:
 
 
 def _next_of_cron(cron: str, zone: ZoneInfo, after: datetime) -> datetime:
-    """The expression means times on the wall.
+    """The expression is evaluated in local time.
 
-    With hours named, each happens once: a time that the clocks skip at the end of the gap, a time that comes twice the
-    first time. With every hour (`*`) the ticks go on as time does, through the repeated hour too.
+    If it names hours, each time happens once per day: a time that is skipped when clocks change happens at the end of
+    the gap, a repeated time only the first time. If it covers every hour (`*`), ticks also happen in the repeated hour.
     """
     local = after.astimezone(zone)
     wall = local.replace(tzinfo=None, fold=0)
     if len(CronSim(cron, wall).hours) < 24:
         return _first(cron, wall, zone, after, fold=0, is_once=True)
-    # While the clocks show an hour for the first time, its second showing begins earlier on the wall.
+    # During the first pass of a repeated hour, its second pass begins at an earlier local time.
     again = wall - max(timedelta(0), _offset(local.replace(fold=0)) - _offset(local.replace(fold=1)))
     return min(_first(cron, start, zone, after, fold=fold) for fold, start in enumerate((wall, again)))
 
@@ -166,11 +166,11 @@ def _first(
         at = shown.replace(tzinfo=zone, fold=fold).astimezone(UTC)
         if at > after and _exists(shown, zone):
             return at
-    raise ValueError("no such time in the next 50 years")
+    raise ValueError("there is no such time in the next 50 years")
 
 
 def _exists(wall: datetime, zone: ZoneInfo) -> bool:
-    """Whether the clocks ever show this time."""
+    """Whether this local time exists."""
     return wall.replace(tzinfo=zone).astimezone(UTC).astimezone(zone).replace(tzinfo=None, fold=0) == wall
 
 

@@ -1,7 +1,7 @@
-"""Secrets as they are stored: encrypted with the first of the operator's keys, read with any of them. No I/O.
+"""Stored secrets: encrypted with the first of the operator's keys, decrypted with any of them. No I/O.
 
-A stored secret is its plain text, or ` fernet:KEY:TOKEN`, where KEY names the key that encrypted it. No plain secret
-begins with a space (`model.webhook`, `model.http_workflow`), so that neither can be taken for the other.
+A stored secret is its plain text, or ` fernet:KEY:TOKEN`, where KEY identifies the key that encrypted it. No plaintext
+secret begins with a space (`model.webhook`, `model.http_workflow`), so the two forms cannot be confused.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 SETTING = "TIDEGATE_SECRETS_KEY"
 SEALED = " fernet:"
-# Whoever waits for a key that is missing asks again after so long.
+# Retry-After of requests that fail because a key is missing.
 RETRY_SECONDS = 30
 
 
 class SecretKeys:
-    """The operator's keys, separated by commas: the first encrypts, all decrypt; none, and secrets are stored in plain.
+    """The operator's keys, separated by commas: the first encrypts, all decrypt. Without keys, nothing is encrypted.
 
-    ValueError says which is none, without it.
+    ValueError gives the position of an invalid key, but not the key.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -34,18 +34,18 @@ class SecretKeys:
 
     @property
     def names(self) -> list[str]:
-        """What stored secrets call the keys, the one that encrypts first."""
+        """The names of the keys in stored secrets; the key that encrypts comes first."""
         return list(self._keys)
 
     def seal(self, text: str) -> str:
-        """What is stored of a secret. One that could not be read stays as it was stored."""
+        """The secret in its stored form. A secret that could not be decrypted stays unchanged."""
         if not self._keys or is_sealed(text):
             return text
         name = self.names[0]
         return f"{SEALED}{name}:{self._ciphers[name].encrypt(text.encode()).decode()}"
 
     def open(self, stored: str) -> str:
-        """The secret; as it is stored when none of the keys reads it (`is_sealed`)."""
+        """The decrypted secret; unchanged if none of the keys decrypts it (see `is_sealed`)."""
         if not is_sealed(stored):
             return stored
         name, _, token = stored.removeprefix(SEALED).partition(":")
@@ -59,7 +59,7 @@ class SecretKeys:
             return stored
 
     def renew(self, stored: str) -> str:
-        """The same secret encrypted with the first key; as it is stored if it is so already, or cannot be read."""
+        """The secret encrypted with the first key; unchanged if it already is, or if it cannot be decrypted."""
         return stored if self.is_current(stored) else self.seal(self.open(stored))
 
     def is_current(self, stored: str) -> bool:
@@ -68,29 +68,29 @@ class SecretKeys:
 
     @cached_property
     def _ciphers(self) -> dict[str, Fernet]:
-        from cryptography.fernet import Fernet  # loaded where there are keys alone: it takes a while
+        from cryptography.fernet import Fernet  # imported only if there are keys: the import is slow
 
         return {name: Fernet(key) for name, key in self._keys.items()}
 
 
 def new_key() -> str:
-    """A key."""
+    """A new random key."""
     from cryptography.fernet import Fernet
 
     return Fernet.generate_key().decode()
 
 
 def is_sealed(text: str) -> bool:
-    """Whether this is an encrypted secret: after `Keys.open`, one that could not be read."""
+    """Whether this is an encrypted secret; after `SecretKeys.open`, one that could not be decrypted."""
     return text.startswith(SEALED)
 
 
 def require_readable(texts: Iterable[str], whose: str) -> None:
-    """SecretsUnreadable when one of these could not be read."""
+    """Raise SecretsUnreadable if one of these could not be decrypted."""
     if any(map(is_sealed, texts)):
         raise SecretsUnreadable(
             f"a secret of {whose} is encrypted with a key that this process does not have, or is damaged; add the key "
-            f"to {SETTING}, or replace the secret and end the old one (docs/operations/secrets.md)",
+            f"to {SETTING}, or replace the secret and expire the old one (docs/operations/secrets.md)",
             RETRY_SECONDS,
         )
 
@@ -102,7 +102,7 @@ def _parsed(text: str) -> list[str]:
             is_key = len(base64.b64decode(key, altchars=b"-_", validate=True)) == 32
         except ValueError:
             is_key = False
-        if not is_key:  # without what was given: most of it may be a key
+        if not is_key:  # without the value: most of it may be a key
             raise ValueError(f"number {place} is not a key; `tidegate secrets key` prints one, commas separate several")
     return keys
 

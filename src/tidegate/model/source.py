@@ -2,17 +2,17 @@
 
 **Limit.** Admissions are counted in a ring of buckets, each 1/64 of the interval. A bucket counts until its *end* is
 older than the interval, so in any sliding interval at most `rate_limit` pass; at most 1/64 of the allowance is lost. A
-refusal spends nothing. The cost does not depend on the limit. When the limit changes, what passed under the old one
-goes to the buckets of the new one as late as it can have been, but not later than the last admission: so it holds
-nobody up for longer than one new interval.
+refused event is not counted. The cost does not depend on the limit. When the limit changes, admissions under the old
+limit move to the buckets of the new one, at the latest time at which they can have happened but not after the last
+admission: they delay new events for at most one new interval.
 
-**Pace.** What is refused gets a slot: the time at which there will be room for it, behind those that wait already.
-Slots lie `max(interval, pause) / limit` apart, so a backlog drains at the allowed rate, in arrival order, with one
-attempt each.
+**Pace.** A refused event gets a slot: the time at which the limit will have room for it, after all events that already
+wait. Slots are `max(interval, pause) / limit` apart, so a backlog drains at the allowed rate, in arrival order, with
+one attempt per event.
 
-**Breaker.** At least `threshold` failures within a window, which are at least `ratio` of the outcomes counted in it,
-open it. When its pause is over, one event is let through as a trial. One that fails may be at fault itself: the next is
-a trial, too, and only when both fail does the pause begin anew.
+**Breaker.** It opens after at least `threshold` failures within a window, if they are at least `ratio` of the outcomes
+in it. After its pause, one event is admitted as a probe. A failed probe may be that event's own fault, so the next
+event is a probe too; only if both fail does the next pause begin.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Literal, get_args
 
 import msgspec
 
-from tidegate.model.outcomes import OutcomeWindow
+from tidegate.model.outcome_window import OutcomeWindow
 from tidegate.model.units import check_number, named_duration_ms, written_duration
 
 BUCKETS = 64
 RING = BUCKETS + 2
 MAX_LIMIT = 10**9
 MAX_INTERVAL_MS = 366 * 86_400_000
-# How long a pause without an end is taken to last when slots are given; resuming plans them anew.
+# The assumed length of a pause without an end when slots are assigned; resuming the source replans them.
 OPEN_PAUSE = timedelta(days=1)
-# No slot lies further ahead: a long line at a slow limit would leave the calendar. Who gets there is given a new one.
+# No slot is later than this: a long backlog at a slow limit would exceed the calendar. Events due then get new slots.
 HORIZON = timedelta(days=3660)
-# Waiting for room this long is the ordinary unevenness of a drain; longer means that the slots do not hold. Whoever
-# waits for room takes one of the few places of a look, so even with a long interval it keeps it only for a moment.
+# A due event that finds no room waits this long for it: slots of a draining backlog are slightly uneven. If room is
+# further away, the event gets a new slot. Waiting events occupy places in the batch, hence the maximum.
 GRACE = timedelta(milliseconds=100)
 MAX_GRACE = timedelta(seconds=2)
 
@@ -49,7 +49,7 @@ _US = timedelta(microseconds=1)
 
 
 class RateLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`limit` events per `interval_ms`; once it is exceeded, a pause of `pause_ms`."""
+    """At most `limit` events per `interval_ms`. When the limit is exceeded, the source pauses for `pause_ms`."""
 
     limit: int
     interval_ms: int
@@ -64,7 +64,7 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def pace(self) -> timedelta:
-        """How far apart waiting events are let through: a little slower than room is freed, so that slots hold."""
+        """The time between slots: slightly longer than room takes to return, so that slots can be kept."""
         interval_us = self.interval_ms * 1000 * (BUCKETS + 1) / BUCKETS
         return timedelta(microseconds=math.ceil(max(interval_us, self.pause_ms * 1000) / self.limit))
 
@@ -80,7 +80,7 @@ _BREAKER_BOUNDS = {
 class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`threshold` failures within `window_ms`, at least `ratio` of the outcomes, open the breaker for `pause_ms`.
 
-    Runs that end with NonRetryable, also because their parameters are refused, count only with `non_retryable`.
+    Runs that fail with NonRetryable, including runs whose parameters are rejected, count only with `non_retryable`.
     """
 
     threshold: int = 5
@@ -96,20 +96,20 @@ class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ValueError(f"{name} must lie between {low} and {high}, not {value}")
 
     def is_exceeded(self, outcomes: OutcomeWindow) -> bool:
-        """Whether so much has failed that the breaker opens."""
+        """Whether these outcomes open the breaker."""
         failed = outcomes.failed
         return failed >= self.threshold and failed >= self.ratio * (failed + outcomes.succeeded)
 
 
 class SourceBreakerPolicy(BreakerPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same for a source, of which events fail that no trigger could take; with `runs`, failed runs count, too."""
+    """A source's breaker. An event failed if each of its deliveries failed; with `runs`, failed runs count too."""
 
     runs: bool = False
 
 
 SOURCE_BREAKER = SourceBreakerPolicy()
 TRIGGER_BREAKER = BreakerPolicy()
-# After a pause so many trials, each of another delivery or event, are to fail before the next pause begins.
+# The number of probes, each with a different event or delivery, that must fail before the next pause begins.
 TRIALS = 2
 
 
@@ -121,9 +121,11 @@ def Breaker(  # noqa: N802 - read as a noun where it is used: breaker=Breaker(th
     pause: str | int | float = "5m",
     non_retryable: bool = False,
 ) -> BreakerPolicy:
-    """A trigger's breaker as people write it: `Breaker(threshold=3, ratio=0.5, window="1m", pause="30s")`.
+    """The breaker of a workflow's trigger: `Breaker(threshold=3, ratio=0.5, window="1m", pause="30s")`.
 
-    Errors name what is written here."""
+    After `threshold` failures within `window`, at least `ratio` of the outcomes, nothing is launched for `pause`.
+    Runs that fail with NonRetryable count only with `non_retryable=True`. ValueError names the invalid argument.
+    """
     for name, value in (("threshold", threshold), ("ratio", ratio)):
         check_number(f"Breaker: {name}", value, *_BREAKER_BOUNDS[name])
     return BreakerPolicy(
@@ -136,7 +138,7 @@ def Breaker(  # noqa: N802 - read as a noun where it is used: breaker=Breaker(th
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Why nothing of a source passes now, and until when (None: until someone resumes it)."""
+    """Why a source admits no events, and until when (None: until an operator resumes it)."""
 
     reason: HoldReason
     until: datetime | None
@@ -144,7 +146,7 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Gate:
-    """The state of one source under its row lock: asked, spent, and written back by the batch that holds the lock."""
+    """The state of one source, read, changed and written back by the transaction that holds the lock on its row."""
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class Gate:
         self.is_changed = False
 
     def hold(self, now: datetime) -> Hold | None:
-        """Why nothing passes now, whatever the limit says; None when the limit alone decides."""
+        """Why nothing is admitted now, regardless of the limit; None if only the limit decides."""
         if self.paused_at is not None and (self.paused_until is None or self.paused_until > now):
             by = f" by {self.paused_by}" if self.paused_by else ""
             return Hold("paused", self.paused_until, f"paused{by}: {self.pause_reason or 'no reason given'}")
@@ -201,11 +203,11 @@ class Gate:
         return None
 
     def is_probing(self, now: datetime) -> bool:
-        """Whether the breaker's pause is over and one event is to show whether the source has recovered."""
+        """Whether the breaker's pause is over: the next event is a probe, which shows if the source has recovered."""
         return self.breaker_state != "closed" and self.hold(now) is None
 
     def room(self, now: datetime) -> int | None:
-        """How many may pass now; None when there is no limit."""
+        """How many events may be admitted now; None if there is no limit."""
         if self.hold(now) is not None:
             return 0
         free = None if self.limit is None else max(0, self.limit.limit - self._used(now))
@@ -224,16 +226,16 @@ class Gate:
         self.is_changed = True
 
     def spend_later(self, now: datetime, count: int) -> None:
-        """Count what this transaction has spent last at `now` instead: it went on only then."""
+        """Count this transaction's last admissions at `now` instead, when they actually happened."""
         if self.limit is None or count == 0:
             return
         self.ring[self.ring_at % RING] -= count
         self.spend(now, count)
 
     def slots(self, now: datetime, count: int, *, is_refusal: bool = True) -> list[datetime]:
-        """Times for `count` events that must wait, behind those that wait already.
+        """Slots for `count` events that must wait, after those of the events that already wait.
 
-        With a refusal of newcomers the limit's pause begins, unless a backlog is draining already.
+        If new events are refused, the pause of the limit begins, unless a backlog is already draining.
         """
         hold = self.hold(now)
         if is_refusal and hold is None and self._is_exceeded(now) and not self._is_draining(now):
@@ -243,31 +245,31 @@ class Gate:
         last = now + HORIZON
         start = min(max(self._opens_at(now), self.drain_at or now), last)
         pace = self.limit.pace if self.limit is not None else timedelta(0)
-        ahead = (last - start) // pace if pace else count  # how many paces there are to the horizon
-        found = [start + pace * i if i <= ahead else last for i in range(count)]
+        fitting = (last - start) // pace if pace else count  # the number of slots before the horizon
+        found = [start + pace * i if i <= fitting else last for i in range(count)]
         if count:
-            self.drain_at = start + pace * count if count <= ahead else last
+            self.drain_at = start + pace * count if count <= fitting else last
             self.is_changed = True
         return found
 
     def forget_backlog(self) -> None:
-        """Nobody waits any more: the next one that must wait is first in line."""
+        """No event waits any more: the next event that must wait gets the first slot."""
         if self.drain_at is not None:
             self.drain_at = None
             self.is_changed = True
 
     def forget_plan(self) -> None:
-        """The places given so far count no more: who waits is about to get a new one. The limit's pause stays."""
+        """Discard the slots assigned so far, because the waiting events get new ones. The pause of the limit stays."""
         self.drain_at = None
 
-    def is_calm(self, now: datetime, policy: BreakerPolicy) -> bool:
-        """Whether no failure is left in the window: nothing is counted until the next."""
+    def has_no_failures(self, now: datetime, policy: BreakerPolicy) -> bool:
+        """Whether the window contains no failure; successes are not counted until the next one."""
         self.outcomes.forget(now, policy.window_ms)
         return not self.outcomes.buckets
 
     def record(self, now: datetime, *, failures: int, admitted: int, policy: BreakerPolicy) -> str | None:
-        """Count how admitted events fared; how the breaker moved, if it did. During its pause nothing is a trial: what
-        fails then was admitted before it opened."""
+        """Count the outcomes of admitted events; returns how the breaker moved, if it did. Failures during its pause do
+        not count: those events were admitted before it opened."""
         if self.breaker_state != "closed" and self.breaker_until is not None and self.breaker_until > now:
             return None
         if admitted and self.breaker_state != "closed":
@@ -275,9 +277,9 @@ class Gate:
         return self.count(now, failed=failures, succeeded=admitted - failures, policy=policy)
 
     def count(self, now: datetime, *, failed: int, succeeded: int, policy: BreakerPolicy) -> str | None:
-        """Count outcomes while the breaker is closed; `opened` when that is enough. `succeeded` is below 0 for what was
-        counted as a success before."""
-        if not failed and self.is_calm(now, policy):
+        """Count outcomes while the breaker is closed; returns `opened` if they open it. A negative `succeeded` corrects
+        outcomes that were counted as successes before."""
+        if not failed and self.has_no_failures(now, policy):
             return None
         self.outcomes.add(now, policy.window_ms, failed=failed, succeeded=succeeded)
         self.outcomes.forget(now, policy.window_ms)
@@ -292,7 +294,7 @@ class Gate:
         return "opened"
 
     def _fail_trial(self, now: datetime, policy: BreakerPolicy) -> str:
-        """The trial failed: it may be at fault itself, so another follows at once; after the last, the next pause."""
+        """A probe failed, maybe by its own fault: another follows. After `TRIALS` failed probes the pause begins."""
         self.failed_trials += 1
         self.breaker_state, self.breaker_until, self.is_changed = "open", now, True
         if self.failed_trials < TRIALS:
@@ -306,7 +308,7 @@ class Gate:
         return "closed"
 
     def room_at(self, now: datetime) -> datetime:
-        """When the limit has room for one more."""
+        """When the limit has room for one more event."""
         if self.limit is None:
             return now
         width = self._width_us()
@@ -340,20 +342,20 @@ class Gate:
         return sum(self.ring)
 
     def _load_ring(self, stored: list[int]) -> None:
-        """The stored ring, in buckets of the current limit's width: admissions under the old limit still count."""
+        """Load the stored ring into buckets of the current width: admissions under the old limit still count."""
         if len(stored) != RING:
             return
-        if self.limit is None:  # kept as it is for the day when there is a limit again
+        if self.limit is None:  # kept unchanged, in case a limit is set again
             self.ring = list(stored)
             return
         old, new = self.ring_width_us, self._width_us()
-        self.ring_width_us = new  # what is written back from now on, whether or not anything is spent
+        self.ring_width_us = new  # written back even if nothing is admitted
         if old == new:
             self.ring = list(stored)
             return
         last = self.ring_at
-        # As if at the bucket's end, so that nothing is forgotten too early; but nothing has passed after `spent_at`:
-        # counted from the end of a day's bucket, it would close a window of a second for many minutes.
+        # Admissions are taken to have happened at the end of their bucket, so that none expires too early, but not
+        # after `spent_at`: the end of a bucket of a day would block a window of a second for many minutes.
         ends = [(number + 1) * old - 1 for number in range(last - RING + 1, last + 1)]
         if self.spent_at is not None:
             ends = [min(end, _to_us(self.spent_at)) for end in ends]
@@ -367,7 +369,7 @@ class Gate:
         return max(1, math.ceil(self.limit.interval_ms * 1000 / BUCKETS))
 
     def _roll(self, now: datetime) -> None:
-        """Move the ring to the bucket of `now` and clear what has expired; a clock that stepped back moves nothing."""
+        """Move the ring to the bucket of `now` and clear expired buckets; a clock that steps back changes nothing."""
         assert self.limit is not None
         width = self._width_us()
         number = max(_to_us(now) // width, self.ring_at)
@@ -380,7 +382,7 @@ class Gate:
 
 
 def room_soon(gate: Gate, now: datetime) -> datetime | None:
-    """When room returns, if waiting for it is all that is needed."""
+    """When the limit has room again, if that is within the grace time; None if a new slot is needed."""
     if gate.hold(now) is not None or gate.limit is None:
         return None
     grace = min(MAX_GRACE, max(GRACE, timedelta(milliseconds=gate.limit.interval_ms * 4 / BUCKETS)))

@@ -1,4 +1,4 @@
-"""What a run writes while it goes on: the outcome of a step, and that it waits."""
+"""What a run writes while it executes: the outcomes of its steps, and that it is suspended or has ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ StepKind = Literal["step", "sleep"]
 
 
 class Closing(msgspec.Struct, frozen=True, kw_only=True):
-    """A step was told to come back later, and so is everyone of its trigger, or of one of its keys."""
+    """A step asked to be retried later: until then nothing of its trigger, or of its concurrency key, is launched."""
 
     trigger_id: TriggerId
     concurrency_key: str | None
@@ -24,9 +24,9 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one attempt at a step, or a timer; `result` is JSON text. It counts only while the claim holds.
+    """The outcome of one attempt at a step, or a timer; `result` is JSON text. Ignored if the claim has been lost.
 
-    `delay_ms` from the database's time on, it goes on. `is_new`: nothing was written of this step before.
+    It continues `delay_ms` after the database's current time. `is_new`: this step has no row yet.
     """
 
     id: StepId
@@ -46,15 +46,15 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunOutcome(msgspec.Struct, frozen=True):
-    """What a run writes at once: the outcomes of steps, and its end or rest if it came to that. All or nothing."""
+    """What a run writes in one transaction: outcomes of steps, and its end or suspension, if any."""
 
     steps: list[StepWrite]
     end: FinishedRun | SuspendedRun | None = None
 
 
 class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A claimed run that waits until `next_attempt_at`, or `delay_ms` from the database's time on, but not past its
-    `deadline_at`, and holds no worker meanwhile. `is_retry`: its function has failed and is called anew."""
+    """A run that is suspended until `next_attempt_at`, or for `delay_ms` from the database's current time, but not past
+    its `deadline_at`; it occupies no worker meanwhile. `is_retry`: its function has failed and is called again."""
 
     id: RunId
     claim_generation: int

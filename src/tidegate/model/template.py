@@ -1,4 +1,4 @@
-"""Liquid templates over `event`: parameters and keys. Event text is only ever a value here, never a template."""
+"""Liquid templates over `event`: parameters and keys. Text from an event is always a value, never a template."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class TemplateError(Exception):
 
 
 class _Rendering:
-    """One event, and the work that may still be done on it; all texts of a trigger share it."""
+    """One event and the remaining budget; all templates of a trigger share it."""
 
     def __init__(self, envelope: dict[str, Any], paying: Budget) -> None:
         self.globals = {"event": envelope}
         self._budget = paying
-        # Kept with the values, lest another value get the same id.
+        # Kept with the values, so that no other value gets the same id.
         self._sizes: dict[int, tuple[object, int]] = {}
 
     def pay(self, steps: int) -> None:
         self._budget.pay(steps * PRICE)
 
     def size(self, value: Any) -> int:
-        """How many values there are in it, a long text counting as several."""
-        if issubclass(type(value), str):  # isinstance would ask the value itself, which raises when it is undefined
+        """The number of values in it; a long text counts as several."""
+        if issubclass(type(value), str):  # isinstance would query the value, which raises if it is undefined
             return len(value) // 64
         if not issubclass(type(value), list | tuple | dict):
             return 0
@@ -70,7 +70,7 @@ class _Rendering:
 
 
 class _TemplateContext(liquid.RenderContext):
-    """A context that counts the work, and whose buffers keep line ends as they are (the library's own do not)."""
+    """A context that charges the work to the budget, and whose buffers keep line ends (the library's do not)."""
 
     def __init__(self, template: liquid.BoundTemplate, rendering: _Rendering, nodes: int) -> None:
         super().__init__(template, globals=rendering.globals)
@@ -103,7 +103,7 @@ class _TemplateContext(liquid.RenderContext):
 
 
 def compile_template(source: object, field: str, errors: list[FieldError], depth: int = 0) -> Render | None:
-    """A function from the envelope to the rendered value; texts in objects and arrays are templates too.
+    """A function from the envelope to the rendered value; strings in objects and arrays are templates too.
 
     A string that is exactly one expression, `{{ event.payload.id }}`, keeps the JSON type of its value.
     """
@@ -136,9 +136,9 @@ def _compile_text(source: str, field: str, errors: list[FieldError]) -> Callable
         nodes, expressions = _parts(template)
         mistake = _mistake(analysis, expressions) or _endless(expressions)
     except (LiquidError, RecursionError) as exc:
-        told = exc.message if isinstance(exc, LiquidError) else "it is nested too deeply"
+        why = exc.message if isinstance(exc, LiquidError) else "it is nested too deeply"
         token = getattr(exc, "token", None)
-        mistake = f"is not a Liquid template: {told}", len(source) if token is None else token.start_index
+        mistake = f"is not a Liquid template: {why}", len(source) if token is None else token.start_index
     if mistake:
         message, index = mistake
         index = index if index >= 0 else len(source)
@@ -162,7 +162,7 @@ def _compile_text(source: str, field: str, errors: list[FieldError]) -> Callable
                 return buffer.getvalue()
         except OverBudget:
             raise OverBudget(field) from None
-        except Exception as exc:  # filters raise whatever the event makes of them
+        except Exception as exc:  # filters may raise anything, depending on the event
             raise TemplateError(f"{field}: {(str(exc).splitlines() or [type(exc).__name__])[0][:200]}") from exc
         if issubclass(type(value), liquid.Undefined):
             raise TemplateError(f"{field}: {source} is not in the event")
@@ -172,13 +172,13 @@ def _compile_text(source: str, field: str, errors: list[FieldError]) -> Callable
 
 
 def _single(template: liquid.BoundTemplate) -> Any:
-    """The expression of a template that is nothing else, for its value keeps its type."""
+    """The expression of a template that consists of a single one: its value keeps its type."""
     node = template.nodes[0] if len(template.nodes) == 1 else None
     return node.expression if isinstance(node, OutputNode) else None
 
 
 def _parts(template: liquid.BoundTemplate) -> tuple[list[Any], list[Any]]:
-    """All nodes, and all expressions but what loops run over: a range may stand there."""
+    """All nodes, and all expressions except the ranges of loops, which are allowed."""
     context = liquid.RenderContext(template)
     nodes, expressions = list[Any](template.nodes), list[Any]()
     for node in nodes:
@@ -194,12 +194,12 @@ def _parts(template: liquid.BoundTemplate) -> tuple[list[Any], list[Any]]:
 
 
 def _mistake(analysis: Any, expressions: list[Any]) -> tuple[str, int] | None:
-    """What is wrong with a template that is Liquid, and where."""
+    """Why a syntactically correct template is not valid, and where."""
     for name, variables in analysis.globals.items():
         if name != "event":
-            return f"uses `{name}`; only `event` is known here", variables[0].span.index
+            return f"uses `{name}`; only `event` is available", variables[0].span.index
     if "event" in analysis.locals:
-        return "gives the name `event` to something else", analysis.locals["event"][0].span.index
+        return "assigns to the reserved name `event`", analysis.locals["event"][0].span.index
     for variable in analysis.globals.get("event", ()):
         first = variable.segments[1] if len(variable.segments) > 1 else None
         if isinstance(first, int) or (isinstance(first, str) and first not in FIELDS):
@@ -222,7 +222,7 @@ def _mistake(analysis: Any, expressions: list[Any]) -> tuple[str, int] | None:
 
 
 def _endless(expressions: list[Any]) -> tuple[str, int] | None:
-    """A loop that no event could bring to its end."""
+    """A loop that exceeds the budget for every event."""
     for expression in expressions:
         over = expression.iterable if isinstance(expression, LoopExpression) else None
         if not isinstance(over, RangeLiteral) or expression.limit is not None:

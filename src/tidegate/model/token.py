@@ -1,7 +1,7 @@
 """API tokens: what one may do, and the form of its secret.
 
 A secret is `tg_`, 43 random characters (256 bits) and 6 of checksum, so that a scanner for leaked secrets recognises it
-and a mistyped one is refused without a look. Only its SHA-256 is stored: what is random needs no slow hash.
+and a mistyped one is refused without a query. Only its SHA-256 is stored: a random secret needs no slow hash.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SECRET = re.compile(rf"{PREFIX}([0-9A-Za-z]{{{SECRET_CHARACTERS}}})([0-9A-Za-z]
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
-    """A token as it may be shown. `sources` binds all that it may do to patterns, `networks` its use to addresses,
-    `rate` how often; null: not bound."""
+    """A token as it is shown. `sources` restricts it to sources, `networks` to client addresses, `rate` its number of
+    requests; null: not restricted."""
 
     id: TokenId
     name: str
@@ -50,7 +50,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A new token; it ends at `expires_at` or after `expires_in_ms`, or (neither) when it is revoked."""
+    """A new token; it expires at `expires_at` or after `expires_in_ms`; with neither, it is valid until revoked."""
 
     name: str
     scopes: list[Scope]
@@ -62,26 +62,26 @@ class TokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def allows(scopes: list[Scope], needed: Scope) -> bool:
-    """Whether one of the scopes is enough. `admin` may do everything; the others include nothing but themselves."""
+    """Whether one of the scopes is sufficient. `admin` includes all others; the others include only themselves."""
     return needed in scopes or "admin" in scopes
 
 
 def is_token_name(text: str) -> bool:
-    """Whether the text can be the name of a token, which the audit log shows for what it changed."""
+    """Whether the text is a valid token name; the audit log shows it for each change."""
     return _NAME.fullmatch(text) is not None
 
 
 def token_errors(body: TokenBody) -> list[FieldError]:
-    """The rules that a new token breaks."""
+    """What is invalid in a new token, by field."""
     errors = []
     if not is_token_name(body.name):
         errors.append(FieldError("name", "must be 1 to 64 letters, digits or . _ @ + -"))
     elif body.name.startswith(PREFIX):
-        errors.append(FieldError("name", f"must not begin with {PREFIX}, as secrets do"))
+        errors.append(FieldError("name", f"must not begin with {PREFIX}, the prefix of secrets"))
     if not body.scopes or len(set(body.scopes)) != len(body.scopes):
         errors.append(FieldError("scopes", f"must be one or more of {', '.join(SCOPES)}, each once"))
     if body.expires_at is not None and body.expires_in_ms is not None:
-        errors.append(FieldError("expires_in_ms", "goes without expires_at"))
+        errors.append(FieldError("expires_in_ms", "cannot be combined with expires_at"))
     return errors + _use_errors(body) + _source_errors(body)
 
 
@@ -107,7 +107,7 @@ def _source_errors(body: TokenBody) -> list[FieldError]:
     if body.sources is None:
         return errors
     if "admin" in body.scopes:
-        errors.append(FieldError("sources", "go without the scope admin, which may do everything"))
+        errors.append(FieldError("sources", "cannot be combined with the scope admin, which may do everything"))
     if not 0 < len(body.sources) <= MAX_SOURCES:
         errors.append(FieldError("sources", f"must be 1 to {MAX_SOURCES} names, exact or with *"))
     for i, pattern in enumerate(body.sources[:MAX_SOURCES]):
@@ -123,7 +123,7 @@ def secret_of(characters: str) -> str:
 
 
 def secret_hash(secret: str) -> bytes | None:
-    """What is stored of a secret; None when it cannot be one."""
+    """The stored hash of a secret; None if the text is not a valid secret."""
     found = _SECRET.fullmatch(secret)
     if found is None or _checksum(found[1]) != found[2]:
         return None

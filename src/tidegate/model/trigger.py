@@ -26,14 +26,14 @@ MAX_NAME = 100
 MAX_KEY = 500
 MAX_CONCURRENCY = 1_000_000
 MAX_IDEMPOTENCY_WINDOW_MS = 3650 * 86_400_000
-# So many event types are remembered with the triggers that take them; a producer of endless types must not grow us.
+# Maximum number of event types whose triggers are cached: a producer of ever new types must not grow the memory.
 MAX_CACHED_TYPES = 10_000
-# Paths of one value in the payload.
+# Paths to a single value in the payload.
 _OF_PAYLOAD = re.compile(r"\$\.payload(\.[A-Za-z_]\w*|\[\d+\])*", re.ASCII)
 
 
 class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user says about a trigger; the rest of its row is ours."""
+    """The fields of a trigger that a user sets."""
 
     name: str
     event_type: str
@@ -52,7 +52,7 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def throttle(self) -> RateLimit | None:
-        """At most so many launches in any sliding window."""
+        """The limit on launches in any sliding window, if there is one."""
         if self.throttle_count is None or self.throttle_window_ms is None:
             return None
         return RateLimit(limit=self.throttle_count, interval_ms=self.throttle_window_ms)
@@ -93,7 +93,7 @@ class WorkflowDefinition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RenderedKeys(NamedTuple):
-    """What the key templates gave for an event; a concurrency key is empty when there is no template for it."""
+    """The keys rendered for an event; the concurrency key is empty if the trigger has no template for it."""
 
     dedupe_key: str | None
     concurrency_key: str
@@ -103,7 +103,7 @@ NO_KEYS = RenderedKeys(None, "")
 
 
 class CompiledTrigger:
-    """A trigger ready to judge events. Raises InvalidInput, naming each field, when it cannot be compiled."""
+    """A compiled trigger. InvalidInput names each field that cannot be compiled."""
 
     __slots__ = (
         "_checks",
@@ -125,7 +125,7 @@ class CompiledTrigger:
         self._source = compile_pattern(trigger.event_source, "event_source", errors)
         self._type = compile_pattern(trigger.event_type, "event_type", errors)
         if len(trigger.predicates) > MAX_PREDICATES:
-            errors.append(FieldError("predicates", f"are more than {MAX_PREDICATES}"))
+            errors.append(FieldError("predicates", f"must be at most {MAX_PREDICATES}"))
         compiled = [compile_predicate(p, f"predicates[{i}]", errors) for i, p in enumerate(trigger.predicates)]
         where = compile_expression(trigger.where, "where", errors) if trigger.where is not None else None
         self._checks = [check for check in (*compiled, where) if check is not None]
@@ -134,12 +134,12 @@ class CompiledTrigger:
         self._names = parameter_names
         self._idempotency_key = _compile_key(trigger.idempotency_key, "idempotency_key", errors)
         self._concurrency_key = _compile_key(trigger.concurrency_key, "concurrency_key", errors)
-        # Whether it needs nothing of an event's envelope but the payload: the usual kind, for which less is to be made.
+        # Whether it reads only the payload of an event, as most triggers do: then the envelope is not built.
         is_plain = all(
             one is None for one in (template, trigger.where, trigger.idempotency_key, trigger.concurrency_key)
         )
         self.of_payload = is_plain and all(_OF_PAYLOAD.fullmatch(p.path) for p in trigger.predicates)
-        # Whether its checks cost next to nothing: paths of one value, and no patterns.
+        # Whether its checks are cheap: paths to a single value, and no patterns.
         self.is_light = self.of_payload and all(p.operator != "regex" for p in trigger.predicates)
         if errors:
             raise InvalidInput(f"trigger {trigger.name} is not valid", errors)
@@ -151,8 +151,8 @@ class CompiledTrigger:
         return self._source is None or self._source.fullmatch(source) is not None
 
     def reason(self, envelope: dict[str, Any], budget: Budget | None = None) -> str | None:
-        """None when the event fires this trigger, else the check that stops it. OverBudget names the check that would
-        take too long. A `budget` that is given is a whole one again."""
+        """None if the event fires this trigger, else the check that fails. OverBudget names the check that would take
+        too long. A `budget` that is passed in is reset first."""
         budget = budget or Budget()
         budget.left = MAX_STEPS
         for check in self._checks:
@@ -165,8 +165,8 @@ class CompiledTrigger:
         return None
 
     def results(self, envelope: dict[str, Any]) -> list[str | OverBudget | None]:
-        """What each predicate says, and last `where` if there is one: None when it holds, else why not. All share the
-        budget, as they do for a delivery; when it is used up, that is the answer."""
+        """The result of each predicate, then of `where` if there is one: None if it holds, else why it does not. All
+        share one budget, as for a delivery; once it is used up, the result is OverBudget."""
         budget, results = Budget(), list[str | OverBudget | None]()
         for check in self._checks:
             try:
@@ -176,11 +176,11 @@ class CompiledTrigger:
         return results
 
     def why_not(self, event: Event, envelope: dict[str, Any]) -> str | None:
-        """None when the event fires this trigger as it is now, type and source included."""
+        """None if the event fires this trigger, including its type and source; else the reason."""
         return self.not_taken(event) or self.reason(envelope)
 
     def not_taken(self, event: Event) -> str | None:
-        """Why the trigger does not look at the event at all."""
+        """Why the type or the source of the event does not match; None if both do."""
         if not self.takes_type(event.type):
             return f"the trigger takes events of type {self.trigger.event_type}"
         if not self.takes_source(event.source):
@@ -188,7 +188,7 @@ class CompiledTrigger:
         return None
 
     def keys(self, envelope: dict[str, Any], budget: Budget | None = None) -> RenderedKeys:
-        """The rendered keys. TemplateError or OverBudget says which one cannot be had, or asks for too much."""
+        """The rendered keys. TemplateError or OverBudget names the key that cannot be rendered."""
         dedupe, concurrency = self._idempotency_key, self._concurrency_key
         if dedupe is None and concurrency is None:
             return NO_KEYS
@@ -203,7 +203,7 @@ class CompiledTrigger:
         if self._parameters is not None:
             rendered = self._parameters(envelope, budget or Budget())
             if not isinstance(rendered, dict):
-                raise TemplateError("parameter_template: must give an object")
+                raise TemplateError("parameter_template: must render an object")
             return rendered
         if self._names == ["*"]:
             return event.payload
@@ -211,20 +211,20 @@ class CompiledTrigger:
 
 
 def check_spec(spec: TriggerSpec, workflow: str, parameter_names: list[str]) -> None:
-    """Compile what a user wrote, to refuse it now rather than on the first event. InvalidInput names each field."""
+    """Compile a trigger to reject errors when it is saved, not on the first event. InvalidInput names each field."""
     if spec.concurrency_key is not None and spec.max_concurrency is None:
-        error = "is required with concurrency_key, as the number of unfinished runs that each key may have; or neither"
+        error = "is required with concurrency_key: it is the maximum number of unfinished runs per key"
         raise InvalidInput(f"trigger {spec.name} is not valid", [FieldError("max_concurrency", error)])
-    nobody = uuid.UUID(int=0)
+    unset = uuid.UUID(int=0)
     fields = {name: getattr(spec, name) for name in spec.__struct_fields__}
     CompiledTrigger(
-        Trigger(id=TriggerId(nobody), workflow_definition_id=DefinitionId(nobody), workflow=workflow, **fields),
+        Trigger(id=TriggerId(unset), workflow_definition_id=DefinitionId(unset), workflow=workflow, **fields),
         parameter_names,
     )
 
 
 class TriggerIndex:
-    """All active triggers; those of other event types cost an event nothing. `invalid` ones cannot be compiled here."""
+    """All active triggers, indexed by event type. `invalid` are the ids of those that this version cannot compile."""
 
     def __init__(self, triggers: list[CompiledTrigger], invalid: frozenset[TriggerId] = frozenset()) -> None:
         self.invalid = invalid
@@ -244,7 +244,7 @@ class TriggerIndex:
         return self._by_id.get(trigger_id)
 
     def candidates(self, event_type: str, source: str) -> list[CompiledTrigger]:
-        """The triggers whose type and source take the event, in a stable order."""
+        """The triggers whose type and source match the event, in a stable order."""
         return [compiled for compiled in self._taking(event_type) if compiled.takes_source(source)]
 
     def _taking(self, event_type: str) -> list[CompiledTrigger]:
@@ -258,11 +258,11 @@ class TriggerIndex:
 
 
 def compile_pattern(pattern: str, field: str, errors: list[FieldError]) -> Any:
-    """A name in which `*` stands for any run of characters, as a regex; None for `*` alone, which takes everything."""
+    """A name in which `*` matches any characters, as a regex; None for `*` alone, which matches everything."""
     if pattern == "*":
         return None
     if not 0 < len(pattern) <= 200 or pattern.isspace():
-        errors.append(FieldError(field, "must be 1 to 200 characters, exact or with *"))
+        errors.append(FieldError(field, "must be 1 to 200 characters; * matches any characters"))
         return None
     return re2.compile(".*".join(re2.escape(part) for part in pattern.split("*")))
 
@@ -281,25 +281,25 @@ def _check_numbers(spec: TriggerSpec, errors: list[FieldError]) -> None:
             errors.append(FieldError(field, f"must be a whole number from {low} to {high}"))
     if (spec.throttle_count is None) != (spec.throttle_window_ms is None):
         missing = "throttle_count" if spec.throttle_count is None else "throttle_window_ms"
-        errors.append(FieldError(missing, "is required: throttle_count and throttle_window_ms go together"))
+        errors.append(FieldError(missing, "is required: set both throttle_count and throttle_window_ms, or neither"))
 
 
 def _compile_key(source: str | None, field: str, errors: list[FieldError]) -> Render | None:
     if source is None:
         return None
     if not source.strip():
-        errors.append(FieldError(field, "must not be empty; leave it out for none"))
+        errors.append(FieldError(field, "must not be empty; omit it for none"))
         return None
     return compile_template(source, field, errors)
 
 
 def _key(value: object, field: str) -> str:
-    """A key as text: numbers and texts as they are written, so that 7 and "7" are one key."""
+    """A key as text: a number as its digits, so that 7 and "7" are the same key."""
     if value is None:
-        raise TemplateError(f"{field}: gives null for this event")
+        raise TemplateError(f"{field}: renders null for this event")
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     if not text.strip():
-        raise TemplateError(f"{field}: gives an empty text for this event")
+        raise TemplateError(f"{field}: renders an empty text for this event")
     if len(text) > MAX_KEY:
-        raise TemplateError(f"{field}: gives {len(text)} characters for this event; at most {MAX_KEY} are allowed")
+        raise TemplateError(f"{field}: renders {len(text)} characters for this event; at most {MAX_KEY} are allowed")
     return text

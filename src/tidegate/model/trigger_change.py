@@ -1,4 +1,4 @@
-"""A trigger as a user creates or changes it: the fields that were given, checked, on top of what there was."""
+"""A trigger as a user creates or changes it: the given fields, validated, on top of the current ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class TriggerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be said about a trigger. What is not given stays (or has its default); null clears it."""
+    """The fields of a trigger. An omitted field keeps its value, or has its default; null clears it."""
 
     name: str | UnsetType = UNSET
     event_type: str | UnsetType = UNSET
@@ -46,20 +46,20 @@ class TriggerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TriggerPatch(TriggerBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A change; `version` is the one that its author knows, if it is to be refused when there is a newer one."""
+    """A change. With `version`, it fails if the trigger has a newer version than that."""
 
     version: int | UnsetType = UNSET
 
 
 class NewTrigger(msgspec.Struct, frozen=True):
-    """A trigger as it is to be: checked, and not stored yet."""
+    """A validated trigger that is not stored yet."""
 
     spec: TriggerSpec
     status: TriggerStatus
 
 
 def created(given: object, workflow: str, parameter_names: list[str]) -> NewTrigger:
-    """The trigger that `given` (decoded JSON) describes. InvalidInput names each field that breaks a rule."""
+    """The trigger that `given` (decoded JSON) describes. InvalidInput names each invalid field."""
     body = _body(given, TriggerBody)
     missing = [FieldError(name, "is required") for name in ("name", "event_type") if getattr(body, name) is UNSET]
     if missing:
@@ -70,19 +70,19 @@ def created(given: object, workflow: str, parameter_names: list[str]) -> NewTrig
 def changed(
     spec: TriggerSpec, status: TriggerStatus, given: object, workflow: str, parameter_names: list[str]
 ) -> NewTrigger:
-    """The trigger with the fields in `given` (decoded JSON) changed. InvalidInput names each that breaks a rule."""
+    """The trigger with the fields in `given` (decoded JSON) changed. InvalidInput names each invalid field."""
     known = {name: getattr(spec, name) for name in SPEC_FIELDS}
     return _checked(known, status, _body(given, TriggerPatch), workflow, parameter_names)
 
 
 def known_version(given: object) -> int | None:
-    """The version that the author of a change knows, if it was said."""
+    """The version that a change is based on, if given."""
     version = _body(given, TriggerPatch).version
     return None if version is UNSET else version
 
 
 def declared(spec: TriggerSpec) -> dict[str, Any]:
-    """What code says about a trigger. Defaults are left out, so that a field added later changes nothing."""
+    """The fields that code declares. Defaults are omitted, so that a field added later changes nothing."""
     said = {name: getattr(spec, name) for name in SPEC_FIELDS}
     return {name: value for name, value in said.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
 
@@ -106,7 +106,7 @@ def _checked(
 
 
 def check_plain(given: object, errors: list[FieldError]) -> None:
-    """What no database or driver could give back: a U+0000, a number beyond 64 bits, endless nesting."""
+    """Reject what the database cannot store: U+0000, integers beyond 64 bits, too deep nesting."""
     places: list[tuple[str, object, int]] = [("", given, 0)]
     while places:
         place, value, depth = places.pop()
@@ -116,7 +116,7 @@ def check_plain(given: object, errors: list[FieldError]) -> None:
                 continue
             places += _members(place, value, depth + 1, errors)
         elif isinstance(value, str) and "\x00" in value:
-            errors.append(FieldError(place or "body", "holds the character U+0000"))
+            errors.append(FieldError(place or "body", "contains the character U+0000"))
         elif isinstance(value, int | float) and not -MAX_NUMBER <= value < MAX_NUMBER:
             errors.append(FieldError(place or "body", "is a number beyond 64 bits"))
 
@@ -128,5 +128,5 @@ def _members(
         return [(f"{place}[{i}]", inner, depth) for i, inner in enumerate(value)]
     names = [name for name in value if isinstance(name, str) and "\x00" not in name]
     if len(names) < len(value):
-        errors.append(FieldError(place or "body", "has a name that is not text without the character U+0000"))
+        errors.append(FieldError(place or "body", "has a key that is not text, or contains the character U+0000"))
     return [(f"{place}.{name[:60]}" if place else name[:60], value[name], depth) for name in names]

@@ -1,6 +1,6 @@
 """A trigger's gate: throttle, pause and breaker under its row lock.
 
-The rules of a source's gate, but a probe lasts as long as its run: only then is known whether the trigger works again.
+The rules are those of a source's gate, but a probe lasts until its run ends: only then is its outcome known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tidegate.model.source import BreakerPolicy, Gate, Hold
 
 
 class TriggerMove(NamedTuple):
-    """A trigger's breaker that moved: `opened`, `closed`, `reopened`, `trial_failed` or `trial_void`; and by whom."""
+    """A change of a breaker (`opened`, `closed`, `reopened`, `trial_failed` or `trial_void`) and what caused it."""
 
     trigger_id: TriggerId
     move: str
@@ -24,7 +24,7 @@ class TriggerMove(NamedTuple):
 
 
 class TriggerGate(Gate):
-    """The state of one trigger: asked, spent, and written back by the transaction that holds its row."""
+    """The state of one trigger, read, changed and written back by the transaction that holds the lock on its row."""
 
     def __init__(
         self,
@@ -44,21 +44,21 @@ class TriggerGate(Gate):
         self.counting_until = counting_until
 
     def hold(self, now: datetime) -> Hold | None:
-        """Why nothing is launched now; None when throttle and concurrency alone decide."""
+        """Why nothing is launched now; None if only the throttle and the concurrency limit decide."""
         held = super().hold(now)
         if held is None and self.closed_until is not None and self.closed_until > now:
-            return Hold("retry_after", self.closed_until, self.closed_reason or "a step was told to come back later")
+            return Hold("retry_after", self.closed_until, self.closed_reason or "a step asked to be retried later")
         if held is None and self.breaker_state == "half_open":
-            return Hold("breaker_open", None, f"the breaker is half open: run {self.probe_run_id} is the trial")
+            return Hold("breaker_open", None, f"the breaker is half open: run {self.probe_run_id} is the probe")
         return held
 
     def begin_probe(self, run_id: RunId) -> None:
-        """This run shows whether the trigger works again; nothing else is launched until it has ended."""
+        """Make this run the probe: nothing else is launched until it has ended."""
         self.breaker_state, self.probe_run_id, self.is_changed = "half_open", run_id, True
 
     def end_probe(self, now: datetime, run_id: RunId, policy: BreakerPolicy, *, is_good: bool | None) -> str | None:
-        """The run has ended; how the breaker moved if it was the probe. One that shows nothing (None), since it was
-        cancelled or its failure does not count, is followed by another."""
+        """A run has ended; returns how the breaker moved, if the run was the probe. A probe without a result (`is_good`
+        is None: it was cancelled, or its failure does not count) is followed by another."""
         if self.breaker_state != "half_open" or self.probe_run_id != run_id:
             return None
         self.probe_run_id = None
@@ -71,7 +71,7 @@ class TriggerGate(Gate):
         return self._close_breaker()
 
     def count_failures(self, now: datetime, count: int, policy: BreakerPolicy) -> str | None:
-        """Deliveries or runs failed; how the breaker moved, if it did: one that was to be the probe has failed it."""
+        """Count failed deliveries or runs, or a failed probe; returns how the breaker moved, if it did."""
         if self.breaker_state == "closed":
             self.counting_until = now + timedelta(milliseconds=policy.window_ms)
             return self.count(now, failed=count, succeeded=0, policy=policy)

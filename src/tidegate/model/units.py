@@ -1,4 +1,4 @@
-"""Durations (`100ms`, `5s`, `10m`, `2h`, `1d`) and rates (`20/s`, `20/min`, `500/h`, `20/10s`) as people write them."""
+"""Durations (`100ms`, `5s`, `10m`, `2h`, `1d`) and rates (`20/s`, `20/min`, `500/h`, `20/10s`) as users write them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def duration_ms(text: str | int | float) -> int:
 
 
 def named_duration_ms(place: str, value: str | int | float, low: int = 0) -> int:
-    """The same for a field that the error names; at least `low`."""
+    """Milliseconds in the value of a field, at least `low`. ValueError names the field."""
     try:
         found = duration_ms(value)
     except ValueError as exc:
@@ -39,7 +39,7 @@ def named_duration_ms(place: str, value: str | int | float, low: int = 0) -> int
 
 
 def check_number(place: str, value: float, low: float, high: float) -> None:
-    """ValueError, which names the field, when it is not a number from `low` to `high`."""
+    """ValueError names the field if the value is not a number from `low` to `high`."""
     if not isinstance(value, int | float) or not low <= value <= high:  # NaN fails every comparison
         raise ValueError(f"{place} must be a number between {low} and {high}, not {value!r}")
 
@@ -52,12 +52,12 @@ def rate(text: str) -> tuple[int, int]:
     window = found[2].strip()
     count, window_ms = int(found[1]), duration_ms(window if window[0].isdigit() else f"1{window}")
     if count < 1 or window_ms < 1:
-        raise ValueError(f"a rate allows at least 1 per a window longer than 0, not {text!r}")
+        raise ValueError(f"a rate must allow at least 1 in a window longer than 0, not {text!r}")
     return count, window_ms
 
 
 def written_duration(ms: float) -> str:
-    """`90s`, `5m`, `2h`: in the largest unit that is whole."""
+    """`90s`, `5m`, `2h`: in the largest unit that gives a whole number."""
     for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000)):
         if ms >= size and ms % size == 0:
             return f"{ms // size:.0f}{unit}"

@@ -1,7 +1,7 @@
-"""Webhooks of a source: how they are configured, and whether a signature holds. No I/O; the time is passed in.
+"""Webhooks of a source: their configuration, and the verification of signatures. No I/O; the time is passed in.
 
 What is signed: Standard Webhooks `id.timestamp.body`, Stripe `timestamp.body`, GitHub the body alone. Signatures are
-compared as the text that a signer writes, since base64 has several texts for the same bytes.
+compared as text, since base64 has several texts for the same bytes.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from tidegate.model.secrets import is_sealed
 
 Scheme = Literal["standard", "github", "stripe"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
-# Why a request is refused, for logs; the sender is told none of it.
+# Why a request is refused: for logs only, never sent to the client.
 Refusal = Literal["unknown_source", "missing_signature", "bad_timestamp", "too_old", "too_new", "no_match"]
 SIGNATURE_HEADERS: dict[Scheme, str] = {
     "standard": "webhook-signature",
     "github": "x-hub-signature-256",
     "stripe": "stripe-signature",
 }
-# Svix, from which the standard comes, sends its own names for the same three headers.
+# Svix, where the standard comes from, uses its own names for the same three headers.
 SVIX_HEADERS = {f"svix-{part}": f"webhook-{part}" for part in ("id", "timestamp", "signature")}
 SECRET_PREFIX = "whsec_"  # noqa: S105 - a prefix, not a secret
 DEFAULT_TOLERANCE_SECONDS, MAX_TOLERANCE_SECONDS = 300, 3600
-# How long a replaced secret goes on to hold beside the new one; and how many of them.
+# How long a replaced secret stays valid beside the new one, and the maximum number of secrets.
 DEFAULT_KEEP_MS, MAX_KEEP_MS = 86_400_000, 30 * 86_400_000
 MAX_SECRETS = 5
-# Instead of a secret's fingerprint, when the key that encrypted it is missing.
+# The fingerprint of a secret that cannot be decrypted.
 UNREADABLE = "unreadable"
-# More than any signer sends, whatever secrets it is changing.
+# More than any signer sends, even while it rotates secrets.
 MAX_SIGNATURES = 20
 
 NAME_RULE = "must be 1 to 200 letters, digits or . _ ~ : / ? # @ & = + % -"
 
 _TIMESTAMP = re.compile(r"\d{1,11}", re.ASCII)
 _SECRET_TEXT = re.compile(r"[!-~][ -~]{14,254}[!-~]", re.ASCII)
-# What requests for unknown sources are compared with.
-_NOBODYS_KEY = b"no source has this key"
+# The key that requests for unknown sources are compared with.
+_UNKNOWN_SOURCE_KEY = b"no source has this key"
 
 
 class _Claim(NamedTuple):
@@ -56,7 +56,7 @@ class _Claim(NamedTuple):
 
 
 class WebhookSecret(msgspec.Struct, frozen=True, kw_only=True):
-    """A secret that holds until a time, or (null) until it is replaced or removed."""
+    """A secret that is valid until a time, or (null) until it is replaced or removed."""
 
     secret: str
     added_at: datetime
@@ -64,7 +64,7 @@ class WebhookSecret(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests are checked; the first secret is the current one."""
+    """How requests are verified; the first secret is the current one."""
 
     scheme: Scheme
     event_type: str | None
@@ -85,7 +85,7 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole configuration. A `secret` replaces all; without one those there are stay, or a first one is made."""
+    """The whole configuration. A `secret` replaces all secrets; without it they stay, or the first one is generated."""
 
     scheme: Scheme
     secret: str | None = None
@@ -94,14 +94,14 @@ class WebhookBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class WebhookRotation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A new secret: the one given, or one that is made. The old one holds too for `keep_ms`; 0 ends all old ones."""
+    """A new secret, given or generated. The old one stays valid for `keep_ms`; 0 expires all old ones."""
 
     secret: str | None = None
     keep_ms: int | None = None
 
 
 class ShownSecret(msgspec.Struct, frozen=True):
-    """A secret as it may be shown: the beginning of its SHA-256, since when, and until when."""
+    """A secret as it is shown: the first digits of its SHA-256, and when it became valid and expires."""
 
     fingerprint: str
     added_at: datetime
@@ -109,7 +109,7 @@ class ShownSecret(msgspec.Struct, frozen=True):
 
 
 class ShownWebhook(msgspec.Struct, frozen=True, kw_only=True):
-    """A webhook as it may be shown; the first secret is the current one."""
+    """A webhook as it is shown; the first secret is the current one."""
 
     source: str
     scheme: Scheme
@@ -124,41 +124,41 @@ class ShownWebhook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shown(webhook: Webhook, now: datetime) -> ShownWebhook:
-    """The webhook for others to see, with the secrets that hold, but not their text."""
+    """The webhook for clients, with the valid secrets, but not their text."""
     fields = msgspec.structs.asdict(webhook)
     return ShownWebhook(**described(fields.pop("config"), now), **fields)
 
 
 def described(config: WebhookConfig, now: datetime) -> dict[str, Any]:
-    """The configuration for others to see: secrets by their fingerprints."""
+    """The configuration for clients: secrets by their fingerprints."""
     kept = [ShownSecret(fingerprint(s.secret), s.added_at, s.until) for s in holding(config.secrets, now)]
     return msgspec.structs.asdict(config) | {"secrets": kept}
 
 
 def fingerprint(secret: str) -> str:
-    """What tells secrets apart: `printf %s "$SECRET" | sha256sum | cut -c1-8`; of one that cannot be read, that."""
+    """Identifies a secret: `printf %s "$SECRET" | sha256sum | cut -c1-8`; `unreadable` if it cannot be decrypted."""
     return UNREADABLE if is_sealed(secret) else hashlib.sha256(secret.encode()).hexdigest()[:8]
 
 
 def no_webhook(source: str) -> str:
-    """What an operator is told about a source without one."""
-    return f"source {source[:200]!r} has no webhook; tidegate webhooks list has those that there are"
+    """The error for a source without a webhook."""
+    return f"source {source[:200]!r} has no webhook; `tidegate webhooks list` lists all webhooks"
 
 
 def with_secrets(secrets: Sequence[WebhookSecret], change: Callable[[str], str]) -> list[WebhookSecret]:
-    """The same, the text of each as `change` makes it: encrypted, or read."""
+    """The same secrets, with `change` (encrypt or decrypt) applied to each text."""
     return [msgspec.structs.replace(secret, secret=change(secret.secret)) for secret in secrets]
 
 
 def holding(secrets: Sequence[WebhookSecret], now: datetime) -> list[WebhookSecret]:
-    """Those that have not ended."""
+    """The secrets that have not expired."""
     return [secret for secret in secrets if secret.until is None or secret.until > now]
 
 
 def rotated(secrets: Sequence[WebhookSecret], secret: str, keep_ms: int, now: datetime) -> list[WebhookSecret]:
-    """`secrets` with another current one, if it is another.
+    """`secrets` with a new current one, if it differs.
 
-    The one before it holds for `keep_ms` more; 0 ends all that were before.
+    The previous one stays valid for `keep_ms`; 0 expires all previous ones.
     """
     if keep_ms and secrets and secrets[0].secret == secret:
         return list(secrets)
@@ -172,13 +172,13 @@ def rotated(secrets: Sequence[WebhookSecret], secret: str, keep_ms: int, now: da
 
 
 def body_errors(body: WebhookBody) -> list[FieldError]:
-    """The rules that a configuration breaks."""
+    """What is invalid in a configuration, by field."""
     errors = []
     if body.event_type is not None and not is_name(body.event_type):
         errors.append(FieldError("event_type", NAME_RULE))
     if body.tolerance_seconds is not None:
         if body.scheme == "github":
-            errors.append(FieldError("tolerance_seconds", "goes without github, which signs no time"))
+            errors.append(FieldError("tolerance_seconds", "does not apply to github, which does not sign a time"))
         elif not 1 <= body.tolerance_seconds <= MAX_TOLERANCE_SECONDS:
             errors.append(FieldError("tolerance_seconds", f"must lie between 1 and {MAX_TOLERANCE_SECONDS}"))
     if body.secret is not None:
@@ -187,27 +187,29 @@ def body_errors(body: WebhookBody) -> list[FieldError]:
 
 
 def secret_errors(scheme: Scheme, secret: str) -> list[FieldError]:
-    """What is wrong with a secret; the message does not hold it."""
+    """What is invalid in a secret; the message does not contain it."""
     if scheme == "standard":
         if _standard_key(secret) is None:
-            return [FieldError("secret", f"must be {SECRET_PREFIX} and the base64 of 24 to 64 bytes")]
+            return [FieldError("secret", f"must be {SECRET_PREFIX} followed by the base64 of 24 to 64 bytes")]
     elif not _SECRET_TEXT.fullmatch(secret):
-        return [FieldError("secret", "must be 16 to 256 printable ASCII characters, no space first or last")]
+        return [
+            FieldError("secret", "must be 16 to 256 printable ASCII characters, not beginning or ending with a space")
+        ]
     elif scheme == "stripe" and not secret.startswith(SECRET_PREFIX):
         return [FieldError("secret", f"must begin with {SECRET_PREFIX}, as Stripe shows it")]
     return []
 
 
 def refusal(config: WebhookConfig | None, headers: Mapping[str, str], body: bytes, now: datetime) -> Refusal | None:
-    """Why the request's signature does not hold; None when it does. Header names are in lower case.
+    """Why the request's signature is not valid; None if it is. Header names are in lower case.
 
-    Whatever is wrong, the body is signed and compared, so that the time it takes does not tell which sources there are.
+    The body is always signed and compared, so that the time it takes does not reveal which sources exist.
     """
     scheme = config.scheme if config is not None else "github"
     secrets = holding(config.secrets, now) if config is not None else []
     keys = [_key(scheme, secret.secret) for secret in secrets]
     claim = _claim(scheme, headers)
-    is_signed = _is_signed(keys or [_NOBODYS_KEY], claim.prefix + body, claim.signatures, scheme)
+    is_signed = _is_signed(keys or [_UNKNOWN_SOURCE_KEY], claim.prefix + body, claim.signatures, scheme)
     if config is None or not keys:
         return "unknown_source"
     if SIGNATURE_HEADERS[scheme] not in headers:
@@ -224,8 +226,8 @@ def refusal(config: WebhookConfig | None, headers: Mapping[str, str], body: byte
 
 
 def standard_names(headers: dict[str, str]) -> dict[str, str]:
-    """The headers with Svix's names as the standard's, when the standard's signature is not there. All three are taken
-    from one of them: what is signed belongs together."""
+    """The headers with Svix's names replaced by the standard's, if the standard's signature is missing. All three come
+    from the same set: they are signed together."""
     if "webhook-signature" in headers or "svix-signature" not in headers:
         return headers
     kept = {name: value for name, value in headers.items() if name not in SVIX_HEADERS.values()}
@@ -233,12 +235,12 @@ def standard_names(headers: dict[str, str]) -> dict[str, str]:
 
 
 def signed_at(scheme: Scheme, headers: Mapping[str, str]) -> int | None:
-    """The signed time of a request whose signature holds, in seconds since 1970; None when its scheme signs none."""
+    """The signed time of a verified request, in seconds since 1970; None if its scheme signs no time."""
     return _claim(scheme, headers).timestamp
 
 
 def _claim(scheme: Scheme, headers: Mapping[str, str]) -> _Claim:
-    """What the headers say, not yet believed. Signatures of other versions than ours are left out."""
+    """The unverified content of the headers. Signatures of unsupported versions are ignored."""
     given = headers.get(SIGNATURE_HEADERS[scheme], "")
     if scheme == "github":
         return _Claim(b"", None, [given.removeprefix("sha256=")] if given.startswith("sha256=") else [])
@@ -255,7 +257,7 @@ def _claim(scheme: Scheme, headers: Mapping[str, str]) -> _Claim:
 
 
 def _is_signed(keys: Sequence[bytes], content: bytes, signatures: Sequence[str], scheme: Scheme) -> bool:
-    """Whether one of the signatures was made with one of the keys. Every pair is compared, in constant time."""
+    """Whether one of the signatures was created with one of the keys. Every pair is compared, in constant time."""
     given = [signature.encode("latin-1") for signature in signatures[:MAX_SIGNATURES]]
     found = False
     for key in keys:
@@ -268,8 +270,8 @@ def _is_signed(keys: Sequence[bytes], content: bytes, signatures: Sequence[str],
 
 def _key(scheme: Scheme, secret: str) -> bytes:
     key = _standard_key(secret) if scheme == "standard" else secret.encode()
-    if not key:  # an empty key would let everyone sign
-        raise ValueError("a stored secret is not one")
+    if not key:  # with an empty key anyone could sign
+        raise ValueError("a stored secret is not valid")
     return key
 
 

@@ -1,6 +1,6 @@
-"""The event that a signed request stands for: its id, type, time and payload, by what each kind of sender does. No I/O.
+"""The event in a signed request: its id, type, time and payload, depending on the scheme. No I/O.
 
-Nothing here may be called before the signature is known to hold.
+Call these functions only after the signature has been verified.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _TEXT_RULE = "must be text of 1 to 200 characters without control characters"
 
 
 class NotReadable(Exception):
-    """The body is not what it says it is; the text says why, and holds nothing of it but a key."""
+    """The body cannot be decoded; the text says why, and contains nothing of the body but a key."""
 
 
 def decode(body: bytes, media: str) -> Any:
-    """The JSON in a body, which may be in a form's field `payload`. NotReadable when it is none, or ambiguous.
+    """The JSON in a body, which may be in a form's field `payload`. NotReadable if it is not JSON, or ambiguous.
 
-    An object with the same key twice is ambiguous: whoever signed it may have meant the other value.
+    An object with the same key twice is ambiguous: the sender may have meant either value.
     """
     text = _form_payload(body) if media == FORM else body
     try:
@@ -56,7 +56,7 @@ def event_fields(
     limits: EventLimits,
     errors: list[FieldError],
 ) -> dict[str, Any]:
-    """An event as a producer would send it; what is missing is added to `errors`, by the name that the sender knows."""
+    """An event as a producer would send it; missing fields are added to `errors`, by the names that the sender uses."""
     inside: dict[str, Any] = found if isinstance(found, dict) else {}
     external_id = inside.get("id") if config.scheme == "stripe" else headers.get(ID_FIELDS[config.scheme])
     if not isinstance(external_id, str) or not is_text_id(external_id):
@@ -84,17 +84,18 @@ def _type(scheme: Scheme, headers: Mapping[str, str], inside: dict[str, Any], er
         field, given = "type", inside.get("type")
         name = given if isinstance(given, str) else ""
     if given is None or not is_name(name):
-        errors.append(FieldError(field, f"{_given(given)}; {NAME_RULE}, or the webhook has an event_type"))
+        errors.append(FieldError(field, f"{_given(given)}; {NAME_RULE}, or set event_type on the webhook"))
     return name
 
 
 def _occurred_at(
     scheme: Scheme, headers: Mapping[str, str], inside: dict[str, Any], now: datetime, limits: EventLimits
 ) -> str | None:
-    """The time in the body if it is plausible, else the signed time, else none: the event counts from its receipt."""
+    """The time in the body if it is valid, else the signed time, else None: then the time of receipt is used."""
     said: datetime | None = None
     given = inside.get({"standard": "timestamp", "stripe": "created"}.get(scheme, ""))
-    with contextlib.suppress(ValueError, OverflowError, OSError, msgspec.ValidationError):  # not worth a refusal
+    # An invalid time is ignored: it is no reason to refuse the event.
+    with contextlib.suppress(ValueError, OverflowError, OSError, msgspec.ValidationError):
         if isinstance(given, str):
             said = msgspec.convert(given, datetime)
         elif isinstance(given, int):
@@ -112,7 +113,7 @@ def _form_payload(body: bytes) -> bytes:
         raise NotReadable("is not a form") from exc
     found = [value for name, value in fields if name == "payload"]
     if len(found) != 1:
-        raise NotReadable(f"is a form with {len(found)} fields payload instead of one")
+        raise NotReadable(f"is a form with {len(found)} `payload` fields instead of one")
     return found[0].encode()
 
 
@@ -126,4 +127,4 @@ def _refuse_twins(pairs: list[tuple[str, object]]) -> None:
 
 
 def _given(value: object) -> str:
-    return "is required" if value is None else "has another form"
+    return "is required" if value is None else "is not valid"

@@ -1,4 +1,4 @@
-"""Errors in the words of whoever wrote the input: its fields may have other names than ours."""
+"""Field errors with the names that the author of the input used, where they differ from ours."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tidegate.errors import FieldError
 
 
 def as_written(error: FieldError, names: Mapping[str, str]) -> FieldError:
-    """The error with the field's name as it was written, where `names` says so (`retry.max_ms`: `retry.cap`). What our
-    field counts in milliseconds may be written in another unit: then the error tells the unit of its numbers."""
+    """The error with the field's name as the user wrote it, according to `names` (`retry.max_ms`: `retry.cap`). If the
+    user may have written another unit than milliseconds, the error names the unit of its numbers."""
     ours = next(
         (name for name in names if error.field == name or error.field.startswith((f"{name}.", f"{name}["))), None
     )
@@ -18,7 +18,7 @@ def as_written(error: FieldError, names: Mapping[str, str]) -> FieldError:
         return error
     written, message = names[ours], error.message
     parent, _, leaf = ours.rpartition(".")
-    if parent:  # a rule of the object in it, which may name others of its fields
+    if parent:  # the message may name other fields of the same object
         siblings = {name[len(parent) + 1 :]: name for name in names if name.rpartition(".")[0] == parent}
         found = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in siblings))
         message = found.sub(lambda at: names[siblings[at[0]]].rpartition(".")[2], message)

@@ -1,7 +1,7 @@
-"""Hints and wake-ups as BullMQ jobs in Redis. The only module that knows bullmq and redis.
+"""Hints and wake-ups as BullMQ jobs in Redis. The only module that imports bullmq and redis.
 
-A job carries ids and only makes a worker look; the row decides whether. Everything in Redis may vanish at any moment:
-`docs/queues.md` tells what then happens, and why each of the library's options is set as it is.
+A job carries ids and only makes a worker check for due rows. Everything in Redis may be lost at any moment:
+`docs/queues.md` describes what happens then, and why each option of the library is set.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ QUEUES: dict[Topic, str] = {
     "runs": RUNS,
 }
 
-# A read must be able to outlast a blocking wait (10 s): with redis-py's default of 5 s jobs come minutes late.
+# The timeout must exceed a blocking wait (10 s): with redis-py's default of 5 s, jobs arrive minutes late.
 SOCKET_OPTIONS: dict[str, Any] = {"socket_timeout": 30, "socket_connect_timeout": 5, "health_check_interval": 15}
-# A kept job would make the library ignore the next one with its id.
+# If a finished job were kept, the library would ignore the next job with the same id.
 JOB_OPTIONS: dict[str, Any] = {"removeOnComplete": True, "removeOnFail": True}
 WORKER_OPTIONS: dict[str, Any] = {
     "autorun": False,
@@ -49,7 +49,7 @@ WORKER_OPTIONS: dict[str, Any] = {
     "drainDelay": 1,
     **JOB_OPTIONS,
 }
-# So many hints of a topic may wait in Redis; a further one says nothing new.
+# Maximum number of waiting hints per topic in Redis; more carry no information.
 HINT_IDS = 16
 ASK_SECONDS = 1.0
 SILENCE_SECONDS = 60.0
@@ -71,43 +71,43 @@ class BullmqQueue:
         self._spacing = Spacing()
         self._listeners: list[asyncio.Task[None]] = []
         self._wakes: dict[Topic, asyncio.Event] = {topic: asyncio.Event() for topic in TOPICS}
-        self._hints = random.randrange(HINT_IDS)  # noqa: S311 - so that processes do not use the same ids in step
+        self._hints = random.randrange(HINT_IDS)  # noqa: S311 - so that processes do not use the same ids at the same time
         self._prefix: str | None = None
         self._client: Any = None
-        self._probe: Any = None  # for readiness: it gives up sooner
+        self._probe: Any = None  # for readiness, with shorter timeouts
         self._queues: dict[str, Any] = {}
         self._can_ask = True
         self._is_closing = False
 
     @property
     def holds_wakeups(self) -> bool:
-        """Delayed jobs, which go with Redis's data."""
+        """True: delayed jobs are lost if Redis loses its data."""
         return True
 
     @property
     def dropped(self) -> int:
-        """Hints and wake-ups that were not sent, since the start."""
+        """The number of hints and wake-ups that were not sent since the start."""
         return self._sender.dropped
 
     def wake(self, topic: Topic) -> asyncio.Event:
-        """Set whenever there may be work on the topic; who waits on it clears it before looking."""
+        """Set whenever there may be work on the topic; a waiter clears it before it checks for work."""
         return self._wakes[topic]
 
     def hint(self, topic: Topic) -> None:
-        """Say that there is work now; returns at once and never fails."""
+        """Announce that there is work now; returns immediately and never raises."""
         self._wakes[topic].set()
         self._sender.hint(topic)
 
     def schedule(self, wakeups: Sequence[Wakeup]) -> None:
-        """Say when there will be work; returns at once and never fails."""
+        """Announce when there will be work; returns immediately and never raises."""
         for topic in {wakeup.topic for wakeup in wakeups}:
-            self._wakes[topic].set()  # this worker looks up anew when the next is due
+            self._wakes[topic].set()  # this worker recomputes when the next row is due
         now = utc_now()
         self._spacing.forget_before(now)
         self._sender.schedule(w for w in wakeups if w.due_at - now <= HORIZON and self._spacing.admit(w))
 
     async def missing(self, wakeups: Sequence[Wakeup]) -> list[Wakeup]:
-        """Those of the wake-ups that have no job; none when Redis does not answer."""
+        """The wake-ups that have no job; empty if Redis does not answer."""
         if not wakeups or self._sender.is_resting:
             return []
         try:
@@ -118,31 +118,31 @@ class BullmqQueue:
                         pipe.exists(self._queues[QUEUES[wakeup.topic]].toKey(wakeup.job_id))
                     found = await pipe.execute()
         except Exception as exc:  # noqa: BLE001 - losing Redis costs latency, never work
-            if self._can_ask:  # once per outage
-                _log.warning("queue.cannot_be_asked", error=exc)
+            if self._can_ask:  # logged once per outage
+                _log.warning("queue.check_failed", error=exc)
             self._can_ask = False
             return []
         self._can_ask = True
         return [wakeup for wakeup, exists in zip(wakeups, found, strict=True) if not exists]
 
     async def trouble(self) -> str | None:
-        """What is wrong with Redis, if anything; never fails, and names no address."""
+        """A problem with Redis, if there is one; never raises, and does not contain an address."""
         try:
             if self._probe is None:
                 self._probe = self._connect(socket_timeout=ASK_SECONDS, socket_connect_timeout=ASK_SECONDS)
             async with asyncio.timeout(2 * ASK_SECONDS):
                 memory = await self._probe.info("memory")
             policy = memory.get("maxmemory_policy", "noeviction")
-        except Exception as exc:  # noqa: BLE001 - reported as the queue's trouble
-            return f"Redis does not answer ({type(exc).__name__}): workers look every poll_ms instead of being told"
+        except Exception as exc:  # noqa: BLE001 - reported as a problem of the queue
+            return f"Redis does not answer ({type(exc).__name__}): workers poll every poll_ms meanwhile"
         if policy != "noeviction":
-            return f"Redis may evict jobs: maxmemory-policy is {policy}, and should be noeviction"
+            return f"Redis may evict jobs: maxmemory-policy is {policy}, but should be noeviction"
         if 0 < memory.get("maxmemory", 0) <= memory.get("used_memory", 0):
-            return "Redis is full (maxmemory): it takes no jobs, and workers look every poll_ms instead of being told"
+            return "Redis is full (maxmemory): it takes no jobs, and workers poll every poll_ms meanwhile"
         return None
 
     def start_listening(self) -> None:
-        """Begin to receive jobs; a listener that dies is started again."""
+        """Start receiving jobs; a listener that fails is restarted."""
         for name in sorted(set(QUEUES.values())):
             self._listeners.append(asyncio.create_task(self._listen(name), name=f"bullmq {name}"))
 
@@ -158,7 +158,7 @@ class BullmqQueue:
                 await _close(client)
 
     async def _open(self) -> str:
-        """The prefix; the first time, the client and the queues too."""
+        """The prefix; the first call also creates the client and the queues."""
         if self._prefix is None:
             async with self._database.connection(wait_seconds=1) as connection:
                 self._prefix = f"tidegate-{await installation.identity(connection)}"
@@ -187,7 +187,7 @@ class BullmqQueue:
             await self._queues[name].addBulk(batch)
 
     async def _received(self, job: Any, _: str) -> None:
-        """A handler that lets anything out, a cancellation above all, would end the library's loop."""
+        """Never raises: an exception in a handler, even a cancellation, would end the library's loop."""
         try:
             if job.data.get("installation") != self._prefix or job.name not in self._wakes:
                 _log.warning("queue.foreign_job_ignored", job_id=str(job.id))
@@ -203,15 +203,15 @@ class BullmqQueue:
             try:
                 await self._listen_once(name)
                 reason: object = "the library's loop ended by itself"
-            except Exception as exc:  # noqa: BLE001 - logged, and the listener starts again
+            except Exception as exc:  # noqa: BLE001 - logged, and the listener is restarted
                 reason = exc
             failures = 0 if monotonic() - began_at > SILENCE_SECONDS else failures + 1
-            if failures <= 1:  # once per outage
+            if failures <= 1:  # logged once per outage
                 _log.warning("queue.listener_lost", queue=name, error=reason)
             await asyncio.sleep(_RESTART_SECONDS[min(failures, len(_RESTART_SECONDS) - 1)])
 
     async def _listen_once(self, name: str) -> None:
-        """Receive jobs until the library's loop ends, fails, or has been silent for too long."""
+        """Receive jobs until the library's loop ends, fails, or has not fetched for `SILENCE_SECONDS`."""
         prefix = await self._open()
         client = self._connect()
         running: asyncio.Task[None] | None = None
@@ -220,12 +220,13 @@ class BullmqQueue:
             if info.get("maxmemory_policy", "noeviction") != "noeviction":
                 _log.warning("queue.redis_may_evict", reason="maxmemory-policy should be noeviction")
             worker = bullmq.Worker(name, self._received, {"connection": client, "prefix": prefix, **WORKER_OPTIONS})
-            # Unasked, the library rounds waits up to whole seconds; asked, it warns through Python's warnings.
+            # Set here, because otherwise the library rounds waits up to whole seconds, and its own detection of these
+            # capabilities emits Python warnings.
             is_recent = int(str(info.get("redis_version", "6")).split(".")[0]) >= 6
             worker.blockingRedisConnection.capabilities = {"canBlockFor1Ms": False, "canDoubleTimeout": is_recent}
             heard = _watch_fetches(worker)
             running = asyncio.create_task(worker.run())
-            for wake in self._wakes.values():  # whatever was announced while nobody listened
+            for wake in self._wakes.values():  # there may be work that was announced before we listened
                 wake.set()
             while not running.done():
                 await asyncio.wait({running}, timeout=_WATCH_SECONDS)
@@ -240,19 +241,19 @@ class BullmqQueue:
 
 
 def _connect(redis_url: str, **options: Any) -> Any:
-    """A client of our own: the library's would try for minutes before it admits that Redis is gone."""
+    """A client with our own timeouts: the library's would retry for minutes before reporting that Redis is down."""
     keepalive = {} if redis_url.startswith("unix://") else {"socket_keepalive": True}
     return redis.asyncio.Redis.from_url(
         redis_url,
         decode_responses=True,
-        retry=Retry(NoBackoff(), 1),  # once, for a connection that has died in the pool
+        retry=Retry(NoBackoff(), 1),  # retry once, for a dead connection in the pool
         **keepalive,
         **SOCKET_OPTIONS | options,
     )
 
 
 async def eviction_policy(redis_url: str) -> str:
-    """What Redis does when it is full. OSError when it does not answer."""
+    """The eviction policy of Redis (maxmemory-policy). OSError if Redis does not answer."""
     client = _connect(redis_url)
     try:
         return str((await client.info("memory")).get("maxmemory_policy", "noeviction"))
@@ -263,7 +264,7 @@ async def eviction_policy(redis_url: str) -> str:
 
 
 def _watch_fetches(worker: Any) -> list[float]:
-    """When the library last went for a job; it does so at least every ten seconds."""
+    """The time of the library's last fetch; it fetches at least every ten seconds."""
     heard = [monotonic()]
     fetch = worker.getNextJob
 
@@ -280,7 +281,7 @@ def _job(topic: Topic, job_id: str, prefix: str, ids: list[str], delay_ms: int) 
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel until it is over: the Redis client swallows a cancellation that meets it while it connects."""
+    """Cancel until the task has ended: the Redis client swallows a cancellation while it connects."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=_CANCEL_SECONDS)

@@ -1,4 +1,4 @@
-"""Which queue the settings ask for."""
+"""Opens the queue that the settings choose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidegate.store.db import Database
 
 
 def open_queue(settings: Settings, database: Database) -> Queue:
-    """The queue of this process. SettingsError when what it needs is not installed."""
+    """The queue of this process. SettingsError if a required package is not installed."""
     if settings.queue == "postgres":
         return PostgresQueue(database)
     queue: Queue = _bullmq().BullmqQueue(settings.require_redis_url(), database)
@@ -21,7 +21,7 @@ def open_queue(settings: Settings, database: Database) -> Queue:
 
 
 async def eviction_policy(settings: Settings) -> str:
-    """What Redis does when it is full. OSError when it does not answer, SettingsError as above."""
+    """The eviction policy of Redis. OSError if it does not answer; SettingsError if a package is not installed."""
     found: str = await _bullmq().eviction_policy(settings.require_redis_url())
     return found
 
@@ -32,5 +32,5 @@ def _bullmq() -> Any:
     except ImportError as exc:
         raise SettingsError(
             f"TIDEGATE_QUEUE=bullmq needs packages that are not installed ({exc.name}): "
-            "install Tidegate with its extra `bullmq`, as docs/installing.md says"
+            "install Tidegate with the extra `bullmq` (docs/installing.md)"
         ) from exc

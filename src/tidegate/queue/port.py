@@ -1,4 +1,4 @@
-"""What a queue is to Tidegate: a way to say "look". A hint lost, doubled, early or late costs latency only."""
+"""The interface of a queue: hints to check for work. A lost, duplicate, early or late hint costs latency only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOPICS: tuple[Topic, ...] = get_args(Topic)
 
 
 class Wakeup(NamedTuple):
-    """Look at a row when its time has come; the row itself decides whether it is due."""
+    """A request to check a row at a time; the row decides whether it is due."""
 
     topic: Topic
     job_id: str
@@ -24,29 +24,29 @@ class Wakeup(NamedTuple):
 
 
 class Queue(Protocol):
-    """Both implementations pass one behaviour suite."""
+    """A queue; both implementations pass the same contract tests."""
 
     @property
     def holds_wakeups(self) -> bool:
-        """Whether `schedule` leaves something behind that can be lost."""
+        """Whether `schedule` stores wake-ups that can be lost."""
 
     def wake(self, topic: Topic) -> asyncio.Event:
-        """Set whenever there may be work on the topic; who waits on it clears it before looking."""
+        """Set whenever there may be work on the topic; a waiter clears it before it checks for work."""
 
     def hint(self, topic: Topic) -> None:
-        """Say that there is work now; returns at once and never fails."""
+        """Announce that there is work now; returns immediately and never raises."""
 
     def schedule(self, wakeups: Sequence[Wakeup]) -> None:
-        """Say when there will be work; returns at once and never fails."""
+        """Announce when there will be work; returns immediately and never raises."""
 
     async def missing(self, wakeups: Sequence[Wakeup]) -> list[Wakeup]:
-        """Those of the wake-ups that the queue does not hold; none when it cannot be asked. Never fails."""
+        """The wake-ups that the queue does not have; empty if the queue does not answer. Never raises."""
 
     async def trouble(self) -> str | None:
-        """What is wrong with the queue, if anything; never fails, and names no address."""
+        """A problem with the queue, if there is one; never raises, and does not contain an address."""
 
     def start_listening(self) -> None:
-        """Begin to receive hints."""
+        """Start receiving hints."""
 
     async def close(self) -> None:
         """Stop sending and receiving."""

@@ -12,10 +12,10 @@ from tidegate.store.db import Database
 from tidegate.telemetry.logs import logger
 
 _MIN_GAP_SECONDS = 0.005
-# A hint may be lost with the server; it is not worth a write to disk, for which commits that are would wait too.
+# A hint may be lost if the server crashes: it is not worth a flush to disk, which would also delay other commits.
 _UNFLUSHED = "set local synchronous_commit = off"
 _RECONNECT_SECONDS = 1.0
-# How often a listener makes sure that its connection has not fallen silent.
+# How often a listener checks that its connection still answers.
 _ALIVE_SECONDS = 10.0
 _log = logger("queue")
 
@@ -32,31 +32,31 @@ class PostgresQueue:
 
     @property
     def holds_wakeups(self) -> bool:
-        """The rows are the wake-ups."""
+        """False: the rows themselves are the wake-ups."""
         return False
 
     def wake(self, topic: Topic) -> asyncio.Event:
-        """Set whenever there may be work on the topic; who waits on it clears it before looking."""
+        """Set whenever there may be work on the topic; a waiter clears it before it checks for work."""
         return self._wakes[topic]
 
     def hint(self, topic: Topic) -> None:
-        """Say that there is work; returns at once and never fails. Hints close together become one."""
+        """Announce that there is work; returns immediately and never raises. Hints close together are merged."""
         self._wakes[topic].set()
         self._wanted.add(topic)
         if self._sender is None:
             self._sender = asyncio.create_task(self._send())
 
     def schedule(self, wakeups: Sequence[Wakeup]) -> None:
-        """Workers find due rows by themselves; this one looks up anew when the next is due."""
+        """Workers poll for due rows; this worker recomputes when the next row is due."""
         for topic in {wakeup.topic for wakeup in wakeups}:
             self._wakes[topic].set()
 
     async def missing(self, wakeups: Sequence[Wakeup]) -> list[Wakeup]:
-        """Nothing is kept here, so nothing can be missing."""
+        """Always empty: this queue stores nothing."""
         return []
 
     async def trouble(self) -> str | None:
-        """Nothing beside the database is needed."""
+        """Always None: this queue needs nothing but the database."""
         return None
 
     def start_listening(self) -> None:
@@ -77,7 +77,7 @@ class PostgresQueue:
                     async with self._database.connection(wait_seconds=1) as connection:
                         await connection.execute("; ".join((_UNFLUSHED, *(f"notify tidegate_{t}" for t in topics))))
                 except Exception as exc:  # noqa: BLE001 - a lost hint costs latency: workers poll
-                    _log.debug("queue.hint_lost", error=exc)  # the next look finds the rows
+                    _log.debug("queue.hint_lost", error=exc)  # the next poll finds the rows
                 await asyncio.sleep(_MIN_GAP_SECONDS)
         finally:
             self._sender = None
@@ -91,12 +91,12 @@ class PostgresQueue:
                 connection.add_termination_listener(lambda _, lost=lost: lost.set())
                 for topic in TOPICS:
                     await connection.add_listener(f"tidegate_{topic}", self._received)
-                for wake in self._wakes.values():  # whatever was announced while nobody listened
+                for wake in self._wakes.values():  # there may be work that was announced before we listened
                     wake.set()
                 while not await _is_set(lost, _ALIVE_SECONDS):
-                    await connection.execute(f"listen tidegate_{TOPICS[0]}")  # again: all that matters is the answer
+                    await connection.execute(f"listen tidegate_{TOPICS[0]}")  # only to see if the server answers
                 _log.warning("queue.listener_lost")
-            except Exception as exc:  # noqa: BLE001 - whatever it is, the workers' own look goes on
+            except Exception as exc:  # noqa: BLE001 - workers continue to poll
                 _log.warning("queue.listener_unavailable", error=exc)
             finally:
                 if connection is not None and not connection.is_closed():
@@ -110,7 +110,7 @@ class PostgresQueue:
 
 
 async def _is_set(event: asyncio.Event, seconds: float) -> bool:
-    """Whether it is set within so long."""
+    """Whether the event is set within the time."""
     try:
         async with asyncio.timeout(seconds):
             return await event.wait()

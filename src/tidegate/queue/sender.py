@@ -1,7 +1,7 @@
-"""Hands hints and wake-ups to a backend that may be slow or gone, off the caller's path.
+"""Sends hints and wake-ups to a backend that may be slow or down, in the background.
 
-The buffer is bounded, every call has a time limit, and after failures the backend is left alone for a while. What does
-not fit or does not arrive is dropped and counted: the due-row look in Postgres finds the rows without it.
+The buffer is bounded, every call has a timeout, and after failures the backend is not called for a while. What does not
+fit or cannot be sent is dropped and counted: workers find the due rows by polling Postgres.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logger("queue")
 
 
 class Sender:
-    """One per process and backend; `hint` and `schedule` return at once and never fail."""
+    """One per process and backend; `hint` and `schedule` return immediately and never raise."""
 
     def __init__(self, deliver: Deliver) -> None:
         self._deliver = deliver
@@ -43,7 +43,7 @@ class Sender:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the backend is being left alone."""
+        """Whether the backend is not called for now, after failures."""
         return monotonic() < self._rests_until
 
     def hint(self, topic: Topic) -> None:
@@ -59,7 +59,7 @@ class Sender:
         self._begin()
 
     async def close(self) -> None:
-        """Give what is buffered a moment to leave, then stop."""
+        """Send what is buffered, within a time limit, then stop."""
         self._is_stopped = True
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=_FLUSH_SECONDS)
@@ -85,7 +85,7 @@ class Sender:
                 self.dropped += len(topics) + len(wakeups)
                 self._failed(exc)
             if not self._wakeups and not self._is_stopped:
-                await asyncio.sleep(MIN_GAP_SECONDS)  # hints close together become one
+                await asyncio.sleep(MIN_GAP_SECONDS)  # hints close together are merged
 
     def _succeeded(self) -> None:
         if self._failures >= FAILURES_TO_OPEN:
@@ -97,8 +97,8 @@ class Sender:
         if self._failures >= FAILURES_TO_OPEN:
             self._rests_until = monotonic() + OPEN_SECONDS
             self._drop_all()
-        if self._failures == FAILURES_TO_OPEN:  # once per outage
-            _log.warning("queue.sender_unavailable", error=exc, reason="workers find due rows by themselves meanwhile")
+        if self._failures == FAILURES_TO_OPEN:  # logged once per outage
+            _log.warning("queue.sender_unavailable", error=exc, reason="workers poll for due rows meanwhile")
 
     def _drop_all(self) -> None:
         self.dropped += len(self._topics) + len(self._wakeups)

@@ -1,4 +1,4 @@
-"""Wake-ups for waiting rows: the job ids that operators see, and how many are worth having."""
+"""Wake-ups for waiting rows: the job ids that operators see, and how many are scheduled per second."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Protocol
 
 from tidegate.queue.port import Wakeup
 
-# Later rows get their wake-up when they come within the hour; until then the row alone is enough.
+# Rows due later get their wake-up once they are due within the hour; until then the row is enough.
 HORIZON = timedelta(hours=1)
-# One look takes every due row, so that more looks within a second start nothing earlier and cost a millisecond each.
+# One poll takes every due row: more polls within a second start nothing earlier and cost a millisecond each.
 MAX_PER_SECOND = 200
 
 
 class WaitingEvent(Protocol):
-    """What a wake-up needs to know of a held event."""
+    """The fields of a held event that a wake-up needs."""
 
     @property
     def event_id(self) -> uuid.UUID: ...
@@ -28,7 +28,7 @@ class WaitingEvent(Protocol):
 
 
 class WaitingDelivery(Protocol):
-    """What a wake-up needs to know of a held delivery."""
+    """The fields of a held delivery that a wake-up needs."""
 
     @property
     def id(self) -> uuid.UUID: ...
@@ -57,7 +57,7 @@ def delivery_wakeups(deliveries: Iterable[WaitingDelivery]) -> list[Wakeup]:
 
 
 def step_wakeups(steps: Iterable[WaitingDelivery]) -> list[Wakeup]:
-    """`run-step-retry:<step_id>:<attempt>` for each step that is to be tried again, or timer."""
+    """`run-step-retry:<step_id>:<attempt>` for each step that waits for a retry, or timer."""
     return [
         Wakeup("runs", f"run-step-retry:{step.id}:{step.retry_attempts}", step.id, step.next_attempt_at)
         for step in steps
@@ -66,17 +66,17 @@ def step_wakeups(steps: Iterable[WaitingDelivery]) -> list[Wakeup]:
 
 
 class Spacing:
-    """Knows the wake-ups of each topic and second, and says which are one too many."""
+    """Tracks the wake-ups of each topic and second, and limits their number."""
 
     def __init__(self) -> None:
         self._known: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
 
     def count(self, wakeup: Wakeup) -> None:
-        """This one exists."""
+        """Record an existing wake-up."""
         self._known[_second(wakeup)].add(hash(wakeup.job_id))
 
     def admit(self, wakeup: Wakeup) -> bool:
-        """Whether there is room for it, or it is known already."""
+        """Whether a wake-up is within the limit, or already exists."""
         known, job = self._known[_second(wakeup)], hash(wakeup.job_id)
         if len(known) >= MAX_PER_SECOND and job not in known:
             return False
@@ -84,7 +84,7 @@ class Spacing:
         return True
 
     def forget_before(self, now: datetime) -> None:
-        """Let go of seconds that are over."""
+        """Drop the seconds that have passed."""
         limit = int(now.timestamp())
         for key in [key for key in self._known if key[1] < limit]:
             del self._known[key]

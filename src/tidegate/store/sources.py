@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tidegate.model.outcomes import width_ms
+from tidegate.model.outcome_window import width_ms
 from tidegate.model.source import BreakerPolicy, BreakerState, Gate, Hold, RateLimit, SourceBreakerPolicy
 from tidegate.store.db import Connection, Row, TransientConflict
 from tidegate.store.locks import DEFAULT
@@ -156,7 +156,7 @@ async def save(connection: Connection, gates: Sequence[Gate]) -> None:
 
 async def gather_outcomes(connection: Connection, gate: Gate, now: datetime, policy: BreakerPolicy) -> None:
     """Add to a locked source's window what succeeded within it before its first failure, which is next."""
-    if not gate.is_calm(now, policy):
+    if not gate.has_no_failures(now, policy):
         return
     since = now - timedelta(milliseconds=policy.window_ms)
     arguments = gate.source, since, width_ms(policy.window_ms), MAX_LOOKED_BACK

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tidegate.model.outcomes import width_ms
+from tidegate.model.outcome_window import width_ms
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, BreakerState, Hold, RateLimit
 from tidegate.model.trigger_gate import TriggerGate
@@ -165,7 +165,7 @@ async def gather_outcomes(connection: Connection, gate: TriggerGate, now: dateti
     the next failure is the first, the runs of its last deliveries."""
     # Also when it does not count: what is left of the window before this one is among the last deliveries, too.
     rows = await connection.fetch(_sql["take_successes"], gate.trigger_id, width_ms(policy.window_ms))
-    if gate.is_calm(now, policy):
+    if gate.has_no_failures(now, policy):
         since = now - timedelta(milliseconds=policy.window_ms)
         arguments = gate.trigger_id, since, width_ms(policy.window_ms), MAX_LOOKED_BACK
         rows = await connection.fetch(_sql["recent_successes"], *arguments)

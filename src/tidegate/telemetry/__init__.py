@@ -1,1 +1,1 @@
-"""Logs, and later metrics, traces and health: every name declared once."""
+"""Logs, metrics and traces: each name is declared once."""

@@ -1,4 +1,4 @@
-"""A histogram for what happens to every event: the library's own takes a lock for each bucket and observation."""
+"""A histogram that is fast enough for every event: the library's takes a lock per bucket and observation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 
 class Distribution(Collector):
-    """Seconds by one label. Observed by one thread; a scrape by another finds each number whole."""
+    """Seconds, with one label. One thread observes; a scrape in another thread reads consistent numbers."""
 
     def __init__(
         self, name: str, documentation: str, label: str, *, registry: CollectorRegistry, buckets: Sequence[float]
@@ -36,7 +36,7 @@ class Distribution(Collector):
         self._sums[label] = self._sums.get(label, 0.0) + total
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
-        """The same without samples."""
+        """The metric family without samples."""
         yield HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
 
     def clear(self) -> None:

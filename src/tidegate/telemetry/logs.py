@@ -1,10 +1,10 @@
 """Structured logs: one line per decision that matters, with a stable `action`. Payloads and secrets never appear.
 
 Fields with a fixed meaning: `event_id`, `correlation_id`, `source`, `attempt`, `next_attempt_at`, `reason`, `run_id`,
-`workflow`, `trigger_id`; `trace_id` inside of a span. Every action is listed in docs/operations/logs.md.
+`workflow`, `trigger_id`; `trace_id` inside a span. Every action is listed in docs/operations/logs.md.
 
-To log never fails: most lines are written after a commit, and whoever is told then that something failed would do it
-once more.
+Logging never raises: most lines are written after a commit, and a caller that sees an exception then would repeat what
+is already committed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _level = 10
 
 
 def configure(level: str, log_format: str) -> None:
-    """Send log lines to standard error, as JSON or for people."""
+    """Send log lines to standard error, as JSON or in a readable form."""
     global _level
     _level = _LEVELS[level]
     renderers: list[Any]
@@ -58,13 +58,13 @@ def configure(level: str, log_format: str) -> None:
         logger_factory=lambda *_: lines,
         cache_logger_on_first_use=True,
     )
-    # Libraries that log through the standard module: only what is wrong, in our form.
+    # Libraries that use the standard logging module: only warnings and errors, in the same format.
     logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
 
 
 class Logger:
-    """Its first argument is the `action`, everything else a field. A line that nobody wants costs next to nothing:
-    several are left unwritten for every event."""
+    """The first argument is the `action`, all others are fields. A line below the log level costs very little: several
+    of them are skipped for every event."""
 
     __slots__ = ("_lines",)
 
@@ -73,7 +73,7 @@ class Logger:
 
     @property
     def is_debug(self) -> bool:
-        """Whether lines for debugging are written; where there are many, ask before their fields are gathered."""
+        """Whether debug lines are written; check it before collecting fields in hot code."""
         return _level <= 10
 
     @property
@@ -95,17 +95,17 @@ class Logger:
         self._lines.error(action, **fields)
 
     def bind(self, **fields: Any) -> Any:
-        """A structlog logger whose lines all have these fields."""
+        """A structlog logger that adds these fields to every line."""
         return self._lines.bind(**fields)
 
 
 def logger(component: str) -> Logger:
-    """The logger of a part of Tidegate."""
+    """The logger of one area of Tidegate."""
     return Logger(component)
 
 
 class _Lines:
-    """Writes lines. One that cannot be written, since the disk is full or the reader has gone, is lost."""
+    """Writes lines. A line that cannot be written (disk full, reader gone) is dropped."""
 
     def __init__(self, file: Any, newline: str | bytes) -> None:
         self._file = file
@@ -121,7 +121,7 @@ class _Lines:
 
 
 class _Forward(logging.Handler):
-    """Standard-library records as our lines."""
+    """Standard-library log records in our format."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
@@ -148,7 +148,7 @@ def _format_error(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableM
 
 
 def _mask(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """No secret of an address, and nothing without end."""
+    """Mask secrets, and truncate long values."""
     for key, value in fields.items():
         if isinstance(value, str):
             most = _MAX_TEXT if key != "exception" else 4 * _MAX_TEXT
@@ -157,7 +157,7 @@ def _mask(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[s
 
 
 def _as_text(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Ids and times as people write them."""
+    """Ids and times as text."""
     for key, value in fields.items():
         if isinstance(value, UUID | datetime):
             fields[key] = str(value)

@@ -1,7 +1,7 @@
-"""Prometheus metrics: every name declared once.
+"""Prometheus metrics: each name is declared once.
 
-Counters and histograms tell what this process did. Gauges tell the state that all processes share: they are read from
-Postgres before a scrape (`flow.health`), so every process reports the same.
+Counters and histograms describe this process. Gauges describe the state that all processes share: they are read from
+Postgres before a scrape (`flow.look.health`), so every process reports the same values.
 """
 
 from __future__ import annotations
@@ -29,88 +29,93 @@ REGISTRY = CollectorRegistry()
 
 EVENTS_RECEIVED = Counter("tidegate_events_received", "Events accepted", ["source"], registry=REGISTRY)
 SOURCE_DECISIONS = Counter(
-    "tidegate_source_decisions", "What the gate said: allowed, throttled, paused", ["source", "decision"],
+    "tidegate_source_decisions", "Decisions of the gate: allowed, throttled, paused", ["source", "decision"],
     registry=REGISTRY,
 )  # fmt: skip
 INGRESS_LAG = Distribution(
-    "tidegate_event_ingress_lag_seconds", "From the receipt of an event to the gate letting it through", "source",
+    "tidegate_event_ingress_lag_seconds", "Seconds from the receipt of an event until the gate admits it", "source",
     registry=REGISTRY,
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300, 900, 3600, 21_600, 86_400),
 )  # fmt: skip
 EVENT_RETRIES = Counter(
-    "tidegate_event_retries", "Held events: scheduled, due, completed, rescheduled, cancelled, exhausted", ["outcome"],
-    registry=REGISTRY,
+    "tidegate_event_retries", "Retries of held events: scheduled, due, completed, rescheduled, cancelled, exhausted",
+    ["outcome"], registry=REGISTRY,
 )  # fmt: skip
 DELIVERY_RETRIES = Counter(
-    "tidegate_delivery_retries", "Held deliveries: scheduled, due, completed (launched), skipped, failed, rescheduled, "
-    "cancelled, exhausted",
+    "tidegate_delivery_retries",
+    "Retries of deliveries: scheduled, due, completed (launched), skipped, failed, rescheduled, cancelled, exhausted",
     ["outcome"], registry=REGISTRY,
 )  # fmt: skip
 TRIGGER_EVALUATIONS = Counter(
     "tidegate_trigger_evaluations",
-    "What triggers decided: filtered, matched, launched, throttled, skipped, failed, paused", ["trigger", "status"],
+    "Decisions of triggers: filtered, matched, launched, throttled, skipped, failed, paused", ["trigger", "status"],
     registry=REGISTRY,
 )  # fmt: skip
 STEP_RETRIES = Counter(
-    "tidegate_step_retries", "Failed steps: scheduled, due, completed, rescheduled, cancelled, exhausted", ["outcome"],
-    registry=REGISTRY,
+    "tidegate_step_retries", "Retries of steps: scheduled, due, completed, rescheduled, cancelled, exhausted",
+    ["outcome"], registry=REGISTRY,
 )  # fmt: skip
-RUNS = Counter("tidegate_runs", "Runs that ended: succeeded, failed, cancelled", ["workflow", "status"],
+RUNS = Counter("tidegate_runs", "Ended runs: succeeded, failed, cancelled", ["workflow", "status"],
                registry=REGISTRY)  # fmt: skip
 EXECUTIONS_REFUSED = Counter(
-    "tidegate_executions_refused", "Claims that a worker had taken up before: a fault of Tidegate's own",
+    "tidegate_executions_refused", "Claims refused because this worker had already started them: a bug in Tidegate",
     registry=REGISTRY,
 )  # fmt: skip
 RUN_DURATION = Distribution(
-    "tidegate_run_duration_seconds", "From the first start of a run to its end", "workflow", registry=REGISTRY,
+    "tidegate_run_duration_seconds", "Seconds from the first start of a run to its end", "workflow", registry=REGISTRY,
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300, 900, 3600, 21_600, 86_400),
 )  # fmt: skip
 RECONCILE_REQUEUED = Counter(
-    "tidegate_reconcile_requeued", "Wake-ups and claims recreated, by kind", ["kind"], registry=REGISTRY
+    "tidegate_reconcile_requeued",
+    "Wake-ups recreated and claims released by reconcile, by kind",
+    ["kind"],
+    registry=REGISTRY,
 )
 WEBHOOKS = Counter(
-    "tidegate_webhooks", "Signed requests of senders: accepted, duplicate, unsigned, invalid, unavailable",
+    "tidegate_webhooks", "Webhook requests: accepted, duplicate, unsigned, invalid, unavailable",
     ["source", "outcome"], registry=REGISTRY,
 )  # fmt: skip
 HTTP_REQUESTS = Counter(
-    "tidegate_http_requests", "Requests that the API answered, by route and status", ["route", "code"],
+    "tidegate_http_requests", "API requests, by route and status code", ["route", "code"],
     registry=REGISTRY,
 )  # fmt: skip
 LOOP_FAILURES = Counter(
-    "tidegate_loop_failures", "Turns of a worker's loop that failed, such as reconcile", ["loop"], registry=REGISTRY
+    "tidegate_loop_failures", "Failed iterations of a worker's loop, such as reconcile", ["loop"], registry=REGISTRY
 )
-PAUSED_SOURCES = Gauge("tidegate_paused_sources", "Sources that an operator has paused", registry=REGISTRY)
-PAUSED_TRIGGERS = Gauge("tidegate_paused_triggers", "Triggers that are paused", registry=REGISTRY)
-DEFERRED = Gauge("tidegate_deferred", "What waits, by kind and reason", ["kind", "reason"], registry=REGISTRY)
+PAUSED_SOURCES = Gauge("tidegate_paused_sources", "Sources paused by an operator", registry=REGISTRY)
+PAUSED_TRIGGERS = Gauge("tidegate_paused_triggers", "Paused triggers", registry=REGISTRY)
+DEFERRED = Gauge("tidegate_deferred", "Waiting items, by kind and reason", ["kind", "reason"], registry=REGISTRY)
 QUEUE_DEPTH = Gauge(
     "tidegate_queue_depth", "Work by queue and state: ready, delayed, active", ["queue", "state"], registry=REGISTRY
 )
 OLDEST_DUE_AGE = Gauge(
     "tidegate_oldest_due_age_seconds",
-    "How long the oldest work that may run now has been due",
+    "Age of the oldest due work that may run now",
     ["queue"],
     registry=REGISTRY,
 )
-DEAD_LETTERS = Gauge("tidegate_dead_letters", "What was given up and not replayed, by kind", ["kind"],
+DEAD_LETTERS = Gauge("tidegate_dead_letters", "Dead letters that have not been replayed, by kind", ["kind"],
                      registry=REGISTRY)  # fmt: skip
 OPEN_BREAKERS = Gauge(
     "tidegate_open_breakers", "Breakers that are not closed, by kind: source, trigger", ["kind"], registry=REGISTRY
 )
-WORKERS_ALIVE = Gauge("tidegate_workers_alive", "Workers that were seen of late", registry=REGISTRY)
+WORKERS_ALIVE = Gauge("tidegate_workers_alive", "Workers with a recent heartbeat", registry=REGISTRY)
 UNSERVED_WORKFLOWS = Gauge(
-    "tidegate_unserved_workflows", "Workflows with due runs whose code no living worker has", registry=REGISTRY
+    "tidegate_unserved_workflows", "Workflows with due runs that no live worker can execute", registry=REGISTRY
 )
 OVERDUE_RETRIES = Gauge(
-    "tidegate_overdue_retries", "What waits, is not held on purpose and should have gone on by now", ["kind"],
+    "tidegate_overdue_retries", "Waiting items that are not held and are past their due time", ["kind"],
     registry=REGISTRY,
 )  # fmt: skip
 EXPIRED_CLAIMS = Gauge(
-    "tidegate_expired_claims", "Claims whose lease is over and that nobody has released", ["kind"], registry=REGISTRY
+    "tidegate_expired_claims", "Claims with an expired lease that have not been released", ["kind"], registry=REGISTRY
 )
 LAST_PROCESSED = Gauge(
-    "tidegate_last_processed_event_timestamp_seconds", "When the gate last decided an event", registry=REGISTRY
+    "tidegate_last_processed_event_timestamp_seconds",
+    "Time of the gate's last decision about an event",
+    registry=REGISTRY,
 )
-DATABASE_UP = Gauge("tidegate_database_up", "Whether the shared state could be read for this scrape", registry=REGISTRY)
+DATABASE_UP = Gauge("tidegate_database_up", "1 if the shared state could be read for this scrape", registry=REGISTRY)
 
 for _outcome in ("scheduled", "due", "completed", "rescheduled", "cancelled", "exhausted"):
     EVENT_RETRIES.labels(_outcome)
@@ -130,7 +135,7 @@ _workflows: set[str] = set()
 
 
 class SharedState(NamedTuple):
-    """What the gauges show."""
+    """The values of the gauges."""
 
     paused_sources: int
     paused_triggers: int
@@ -147,17 +152,17 @@ class SharedState(NamedTuple):
 
 
 def source_label(source: str) -> str:
-    """The label of a source. The first `MAX_SOURCES` keep their name, so that no producer can grow us without end."""
+    """The label of a source; after the first `MAX_SOURCES` it is `other`, so that producers cannot grow the metrics."""
     return _capped(source, _sources, MAX_SOURCES)
 
 
 def trigger_label(trigger: str) -> str:
-    """The label of a trigger; the first `MAX_TRIGGERS` keep theirs."""
+    """The label of a trigger; after the first `MAX_TRIGGERS` it is `other`."""
     return _capped(trigger, _triggers, MAX_TRIGGERS)
 
 
 def workflow_label(workflow: str) -> str:
-    """The label of a workflow; the first `MAX_WORKFLOWS` keep theirs."""
+    """The label of a workflow; after the first `MAX_WORKFLOWS` it is `other`."""
     return _capped(workflow, _workflows, MAX_WORKFLOWS)
 
 
@@ -171,13 +176,13 @@ def _capped(name: str, known: set[str], limit: int) -> str:
 
 
 def received(counts: Mapping[str, int]) -> None:
-    """Events accepted, by source."""
+    """Count accepted events, by source."""
     for source, count in counts.items():
         EVENTS_RECEIVED.labels(source_label(source)).inc(count)
 
 
 def allowed(lags: Mapping[str, Sequence[float]]) -> None:
-    """Events that the gate let through: of each source the seconds since their receipt."""
+    """Count events that the gate admitted: by source, the seconds since their receipt."""
     for source, found in lags.items():
         label = source_label(source)
         SOURCE_DECISIONS.labels(label, "allowed").inc(len(found))
@@ -185,7 +190,7 @@ def allowed(lags: Mapping[str, Sequence[float]]) -> None:
 
 
 def refused(holds: Iterable[tuple[str, str | None]]) -> None:
-    """Events that the gate holds back: the source, and the reason. An open breaker counts as a pause."""
+    """Count events that the gate holds, by source and reason. An open breaker counts as paused."""
     for source, reason in holds:
         SOURCE_DECISIONS.labels(source_label(source), _DECISIONS.get(reason or "", "throttled")).inc()
 
@@ -194,7 +199,7 @@ _runs = cache(RUNS.labels)
 
 
 def ran(workflow: str, status: str, seconds: float | None = None) -> None:
-    """A run that ended, and the time since it first began; None: it never did."""
+    """Count an ended run and its duration since its first start; None: it never started."""
     label = workflow_label(workflow)
     _runs(label, status).inc()
     if seconds is not None:
@@ -202,7 +207,7 @@ def ran(workflow: str, status: str, seconds: float | None = None) -> None:
 
 
 def evaluated(trigger: str, status: str, count: int = 1) -> None:
-    """What a trigger decided about events."""
+    """Count a trigger's decisions about events."""
     TRIGGER_EVALUATIONS.labels(trigger_label(trigger), status).inc(count)
 
 
@@ -210,17 +215,17 @@ _http_requests = cache(HTTP_REQUESTS.labels)
 
 
 def answered(route: str, code: int) -> None:
-    """A request was answered; the route is the pattern, never the address, which anyone can make up."""
+    """Count an answered request. The route is the pattern, never the path, which clients choose."""
     _http_requests(route, str(code)).inc()
 
 
 def webhook(source: str | None, outcome: str) -> None:
-    """A signed request and what became of it; None: its source has no webhook, so anyone can make it up."""
+    """Count a webhook request and its outcome. Source None: it has no webhook, so clients choose the name."""
     WEBHOOKS.labels(OTHER if source is None else source_label(source), outcome).inc()
 
 
 def show(state: SharedState | None) -> None:
-    """Set the gauges; None (the database is away) shows none of them rather than old ones."""
+    """Set the gauges; None (the database is unavailable) removes them instead of keeping old values."""
     for gauge in (DEFERRED, QUEUE_DEPTH, OLDEST_DUE_AGE, DEAD_LETTERS, OPEN_BREAKERS, OVERDUE_RETRIES, EXPIRED_CLAIMS):
         gauge.clear()
     DATABASE_UP.set(state is not None)

@@ -1,10 +1,10 @@
-"""Traces: OpenTelemetry, where it is installed and asked for. The only module that imports it, and only then.
+"""Traces with OpenTelemetry, if it is installed and configured. Only this module imports it, and only then.
 
-Off, a place that could make a span asks `is_on` and goes on. A span is recorded when it ends, so one that is begun in a
-transaction and never ended, because that was rolled back, was never there. Times are this machine's.
+When tracing is off, callers check `is_on` and create no span. A span is recorded when it ends; a span begun in a
+transaction that was rolled back is never ended and so never recorded. Times are this machine's.
 
-Samplers and processors may be the program's own. What they raise is told once and changes nothing: an event must not be
-given up, nor a run be left, because of its trace.
+Samplers and processors may come from the program. What they raise is logged once and otherwise ignored: a problem with
+tracing must not dead-letter an event or abort a run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FLUSH_SECONDS = 5.0
 MAX_LINKS = 100
 MAX_FRAMES = 30
 
-# Whether spans are made; read at every place that could make one, written by `use` and `switch_off` alone.
+# Whether spans are created; checked wherever one could be, set only by `use` and `switch_off`.
 is_on = False
 _provider: Any = None
 _tracer: Any = None
 
-# Whether it was told that the tracer fails; once is enough.
+# Whether a failure of the tracer has been logged; it is logged once.
 _is_told = False
 
 Kind = Literal["INTERNAL", "SERVER", "CONSUMER"]
@@ -42,7 +42,7 @@ R = TypeVar("R")
 
 
 def _harmless(call: Callable[P, R]) -> Callable[P, R | None]:
-    """None instead of what the tracer raises."""
+    """Return None instead of raising an exception of the tracer."""
 
     @wraps(call)
     def called(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -62,11 +62,11 @@ def _tell_failure(exc: Exception) -> None:
         from tidegate.telemetry.logs import logger
 
         _log = logger("traces")
-        _log.error("traces.failed", error=exc, exc_info=exc, reason="spans are missing; the work goes on")
+        _log.error("traces.failed", error=exc, exc_info=exc, reason="some spans are missing; nothing else is affected")
 
 
 def switch_on() -> None:
-    """Make spans from now on, if the program has a tracer provider, or the environment names an exporter."""
+    """Start tracing if the program has a tracer provider, or the environment names an exporter."""
     if is_on or settings.is_tracing_disabled():
         return
     found = _programs_provider()
@@ -74,7 +74,7 @@ def switch_on() -> None:
     if found is None and names:
         try:
             found = _new_provider(names)
-        except Exception as exc:  # noqa: BLE001 - traces are not worth a worker that does not start
+        except Exception as exc:  # noqa: BLE001 - a problem with tracing must not keep a worker from starting
             from tidegate.telemetry.logs import logger
 
             _log = logger("traces")
@@ -84,34 +84,34 @@ def switch_on() -> None:
 
 
 def use(provider: Any) -> None:
-    """Make spans from now on, with this tracer provider."""
+    """Start tracing with this tracer provider."""
     global is_on, _provider, _tracer, _is_told
     _provider, _tracer = provider, provider.get_tracer("tidegate")
     is_on, _is_told = True, False
 
 
 def switch_off() -> None:
-    """Make no more spans."""
+    """Stop tracing."""
     global is_on, _provider, _tracer
     is_on, _provider, _tracer = False, None, None
 
 
 async def flush() -> None:
-    """Send what is not yet sent; a collector that does not answer keeps nobody for long."""
+    """Send buffered spans, with a time limit in case the collector does not answer."""
     send = getattr(_provider, "force_flush", None)
     if send is None:
         return
     thread = threading.Thread(target=send, name="flush-traces", daemon=True)
     thread.start()
     deadline = monotonic() + FLUSH_SECONDS
-    while thread.is_alive() and monotonic() < deadline:  # noqa: ASYNC110 - it is a thread that may never end
+    while thread.is_alive() and monotonic() < deadline:  # noqa: ASYNC110 - waits for a thread that may never end
         await asyncio.sleep(0.01)
 
 
 @_harmless
 def current() -> str | None:
-    """The `traceparent` of the span that the caller is in, its own or one of ours; None without one."""
-    api = sys.modules.get("opentelemetry.trace")  # a program without it is in no span
+    """The `traceparent` of the current span, the caller's own or one of ours; None if there is none."""
+    api = sys.modules.get("opentelemetry.trace")  # without OpenTelemetry there is no current span
     if api is None:
         return None
     context = api.get_current_span().get_span_context()
@@ -119,7 +119,7 @@ def current() -> str | None:
 
 
 class Span:
-    """A span under way. `traceparent` is what continues it elsewhere."""
+    """A span in progress. `traceparent` continues the trace in another process."""
 
     __slots__ = ("_has_failed", "_span", "_token", "traceparent")
 
@@ -134,13 +134,13 @@ class Span:
         return trace_id(self.traceparent)
 
     def child(self, name: str, **fields: Any) -> Span:
-        """A span below this one, or below one of the caller's own that is in the same trace."""
+        """A child of this span, or of the caller's current span if that is in the same trace."""
         inner = current()
         is_inside = inner is not None and trace_id(inner) == self.trace_id
         return begin(name, inner if is_inside else self.traceparent, **fields)
 
     def enter(self) -> None:
-        """What is called from now on, in this task or thread, is inside of this span."""
+        """Make this the current span of the task or thread."""
         self._token = attach(self)
 
     @_harmless
@@ -153,15 +153,15 @@ class Span:
             context.detach(token)
 
     @_harmless
-    def tell(self, **fields: object) -> None:
-        """Add attributes; a None is left out."""
+    def set_attributes(self, **fields: object) -> None:
+        """Add attributes; None values are skipped."""
         if self._span.is_recording():
             self._span.set_attributes(_attributes(fields))
 
     @_harmless
     def fail(self, what: str | BaseException) -> None:
-        """It went wrong; what is told first stays. Of an exception, the type and the places in the code: its text may
-        hold anything."""
+        """Mark the span as failed; only the first error is kept. Of an exception, only the type and the stack are kept:
+        its text may contain anything."""
         from opentelemetry.trace import Status, StatusCode
 
         if self._has_failed or not self._span.is_recording():
@@ -176,7 +176,7 @@ class Span:
 
     @_harmless
     def end(self, ended_ns: int | None = None) -> None:
-        """It is over: record it. Once."""
+        """End and record the span. Later calls do nothing."""
         self._span.end(ended_ns)
 
 
@@ -189,7 +189,7 @@ def begin(
     links: Iterable[str] = (),
     **fields: object,
 ) -> Span:
-    """A new span, below `parent` (a `traceparent`) or, without one, as the root of a new trace. Tracing is on."""
+    """A new span with the parent `parent` (a `traceparent`), or the root of a new trace. Requires `is_on`."""
     from opentelemetry import trace
 
     made = _started(
@@ -199,9 +199,9 @@ def begin(
         start_time=began_ns,
         links=[trace.Link(found) for one in links if (found := _span_context(one)) is not None],
     )
-    if made is None:  # what hangs below it hangs below its parent, if it has one
+    if made is None:  # its children become children of its parent, if it has one
         made = Span(trace.NonRecordingSpan(_span_context(parent) or trace.INVALID_SPAN_CONTEXT))
-    made.tell(**fields)
+    made.set_attributes(**fields)
     return made
 
 
@@ -212,7 +212,7 @@ def _started(name: str, context: Any, **options: Any) -> Span:
 
 @_harmless
 def attach(span: Span | None) -> Any:
-    """What is called from now on is inside of this span; None: inside of none, whoever began this task."""
+    """Make this the current span of the task; None: no span, even if the task was started inside one."""
     from opentelemetry import context, trace
 
     return context.attach(_empty() if span is None else trace.set_span_in_context(span._span, _empty()))
@@ -228,7 +228,7 @@ class Request:
         self._span: Span | None = None
 
     def begin(self, parent: str | None, links: Sequence[str] = ()) -> Span:
-        """Continue the trace of `parent`, or of what the program has begun for this request."""
+        """Continue the trace of `parent`, or of the span that the program has started for this request."""
         self._span = begin(
             f"{self._method} {self._route}",
             current() or parent,
@@ -247,7 +247,7 @@ class Request:
     ) -> None:
         span = self._span or self.begin(None)
         span.leave()
-        span.tell(**{"http.response.status_code": self.status})
+        span.set_attributes(**{"http.response.status_code": self.status})
         if exc is not None:
             span.fail(exc)
         elif self.status is not None and self.status >= 500:
@@ -256,7 +256,7 @@ class Request:
 
 
 def _attributes(fields: dict[str, object]) -> dict[str, object]:
-    """Our names get our prefix; what OpenTelemetry has no type for becomes text."""
+    """Attributes with our prefix; values of types that OpenTelemetry does not support become text."""
     named = {name if "." in name else f"tidegate.{name}": value for name, value in fields.items() if value is not None}
     return {name: value if isinstance(value, str | int | float) else _text(value) for name, value in named.items()}
 
@@ -270,7 +270,7 @@ def _traceparent(context: Any) -> str:
 
 
 def _span_context(traceparent: str | None) -> Any:
-    """What a `traceparent` names; None when it is none."""
+    """The span context of a `traceparent`; None if it is invalid."""
     from opentelemetry.trace import SpanContext, TraceFlags
 
     if traceparent is None or trace_id(traceparent) is None:
@@ -293,14 +293,14 @@ def _empty() -> Any:
 
 
 def _programs_provider() -> Any:
-    """The provider that the program has set for itself."""
+    """The provider that the program has set globally."""
     api = sys.modules.get("opentelemetry.trace")
     found = api.get_tracer_provider() if api is not None else None
     return None if api is None or isinstance(found, api.ProxyTracerProvider | api.NoOpTracerProvider) else found
 
 
 def _new_provider(exporters: Sequence[str]) -> Any:
-    """A provider as the environment describes it, also for the spans of the workflows' own code."""
+    """A provider configured from the environment, also used for spans created by workflow code."""
     from opentelemetry import trace
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -309,7 +309,7 @@ def _new_provider(exporters: Sequence[str]) -> Any:
     resource = Resource.create()
     if str(resource.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": "tidegate"}))
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # we flush, with a limit
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `flush` is called instead, with a time limit
     queue_size = settings.trace_queue_size()
     for name in exporters:
         found = tuple(entry_points(group="opentelemetry_traces_exporter", name=name))

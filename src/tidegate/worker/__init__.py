@@ -1,1 +1,1 @@
-"""Process life: the loops of a worker, and how it starts and stops."""
+"""The worker process: its loops, and how it starts and stops."""

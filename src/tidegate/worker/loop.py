@@ -1,4 +1,4 @@
-"""A loop around `run_once`: again at once while there is work, else when woken or after the poll interval."""
+"""A loop around `run_once`: immediately again while there is work, else when woken or after the poll interval."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ _log = logger("worker")
 
 
 class Loop:
-    """Runs `run_once` until stopped. It returns how much it did; 0 means that it may rest."""
+    """Runs `run_once` until stopped. `run_once` returns how much it did; after 0 the loop waits."""
 
     def __init__(
         self,
         name: str,
         run_once: Callable[[], Awaitable[int]],
         *,
-        rest_seconds: float | Callable[[], float],
+        wait_seconds: float | Callable[[], float],
         wake: asyncio.Event | None = None,
     ) -> None:
         self.name = name
         self._run_once = run_once
-        self._rest_seconds = rest_seconds
+        self._wait_seconds = wait_seconds
         self._wake = wake or asyncio.Event()
         self._stopping = False
 
     def stop(self) -> None:
-        """Let the turn that is under way finish, and begin no other."""
+        """Finish the iteration in progress, and start no other."""
         self._stopping = True
         self._wake.set()
 
     async def run(self) -> None:
         failures = 0
         while not self._stopping:
-            self._wake.clear()  # before looking: what arrives while we look wakes us again
+            self._wake.clear()  # before the check: what arrives during it wakes the loop again
             try:
                 done = await self._run_once()
                 failures = 0
             except Unavailable as exc:
                 metrics.LOOP_FAILURES.labels(self.name).inc()
                 _log.warning("worker.loop_waits", loop=self.name, error=exc)
-                await self._rest(_PAUSE_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311
+                await self._wait(_PAUSE_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311
                 continue
             except Exception as exc:
                 failures += 1
@@ -57,13 +57,13 @@ class Loop:
                 _log.error("worker.loop_failed", loop=self.name, error=exc, failures=failures, exc_info=exc)
                 if failures >= MAX_FAILURES_IN_A_ROW:
                     raise
-                await self._rest(_PAUSE_SECONDS)
+                await self._wait(_PAUSE_SECONDS)
                 continue
             if not done:
-                rest = self._rest_seconds
-                await self._rest(rest() if callable(rest) else rest)
+                wait = self._wait_seconds
+                await self._wait(wait() if callable(wait) else wait)
 
-    async def _rest(self, seconds: float) -> None:
+    async def _wait(self, seconds: float) -> None:
         if self._stopping:
             return
         try:

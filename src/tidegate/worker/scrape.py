@@ -1,4 +1,4 @@
-"""A worker's own `/metrics`, `/livez` and `/readyz`: the smallest HTTP server that a scraper or probe can talk to."""
+"""A worker's own `/metrics`, `/livez` and `/readyz`: a minimal HTTP server for scrapers and probes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _log = logger("worker")
 
 @asynccontextmanager
 async def scrapable(settings: Settings) -> AsyncIterator[None]:
-    """`/metrics` and the probes on `metrics_port` while this is entered; nothing when no port is set."""
+    """Serve `/metrics` and the probes on `metrics_port` inside this context; nothing if no port is set."""
     if not settings.metrics_port:
         yield
         return
     database = Database(settings.require_database_url(), "metrics", size=1)
-    queue = open_queue(settings, database)  # only asked how it is
+    queue = open_queue(settings, database)  # used for readiness only
     readiness = Readiness(settings, database, queue, database)
     server = _Server(Exposition(database, settings.health), Access(settings, database), readiness)
     try:
@@ -86,25 +86,25 @@ class _Server:
             async with asyncio.timeout(HEAD_SECONDS):
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # a scraper that says nothing, too much, or went away gets no answer
+            pass  # no response to a client that sends nothing or too much, or has disconnected
         finally:
             writer.close()
 
     async def _ready(self) -> tuple[str, str, bytes]:
-        """Whether this worker can do its work, for anyone."""
+        """Whether this worker is ready; needs no token."""
         found = await self._readiness.look()
         status = "503 Service Unavailable" if found.status == "unavailable" else "200 OK"
         return status, "application/json", msgspec.json.encode(found)
 
     async def _metrics(self, head: bytes, peer: str | None) -> tuple[str, bytes]:
-        """The metrics, for whoever may read them: the same tokens as at the API."""
+        """The metrics, for clients with a token as for the API."""
         lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
         headers = [(name.strip().lower(), value.strip()) for name, _, value in lines]
         authorization = dict(headers).get(b"authorization", b"").decode("latin-1")
         try:
             principal = await self._access.check(authorization, "read", headers, peer)
             if principal is not None and principal.sources is not None:
-                raise Forbidden("metrics are of all sources, and the token is bound to some", "read")
+                raise Forbidden("the metrics cover all sources, and the token is restricted to some", "read")
         except Unauthorized as exc:
             return "401 Unauthorized", f"{exc}\n".encode()
         except Forbidden as exc:

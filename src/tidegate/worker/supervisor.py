@@ -1,4 +1,4 @@
-"""A worker process, from start to stop, in reading order."""
+"""A worker process, from start to stop, in the order of execution."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ _log = logger("worker")
 
 RetryTopic = Literal["retries", "deliveries"]
 
-# While a backlog drains, a turn every so often takes what has come due since.
+# While a backlog drains, due items are collected for this long, so that each iteration handles a batch.
 DRAIN_SECONDS = 0.02
-# A pass over the waiting events, a page at a time so that a large backlog costs little; then a rest.
+# The wait between pages of a pass over the waiting rows, so that a large backlog costs little; and between passes.
 REQUEUE_PAGE_SECONDS, REQUEUE_PASS_SECONDS = 0.25, 3.0
-# Old rows are deleted in small batches with a rest in between, so that nobody notices; then a longer rest.
+# The wait between small batches of deletions, so that other work is not affected; and between passes.
 PRUNE_BATCH_SECONDS, PRUNE_PASS_SECONDS = 0.05, 60.0
 
 
 class LoopTurn(NamedTuple):
-    """How much was done, and when there is more to do."""
+    """How much was done, and when the next work is due."""
 
     done: int
     next_at: datetime | None
 
 
 class Worker:
-    """Decides events and runs the workflows of one application until `stop` is called."""
+    """Decides events and executes the workflows of one application until `stop` is called."""
 
     def __init__(self, settings: Settings, workflows: Mapping[str, Workflow], definitions: list[uuid.UUID]) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         self.settings = settings
-        # One connection keeps the leases, one listens, and one is for the metrics' port.
+        # One connection renews leases, one listens for hints, and one serves the metrics port.
         others = 2 + bool(settings.metrics_port)
         size, keys = settings.worker_connections - others, SecretKeys(settings.secrets_key)
         self._database = Database(settings.require_database_url(), "worker", size=size, keys=keys)
         self._queue = open_queue(settings, self._database)
-        matcher = Matcher()  # one for all stages: a thousand triggers are compiled once
+        matcher = Matcher()  # shared by all stages, so that each trigger is compiled once
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
-        self._rests = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0, "replays": 0.0, "prune": 0.0}
-        self._definitions, self._served = definitions, dict(workflows)  # http workflows join as they appear
+        self._waits = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0, "replays": 0.0, "prune": 0.0}
+        self._definitions, self._served = definitions, dict(workflows)  # http workflows are added as they are created
         self._http_workflows = HttpWorkflows(self._database, outgoing(settings))
         self._runner = Runner(
             self._database,
@@ -126,7 +126,7 @@ class Worker:
         )
         batch = new_batch(claim=self._runner.claim, after_claim=self._runner.start)
         dispatch = new_dispatch(batch=batch, after_full=self._inbox_is_full.set)
-        self._second_dispatch = new_dispatch(batch=new_batch())  # claims nothing: the room is the first one's
+        self._second_dispatch = new_dispatch(batch=new_batch())  # claims no runs: only the first dispatch does
         retry = EventRetry(
             self._database,
             batch_size=settings.batch_size,
@@ -162,15 +162,15 @@ class Worker:
         return retry, replan
 
     def stop(self) -> None:
-        """Begin to stop; `run` returns when everything is finished or handed back."""
+        """Start the shutdown; `run` returns when all runs are finished or released."""
         self._stopping.set()
 
-    async def tell_of_secrets(self) -> None:
-        """Log what an operator should know of how they are stored."""
+    async def log_secret_warnings(self) -> None:
+        """Log warnings about how secrets are stored."""
         await secrets.tell(self._database)
 
     async def run(self) -> None:
-        """Work until stopped. A loop that dies stops the worker with its error."""
+        """Work until stopped. A loop that fails stops the worker with its error."""
         await self._database.open()
         await migrate.require_current(self._database)
         await durability.require_safe(self._database, allow_unsafe=self.settings.allow_unsafe_durability)
@@ -178,18 +178,18 @@ class Worker:
         poll = self.settings.poll_ms / 1000
         lease = self.settings.lease_ms / 1000
         claiming = [
-            Loop("dispatch", self._dispatch_once, rest_seconds=poll, wake=self._queue.wake("inbox")),
-            Loop("dispatch", self._dispatch_more, rest_seconds=math.inf, wake=self._inbox_is_full),
+            Loop("dispatch", self._dispatch_once, wait_seconds=poll, wake=self._queue.wake("inbox")),
+            Loop("dispatch", self._dispatch_more, wait_seconds=math.inf, wake=self._inbox_is_full),
             self._retry_loop("retries", self._retry),
             self._retry_loop("deliveries", self._delivery_retry),
-            Loop("replan", self._replan_once, rest_seconds=poll, wake=self._queue.wake("plans")),
-            Loop("definitions", self._definitions_once, rest_seconds=poll),
-            Loop("run", self._run_once, rest_seconds=lambda: self._rests["runs"], wake=self._queue.wake("runs")),
-            Loop("schedule", self._schedule_once, rest_seconds=lambda: self._rests["schedules"]),
-            Loop("replay", self._replay_once, rest_seconds=lambda: self._rests["replays"]),
-            Loop("prune", self._prune_once, rest_seconds=lambda: self._rests["prune"]),
-            Loop("reconcile", self._reconcile_once, rest_seconds=min(lease / 3, 1.0)),
-            Loop("requeue", self._requeue_once, rest_seconds=self._requeue_rest),
+            Loop("replan", self._replan_once, wait_seconds=poll, wake=self._queue.wake("plans")),
+            Loop("definitions", self._definitions_once, wait_seconds=poll),
+            Loop("run", self._run_once, wait_seconds=lambda: self._waits["runs"], wake=self._queue.wake("runs")),
+            Loop("schedule", self._schedule_once, wait_seconds=lambda: self._waits["schedules"]),
+            Loop("replay", self._replay_once, wait_seconds=lambda: self._waits["replays"]),
+            Loop("prune", self._prune_once, wait_seconds=lambda: self._waits["prune"]),
+            Loop("reconcile", self._reconcile_once, wait_seconds=min(lease / 3, 1.0)),
+            Loop("requeue", self._requeue_once, wait_seconds=self._requeue_wait),
         ]
         _log.info("worker.started", worker=self.name, workflows=self._workflows)
         claims = [asyncio.create_task(loop.run(), name=loop.name) for loop in claiming]
@@ -197,7 +197,7 @@ class Worker:
         stopped = asyncio.create_task(self._stopping.wait(), name="stop")
         try:
             done, _ = await asyncio.wait([*claims, stopped], return_when=asyncio.FIRST_COMPLETED)
-            for loop in claiming:  # claim nothing more; leases go on being renewed while runs finish
+            for loop in claiming:  # claim nothing more; leases are still renewed while runs finish
                 loop.stop()
             self._runner.stop_claiming()
             await asyncio.gather(*claims, return_exceptions=True)
@@ -213,7 +213,7 @@ class Worker:
             _log.info("worker.stopped", worker=self.name)
 
     async def turn(self, now: datetime) -> LoopTurn:
-        """Every stage once, and wait until nothing runs: for whoever turns a worker by hand instead of `run`."""
+        """Run every stage once and wait until no run executes: for tests that drive a worker instead of `run`."""
         ticks = await self._schedule.run_once()
         done = await self._replay.run_once() + ticks.published + (await self._dispatch.run_once()).events
         events, deliveries = await self._retry.run_once(), await self._delivery_retry.run_once()
@@ -229,13 +229,13 @@ class Worker:
             await self._replay.next_look_seconds(),
             ticks.next_seconds,
         ]
-        # When there is room again for those that are due and found none, and when something is due or ticks.
+        # When a limit has room again for due items that found none, and when the next item or tick is due.
         times = [at for at in (events.look_at, deliveries.look_at) if at is not None]
         times += [now + timedelta(seconds=seconds) for seconds in waits if seconds is not None]
         return LoopTurn(done, min((at for at in times if at > now), default=None))
 
     async def close(self) -> None:
-        """End a worker that was turned by hand; what still runs is handed back."""
+        """Stop a worker that was driven by `turn`; runs that still execute are released."""
         self._runner.stop_claiming()
         await self._runner.stop(0)
         await self._queue.close()
@@ -247,25 +247,25 @@ class Worker:
         return outcome.events if self._dispatch.has_more else 0
 
     async def _dispatch_more(self) -> int:
-        """A second batch while the first is decided, so that neither we nor the database wait for each other. Where
-        runs are begun as they are created there is enough to do meanwhile."""
+        """Decide a second batch while the first is in progress, so that worker and database do not wait for each other.
+        Not needed while runs are claimed as they are created: then the worker is busy with them."""
         if not self._dispatch.is_behind or not self._runner.claims_nothing:
             return 0
         return (await self._second_dispatch.run_once()).events
 
     def _retry_loop(self, topic: RetryTopic, retry: EventRetry | DeliveryRetry) -> Loop:
-        """Looks at what is due, and rests until the next slot."""
+        """Handles due items, and waits until the next slot."""
 
         async def once() -> int:
             turn = await retry.run_once()
             if turn.due == 0 and not turn.replanned:
-                self._rests[topic] = await self._until_next_slot(retry, turn.look_at, turn.now)
+                self._waits[topic] = await self._until_next_slot(retry, turn.look_at, turn.now)
             else:
-                # Slots of a drain lie close together: let some come due, so that each turn is a batch.
-                self._rests[topic] = 0 if turn.due >= self.settings.batch_size else DRAIN_SECONDS
+                # Slots of a draining backlog are close together: wait for several, so that each iteration is a batch.
+                self._waits[topic] = 0 if turn.due >= self.settings.batch_size else DRAIN_SECONDS
             return 0
 
-        return Loop(topic, once, rest_seconds=lambda: self._rests[topic], wake=self._queue.wake(topic))
+        return Loop(topic, once, wait_seconds=lambda: self._waits[topic], wake=self._queue.wake(topic))
 
     async def _until_next_slot(
         self, retry: EventRetry | DeliveryRetry, look_at: datetime | None, now: datetime | None
@@ -300,26 +300,26 @@ class Worker:
         found = await self._http_workflows.refresh(self._served)
         if found is not None:
             self._runner.serve([*self._definitions, *found])
-            self._queue.wake("runs").set()  # they may have runs already
+            self._queue.wake("runs").set()  # they may already have runs
         return 0
 
     async def _run_once(self) -> int:
         started = await self._runner.run_once()
         if started == 0 and self._runner.room == 0:
-            # Wait for room, not for a hint: there may be plenty to do already.
+            # Wait for free capacity, not for a hint: there may already be due runs.
             await self._runner.wait_for_room()
             return 1
         if started == 0:
             seconds = await self._runner.next_due_seconds()
             poll = self.settings.poll_ms / 1000
-            self._rests["runs"] = poll if seconds is None else min(poll, max(0.005, seconds))
+            self._waits["runs"] = poll if seconds is None else min(poll, max(0.005, seconds))
         return started
 
     async def _schedule_once(self) -> int:
         turn = await self._schedule.run_once()
         poll = self.settings.poll_ms / 1000
         next_tick = poll if turn.next_seconds is None else max(DRAIN_SECONDS, turn.next_seconds)
-        self._rests["schedules"] = min(poll, next_tick)
+        self._waits["schedules"] = min(poll, next_tick)
         return turn.published
 
     async def _replay_once(self) -> int:
@@ -327,7 +327,7 @@ class Worker:
         if done == 0:
             seconds = await self._replay.next_look_seconds()
             poll = self.settings.poll_ms / 1000
-            self._rests["replays"] = poll if seconds is None else min(poll, max(DRAIN_SECONDS, seconds))
+            self._waits["replays"] = poll if seconds is None else min(poll, max(DRAIN_SECONDS, seconds))
         return done
 
     def _after_replay(self, kinds: set[str]) -> None:
@@ -336,13 +336,13 @@ class Worker:
                 self._queue.hint(topic)
 
     async def _prune_once(self) -> int:
-        self._rests["prune"] = PRUNE_PASS_SECONDS
+        self._waits["prune"] = PRUNE_PASS_SECONDS
         if self._prune.is_on:
             pruned = await self._prune.run_once()
             if pruned.deleted:
                 _log.info("prune.deleted", **pruned.deleted)
             if not pruned.is_done:
-                self._rests["prune"] = PRUNE_BATCH_SECONDS
+                self._waits["prune"] = PRUNE_BATCH_SECONDS
         return 0
 
     async def _reconcile_once(self) -> int:
@@ -360,5 +360,5 @@ class Worker:
         await self._requeue.run_once()
         return 0
 
-    def _requeue_rest(self) -> float:
+    def _requeue_wait(self) -> float:
         return REQUEUE_PAGE_SECONDS if self._requeue.is_between_pages else REQUEUE_PASS_SECONDS

@@ -28,15 +28,15 @@ from tidegate.errors import FieldError, InvalidInput, NotFound
 from tidegate.flow import control
 from tidegate.flow.control.triggers import find_trigger
 from tidegate.flow.look.explain import find_event
-from tidegate.model import trial
+from tidegate.model import trigger_dry_run
 from tidegate.model.delivery import DELIVERY_STATUSES
 from tidegate.model.event import is_text_id
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, BreakerState
-from tidegate.model.trial import Trial
 from tidegate.model.trigger import Trigger, TriggerStatus
 from tidegate.model.trigger_change import TriggerBody, TriggerPatch
+from tidegate.model.trigger_dry_run import Trial
 from tidegate.store import held_deliveries, locks, triggers
 from tidegate.store.db import Connection
 from tidegate.store.held_deliveries import HeldDelivery
@@ -192,8 +192,8 @@ async def test_trigger(request: Request, services: Services) -> Trial:
             event = await find_event(connection, given.event_id)
         else:
             now = await locks.now(connection)
-            event = trial.sample_event(given.event, new_id=uuid7(), now=now, limits=services.settings.limits)
-    return trial.attempt(trigger, definition.parameters, event)
+            event = trigger_dry_run.sample_event(given.event, new_id=uuid7(), now=now, limits=services.settings.limits)
+    return trigger_dry_run.evaluate(trigger, definition.parameters, event)
 
 
 async def list_trigger_deliveries(request: Request, services: Services) -> DeliveryPage:

@@ -128,7 +128,7 @@ async def record(
         if locked is None:
             continue
         gate, own, failed = locked.gate, locked.breaker or policy, failures[source]
-        if failed and gate.breaker_state == "closed" and gate.is_calm(gates.now, own):
+        if failed and gate.breaker_state == "closed" and gate.has_no_failures(gates.now, own):
             await store.gather_outcomes(connection, gate, gates.now, own)
             move = gate.count(gates.now, failed=failed, succeeded=0, policy=own)  # the rest of the batch is gathered
         else:

@@ -112,7 +112,7 @@ class RunSpans:
 def _end(
     span: traces.Span, status: str, *, is_bad: bool, next_attempt_at: datetime | None = None, at: int | None = None
 ) -> None:
-    span.tell(status=status, next_attempt_at=next_attempt_at)
+    span.set_attributes(status=status, next_attempt_at=next_attempt_at)
     if is_bad:
         span.fail(status)
     span.end(at)

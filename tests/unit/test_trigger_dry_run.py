@@ -1,4 +1,4 @@
-"""A trial tells, check by check, what a trigger would make of an event."""
+"""A dry run shows, check by check, what a trigger would do with an event."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tidegate.clock import uuid7
 from tidegate.errors import InvalidInput
 from tidegate.model.event import Event, EventLimits
 from tidegate.model.predicate import Predicate
-from tidegate.model.trial import attempt, sample_event
 from tidegate.model.trigger import Trigger, TriggerSpec
 from tidegate.model.trigger_change import changed, created, declared
+from tidegate.model.trigger_dry_run import evaluate, sample_event
 
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
@@ -31,7 +31,7 @@ def trigger(**given: Any) -> Trigger:
 
 
 def test_everything_holds() -> None:
-    found = attempt(
+    found = evaluate(
         trigger(
             predicates=[Predicate(path="$.payload.amount", operator="gt", value=100)],
             where="event.payload.id == 7",
@@ -53,7 +53,7 @@ def test_everything_holds() -> None:
 
 
 def test_each_check_says_why_not() -> None:
-    found = attempt(
+    found = evaluate(
         trigger(
             event_type="order.paid",
             event_source="shop.web",
@@ -76,7 +76,7 @@ def test_each_check_says_why_not() -> None:
 
 
 def test_template_errors_do_not_hide_each_other() -> None:
-    found = attempt(
+    found = evaluate(
         trigger(
             parameter_template={"a": {"b": "{{ event.payload.missing }}"}},
             idempotency_key="{{ event.payload.gone }}",
@@ -91,7 +91,7 @@ def test_template_errors_do_not_hide_each_other() -> None:
 
 
 def test_parameters_that_are_too_large() -> None:
-    found = attempt(
+    found = evaluate(
         trigger(parameter_template={"x": "{{ event.payload.x }}", "y": "{{ event.payload.x }}"}),
         [],
         event(payload={"x": "a" * 200_000}),
@@ -178,9 +178,9 @@ def test_endless_nesting_is_refused() -> None:
 
 
 def test_unknown_fields_name_those_that_are_known() -> None:
-    with pytest.raises(InvalidInput, match="known are base_ms, factor, max_ms"):
+    with pytest.raises(InvalidInput, match="known fields: base_ms, factor, max_ms"):
         created(GOOD | {"retry": {"base": 2}}, "w", ["*"])
-    with pytest.raises(InvalidInput, match="known are path, operator, value"):
+    with pytest.raises(InvalidInput, match="known fields: path, operator, value"):
         created(GOOD | {"predicates": [{"paths": 2}]}, "w", ["*"])
 
 
@@ -202,9 +202,9 @@ def test_what_code_declared_leaves_defaults_out() -> None:
     }
 
 
-def test_a_trial_has_the_budget_of_a_delivery() -> None:
+def test_a_dry_run_has_the_budget_of_a_delivery() -> None:
     slow = Predicate(path="$.payload.text", operator="regex", value="error.{0,1000}timeout")
-    found = attempt(
+    found = evaluate(
         trigger(predicates=[Predicate(path="$.type", operator="exists"), slow], where="event.payload.id == 7"),
         ["id"],
         event(payload={"id": 7, "text": "error " * 40_000}),
@@ -215,8 +215,8 @@ def test_a_trial_has_the_budget_of_a_delivery() -> None:
     assert [one.holds for one in found.predicates] == [True, False]
 
 
-def test_a_template_that_asks_for_too_much_is_told_in_a_trial() -> None:
+def test_a_template_over_the_budget_is_reported_by_a_dry_run() -> None:
     loops = "{% for i in event.payload.l %}{% for j in event.payload.l %}{{ j }}{% endfor %}{% endfor %}"
-    found = attempt(trigger(parameter_template={"a": loops}), ["a"], event(payload={"l": list(range(500))}))
+    found = evaluate(trigger(parameter_template={"a": loops}), ["a"], event(payload={"l": list(range(500))}))
     assert found.matches
     assert [error[:22] for error in found.errors] == ["parameter_template.a: "] and "budget" in found.errors[0]

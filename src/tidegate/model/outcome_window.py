@@ -1,7 +1,7 @@
-"""Outcomes of late, as a breaker counts them: how many failed, and how many succeeded since.
+"""Recent outcomes, as a breaker counts them: how many failed, and how many succeeded since.
 
-Times fall into buckets of 1/64 of the window; a bucket is forgotten when its end is older than the window. Nothing is
-kept while nothing has failed: a window begins with its first failure.
+Outcomes are counted in buckets of 1/64 of the window; a bucket is dropped when its end is older than the window. While
+nothing has failed, nothing is counted: a window begins with its first failure.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ BUCKETS = 64
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MS = timedelta(milliseconds=1)
 
-# When (ms since 1970), how many failed, how many succeeded.
+# The start (ms since 1970), the number of failures, the number of successes.
 Bucket = tuple[int, int, int]
 
 
 class OutcomeWindow:
-    """What a row keeps of the outcomes of a source or a trigger."""
+    """The outcomes of a source or a trigger that its row stores."""
 
     def __init__(self, buckets: Iterable[Iterable[int]] = ()) -> None:
         self.buckets: list[Bucket] = [(at, failed, succeeded) for at, failed, succeeded in buckets]
@@ -33,7 +33,7 @@ class OutcomeWindow:
         return max(0, sum(bucket[2] for bucket in self.buckets))
 
     def forget(self, now: datetime, window_ms: int) -> None:
-        """Drop what is older than the window; all, once no failure is left in it."""
+        """Drop buckets older than the window; drop all of them once none contains a failure."""
         first = _to_ms(now) - window_ms
         self.buckets = [bucket for bucket in self.buckets if bucket[0] + width_ms(window_ms) > first]
         if not self.failed:
@@ -50,7 +50,7 @@ class OutcomeWindow:
 
 
 def width_ms(window_ms: int) -> int:
-    """How much time a bucket holds."""
+    """The length of a bucket."""
     return max(1, -(-window_ms // BUCKETS))
 
 

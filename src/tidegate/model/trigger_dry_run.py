@@ -1,4 +1,4 @@
-"""A trial: what a trigger would make of an event, check by check. Nothing is stored or launched."""
+"""A dry run of a trigger: what it would do with an event, check by check. Nothing is stored or launched."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tidegate.model.trigger import CompiledTrigger, Trigger
 
 T = TypeVar("T")
 
-# As for a real delivery.
+# The limit of a real delivery.
 MAX_PARAMETER_BYTES = 256 * 1024
 
 
 class PatternTrial(msgspec.Struct, frozen=True):
-    """Whether the event's type or source is one that the trigger takes."""
+    """Whether the event's type or source matches the trigger."""
 
     pattern: str
     value: str
@@ -33,7 +33,7 @@ class PatternTrial(msgspec.Struct, frozen=True):
 
 
 class PredicateTrial(msgspec.Struct, frozen=True):
-    """What one predicate says; `reason` is why it does not hold."""
+    """The result of one predicate; `reason` says why it does not hold."""
 
     path: str
     operator: Operator
@@ -42,7 +42,7 @@ class PredicateTrial(msgspec.Struct, frozen=True):
 
 
 class WhereTrial(msgspec.Struct, frozen=True):
-    """What the CEL expression says."""
+    """The result of the CEL expression."""
 
     expression: str
     holds: bool
@@ -50,7 +50,7 @@ class WhereTrial(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """`matches` when every check holds. Whatever is in `errors` would make the delivery fail, even so."""
+    """`matches` if every check holds. Even then, any of `errors` would make the delivery fail."""
 
     trigger_id: TriggerId
     version: int
@@ -67,7 +67,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample_event(raw: Any, *, new_id: uuid.UUID, now: datetime, limits: EventLimits) -> Event:
-    """An event as it would be published, as if it had just been stored. InvalidInput names each field."""
+    """The event in `raw`, as if it had just been stored. InvalidInput names each invalid field."""
     errors: list[FieldError] = []
     new = check_event(raw, new_id=new_id, now=now, limits=limits, errors=errors, prefix="event.")
     if new is None:
@@ -87,8 +87,8 @@ def sample_event(raw: Any, *, new_id: uuid.UUID, now: datetime, limits: EventLim
     )
 
 
-def attempt(trigger: Trigger, parameter_names: list[str], event: Event) -> Trial:
-    """Ask every check and render every template, whatever the others say."""
+def evaluate(trigger: Trigger, parameter_names: list[str], event: Event) -> Trial:
+    """Evaluate every check and render every template, even if others fail."""
     compiled = CompiledTrigger(trigger, parameter_names)
     envelope = event.envelope()
     found = compiled.results(envelope)
@@ -107,9 +107,9 @@ def attempt(trigger: Trigger, parameter_names: list[str], event: Event) -> Trial
             for p, why in zip(trigger.predicates, results, strict=False)
         ],
         where=None if trigger.where is None else WhereTrial(trigger.where, results[-1] is None, results[-1]),
-        parameters=_tried(lambda: _parameters(compiled, event, envelope), errors),
-        idempotency_key=_tried(lambda: _alone(compiled, "concurrency_key").keys(envelope).dedupe_key, errors),
-        concurrency_key=_tried(lambda: _alone(compiled, "idempotency_key").keys(envelope).concurrency_key, errors)
+        parameters=_rendered(lambda: _parameters(compiled, event, envelope), errors),
+        idempotency_key=_rendered(lambda: _alone(compiled, "concurrency_key").keys(envelope).dedupe_key, errors),
+        concurrency_key=_rendered(lambda: _alone(compiled, "idempotency_key").keys(envelope).concurrency_key, errors)
         if trigger.concurrency_key is not None
         else None,
         errors=errors,
@@ -129,11 +129,11 @@ def _parameters(compiled: CompiledTrigger, event: Event, envelope: dict[str, Any
 
 
 def _alone(compiled: CompiledTrigger, without: str) -> CompiledTrigger:
-    """The trigger without one of its keys, so that a failure of that one does not hide the other."""
+    """The trigger without one of its keys, so that a failure of that key does not hide the other."""
     return CompiledTrigger(msgspec.structs.replace(compiled.trigger, **{without: None}), [])
 
 
-def _tried(render: Callable[[], T], errors: list[str]) -> T | None:
+def _rendered(render: Callable[[], T], errors: list[str]) -> T | None:
     try:
         return render()
     except (TemplateError, OverBudget, TypeError, ValueError, RecursionError) as exc:
