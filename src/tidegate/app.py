@@ -92,8 +92,10 @@ class Tidegate:
         Which events: `on` (type) and `source` are exact or contain `*`; `where` (CEL) and `predicates` filter further.
         Schedules: `every` ("10m") or `cron` ("0 3 * * *", read in `timezone`, default UTC), instead of `on`.
         Arguments: `params` (Liquid templates by argument name); by default, the payload's fields by argument name.
-        Limits: `throttle` ("20/min"), `max_concurrency`, per `concurrency_key` if given; `breaker`; `retry` for steps
-        and deliveries. `idempotency_key` launches one run per key within `idempotency_window`. `timeout` bounds a run.
+        Limits: `throttle` ("20/min"), `max_concurrency` (per `concurrency_key`, if given), `breaker`. `retry` is the
+        policy for held deliveries; steps have their own (`ctx.step(…, retry=…)`).
+        Idempotency: one run per `idempotency_key` within `idempotency_window` (default one day; 0: forever).
+        `timeout` bounds a run from its first start, including the time that it waits.
 
         The slug defaults to the function's name; `name` overrides it. Raises AppError if the declaration is invalid.
         """

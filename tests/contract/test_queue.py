@@ -205,5 +205,5 @@ async def test_close_leaves_nothing_behind(backend: Backend) -> None:
             await queue.close()
     await asyncio.sleep(0)
     assert asyncio.all_tasks() <= before
-    speaker.hint("inbox")  # a late hint harms nobody
+    speaker.hint("inbox")  # a late hint is harmless
     await speaker.close()

@@ -167,7 +167,7 @@ async def f(ctx): ...
 import tidegate.cli.process
 assert "prompt_toolkit" not in sys.modules  # a terminal, for a process that has none
 import cel.cli
-assert cel.cli.__file__  # the real one, for whoever wants it
+assert cel.cli.__file__  # importing it loads the real module
 """
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

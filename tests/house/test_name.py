@@ -1,4 +1,4 @@
-"""The product has one name, and nobody is told to install it by that name from an index where it may be another's."""
+"""The product has one name, and no text says to install it by name from an index, where it may be another package."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def test_nothing_of_the_former_name_is_left() -> None:
     assert not found
 
 
-def test_nobody_is_told_to_install_by_a_name_on_an_index() -> None:
-    told = [
+def test_no_text_says_to_install_by_name_from_an_index() -> None:
+    found = [
         f"{file.relative_to(ROOT)}: {line.strip()}"
         for file in tracked()
         if file.suffix in {".md", ".py", ".yml", ".toml", ".html", ".js", ""} and file != Path(__file__)
         for line in file.read_text(errors="replace").splitlines()
         if BY_NAME.search(line)
     ]
-    assert not told
+    assert not found
 
 
 def test_an_instruction_to_install_by_name_would_be_noticed() -> None:

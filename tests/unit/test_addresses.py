@@ -1,4 +1,4 @@
-"""Which addresses requests may go to, in every form in which one can be written; what a URL must look like."""
+"""Which destinations are allowed, in every notation of an address; which URLs are valid."""
 
 from __future__ import annotations
 

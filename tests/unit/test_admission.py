@@ -69,7 +69,7 @@ def test_a_request_that_fails_leaves_nothing_behind() -> None:
 
 
 def _store(gate: Admission, clock: Clock, *, per_second: int, seconds: float, under_way: int) -> None:
-    """So many events a second are answered while so many more are under way."""
+    """Answer `per_second` events per second for `seconds`, with `under_way` others in progress."""
     with gate.request() as others:
         others.hold_events(under_way)
         for _ in range(round(seconds * 10)):

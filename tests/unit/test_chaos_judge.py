@@ -170,7 +170,7 @@ def delivery_exhausted(found: Evidence) -> Evidence:
 
 
 def ended_by_another(found: Evidence) -> Evidence:
-    """Whoever held it had not come to the end of its step."""
+    """The worker that held it had not finished its step."""
     late = [m if (m.run, m.what) != ("r0", "ended") else msgspec.structs.replace(m, pid=8) for m in found.marks]
     return msgspec.structs.replace(found, marks=late)
 
@@ -309,7 +309,7 @@ def taken_over_before_the_lease_was_over(found: Evidence) -> Evidence:
 
 
 def beside_another_step(found: Evidence) -> Evidence:
-    """No effect is repeated, but one execution goes on while another is in a step."""
+    """No effect is repeated, but one execution continues while another is in a step."""
     marks = [mark(5, 5.13, "began", step="next", generation=3), mark(5, 5.16, "ended", step="next", generation=3)]
     return msgspec.structs.replace(found, marks=sorted([*found.marks, *marks], key=lambda m: m.at))
 
@@ -322,7 +322,7 @@ def effect_missing(found: Evidence) -> Evidence:
 
 
 AGAIN, BESIDE, MISSING = "effects repeated without a reason", "executions side by side", "effects missing"
-# Where the sink tells the same story as the rows, both verdicts find it.
+# Where the sink and the rows agree, both verdicts find it.
 ALSO: dict[Plant, set[str]] = {
     step_again: {AGAIN},
     two_ids_for_one: {MISSING},

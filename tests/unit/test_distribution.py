@@ -1,4 +1,4 @@
-"""A distribution tells the same as the client library's histogram."""
+"""A distribution exports the same as the client library's histogram."""
 
 from __future__ import annotations
 

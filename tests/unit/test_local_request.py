@@ -1,4 +1,4 @@
-"""Which requests an API without tokens believes to be made on its own machine."""
+"""Which requests an API without tokens accepts as made on its own machine."""
 
 from __future__ import annotations
 

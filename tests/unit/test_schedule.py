@@ -145,7 +145,7 @@ TIMES = st.one_of(
 @given(SPECS, TIMES, st.integers(0, 10**9))
 @example(cron("30 2 * * *"), AUTUMN, 0)
 def test_whenever_it_is_asked_the_next_tick_is_the_same(spec: ScheduleSpec, at: datetime, part: int) -> None:
-    """No restart or late look between two ticks moves or repeats a tick."""
+    """No restart or late check between two ticks moves or repeats a tick."""
     tick = next_after(spec, at)
     assert tick > at and tick.tzinfo is UTC
     between = at + (tick - at) * (part / 10**9)

@@ -97,7 +97,7 @@ def test_no_limit_means_no_bound() -> None:
     waiting=st.integers(1, 3000),
 )
 def test_slots_hold_and_drain_in_the_ideal_time(limit: int, interval_ms: int, pause_ms: int, waiting: int) -> None:
-    """A burst of `limit` passes, the rest waits; everyone who comes at its slot finds room."""
+    """A burst of `limit` is admitted, the others wait; each event that retries at its slot finds room."""
     rate = RateLimit(limit=limit, interval_ms=interval_ms, pause_ms=pause_ms)
     gate = Gate("s", limit=rate)
     gate.spend(T0, limit)

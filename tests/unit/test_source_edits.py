@@ -38,7 +38,7 @@ class Period(NamedTuple):
 
 
 class Line:
-    """A source over time: its gate is made from its row for every question, as the workers do it."""
+    """A source over time: its gate is built from its row for every decision, as in a worker."""
 
     def __init__(self, limit: RateLimit | None) -> None:
         self.now = T0
@@ -158,7 +158,7 @@ def ticks(line: Line, limit: RateLimit, steps: int, rounds: int) -> Iterator[Non
 def test_a_backlog_drains_at_the_new_rate_after_an_edit(
     before: RateLimit, later: RateLimit, burst: int, idle: float, waiting: int
 ) -> None:
-    """Whoever finds no room at its slot (it was given while others of the window had passed) comes when there is."""
+    """An event that finds no room at its slot (others of the window were admitted since) retries when there is room."""
     line = Line(before)
     line.ask(burst)
     line.now += window(before) * idle
@@ -187,7 +187,7 @@ def test_from_a_thousand_a_day_to_a_hundred_a_second(minutes_later: int) -> None
 
 
 def test_changed_there_and_back_the_long_window_remembers() -> None:
-    """Nobody came while the limit was another one: nothing of what passed is forgotten."""
+    """No event arrived under the intermediate limit: all earlier admissions still count."""
     long = RateLimit(limit=1000, interval_ms=DAY_MS)
     line = Line(long)
     line.ask(1000)

@@ -71,7 +71,7 @@ def config(scheme: Scheme, *secrets: str, tolerance: int = 300, event_type: str 
 
 
 def signed(scheme: Scheme, secret: str, body: bytes, at: int | str = AT, message_id: str = "msg_1") -> dict[str, str]:
-    """The headers of a sender, written a second time and without a look at the code under test."""
+    """The headers of a sender, implemented independently of the code under test."""
 
     def digest(key: bytes, content: bytes) -> bytes:
         return hmac.new(key, content, hashlib.sha256).digest()

@@ -1,5 +1,5 @@
-"""Predicates: a JSONPath into the event, an operator, an operand. Each is true or false for every event
-within the budget.
+"""Predicates: a JSONPath into the event, an operator, an operand. Within the budget, each is either
+true or false for every event.
 
 If the path finds nothing, or a value of a type that the operator does not accept, the predicate is false.
 """
