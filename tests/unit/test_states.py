@@ -18,7 +18,7 @@ from tidegate.flow.run.states import (
     STOPPING,
     SUSPENDED,
     WRITING,
-    State,
+    ExecutionState,
 )
 
 MAY_FOLLOW = {
@@ -32,13 +32,13 @@ MAY_FOLLOW = {
 class Bare(Execution):
     """Only what `move` needs."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ExecutionState) -> None:
         self.state = state
         self.run: Any = type("Run", (), {"id": "r-1"})()
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(STATES, STATES)))
-def test_a_state_is_followed_by_those_that_may(before: State, after: State) -> None:
+def test_a_state_is_followed_by_those_that_may(before: ExecutionState, after: ExecutionState) -> None:
     execution = Bare(before)
     if after in MAY_FOLLOW.get(before, set()):
         execution.move(after)

@@ -25,7 +25,7 @@ from tidegate.flow.run import user_calls
 from tidegate.flow.run.endings import NON_RETRYABLE, End, Endings, step_failure
 from tidegate.flow.run.journal import Cancelled, DelayedSends, Journal, LeaseLost, Put, Stop, Written
 from tidegate.flow.run.spans import RunSpans
-from tidegate.flow.run.states import EXECUTING, READY, STOPPING, State
+from tidegate.flow.run.states import EXECUTING, READY, STOPPING, ExecutionState
 from tidegate.flow.run.stopping import StoppableCall
 from tidegate.flow.run.user_calls import Failure, Threads, encode_output
 from tidegate.flow.run.workflow import Context, SyncContext, Workflow, current_step
@@ -66,8 +66,7 @@ class Execution:
         step_threads: Executor,
         on_abandoned: Callable[[Execution, End | None], None],
     ) -> None:
-        self.run = run
-        self.event = event
+        self.run, self.event = run, event
         self.claimed_at = monotonic()
         self.state = READY
         self.task: asyncio.Task[None] | None = None  # of the worker, while the execution has something to do
@@ -86,7 +85,7 @@ class Execution:
         self._stopped_with: Callable[[], End] | None = None  # how the run ends when its function was told to stop
         self._on_abandoned = on_abandoned
 
-    def move(self, state: State) -> None:
+    def move(self, state: ExecutionState) -> None:
         """Enter a state; RuntimeError when it cannot follow the present one (see `states`)."""
         if state not in self.state.next:
             raise RuntimeError(f"execution of run {self.run.id} is {self.state} and cannot become {state}")

@@ -24,7 +24,7 @@ from tidegate.flow.run.claiming import Claims, Prefetch
 from tidegate.flow.run.endings import End
 from tidegate.flow.run.execution import Execution
 from tidegate.flow.run.journal import DelayedSends, LeaseLost, Put, Written
-from tidegate.flow.run.states import EXECUTING, FINISHED, LOST, SUSPENDED, WRITING, State
+from tidegate.flow.run.states import EXECUTING, FINISHED, LOST, SUSPENDED, WRITING, ExecutionState
 from tidegate.flow.run.stopping import EarlierExecutions
 from tidegate.flow.run.workflow import Workflow
 from tidegate.model.event import Event
@@ -217,7 +217,7 @@ class Executions:
             execution.spans.end(None, is_kept=False)
         self._move(execution, LOST)
 
-    def _move(self, execution: Execution, state: State) -> None:
+    def _move(self, execution: Execution, state: ExecutionState) -> None:
         held_slot = execution.state.holds_slot
         execution.move(state)
         if state.is_over:

@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 
-class State:
+class ExecutionState:
     """One of the states below. A plain object, because it is compared several times for every run."""
 
     __slots__ = ("holds_slot", "is_over", "name", "next")
@@ -29,20 +29,20 @@ class State:
         self.name = name
         self.holds_slot = holds_slot
         self.is_over = is_over
-        self.next: tuple[State, ...] = ()
+        self.next: tuple[ExecutionState, ...] = ()
 
     def __repr__(self) -> str:
         return self.name
 
 
-READY = State("ready")
-EXECUTING = State("executing", holds_slot=True)
-STOPPING = State("stopping", holds_slot=True)
-WRITING = State("writing")
-FINISHED = State("finished", is_over=True)
-SUSPENDED = State("suspended", is_over=True)
-RELEASED = State("released", is_over=True)
-LOST = State("lost", is_over=True)
+READY = ExecutionState("ready")
+EXECUTING = ExecutionState("executing", holds_slot=True)
+STOPPING = ExecutionState("stopping", holds_slot=True)
+WRITING = ExecutionState("writing")
+FINISHED = ExecutionState("finished", is_over=True)
+SUSPENDED = ExecutionState("suspended", is_over=True)
+RELEASED = ExecutionState("released", is_over=True)
+LOST = ExecutionState("lost", is_over=True)
 
 READY.next = (EXECUTING, RELEASED)
 EXECUTING.next = (WRITING, STOPPING, LOST)
