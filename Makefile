@@ -10,7 +10,7 @@ JOBS   ?= 2
 # Anything: install exactly what requirements/dev.txt has, with its hashes, as CI does.
 LOCKED ?=
 
-.PHONY: dev test test-pythons check fmt bench chaos wheel lock clean
+.PHONY: dev test test-fast test-pythons check fmt bench chaos wheel lock clean
 
 dev: $(READY)
 	@exec $(BIN)/tidegate dev examples/demo.py
@@ -24,6 +24,12 @@ test: $(READY) $(OTHERS)/.ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
+
+# Under two minutes on 2 cores: tests/unit and tests/house, except two slow files. test_workflow_docs.py starts a Postgres and a second
+# pytest for the code blocks of docs/workflows.md; test_template_bounds.py renders every filter and tag at its limit.
+test-fast: $(READY)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone" tests/unit tests/house \
+	  --ignore tests/house/test_workflow_docs.py --ignore tests/unit/test_template_bounds.py $(ARGS)
 
 # On each Python from 3.11 on that is found here; ARGS as for `test` (`make test-pythons ARGS="tests/unit"`).
 test-pythons: $(READY)
