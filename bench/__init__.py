@@ -1,1 +1,1 @@
-"""Benchmarks: `make bench`. Each figure is a module; `docs/performance.md` says what it means."""
+"""Benchmarks: `make bench`. Each figure is a module; `bench/NOTES.md` describes it."""
