@@ -14,7 +14,13 @@ from tidegate.settings import Settings
 from tidegate.store.db import Connection
 
 ROOT = Path(__file__).parent.parent.parent
-DOCS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [*sorted(ROOT.glob("*.md")), ROOT / "bench" / "NOTES.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCS, ids=lambda p: p.name)
@@ -26,6 +32,13 @@ def test_links_and_paths_exist(document: Path) -> None:
         assert (ROOT / path).exists(), f"{document.name} names {path}"
     for module in re.findall(r"`((?:flow|store|model|queue|worker|api|cli|telemetry)/[\w/]+\.py)`", text):
         assert (ROOT / "src" / "tidegate" / module).exists(), f"{document.name} names {module}"
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda p: p.name)
+def test_links_lead_to_a_section_that_exists(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
+        page = document.parent / target if target else document
+        assert anchor in anchors(page), f"{document.name} links to {target}#{anchor}"
 
 
 def test_every_setting_is_documented() -> None:
@@ -89,5 +102,6 @@ def test_public_names() -> None:
 
 
 def test_the_changelog_names_this_version() -> None:
-    assert f"## {tidegate.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-    assert f'version = "{tidegate.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    version, text = tidegate.__version__, (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## Unreleased (will be {version})\n" in text or f"\n## {version}" in text
+    assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
