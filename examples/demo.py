@@ -13,7 +13,7 @@ app = Tidegate()
 
 @app.workflow(on="order.created", source="shop.*", where="event.payload.amount > 100")
 async def fulfil(ctx: Context, id: int, amount: float) -> dict[str, Any]:
-    """Pretend to charge a card; what is returned is the run's output."""
+    """Pretend to charge a card; the return value is the run's output."""
     ctx.log.info("order.charging", order=id)
     await asyncio.sleep(0.05)
     return {"order": id, "charged": amount, "receipt": f"r-{id}"}
@@ -21,6 +21,6 @@ async def fulfil(ctx: Context, id: int, amount: float) -> dict[str, Any]:
 
 @app.workflow(on="order.*")
 def audit(ctx: Context, **order: Any) -> dict[str, Any]:
-    """A plain function: it runs in a thread."""
+    """A synchronous function: it runs in a thread."""
     assert ctx.event is not None
     return {"seen": ctx.event.type, "fields": sorted(order)}

@@ -1,10 +1,10 @@
-"""File ingest: several files are downloaded, parsed and loaded side by side; each finished part is kept.
+"""File ingest: several files are downloaded, parsed and loaded concurrently; the result of each step is stored.
 
     tidegate dev examples/files.py
     tidegate publish files.arrived --source sftp --data '{"files": ["north.csv", "south.csv", "west.csv"]}'
 
-When one download fails it is tried again while the others go on; nothing that was loaded is loaded anew. `east.csv`
-has a bad line: trying it again cannot help, so it is reported and the rest is loaded.
+A failed download is retried while the others continue; a file that was loaded is not loaded again. `east.csv`
+has an invalid line: a retry cannot help, so the error is reported and the other files are loaded.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tidegate import Context, NonRetryable, Retry, StepFailed, Tidegate
 
 app = Tidegate()
 
-# What a server elsewhere would hold, and a database.
+# Simulates a remote file server and a database.
 REMOTE = {
     "north.csv": "region,amount\nnorth,10\nnorth,20\n",
     "south.csv": "region,amount\nsouth,5\n",
@@ -26,12 +26,12 @@ REMOTE = {
 }
 WAREHOUSE: dict[str, list[dict[str, Any]]] = {}
 
-# Steps of one run may be done by several workers: files belong where all of them can read them.
+# Different workers may execute the steps of one run: store files where all of them can read them.
 SPOOL = Path(tempfile.gettempdir()) / "tidegate-files"
 
 
 def download(name: str, folder: str) -> str:
-    """Steps that are plain functions run in threads. What is remembered is small: a path, not the content."""
+    """Synchronous step functions run in threads. The stored result is small: a path, not the content."""
     if name not in REMOTE:
         raise FileNotFoundError(name)
     path = SPOOL / folder / name
@@ -41,7 +41,7 @@ def download(name: str, folder: str) -> str:
 
 
 def parse(path: str) -> list[dict[str, Any]]:
-    """What a step returns comes back as JSON: lists, objects, text, numbers."""
+    """The result of a step is stored as JSON: lists, objects, strings, numbers."""
     rows = list(csv.DictReader(Path(path).read_text().splitlines()))
     try:
         return [{"region": row["region"], "amount": int(row["amount"])} for row in rows]
@@ -50,14 +50,14 @@ def parse(path: str) -> list[dict[str, Any]]:
 
 
 def load(name: str, rows: list[dict[str, Any]]) -> int:
-    """May be repeated after a crash, so it replaces instead of adding."""
+    """Idempotent, since it may be repeated after a crash: it replaces the rows instead of adding to them."""
     WAREHOUSE[name] = rows
     return len(rows)
 
 
 @app.workflow(on="files.arrived", timeout="1d", max_concurrency=2)
 async def ingest(ctx: Context, files: list[str]) -> dict[str, Any]:
-    """The files side by side, each from one step to the next."""
+    """Process the files concurrently, each step by step."""
 
     async def one(name: str) -> int | str:
         try:

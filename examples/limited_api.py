@@ -1,5 +1,5 @@
-"""Calling an API that allows ten calls a minute: the throttle keeps within it, and when the API says no all the same
-(others call it, too), everyone waits as long as it asks for.
+"""Calling an API that allows ten calls a minute: the throttle stays within that limit. If the API still answers 429
+(other clients call it, too), all runs of the trigger wait as long as it asks for.
 
     tidegate dev examples/limited_api.py
     for i in $(seq 25); do tidegate publish contact.changed --source crm --data "{\"id\": $i}"; done
@@ -16,7 +16,7 @@ app = Tidegate()
 
 
 class Api:
-    """Stands for the service: `limit` calls in each minute, then 429 with the seconds to wait."""
+    """Simulates the service: `limit` calls in each minute, then 429 with the seconds to wait."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -26,7 +26,7 @@ class Api:
         self.contacts: set[int] = set()
 
     def put(self, contact: int) -> tuple[int, int]:
-        """The status, and for 429 the whole seconds of its Retry-After."""
+        """Return the status, and for 429 the seconds of its Retry-After."""
         now = self.now()
         recent = [at for at in self.calls if at > now - 60]
         if len(recent) >= self.limit:
@@ -41,15 +41,15 @@ api = Api(limit=10)
 
 
 def put(contact: int) -> str:
-    """A step: what the service answers decides when, and whether, it is tried again."""
+    """A step: the response of the service decides whether and when it is retried."""
     status, seconds = api.put(contact)
     if status == 429:
-        # Not only this one: nothing of this workflow calls the service before then.
+        # Applies to the whole trigger: no run of this workflow calls the service before then.
         raise RetryAfter(seconds, "429 Too Many Requests", everyone="trigger")
     return f"contact {contact} is up to date"
 
 
 @app.workflow(on="contact.changed", throttle="10/min", max_concurrency=3)
 async def sync(ctx: Context, id: int) -> str:
-    """Ten launches in any minute, three at a time, over all workers; what must wait is kept, in order."""
+    """At most ten launches in any minute and three at a time, across all workers; the others wait, in order."""
     return await ctx.step("put", put, id, retry=Retry(max_attempts=20, base="5s", cap="5m"), timeout="10s")

@@ -1,11 +1,11 @@
-"""Order fulfilment: charge the card, wait two hours in which the customer may change their mind, ship; give the money
-back when it cannot be shipped.
+"""Order fulfilment: charge the card, wait two hours in which the customer may cancel, ship; refund the charge if
+shipping fails.
 
     tidegate dev examples/orders.py
     tidegate publish order.created --source shop.api --data '{"id": 7, "amount": 120, "card": "visa"}'
 
-Other cards: `flaky` (the bank is away twice), `stolen` (refused). Order 13 cannot be shipped: its money goes back. A
-run that waits is seen with `tidegate runs list`, and stopped with `tidegate runs cancel ID`.
+Other cards: `flaky` (the bank fails twice), `stolen` (refused). Order 13 cannot be shipped: it is refunded. Suspended
+runs are listed by `tidegate runs list` and cancelled with `tidegate runs cancel ID`.
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ app = Tidegate()
 
 
 class Bank:
-    """Stands for a payment service: it does nothing twice for the same key."""
+    """Simulates a payment service that is idempotent by key."""
 
     def __init__(self) -> None:
         self.payments: dict[str, float] = {}
         self.calls = 0
 
     async def pay(self, card: str, amount: float, *, key: str) -> str:
-        """Move money (back, if the amount is negative)."""
+        """Charge the card, or refund it if the amount is negative."""
         self.calls += 1
         if card == "stolen":
             raise NonRetryable("the card is reported stolen")
@@ -37,12 +37,12 @@ bank = Bank()
 
 
 async def pay(ctx: Context, card: str, amount: float) -> str:
-    """A step. The key is the same in each of its attempts, even after a crash: the bank counts them as one."""
+    """A step. The key is the same in each attempt, even after a crash: the bank executes them once."""
     return await bank.pay(card, amount, key=ctx.idempotency_key)
 
 
 async def ship(order: int) -> str:
-    """A step that may fail for good."""
+    """A step that may fail permanently."""
     if order == 13:
         raise ConnectionError("the carrier does not answer")
     return f"parcel {order}"
@@ -50,7 +50,7 @@ async def ship(order: int) -> str:
 
 @app.workflow(on="order.created", source="shop.*", idempotency_key="{{ event.payload.id }}")
 async def fulfil(ctx: Context, id: int, amount: float, card: str) -> dict[str, Any]:
-    """What is done is remembered: after a crash, or the two hours, it goes on behind the last finished step."""
+    """Step results are stored: after a crash, or the two hours, the run resumes after the last completed step."""
     receipt: str = await ctx.step("charge", pay, ctx, card, amount, retry=Retry(max_attempts=10, base="2s", cap="5m"))
     await ctx.sleep("2h")
     try:
