@@ -88,7 +88,7 @@ def test_templates(source: str, result: str) -> None:
 
 
 def test_functions_named_are_the_known_ones() -> None:
-    known = re.search(r"Known are `([^`]+)`; on values `([^`]+)`", TEXT)
+    known = re.search(r"The functions are `([^`]+)`; the methods are `([^`]+)`", TEXT)
     assert known is not None
     assert set(known[1].split()) == cel_reader._FUNCTIONS.keys()
     assert set(known[2].split()) == cel_reader._METHODS.keys() - {"existsOne"}
@@ -100,15 +100,15 @@ def test_limits() -> None:
         "characters of a pattern": pattern.MAX_PATTERN_LENGTH,
         "values of `in`, `not_in`": predicate.MAX_VALUES,
         "values within arrays and objects as operands": predicate.MAX_MEMBERS,
-        "values of the event that a path passes": path.MAX_VISITS,
-        "values that a predicate looks at": path.MAX_NODES,
+        "values of the event that a path visits": path.MAX_VISITS,
+        "values that a predicate compares": path.MAX_NODES,
         "characters of `where`": expression.MAX_LENGTH,
-        "loops within loops in `where`": cel_reader.MAX_NESTED_LOOPS,
+        "nested loops in `where`": cel_reader.MAX_NESTED_LOOPS,
         "steps of a trigger's checks on an event": budget.MAX_STEPS,
-        "characters of a text in a template": template.MAX_LENGTH,
+        "characters of a string in a template": template.MAX_LENGTH,
         "levels of a template": template.MAX_DEPTH,
-        "characters that a text may become": template.MAX_OUTPUT,
-        "bits of a whole number in a template": liquid_environment.MAX_BITS,
+        "characters of a rendered string": template.MAX_OUTPUT,
+        "bits of an integer in a template": liquid_environment.MAX_BITS,
         "steps of its templates on an event": budget.MAX_STEPS,
     }
     assert f"template's step costs {liquid_environment.PRICE}" in TEXT
