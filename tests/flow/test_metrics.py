@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +18,12 @@ from tests.flow.test_gate import limit
 from tests.flow.trigger_worker import TriggerWorker, make_trigger
 from tidegate import NonRetryable, Retry
 from tidegate.flow import control
-from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.keep.reconcile import Reconcile, Requeue
 from tidegate.flow.look.health import Exposition
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import TRIGGER_BREAKER
+from tidegate.queue.port import Wakeup
+from tidegate.queue.postgres import PostgresQueue
 from tidegate.store import workers
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry import metrics
@@ -58,6 +60,23 @@ class Scene:
         """Claimed by a worker that is gone; reconcile looks."""
         await self.connection.execute(f"update tidegate.{table} set {state}, {CLAIMED}")
         await Reconcile(self.database, batch_size=10).run_once()
+
+    async def lost(self, table: str) -> None:
+        """The queue has lost the wake-ups of waiting rows that were written a while ago."""
+        await self.connection.execute(
+            f"update tidegate.{table} set next_attempt_at = tidegate.now() + interval '10 minutes', "
+            "updated_at = tidegate.now() - interval '10 s' where retry_state = 'scheduled'"
+        )
+        await Requeue(self.database, LosingQueue(self.database), batch_size=10).run_once()
+
+
+class LosingQueue(PostgresQueue):
+    """A queue that should hold wake-ups and has none of them."""
+
+    holds_wakeups = True
+
+    async def missing(self, wakeups: Sequence[Wakeup]) -> list[Wakeup]:
+        return list(wakeups)
 
 
 SCENES: dict[Callable[[Scene], Awaitable[None]], list[str]] = {}
@@ -382,23 +401,21 @@ async def its_run(scene: Scene) -> None:
 
 
 @moves('tidegate_reconcile_requeued_total{kind="events"}')
-async def its_event(scene: Scene) -> None:
+async def wakeups_of_events_are_lost(scene: Scene) -> None:
     await a_limit(scene)
-    await scene.claimed("event_ingress_retries", "retry_state = 'running'")
+    await scene.lost("event_ingress_retries")
 
 
 @moves('tidegate_reconcile_requeued_total{kind="deliveries"}')
-async def its_delivery(scene: Scene) -> None:
+async def wakeups_of_deliveries_are_lost(scene: Scene) -> None:
     await a_throttle(scene)
-    await scene.connection.execute("delete from tidegate.workflow_runs")
-    await scene.connection.execute("delete from tidegate.workflow_trigger_deliveries where status = 'launched'")
-    await scene.claimed("workflow_trigger_deliveries", "retry_state = 'running'")
+    await scene.lost("workflow_trigger_deliveries")
 
 
 @moves('tidegate_reconcile_requeued_total{kind="steps"}')
-async def its_step(scene: Scene) -> None:
+async def wakeups_of_steps_are_lost(scene: Scene) -> None:
     await waiting_step(scene)
-    await scene.claimed("workflow_run_steps", "retry_state = 'running'")
+    await scene.lost("workflow_run_steps")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -73,3 +73,45 @@ async def make_runs(connection: Connection, due: Iterable[datetime], slug: str =
             at,
         )
     return made
+
+
+async def insert_row(connection: Connection, table: str, **values: Any) -> None:
+    """One row of a table, with the columns given."""
+    places = ", ".join(f"${number}" for number in range(1, len(values) + 1))
+    await connection.execute(f"insert into tidegate.{table} ({', '.join(values)}) values ({places})", *values.values())
+
+
+async def waiting_events(connection: Connection, due: Sequence[datetime]) -> list[uuid.UUID]:
+    """Held events, due at the given times."""
+    ids = await make_events(connection, len(due))
+    for event_id, at in zip(ids, due, strict=True):
+        await insert_row(
+            connection, "event_ingress_retries",
+            event_id=event_id, source="shop.api", retry_state="scheduled", next_attempt_at=at,
+        )  # fmt: skip
+    return ids
+
+
+async def waiting_deliveries(connection: Connection, due: Sequence[datetime]) -> list[uuid.UUID]:
+    """Held deliveries of one trigger, due at the given times."""
+    [trigger_id] = await make_triggers(connection)
+    ids = [uuid7() for _ in due]
+    for row_id, event_id, at in zip(ids, await make_events(connection, len(due)), due, strict=True):
+        await insert_row(
+            connection, "workflow_trigger_deliveries",
+            id=row_id, trigger_id=trigger_id, event_id=event_id, status="throttled", retry_state="scheduled",
+            next_attempt_at=at,
+        )  # fmt: skip
+    return ids
+
+
+async def waiting_steps(connection: Connection, due: Sequence[datetime]) -> list[uuid.UUID]:
+    """Steps of one run that wait for a retry, due at the given times."""
+    [run_id] = await make_runs(connection, [NOW])
+    ids = [uuid7() for _ in due]
+    for number, (row_id, at) in enumerate(zip(ids, due, strict=True)):
+        await insert_row(
+            connection, "workflow_run_steps",
+            id=row_id, workflow_run_id=run_id, name=f"s{number}", retry_state="scheduled", next_attempt_at=at,
+        )  # fmt: skip
+    return ids

@@ -2,8 +2,6 @@
 
 import asyncio
 import uuid
-from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
 import asyncpg
@@ -15,111 +13,50 @@ from tidegate.store import deliveries, runs
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import Decided
 
-from .builders import NOW, make_definition, make_events, make_triggers, set_clock
-from .retry_suite import RetryTable
+from .builders import NOW, insert_row, make_definition, make_events, make_triggers, set_clock, waiting_deliveries
 
 
 def delivery(trigger_id: uuid.UUID, event_id: uuid.UUID, **changes: Any) -> Delivery:
     return Delivery(**{"id": uuid7(), "trigger_id": trigger_id, "event_id": event_id, "status": "matched"} | changes)
 
 
-class TestDeliveries(RetryTable):
-    store = deliveries
-    table = "workflow_trigger_deliveries"
+@pytest.mark.parametrize("status", ["bogus", "", "Launched", "pending"])
+async def test_illegal_status_is_refused(connection: Connection, status: str) -> None:
+    await waiting_deliveries(connection, [NOW])
+    with pytest.raises(asyncpg.CheckViolationError, match="status_check"):
+        await connection.execute("update tidegate.workflow_trigger_deliveries set status = $1", status)
 
-    async def schedule(self, connection: Connection, due: Sequence[datetime]) -> list[uuid.UUID]:
-        [trigger_id] = await make_triggers(connection)
-        events = await make_events(connection, len(due))
-        rows = [
-            delivery(trigger_id, event_id, status="throttled", retry_state="scheduled", next_attempt_at=at)
-            for event_id, at in zip(events, due, strict=True)
-        ]
-        assert await deliveries.insert(connection, rows) == {r.id for r in rows}
-        return [r.id for r in rows]
 
-    async def test_insert_writes_what_is_given(self, connection: Connection) -> None:
-        await set_clock(connection)
-        [trigger_id] = await make_triggers(connection)
-        [event_id] = await make_events(connection)
-        given = delivery(
-            trigger_id,
-            event_id,
-            trigger_version=4,
-            status="throttled",
-            attempts=2,
-            dedupe_key="o-7",
-            last_error="full",
-            throttled_until=NOW,
-            retry_state="scheduled",
-            next_attempt_at=NOW,
-            retry_attempts=3,
-            retry_metadata={"n": 1},
-            created_at=NOW,
-            updated_at=NOW,
+async def test_every_status_of_the_model_is_legal(connection: Connection) -> None:
+    await waiting_deliveries(connection, [NOW])
+    for status in DELIVERY_STATUSES:
+        await connection.execute(
+            "update tidegate.workflow_trigger_deliveries "
+            "set status = $1, workflow_run_id = $2, launched_at = $3, retry_state = 'none'",
+            status,
+            uuid7(),
+            NOW,
         )
-        await deliveries.insert(connection, [given])
-        assert await deliveries.list_scheduled(connection) == [given]
+    assert await connection.fetchval("select status from tidegate.workflow_trigger_deliveries") == status
 
-    async def test_insert_again_keeps_the_first(self, connection: Connection) -> None:
-        first_trigger, second_trigger = await make_triggers(connection, 2)
-        [event_id] = await make_events(connection)
-        first = delivery(first_trigger, event_id)
-        assert await deliveries.insert(connection, [first]) == {first.id}
-        again, other = delivery(first_trigger, event_id), delivery(second_trigger, event_id)
-        assert await deliveries.insert(connection, [again, other]) == {other.id}
-        assert {d.delivery.id for d in await deliveries.list_of_event(connection, event_id)} == {first.id, other.id}
 
-    async def test_update_sets_the_status_or_leaves_it(self, connection: Connection) -> None:
-        await set_clock(connection)
-        await self.schedule(connection, [NOW] * 3)
-        held = await self.claim(connection)
-        changes = [self.change(row) for row in held]
-        await deliveries.update(connection, changes, ["failed", None, "cancelled"])
-        statuses = [(await self.row(connection, row.id))["status"] for row in held]
-        assert statuses == ["failed", "throttled", "cancelled"]
+@pytest.mark.parametrize(
+    "rest",
+    ["workflow_run_id = null, launched_at = now()", "workflow_run_id = gen_random_uuid(), launched_at = null"],
+)
+async def test_launched_without_its_run_is_refused(connection: Connection, rest: str) -> None:
+    await waiting_deliveries(connection, [NOW])
+    with pytest.raises(asyncpg.CheckViolationError, match="launched_check"):
+        await connection.execute(
+            f"update tidegate.workflow_trigger_deliveries set status = 'launched', retry_state = 'completed', {rest}"
+        )
 
-    async def test_list_of_one_trigger(self, connection: Connection) -> None:
-        first, second = await make_triggers(connection, 2)
-        [event_id] = await make_events(connection)
-        rows = [delivery(t, event_id, retry_state="scheduled", next_attempt_at=NOW) for t in (first, second)]
-        await deliveries.insert(connection, rows)
-        assert [d.trigger_id for d in await deliveries.list_scheduled(connection, trigger_id=second)] == [second]
 
-    @pytest.mark.parametrize("status", ["bogus", "", "Launched", "pending"])
-    async def test_illegal_status_is_refused(self, connection: Connection, status: str) -> None:
-        await self.schedule(connection, [NOW])
-        with pytest.raises(asyncpg.CheckViolationError, match="status_check"):
-            await connection.execute("update tidegate.workflow_trigger_deliveries set status = $1", status)
-
-    async def test_every_status_of_the_model_is_legal(self, connection: Connection) -> None:
-        await self.schedule(connection, [NOW])
-        for status in DELIVERY_STATUSES:
-            await connection.execute(
-                "update tidegate.workflow_trigger_deliveries "
-                "set status = $1, workflow_run_id = $2, launched_at = $3, retry_state = 'none'",
-                status,
-                uuid7(),
-                NOW,
-            )
-        assert await connection.fetchval("select status from tidegate.workflow_trigger_deliveries") == status
-
-    @pytest.mark.parametrize(
-        "rest",
-        ["workflow_run_id = null, launched_at = now()", "workflow_run_id = gen_random_uuid(), launched_at = null"],
-    )
-    async def test_launched_without_its_run_is_refused(self, connection: Connection, rest: str) -> None:
-        await self.schedule(connection, [NOW])
-        with pytest.raises(asyncpg.CheckViolationError, match="launched_check"):
-            await connection.execute(
-                "update tidegate.workflow_trigger_deliveries "
-                f"set status = 'launched', retry_state = 'completed', {rest}"
-            )
-
-    @pytest.mark.parametrize("status", ["skipped", "failed", "exhausted", "cancelled"])
-    async def test_what_is_decided_waits_no_more(self, connection: Connection, status: str) -> None:
-        await self.schedule(connection, [NOW])
-        with pytest.raises(asyncpg.CheckViolationError, match="final_check"):
-            await connection.execute("update tidegate.workflow_trigger_deliveries set status = $1", status)
+@pytest.mark.parametrize("status", ["skipped", "failed", "exhausted", "cancelled"])
+async def test_what_is_decided_waits_no_more(connection: Connection, status: str) -> None:
+    await waiting_deliveries(connection, [NOW])
+    with pytest.raises(asyncpg.CheckViolationError, match="final_check"):
+        await connection.execute("update tidegate.workflow_trigger_deliveries set status = $1", status)
 
 
 async def decided(connection: Connection, count: int = 1, **changes: Any) -> list[Decided]:
@@ -267,6 +204,10 @@ async def test_deliveries_of_an_event_are_shown_in_order(connection: Connection)
     [event_id] = await make_events(connection)
     ids = await make_triggers(connection, 5)
     rows = [delivery(trigger_id, event_id) for trigger_id in ids]
-    await deliveries.insert(connection, rows)
+    for row in rows:
+        await insert_row(
+            connection, "workflow_trigger_deliveries",
+            id=row.id, trigger_id=row.trigger_id, event_id=event_id, status=row.status,
+        )  # fmt: skip
     assert [d.delivery.id for d in await deliveries.list_of_event(connection, event_id)] == sorted(r.id for r in rows)
     assert await deliveries.list_of_event(connection, uuid7()) == []

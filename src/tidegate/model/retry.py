@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import random as _random
-import uuid
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 
@@ -60,19 +59,6 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ValueError(f"{name} must lie between {low} and {high}, not {value!r}")
         if self.max_ms < self.base_ms:
             raise ValueError(f"max_ms must not be below base_ms, {self.base_ms}: it is {self.max_ms}")
-
-
-class RetryChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A compare-and-set on one waiting row: it happens only if the row is still as the caller knew it."""
-
-    id: uuid.UUID
-    expected_state: RetryState
-    claim_generation: int
-    retry_state: RetryState
-    attempts: int
-    next_attempt_at: datetime | None = None
-    last_error: str | None = None
-    metadata: dict[str, Any] = {}
 
 
 EVENT_RETRY = RetryPolicy(base_ms=5_000, factor=2, max_ms=600_000, jitter_ratio=0.2, max_attempts=50)

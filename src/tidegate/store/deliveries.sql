@@ -302,72 +302,13 @@ select tidegate.uuid7(), 'delivery', u.id, u.event_id, u.reason, u.detail::jsonb
   from unnest($1::uuid[], $2::uuid[], $3::text[], $4::text[]) as u (id, event_id, reason, detail)
 on conflict (kind, subject_id) where replayed_at is null do nothing
 
--- name: insert
--- Records deliveries as given, retry state included; one that exists for the trigger and event stays. Returns the ids.
-insert into tidegate.workflow_trigger_deliveries
-  (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, dedupe_key, launched_at, last_error,
-   throttled_until, retry_state, next_attempt_at, retry_attempts, retry_metadata)
-select u.id, u.trigger_id, u.event_id, u.trigger_version, u.workflow_run_id, u.status, u.attempts, u.dedupe_key,
-       u.launched_at, u.last_error, u.throttled_until, u.retry_state, u.next_attempt_at, u.retry_attempts,
-       u.retry_metadata::jsonb
-  from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::uuid[], $6::text[], $7::bigint[], $8::text[],
-              $9::timestamptz[], $10::text[], $11::timestamptz[], $12::text[], $13::timestamptz[], $14::bigint[],
-              $15::text[])
-    as u (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, dedupe_key, launched_at,
-          last_error, throttled_until, retry_state, next_attempt_at, retry_attempts, retry_metadata)
- order by u.event_id, u.trigger_id
-on conflict (event_id, trigger_id) do nothing
-returning id
-
--- name: update
--- Compare-and-set on state and generation: a worker that lost its claim changes nothing. Returns the ids changed.
-update tidegate.workflow_trigger_deliveries r
-   set retry_state = u.retry_state, retry_attempts = greatest(r.retry_attempts, u.attempts),
-       next_attempt_at = u.next_attempt_at, last_error = u.last_error, retry_metadata = u.metadata::jsonb,
-       status = coalesce(u.status, r.status), claim_generation = r.claim_generation + 1, claimed_by = null,
-       claim_expires_at = null, updated_at = tidegate.now()
-  from unnest($1::uuid[], $2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::timestamptz[], $7::text[], $8::text[],
-              $9::text[])
-    as u (id, expected_state, claim_generation, retry_state, attempts, next_attempt_at, last_error, metadata, status)
- where r.id = u.id and r.retry_state = u.expected_state and r.claim_generation = u.claim_generation
-returning r.id
-
--- name: claim_due
--- Claims due rows for a worker until its lease ends, oldest first. Whoever claimed a row before is fenced off.
-with due as materialized (
-  select id from tidegate.workflow_trigger_deliveries
-   where retry_state = 'scheduled' and next_attempt_at <= tidegate.now()
-   order by next_attempt_at, id limit $1 for update skip locked
-)
-update tidegate.workflow_trigger_deliveries r
-   set retry_state = 'running', claim_generation = r.claim_generation + 1, claimed_by = $2,
-       claim_expires_at = tidegate.now() + $3::bigint * interval '1 ms', updated_at = tidegate.now()
-  from due
- where r.id = due.id
-returning r.*
-
--- name: release_expired
--- Rows whose worker let the lease run out are due again; its late writes are fenced off. Returns the ids.
-with expired as materialized (
-  select id from tidegate.workflow_trigger_deliveries
-   where retry_state = 'running' and claim_expires_at <= tidegate.now()
-   order by claim_expires_at limit $1 for update skip locked
-)
-update tidegate.workflow_trigger_deliveries r
-   set retry_state = 'scheduled', next_attempt_at = tidegate.now(), claim_generation = r.claim_generation + 1,
-       claimed_by = null, claim_expires_at = null, updated_at = tidegate.now()
-  from expired
- where r.id = expired.id
-returning r.id
-
 -- name: list_scheduled
--- Waiting rows in the order in which they become due, after a given place; a null trigger means all.
+-- Waiting rows in the order in which they become due, after a given place; a null place means from the first.
 select r.* from tidegate.workflow_trigger_deliveries r
  where r.retry_state = 'scheduled'
-   and ($1::uuid is null or r.trigger_id = $1)
-   and ($2::timestamptz is null or (r.next_attempt_at, r.id) > ($2, $3::uuid))
+   and ($1::timestamptz is null or (r.next_attempt_at, r.id) > ($1, $2::uuid))
  order by r.next_attempt_at, r.id
- limit $4
+ limit $3
 
 -- name: list_of_event
 -- The deliveries of one event with what they launched, in order.

@@ -198,8 +198,6 @@ class Depths(msgspec.Struct, frozen=True, kw_only=True):
     runs_due: int
     runs_total: int
     runs_since: datetime | None
-    active_events: int
-    active_deliveries: int
     active_runs: int
 
 

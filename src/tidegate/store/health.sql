@@ -71,8 +71,6 @@ select first.counted + case when first.counted < $2 then 0
        (select e.received_at from tidegate.event_inbox i join tidegate.workflow_events e on e.id = i.event_id
          order by i.ingress_sequence limit 1) as inbox_since,
        runs.due as runs_due, runs.total as runs_total, runs.next_attempt_at as runs_since,
-       (select count(*) from tidegate.event_ingress_retries where retry_state = 'running') as active_events,
-       (select count(*) from tidegate.workflow_trigger_deliveries where retry_state = 'running') as active_deliveries,
        (select count(*) from tidegate.workflow_runs where status = 'running') as active_runs
   from first, runs
 
@@ -166,23 +164,11 @@ select count(*) as alive, max(reconciled_at) as reconciled_at
   from tidegate.workers where seen_at > tidegate.now() - $1::bigint * interval '1 ms'
 
 -- name: expired_claims
--- Claims whose lease is over and that nobody has released, by kind, and since when.
-with clock as materialized (
-  select tidegate.now() as now
-), expired as (
-  select 'runs' as kind, claim_expires_at from tidegate.workflow_runs, clock
-   where status = 'running' and claim_expires_at <= now
-  union all
-  select 'deliveries', claim_expires_at from tidegate.workflow_trigger_deliveries, clock
-   where retry_state = 'running' and claim_expires_at <= now
-  union all
-  select 'events', claim_expires_at from tidegate.event_ingress_retries, clock
-   where retry_state = 'running' and claim_expires_at <= now
-  union all
-  select 'steps', claim_expires_at from tidegate.workflow_run_steps, clock
-   where retry_state = 'running' and claim_expires_at <= now
-)
-select kind, count(*) as total, min(claim_expires_at) as since from expired group by kind order by kind
+-- Claims on runs whose lease has expired and that have not been released: how many, and since when. No row if there are none.
+select 'runs' as kind, count(*) as total, min(claim_expires_at) as since
+  from tidegate.workflow_runs
+ where status = 'running' and claim_expires_at <= tidegate.now()
+having count(*) > 0
 
 -- name: totals
 -- How many events were decided and how many runs launched, over the whole cluster.

@@ -9,45 +9,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from tidegate.model.retry import RetryChange
-from tidegate.model.run import Step, StepStatus
+from tidegate.model.run import Step
 from tidegate.model.step import StepWrite
 from tidegate.store.columns import column
 from tidegate.store.db import Connection, Row
-from tidegate.store.retry_rows import change_columns, json_texts
+from tidegate.store.retry_rows import json_texts
 from tidegate.store.sql import load
 
 _sql = load("steps")
-
-
-async def insert(connection: Connection, steps: Sequence[Step]) -> set[uuid.UUID]:
-    """Record steps with their retry state. The ids that are new for their run and name."""
-    rows = await connection.fetch(
-        _sql["insert"],
-        [s.id for s in steps],
-        [s.workflow_run_id for s in steps],
-        [s.name for s in steps],
-        [s.status for s in steps],
-        [None if s.result is None else msgspec.json.encode(s.result).decode() for s in steps],
-        [s.error for s in steps],
-        [s.retry_state for s in steps],
-        [s.next_attempt_at for s in steps],
-        [s.retry_attempts for s in steps],
-        json_texts(s.retry_metadata for s in steps),
-    )
-    return {row[0] for row in rows}
-
-
-async def update(
-    connection: Connection,
-    changes: Sequence[RetryChange],
-    statuses: Sequence[StepStatus | None] | None = None,
-    results: Sequence[str | None] | None = None,
-) -> set[uuid.UUID]:
-    """Change rows that are still as the caller knew them; a status or result (JSON text) of None stays."""
-    none: list[str | None] = [None] * len(changes)
-    rows = await connection.fetch(_sql["update"], *change_columns(changes), statuses or none, results or none)
-    return {row[0] for row in rows}
 
 
 class RecordedStep(NamedTuple):
@@ -93,27 +62,15 @@ async def list_of_runs(connection: Connection, run_ids: Sequence[uuid.UUID]) -> 
     return [_step(row) for row in await connection.fetch(_sql["list_of_runs"], run_ids)] if run_ids else []
 
 
-async def claim_due(connection: Connection, *, limit: int, worker: str, lease_ms: int) -> list[Step]:
-    """Claim rows that are due by the database's clock, until the lease ends."""
-    rows = await connection.fetch(_sql["claim_due"], limit, worker, lease_ms)
-    return sorted((_step(row) for row in rows), key=lambda s: (s.next_attempt_at, s.id))
-
-
-async def release_expired(connection: Connection, limit: int) -> list[uuid.UUID]:
-    """Make rows whose lease has run out due again."""
-    return [row[0] for row in await connection.fetch(_sql["release_expired"], limit)]
-
-
 async def list_scheduled(
     connection: Connection,
     *,
-    run_id: uuid.UUID | None = None,
     after: tuple[datetime, uuid.UUID] | None = None,
     limit: int = 500,
 ) -> list[Step]:
     """Waiting rows in due order, after `(next_attempt_at, id)`."""
     at, last = after or (None, None)
-    return [_step(row) for row in await connection.fetch(_sql["list_scheduled"], run_id, at, last, limit)]
+    return [_step(row) for row in await connection.fetch(_sql["list_scheduled"], at, last, limit)]
 
 
 async def list_of_run(connection: Connection, run_id: uuid.UUID) -> list[Step]:

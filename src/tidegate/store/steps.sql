@@ -1,32 +1,3 @@
--- name: insert
--- Records steps as given, retry state included; a step of that name in the run stays as it is. Returns the ids.
-insert into tidegate.workflow_run_steps
-  (id, workflow_run_id, name, status, result, error, retry_state, next_attempt_at, retry_attempts, retry_metadata)
-select u.id, u.workflow_run_id, u.name, u.status, u.result::json, u.error, u.retry_state, u.next_attempt_at,
-       u.retry_attempts, u.retry_metadata::jsonb
-  from unnest($1::uuid[], $2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::text[], $8::timestamptz[],
-              $9::bigint[], $10::text[])
-    as u (id, workflow_run_id, name, status, result, error, retry_state, next_attempt_at, retry_attempts,
-          retry_metadata)
- order by u.workflow_run_id, u.name
-on conflict (workflow_run_id, name) do nothing
-returning id
-
--- name: update
--- Compare-and-set on state and generation: a worker that lost its claim changes nothing. Returns the ids changed.
-update tidegate.workflow_run_steps r
-   set retry_state = u.retry_state, retry_attempts = greatest(r.retry_attempts, u.attempts),
-       next_attempt_at = u.next_attempt_at, error = u.last_error, retry_metadata = u.metadata::jsonb,
-       status = coalesce(u.status, r.status), result = coalesce(u.result::json, r.result),
-       claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null,
-       updated_at = tidegate.now()
-  from unnest($1::uuid[], $2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::timestamptz[], $7::text[], $8::text[],
-              $9::text[], $10::text[])
-    as u (id, expected_state, claim_generation, retry_state, attempts, next_attempt_at, last_error, metadata, status,
-          result)
- where r.id = u.id and r.retry_state = u.expected_state and r.claim_generation = u.claim_generation
-returning r.id
-
 -- name: write
 -- Records the outcome of steps of runs that their worker still holds, or that this transaction has ended ($13); a step that
 -- is done stays as it is. Returns run, name, whether the run's cancellation was asked for, and when the step goes on; what
@@ -89,42 +60,13 @@ select count(*) from ended where kind = 'step'
 -- The steps of several runs.
 select s.* from tidegate.workflow_run_steps s where s.workflow_run_id = any ($1::uuid[])
 
--- name: claim_due
--- Claims due rows for a worker until its lease ends, oldest first. Whoever claimed a row before is fenced off.
-with due as materialized (
-  select id from tidegate.workflow_run_steps
-   where retry_state = 'scheduled' and next_attempt_at <= tidegate.now()
-   order by next_attempt_at, id limit $1 for update skip locked
-)
-update tidegate.workflow_run_steps r
-   set retry_state = 'running', claim_generation = r.claim_generation + 1, claimed_by = $2,
-       claim_expires_at = tidegate.now() + $3::bigint * interval '1 ms', updated_at = tidegate.now()
-  from due
- where r.id = due.id
-returning r.*
-
--- name: release_expired
--- Rows whose worker let the lease run out are due again; its late writes are fenced off. Returns the ids.
-with expired as materialized (
-  select id from tidegate.workflow_run_steps
-   where retry_state = 'running' and claim_expires_at <= tidegate.now()
-   order by claim_expires_at limit $1 for update skip locked
-)
-update tidegate.workflow_run_steps r
-   set retry_state = 'scheduled', next_attempt_at = tidegate.now(), claim_generation = r.claim_generation + 1,
-       claimed_by = null, claim_expires_at = null, updated_at = tidegate.now()
-  from expired
- where r.id = expired.id
-returning r.id
-
 -- name: list_scheduled
--- Waiting rows in the order in which they become due, after a given place; a null run means all.
+-- Waiting rows in the order in which they become due, after a given place; a null place means from the first.
 select r.* from tidegate.workflow_run_steps r
  where r.retry_state = 'scheduled'
-   and ($1::uuid is null or r.workflow_run_id = $1)
-   and ($2::timestamptz is null or (r.next_attempt_at, r.id) > ($2, $3::uuid))
+   and ($1::timestamptz is null or (r.next_attempt_at, r.id) > ($1, $2::uuid))
  order by r.next_attempt_at, r.id
- limit $4
+ limit $3
 
 -- name: list_of_run
 -- The steps of one run, in order.

@@ -76,9 +76,6 @@ class Reconcile:
     async def _release(self, connection: Connection) -> dict[str, int]:
         released = {"runs": len(await runs.release_expired(connection, self._batch_size))}
         failpoints.hit("reconcile.mid_batch")
-        released["steps"] = len(await steps.release_expired(connection, self._batch_size))
-        released["deliveries"] = len(await deliveries.release_expired(connection, self._batch_size))
-        released["events"] = len(await ingress_retries.release_expired(connection, self._batch_size))
         await idempotency.forget_expired(connection, self._batch_size)
         return released
 

@@ -23,8 +23,8 @@ def queues(groups: Sequence[Group], depths: Depths, now: datetime) -> dict[str, 
     runs = _Due(depths.runs_due, depths.runs_total, depths.runs_since)
     undecided = _Due(depths.inbox, depths.inbox, depths.inbox_since)
     return {
-        "ingress": _depth([undecided, events], depths.active_events, now),
-        "triggers": _depth([deliveries], depths.active_deliveries, now),
+        "ingress": _depth([undecided, events], 0, now),  # events and deliveries are decided in one transaction
+        "triggers": _depth([deliveries], 0, now),
         "runs": _depth([runs], depths.active_runs, now),
     }
 

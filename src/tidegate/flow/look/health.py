@@ -228,8 +228,7 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
         deferred |= {(kind, reason): count for reason, count in summary.by_reason.items()}
     letters = dict.fromkeys(("event", "delivery", "step", "run"), 0)
     letters |= {kind: count.total for kind, count in found.dead_letters.items()}
-    expired = dict.fromkeys(("events", "deliveries", "steps", "runs"), 0)
-    expired |= {claims.kind: claims.total for claims in found.expired_claims}
+    expired = {"runs": 0} | {claims.kind: claims.total for claims in found.expired_claims}
     return SharedState(
         paused_sources=found.counts.paused_sources,
         paused_triggers=found.counts.paused_triggers,
