@@ -16,6 +16,7 @@ STORE = SOURCE / "store"
 BLOCKS = [(aggregate, block) for aggregate in sql.aggregates() for block in sql.blocks(aggregate)]
 # Names that only tests need: they go through all .sql files.
 FOR_TESTS = {("sql", "aggregates")}
+FRAGMENTS = [(aggregate, one) for aggregate in sql.aggregates() for one in sql.fragments(aggregate)]
 
 
 @pytest.mark.parametrize(("aggregate", "block"), BLOCKS, ids=[f"{a}.{b.name}" for a, b in BLOCKS])
@@ -84,3 +85,17 @@ def test_every_block_has_a_caller() -> None:
         if not any(aggregate == of and re.fullmatch(pattern, block.name) for of, pattern in lookups)
     ]
     assert not unused, "no module of the store loads these: delete them"
+
+
+@pytest.mark.parametrize(("aggregate", "fragment"), FRAGMENTS, ids=[f"{a}.{one.name}" for a, one in FRAGMENTS])
+def test_fragment_is_described_and_shared(aggregate: str, fragment: sql.Block) -> None:
+    assert fragment.description, f"{aggregate}.{fragment.name} has no description"
+    own = (STORE / f"{aggregate}.sql").read_text().count(f"{{{{{fragment.name}}}}}")
+    others = sum(file.read_text().count(f"{{{{{aggregate}.{fragment.name}}}}}") for file in STORE.glob("*.sql"))
+    assert own + others > 1, "a fragment is for texts that several statements share"
+
+
+def test_unknown_fragment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "_read", lambda _, kind: [sql.Block("x", "x", "select {{y}}")] if kind == "name" else [])
+    with pytest.raises(KeyError):
+        sql.blocks("events")

@@ -1,18 +1,22 @@
--- name: list
--- A page of dead letters with whose they are, newest first; null filters do not filter. With an id, that one.
-select l.id, l.kind, l.subject_id, l.event_id, e.source, e.type as event_type, t.id as trigger_id, t.name as trigger,
-       w.slug as workflow, r.id as workflow_run_id, s.name as step, l.reason, l.detail, l.created_at, l.replay_at,
-       l.replay_by, l.replay_error, l.replayed_at, l.replayed_by, l.replayed_into,
-       nullif(coalesce(r.replayed_from, d.replayed_from, i.replayed_from), l.id) as last_replayed_from
-  from tidegate.dead_letters l
+-- fragment: dead_letters
+-- Dead letters with the event, delivery, step, run, trigger and workflow they belong to.
+tidegate.dead_letters l
   left join tidegate.workflow_events e on e.id = l.event_id
-  left join tidegate.event_ingress_retries i on l.kind = 'event' and i.event_id = l.subject_id
   left join tidegate.workflow_trigger_deliveries d on l.kind = 'delivery' and d.id = l.subject_id
   left join tidegate.workflow_run_steps s on l.kind = 'step' and s.id = l.subject_id
   left join tidegate.workflow_runs r
     on r.id = case l.kind when 'run' then l.subject_id when 'step' then s.workflow_run_id end
   left join tidegate.workflow_event_triggers t on t.id = coalesce(d.trigger_id, r.trigger_id)
   left join tidegate.workflow_definitions w on w.id = coalesce(r.workflow_definition_id, t.workflow_definition_id)
+
+-- name: list
+-- A page of dead letters with whose they are, newest first; null filters do not filter. With an id, that one.
+select l.id, l.kind, l.subject_id, l.event_id, e.source, e.type as event_type, t.id as trigger_id, t.name as trigger,
+       w.slug as workflow, r.id as workflow_run_id, s.name as step, l.reason, l.detail, l.created_at, l.replay_at,
+       l.replay_by, l.replay_error, l.replayed_at, l.replayed_by, l.replayed_into,
+       nullif(coalesce(r.replayed_from, d.replayed_from, i.replayed_from), l.id) as last_replayed_from
+  from {{dead_letters}}
+  left join tidegate.event_ingress_retries i on l.kind = 'event' and i.event_id = l.subject_id
  where ($1::uuid is null or l.id = $1)
    and ($2::text is null or l.kind = $2)
    and ($3::text is null or e.source = $3)
@@ -32,14 +36,7 @@ select l.id, l.kind, l.subject_id, l.event_id, e.source, e.type as event_type, t
 -- Locks the letters that nobody has replayed or is to replay and that the filters (as in `list`) describe, oldest first.
 -- Returns the ids.
 select l.id
-  from tidegate.dead_letters l
-  left join tidegate.workflow_events e on e.id = l.event_id
-  left join tidegate.workflow_trigger_deliveries d on l.kind = 'delivery' and d.id = l.subject_id
-  left join tidegate.workflow_run_steps s on l.kind = 'step' and s.id = l.subject_id
-  left join tidegate.workflow_runs r
-    on r.id = case l.kind when 'run' then l.subject_id when 'step' then s.workflow_run_id end
-  left join tidegate.workflow_event_triggers t on t.id = coalesce(d.trigger_id, r.trigger_id)
-  left join tidegate.workflow_definitions w on w.id = coalesce(r.workflow_definition_id, t.workflow_definition_id)
+  from {{dead_letters}}
  where l.replayed_at is null and l.replay_at is null
    and ($1::text is null or l.kind = $1)
    and ($2::text is null or e.source = $2)

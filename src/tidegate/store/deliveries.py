@@ -131,6 +131,10 @@ class Claim(NamedTuple):
     definitions: Sequence[uuid.UUID]
     most: int
 
+    def parameters(self, now: datetime) -> tuple[object, ...]:
+        """The first parameters of the statements that launch."""
+        return now, self.worker, self.lease_ms, self.definitions
+
     def wanted(self, decided: Sequence[Decided]) -> list[bool]:
         """Which of the launches it claims: the first that it can run."""
         if self.most == 0:
@@ -158,8 +162,8 @@ async def launch(connection: Connection, decided: Sequence[Decided], now: dateti
     if not decided:
         return {}
     rows = await connection.fetch(
-        _sql["launch"], *_launch_columns(decided), claim.wanted(decided), now, claim.worker, claim.lease_ms,
-        claim.definitions, column([d.reason for d in decided]),
+        _sql["launch"], *claim.parameters(now), *_launch_columns(decided), claim.wanted(decided),
+        column([d.reason for d in decided]),
     )  # fmt: skip
     return {row[0]: row[1] for row in rows}
 
@@ -175,25 +179,9 @@ async def launch_calm(
     """Launch deliveries that are all new and that nothing limits, and count them, when there is nothing else to write.
     Returns those alone whose runs are claimed; None, and nothing is written, when the triggers are not of that version
     or any of them, or of the sources, has a state that must be locked first."""
-    return await _launch_calm(connection, decided, now, claim, totals, registry_version)
-
-
-async def count(connection: Connection, totals: BatchTotals) -> None:
-    """Add to the totals alone; last in a transaction, since the rows are shared."""
-    if totals.triggers or totals.sources:
-        await _launch_calm(connection, [], None, NOBODY, totals, None)
-
-
-async def _launch_calm(
-    connection: Connection,
-    decided: Sequence[Decided],
-    now: datetime | None,
-    claim: Claim,
-    totals: BatchTotals,
-    registry_version: int | None,
-) -> Created | None:
     rows = await connection.fetch(
-        _sql["launch_calm"],
+        _sql["launch_unrestricted"],
+        *claim.parameters(now),
         [d.id for d in decided],
         same([d.trigger_id for d in decided]),
         [d.event_id for d in decided],
@@ -202,13 +190,9 @@ async def _launch_calm(
         [d.correlation_id for d in decided],
         [d.parameters for d in decided],
         same(claim.wanted(decided)),
-        now,
-        claim.worker,
-        claim.lease_ms,
-        claim.definitions,
-        *totals.columns(),
         registry_version,
         [*(one.source for one in totals.sources), DEFAULT],
+        *totals.parameters(),
     )
     if not all(row[0] for row in rows):
         return None
@@ -242,9 +226,11 @@ async def settle(connection: Connection, decided: Sequence[Decided], now: dateti
     """Write what became of deliveries that this transaction has locked, and create the runs of those that launch."""
     if not decided:
         return {}
-    columns = _columns(decided, _SETTLE)
-    metadata = json_texts(dict(d.metadata) for d in decided)
-    return {row[0]: row[1] for row in await connection.fetch(_sql["settle"], *columns, metadata, now, *claim)}
+    rows = await connection.fetch(
+        _sql["settle"], *claim.parameters(now), *_columns(decided, _SETTLE),
+        json_texts(dict(d.metadata) for d in decided), claim.wanted(decided),
+    )  # fmt: skip
+    return {row[0]: row[1] for row in rows}
 
 
 async def take_stale(

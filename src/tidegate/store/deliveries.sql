@@ -1,133 +1,96 @@
+-- The statements that launch (`launch`, `launch_unrestricted`, `settle`) share their first parameters: $1 is the time of the
+-- decision, which limits are counted by and launches are stamped with; $2 is the worker that claims new runs (null: none), $3 its
+-- lease in ms, $4 the definitions whose runs it can execute.
+
+-- fragment: worker
+-- Whether the worker claims new runs: not while runs of its definitions are among the 1,000 oldest that are due.
+worker as materialized (
+  select case when $2::text is not null then not exists (
+           select from (select r.workflow_definition_id from tidegate.workflow_runs r
+                         where r.status = 'pending' and r.next_attempt_at <= $1::timestamptz
+                         order by r.next_attempt_at limit 1000) oldest
+            where oldest.workflow_definition_id = any ($4::uuid[])) else false end as is_free
+)
+
+-- fragment: create_runs
+-- Creates the runs of the rows of `launched`. Those with `is_wanted` are claimed at once if the worker is free. Returns the
+-- deliveries, and the parameters, as they are stored, of the runs that are claimed.
+insert into tidegate.workflow_runs
+  (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
+   next_attempt_at, created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at)
+select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
+       parameters::jsonb, $1::timestamptz, $1::timestamptz, $1::timestamptz,
+       case when c.is_claimed then 'running' else 'pending' end, c.is_claimed::int, c.is_claimed::int,
+       case when c.is_claimed then $2::text end,
+       case when c.is_claimed then $1::timestamptz + $3::bigint * interval '1 ms' end,
+       case when c.is_claimed then $1::timestamptz end
+  from launched, worker, lateral (select is_wanted and is_free as is_claimed) c
+returning delivery_id, case when status = 'running' then parameters end as parameters
+
 -- name: launch
--- Records decided deliveries and creates the runs of those that launch. A delivery that exists already creates
--- nothing, so an event launches a trigger at most once. Launches are stamped with the time of the decision ($15), which
--- limits are counted by. The runs marked in $14 are claimed by the worker $16 (null: by nobody) for $17 ms at once, unless
--- runs of its definitions $18 are among the oldest that are due. Of columns that have the same in every row, the array is
--- empty: launched, no error, no key, no probe, no reason ($19), and a run with the id of its delivery. Returns the
--- deliveries whose runs were created, and the parameters, as they are kept, of those that are claimed.
+-- Records decided deliveries and creates the runs of those that launch. A delivery that exists already creates nothing, so an
+-- event launches a trigger at most once. An empty array means the default in every row: launched, no error, no key, no probe, no
+-- reason, and a run with the id of its delivery. Returns the deliveries whose runs were created, and the parameters, as they are
+-- stored, of those that are claimed.
 with input as materialized (
   select u.id, u.trigger_id, u.event_id, u.trigger_version, coalesce(u.status, 'launched') as status, u.last_error,
          case when u.status <> 'launched' then u.run_id else coalesce(u.run_id, u.id) end as run_id,
          u.workflow_definition_id, u.correlation_id, u.parameters, u.dedupe_key, u.concurrency_key,
          coalesce(u.is_probe, false) as is_probe, u.is_wanted, u.reason
-    from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[], $8::uuid[],
-                $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::boolean[], $19::text[])
+    from unnest($5::uuid[], $6::uuid[], $7::uuid[], $8::bigint[], $9::text[], $10::text[], $11::uuid[], $12::uuid[],
+                $13::text[], $14::text[], $15::text[], $16::text[], $17::boolean[], $18::boolean[], $19::text[])
     as u (id, trigger_id, event_id, trigger_version, status, last_error, run_id, workflow_definition_id,
           correlation_id, parameters, dedupe_key, concurrency_key, is_probe, is_wanted, reason)
-), clock as materialized (
-  select $15::timestamptz as now
-), worker as materialized (
-  select case when $16::text is not null then not exists (
-           select from (select r.workflow_definition_id from tidegate.workflow_runs r
-                         where r.status = 'pending' and r.next_attempt_at <= $15 order by r.next_attempt_at limit 1000) oldest
-            where oldest.workflow_definition_id = any ($18::uuid[])) else false end as is_free
-), recorded as (
+), {{worker}}, recorded as (
   insert into tidegate.workflow_trigger_deliveries
     (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, dedupe_key, last_error, launched_at,
      reason, created_at, updated_at)
   select id, trigger_id, event_id, trigger_version, run_id, status, 1, dedupe_key, last_error,
-         case when status = 'launched' then now end, reason, now, now
-    from input, clock
+         case when status = 'launched' then $1::timestamptz end, reason, $1::timestamptz, $1::timestamptz
+    from input
   on conflict (event_id, trigger_id) do nothing
   returning id
+), launched as (
+  select i.* from input i join recorded using (id) where i.status = 'launched'
 )
-insert into tidegate.workflow_runs
-  (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
-   next_attempt_at, created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at)
-select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
-       parameters::jsonb, now, now, now, case when c.is_claimed then 'running' else 'pending' end, c.is_claimed::int,
-       c.is_claimed::int, case when c.is_claimed then $16 end,
-       case when c.is_claimed then now + $17::bigint * interval '1 ms' end, case when c.is_claimed then now end
-  from input join recorded using (id), clock, worker, lateral (select is_wanted and is_free as is_claimed) c
- where status = 'launched'
-returning delivery_id, case when status = 'running' then parameters end as parameters
+{{create_runs}}
 
--- name: launch_calm
--- Launches new deliveries that nothing limits, and adds what the batch saw to the totals of triggers ($13 and on) and
--- sources ($23 and on). Many transactions share those rows: they are written last, the triggers before the sources (hence
--- `after_triggers`), each in a fixed order.
--- When $33 is a version of the registry, nothing at all is written unless all is calm: that version is current, none of the
--- sources $34 (with `*`) has a state, none of the triggers is paused, closed or its breaker not closed. That is read here, in
--- a statement after the one that took the locks of `sources.share`, so it holds until the commit, as if read on its own.
--- Launches are stamped with $9; those marked in $8 are claimed as by `launch` ($10 to $12). What all rows have in common is
--- given once. A delivery that exists already is not expected, and looking for it would take as long as writing it: it fails
--- by its unique key. Returns whether it was calm, with each delivery whose run is claimed (null: none) and its parameters, as
--- they are kept.
-with calm as materialized (
-  select $33::bigint is null or (
-           $33 = (select version from tidegate.registry_version)
-           and not exists (select from tidegate.event_scheduler_sources s
-                            where s.source = any ($34::text[]) and (s.source <> '*' or s.rate_limit is not null))
-           and not exists (select from tidegate.event_scheduler_triggers g
-                            where g.trigger_id = any ($2::uuid[])
-                              and (g.paused_at is not null or g.breaker_state <> 'closed' or g.closed_until is not null))
-         ) as is_calm
-), input as materialized (
-  select u.id, coalesce(u.trigger_id, ($2::uuid[])[1]) as trigger_id, u.event_id,
-         coalesce(u.trigger_version, ($4::bigint[])[1]) as trigger_version,
-         coalesce(u.workflow_definition_id, ($5::uuid[])[1]) as workflow_definition_id, u.correlation_id, u.parameters,
-         coalesce(u.is_wanted, ($8::boolean[])[1]) as is_wanted
-    from calm, unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::uuid[], $6::text[], $7::text[], $8::boolean[])
+-- name: launch_unrestricted
+-- Launches new deliveries that nothing limits, and adds what the batch saw to the totals of triggers ($15) and sources ($16): a
+-- statement of its own would add about 4 % to the time. Nothing is written unless nothing can limit them: $13 is the current version of
+-- the registry, none of the sources $14 (with `*`) has a state, none of the triggers is paused, closed or has a breaker that is
+-- not closed. That is read here, in a statement after the one that took the locks of `locks.share`, so it holds until the commit.
+-- An array of one element means that value in every row. A delivery that exists already is not expected, and checking for it
+-- would take as long as writing it: the statement fails by the unique key. Returns whether it wrote, with each delivery whose run
+-- is claimed (null: none) and its parameters, as they are stored.
+with checked as materialized (
+  select $13::bigint = (select version from tidegate.registry_version)
+         and not exists (select from tidegate.event_scheduler_sources s
+                          where s.source = any ($14::text[]) and (s.source <> '*' or s.rate_limit is not null))
+         and not exists (select from tidegate.event_scheduler_triggers g
+                          where g.trigger_id = any ($6::uuid[])
+                            and (g.paused_at is not null or g.breaker_state <> 'closed' or g.closed_until is not null))
+         as is_unrestricted
+), launched as materialized (
+  select u.id, u.id as run_id, coalesce(u.trigger_id, ($6::uuid[])[1]) as trigger_id, u.event_id,
+         coalesce(u.trigger_version, ($8::bigint[])[1]) as trigger_version,
+         coalesce(u.workflow_definition_id, ($9::uuid[])[1]) as workflow_definition_id, u.correlation_id, u.parameters,
+         null::text as concurrency_key, false as is_probe, coalesce(u.is_wanted, ($12::boolean[])[1]) as is_wanted
+    from checked, unnest($5::uuid[], $6::uuid[], $7::uuid[], $8::bigint[], $9::uuid[], $10::text[], $11::text[],
+                         $12::boolean[])
       as u (id, trigger_id, event_id, trigger_version, workflow_definition_id, correlation_id, parameters, is_wanted)
-   where calm.is_calm
-), clock as materialized (
-  select $9::timestamptz as now
-), worker as materialized (
-  select case when $10::text is not null then not exists (
-           select from (select r.workflow_definition_id from tidegate.workflow_runs r
-                         where r.status = 'pending' and r.next_attempt_at <= $9 order by r.next_attempt_at limit 1000) oldest
-            where oldest.workflow_definition_id = any ($12::uuid[])) else false end as is_free
-), recorded as (
+   where checked.is_unrestricted
+), {{worker}}, recorded as (
   insert into tidegate.workflow_trigger_deliveries
     (id, trigger_id, event_id, trigger_version, workflow_run_id, status, attempts, launched_at, created_at, updated_at)
-  select id, trigger_id, event_id, trigger_version, id, 'launched', 1, now, now, now from input, clock
-), counted_triggers as (
-  insert into tidegate.event_scheduler_trigger_metrics as m
-    (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error, updated_at)
-  select u.trigger_id, u.filtered, u.matched, u.launched, u.throttled, u.skipped, u.failed, u.paused, u.last_status,
-         u.last_error, tidegate.now()
-    from calm,
-         unnest($13::uuid[], $14::bigint[], $15::bigint[], $16::bigint[], $17::bigint[], $18::bigint[], $19::bigint[],
-                $20::bigint[], $21::text[], $22::text[])
-      as u (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error)
-   where calm.is_calm
-   order by u.trigger_id
-  on conflict (trigger_id) do update
-     set filtered = m.filtered + excluded.filtered, matched = m.matched + excluded.matched,
-         launched = m.launched + excluded.launched, throttled = m.throttled + excluded.throttled,
-         skipped = m.skipped + excluded.skipped, failed = m.failed + excluded.failed,
-         paused = m.paused + excluded.paused, last_status = excluded.last_status,
-         last_error = coalesce(excluded.last_error, m.last_error), updated_at = excluded.updated_at
-  returning 1
-), counted_sources as (
-  insert into tidegate.event_scheduler_source_metrics as m
-    (source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at, updated_at)
-  select u.source, u.total, u.passed, u.throttled, u.dropped, u.failures, u.total_lag_ms, u.last_lag_ms, u.max_lag_ms,
-         u.last_event_at, tidegate.now()
-    from calm, (select count(*) from counted_triggers) as after_triggers,
-         unnest($23::text[], $24::bigint[], $25::bigint[], $26::bigint[], $27::bigint[], $28::bigint[], $29::bigint[],
-                $30::bigint[], $31::bigint[], $32::timestamptz[])
-      as u (source, total, passed, throttled, dropped, failures, total_lag_ms, last_lag_ms, max_lag_ms, last_event_at)
-   where calm.is_calm
-   order by u.source
-  on conflict (source) do update
-     set total = m.total + excluded.total, passed = m.passed + excluded.passed,
-         throttled = m.throttled + excluded.throttled, dropped = m.dropped + excluded.dropped,
-         failures = m.failures + excluded.failures, total_lag_ms = m.total_lag_ms + excluded.total_lag_ms,
-         last_lag_ms = excluded.last_lag_ms, max_lag_ms = greatest(m.max_lag_ms, excluded.max_lag_ms),
-         last_event_at = greatest(m.last_event_at, excluded.last_event_at), updated_at = excluded.updated_at
-), created as (
-  insert into tidegate.workflow_runs
-    (id, workflow_definition_id, delivery_id, event_id, trigger_id, correlation_id, parameters, next_attempt_at,
-     created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at)
-  select id, workflow_definition_id, id, event_id, trigger_id, correlation_id, parameters::jsonb, now, now, now,
-         case when c.is_claimed then 'running' else 'pending' end, c.is_claimed::int, c.is_claimed::int,
-         case when c.is_claimed then $10 end, case when c.is_claimed then now + $11::bigint * interval '1 ms' end,
-         case when c.is_claimed then now end
-    from input, clock, worker, lateral (select is_wanted and is_free as is_claimed) c
-  returning delivery_id, case when status = 'running' then parameters end as parameters
+  select id, trigger_id, event_id, trigger_version, id, 'launched', 1, $1::timestamptz, $1::timestamptz, $1::timestamptz
+    from launched
+), seen as materialized (
+  select $15::text::json as triggers, $16::text::json as sources from checked where checked.is_unrestricted
+), {{totals.count}}, created as (
+{{create_runs}}
 )
-select c.is_calm, r.delivery_id, r.parameters from calm c left join created r on r.parameters is not null
+select c.is_unrestricted, r.delivery_id, r.parameters from checked c left join created r on r.parameters is not null
 
 -- name: hold
 -- Keeps deliveries that must wait, with their time, in the transaction that decided so ($16 is its time). One that exists
@@ -190,49 +153,31 @@ select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.n
    for update of d skip locked
 
 -- name: settle
--- Writes what became of deliveries that this transaction has locked, and creates the runs of those that launch, stamped
--- with the time of the decision ($20). Up to $24 runs of the definitions $23 are claimed by the worker $21 for $22 ms at
--- once, unless older runs of these wait for it. Returns the deliveries whose runs were created, and of those that are claimed the
--- parameters.
+-- Writes what became of deliveries that this transaction has locked, and creates the runs of those that launch. Returns the
+-- deliveries whose runs were created, and the parameters, as they are stored, of those that are claimed.
 with input as materialized (
-  select * from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::uuid[],
-                       $8::uuid[], $9::text[], $10::text[], $11::text[], $12::text[], $13::boolean[], $14::text[],
-                       $15::timestamptz[], $16::bigint[], $17::text[], $18::bigint[], $19::text[])
+  select * from unnest($5::uuid[], $6::uuid[], $7::uuid[], $8::bigint[], $9::text[], $10::text[], $11::uuid[],
+                       $12::uuid[], $13::text[], $14::text[], $15::text[], $16::text[], $17::boolean[], $18::text[],
+                       $19::timestamptz[], $20::bigint[], $21::text[], $22::bigint[], $23::text[], $24::boolean[])
     as u (id, trigger_id, event_id, trigger_version, status, last_error, run_id, workflow_definition_id,
           correlation_id, parameters, dedupe_key, concurrency_key, is_probe, retry_state, next_attempt_at,
-          retry_attempts, reason, plan_version, metadata)
-), clock as materialized (
-  select $20::timestamptz as now
-), settled as (
+          retry_attempts, reason, plan_version, metadata, is_wanted)
+), {{worker}}, settled as (
   update tidegate.workflow_trigger_deliveries d
      set status = u.status, retry_state = u.retry_state, trigger_version = u.trigger_version,
-         workflow_run_id = u.run_id, launched_at = case when u.status = 'launched' then now end,
+         workflow_run_id = u.run_id, launched_at = case when u.status = 'launched' then $1::timestamptz end,
          last_error = u.last_error, next_attempt_at = u.next_attempt_at,
          throttled_until = case when u.status = 'throttled' then u.next_attempt_at end,
          attempts = d.attempts + 1, retry_attempts = u.retry_attempts, retry_metadata = u.metadata::jsonb,
          reason = u.reason, dedupe_key = u.dedupe_key, concurrency_key = u.concurrency_key,
-         plan_version = u.plan_version, claim_generation = d.claim_generation + 1, updated_at = now
-    from input u, clock
+         plan_version = u.plan_version, claim_generation = d.claim_generation + 1, updated_at = $1::timestamptz
+    from input u
    where d.id = u.id and d.retry_state = 'scheduled'
   returning d.id
 ), launched as (
-  select i.*, i.workflow_definition_id = any ($23::uuid[]) and row_number() over () <= $24::bigint
-              and not exists (
-                    select from (select r.workflow_definition_id from tidegate.workflow_runs r
-                                  where r.status = 'pending' and r.next_attempt_at <= (select now from clock)
-                                  order by r.next_attempt_at limit 1000) oldest
-                     where oldest.workflow_definition_id = any ($23::uuid[])) as is_claimed
-    from input i join settled using (id) where i.status = 'launched'
+  select i.* from input i join settled using (id) where i.status = 'launched'
 )
-insert into tidegate.workflow_runs
-  (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
-   next_attempt_at, created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at)
-select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
-       parameters::jsonb, now, now, now, case when is_claimed then 'running' else 'pending' end, is_claimed::int,
-       is_claimed::int, case when is_claimed then $21 end,
-       case when is_claimed then now + $22::bigint * interval '1 ms' end, case when is_claimed then now end
-  from launched, clock
-returning delivery_id, case when status = 'running' then parameters end
+{{create_runs}}
 
 -- name: take_stale
 -- Locks waiting deliveries of a trigger whose time belongs to an older plan, in the order of arrival, after a given one.

@@ -1,9 +1,8 @@
--- name: insert
--- Stores events and their inbox rows; returns the ids that are new. Rows go in by producer's id, so that two
--- transactions with the same ids wait for each other instead of deadlocking; the sequence keeps the arrival order.
--- Of columns that are empty in every row, the array is empty; a type or source that all share is given once.
--- The commit waits for the disk whatever the session has: a pooler may have dropped what it was asked for, or changed sessions.
-with input as materialized (
+-- fragment: input
+-- The events to store, and the time. An empty array means null in every row; a type or source that all events share is given once.
+-- The commit waits for the disk whatever the session's setting: a connection pooler may have dropped the setting or changed
+-- sessions.
+input as materialized (
   select u.id, u.external_id, coalesce(u.type, ($3::text[])[1]) as type, coalesce(u.source, ($4::text[])[1]) as source,
          u.occurred_at, u.payload, u.ttl_ms, coalesce(u.metadata, '{}') as metadata, u.correlation_id, u.traceparent,
          nextval('tidegate.ingress_sequence') as ingress_sequence
@@ -12,14 +11,36 @@ with input as materialized (
       as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent)
 ), clock as materialized (
   select tidegate.now() as now where set_config('synchronous_commit', 'on', true) = 'on'
-), stored as (
-  insert into tidegate.workflow_events
-    (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
-     metadata, traceparent)
-  select id, external_id, type, source, coalesce(occurred_at, now), now, ingress_sequence, payload::jsonb,
-         coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent
-    from input, clock
-   order by external_id, source, ingress_sequence
+)
+
+-- fragment: store_events
+-- Stores the events of `input`. Rows go in by producer's id, so that two transactions with the same ids wait for each other instead
+-- of deadlocking; the sequence keeps the arrival order.
+insert into tidegate.workflow_events
+  (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
+   metadata, traceparent)
+select id, external_id, type, source, coalesce(occurred_at, now), now, ingress_sequence, payload::jsonb,
+       coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent
+  from input, clock
+ order by external_id, source, ingress_sequence
+
+-- fragment: event
+-- The columns of an event, in the order of `model.event.Event`.
+e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+
+-- fragment: filters
+-- The filters of lists; null does not filter. $6 is the correlation id as an event's own id, if it may be one: the index has only
+-- the correlation ids that are not the event's own id.
+($1::text is null or e.type = $1)
+   and ($2::text is null or e.source = $2)
+   and ($3::text is null or (e.id = $6::uuid and e.correlation_id = $3)
+        or (e.correlation_id = $3 and e.correlation_id <> e.id::text))
+
+-- name: insert
+-- Stores events and their inbox rows, except those that are stored already; returns the ids that are new.
+with {{input}}, stored as (
+  {{store_events}}
   on conflict do nothing
   returning id, ingress_sequence
 ), inboxed as (
@@ -28,25 +49,10 @@ with input as materialized (
 select id from stored
 
 -- name: insert_new
--- The same for events that are all expected to be new, which takes two thirds of the time; when one of them is not, it
--- fails by a unique key, and nothing is stored.
-with input as materialized (
-  select u.id, u.external_id, coalesce(u.type, ($3::text[])[1]) as type, coalesce(u.source, ($4::text[])[1]) as source,
-         u.occurred_at, u.payload, u.ttl_ms, coalesce(u.metadata, '{}') as metadata, u.correlation_id, u.traceparent,
-         nextval('tidegate.ingress_sequence') as ingress_sequence
-    from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::bigint[],
-                $8::text[], $9::text[], $10::text[])
-      as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent)
-), clock as materialized (
-  select tidegate.now() as now where set_config('synchronous_commit', 'on', true) = 'on'
-), stored as (
-  insert into tidegate.workflow_events
-    (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
-     metadata, traceparent)
-  select id, external_id, type, source, coalesce(occurred_at, now), now, ingress_sequence, payload::jsonb,
-         coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent
-    from input, clock
-   order by external_id, source, ingress_sequence
+-- Stores events that are all expected to be new, in two thirds of the time that `insert` takes. If one is stored already, the
+-- statement fails by a unique key and nothing is stored.
+with {{input}}, stored as (
+  {{store_events}}
 )
 insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from input
 
@@ -136,19 +142,16 @@ select e.id, e.source, e.correlation_id from claimed join tidegate.workflow_even
 
 -- name: find
 -- Events by our id or the producer's.
-select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+select {{event}}
   from tidegate.workflow_events e where e.id = $1::uuid
 union all
-select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+select {{event}}
   from tidegate.workflow_events e where e.external_id = $2 and e.id is distinct from $1::uuid
  limit 20
 
 -- name: get_many
 -- Events by our ids.
-select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+select {{event}}
   from tidegate.workflow_events e where e.id = any ($1::uuid[])
 
 -- name: correlation_id
@@ -172,13 +175,9 @@ select exists (select 1 from tidegate.event_inbox i
 -- name: list
 -- A page of events, newest first; null filters do not filter. $6 is the correlation id as an event's own id, if it may be one:
 -- only correlations with others are in the index.
-select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+select {{event}}
   from tidegate.workflow_events e
- where ($1::text is null or e.type = $1)
-   and ($2::text is null or e.source = $2)
-   and ($3::text is null or (e.id = $6::uuid and e.correlation_id = $3)
-        or (e.correlation_id = $3 and e.correlation_id <> e.id::text))
+ where {{filters}}
    and ($4::bigint is null or e.ingress_sequence < $4)
  order by e.ingress_sequence desc
  limit $5
@@ -186,13 +185,9 @@ select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.in
 -- name: list_between
 -- The same for events received at or after $7 and before $8, by the time of their receipt. The cursor has that time ($9), too:
 -- the page before ended within the events that share it.
-select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+select {{event}}
   from tidegate.workflow_events e
- where ($1::text is null or e.type = $1)
-   and ($2::text is null or e.source = $2)
-   and ($3::text is null or (e.id = $6::uuid and e.correlation_id = $3)
-        or (e.correlation_id = $3 and e.correlation_id <> e.id::text))
+ where {{filters}}
    and e.received_at >= $7::timestamptz and e.received_at < $8::timestamptz
    and e.received_at <= coalesce($9::timestamptz, 'infinity')
    and ($9::timestamptz is null or (e.received_at, e.ingress_sequence) < ($9, $4::bigint))

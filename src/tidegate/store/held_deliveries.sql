@@ -1,18 +1,26 @@
+-- fragment: delivery
+-- The columns of a delivery as operators see it, without its time.
+d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
+       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
+       d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
+
+-- fragment: deliveries
+-- Deliveries with their event, trigger and workflow.
+tidegate.workflow_trigger_deliveries d
+  join tidegate.workflow_events e on e.id = d.event_id
+  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
+  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+
 -- name: list_waiting
 -- A page of waiting deliveries in the order in which they become due. Nobody can say when one goes on whose trigger (or
 -- source, if that is why it waits) is paused without an end, that waits for a trial run to end, or for a slot: its ETA
 -- is null.
-select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
-       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
-       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at,
+select {{delivery}}, d.next_attempt_at,
        case when (g.paused_at is not null and g.paused_until is null) or g.breaker_state = 'half_open'
               or (d.reason = 'source_paused' and s.paused_at is not null and s.paused_until is null)
               or (d.reason = 'concurrency' and d.next_attempt_at > tidegate.now()) then null
             else greatest(0, extract(epoch from d.next_attempt_at - tidegate.now()))::float8 end as eta_seconds
-  from tidegate.workflow_trigger_deliveries d
-  join tidegate.workflow_events e on e.id = d.event_id
-  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
-  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+  from {{deliveries}}
   left join tidegate.event_scheduler_triggers g on g.trigger_id = d.trigger_id
   left join tidegate.event_scheduler_sources s on s.source = e.source
  where d.retry_state = 'scheduled'
@@ -26,14 +34,8 @@ select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_vers
 
 -- name: list_settled
 -- A page of deliveries in another retry state, newest first.
-select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
-       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
-       null::timestamptz as next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at,
-       d.created_at, d.updated_at, null::float8 as eta_seconds
-  from tidegate.workflow_trigger_deliveries d
-  join tidegate.workflow_events e on e.id = d.event_id
-  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
-  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+select {{delivery}}, null::timestamptz as next_attempt_at, null::float8 as eta_seconds
+  from {{deliveries}}
  where d.retry_state = $1
    and ($2::uuid is null or d.trigger_id = $2)
    and ($3::text is null or w.slug = $3)
@@ -45,13 +47,8 @@ select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_vers
 
 -- name: list_of_trigger
 -- A page of the deliveries of one trigger, newest first, whatever became of them.
-select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
-       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
-       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
-  from tidegate.workflow_trigger_deliveries d
-  join tidegate.workflow_events e on e.id = d.event_id
-  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
-  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+select {{delivery}}, d.next_attempt_at
+  from {{deliveries}}
  where d.trigger_id = $1
    and ($2::text is null or d.status = $2)
    and ($3::uuid is null or d.id < $3)
@@ -60,13 +57,8 @@ select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_vers
 
 -- name: list_recent
 -- A page of the deliveries of all triggers, newest first.
-select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
-       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
-       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
-  from tidegate.workflow_trigger_deliveries d
-  join tidegate.workflow_events e on e.id = d.event_id
-  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
-  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+select {{delivery}}, d.next_attempt_at
+  from {{deliveries}}
  where ($1::text is null or d.status = $1)
    and ($2::uuid is null or d.id < $2)
  order by d.id desc
@@ -74,13 +66,8 @@ select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_vers
 
 -- name: get
 -- One delivery.
-select d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
-       e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
-       d.next_attempt_at, d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
-  from tidegate.workflow_trigger_deliveries d
-  join tidegate.workflow_events e on e.id = d.event_id
-  join tidegate.workflow_event_triggers t on t.id = d.trigger_id
-  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+select {{delivery}}, d.next_attempt_at
+  from {{deliveries}}
  where d.id = $1
 
 -- name: cancel

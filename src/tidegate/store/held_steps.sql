@@ -1,16 +1,24 @@
--- name: list_waiting
--- A page of waiting steps and timers in the order in which they become due, with their run, trigger and event. The run of
--- one may have to wait for longer: its trigger, or its key, may be closed.
-select s.id, s.name as step, s.workflow_run_id, w.slug as workflow, r.trigger_id, t.name as trigger, r.event_id,
+-- fragment: step
+-- The columns of a step as operators see it, without its time.
+s.id, s.name as step, s.workflow_run_id, w.slug as workflow, r.trigger_id, t.name as trigger, r.event_id,
        e.external_id, e.type, e.source, r.correlation_id, s.retry_state, s.retry_metadata ->> 'reason' as reason,
-       s.retry_attempts as attempts, s.next_attempt_at, s.error as last_error, s.created_at, s.updated_at,
-       greatest(0, extract(epoch from greatest(s.next_attempt_at, case when r.status = 'pending' then r.next_attempt_at end)
-                                      - tidegate.now()))::float8 as eta_seconds
-  from tidegate.workflow_run_steps s
+       s.retry_attempts as attempts, s.error as last_error, s.created_at, s.updated_at
+
+-- fragment: steps
+-- Steps with their run, workflow, trigger and event.
+tidegate.workflow_run_steps s
   join tidegate.workflow_runs r on r.id = s.workflow_run_id
   join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
   left join tidegate.workflow_event_triggers t on t.id = r.trigger_id
   left join tidegate.workflow_events e on e.id = r.event_id
+
+-- name: list_waiting
+-- A page of waiting steps and timers in the order in which they become due, with their run, trigger and event. The run of
+-- one may have to wait for longer: its trigger, or its key, may be closed.
+select {{step}}, s.next_attempt_at,
+       greatest(0, extract(epoch from greatest(s.next_attempt_at, case when r.status = 'pending' then r.next_attempt_at end)
+                                      - tidegate.now()))::float8 as eta_seconds
+  from {{steps}}
  where s.retry_state = 'scheduled'
    and ($1::text is null or e.source = $1)
    and ($2::text is null or s.retry_metadata ->> 'reason' = $2)
@@ -23,15 +31,8 @@ select s.id, s.name as step, s.workflow_run_id, w.slug as workflow, r.trigger_id
 
 -- name: list_settled
 -- A page of steps in another retry state, newest first.
-select s.id, s.name as step, s.workflow_run_id, w.slug as workflow, r.trigger_id, t.name as trigger, r.event_id,
-       e.external_id, e.type, e.source, r.correlation_id, s.retry_state, s.retry_metadata ->> 'reason' as reason,
-       s.retry_attempts as attempts, null::timestamptz as next_attempt_at, s.error as last_error, s.created_at,
-       s.updated_at, null::float8 as eta_seconds
-  from tidegate.workflow_run_steps s
-  join tidegate.workflow_runs r on r.id = s.workflow_run_id
-  join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
-  left join tidegate.workflow_event_triggers t on t.id = r.trigger_id
-  left join tidegate.workflow_events e on e.id = r.event_id
+select {{step}}, null::timestamptz as next_attempt_at, null::float8 as eta_seconds
+  from {{steps}}
  where s.retry_state = $1
    and ($2::text is null or e.source = $2)
    and ($3::text is null or s.retry_metadata ->> 'reason' = $3)
@@ -66,9 +67,7 @@ with forced as (
   update tidegate.workflow_runs r
      set next_attempt_at = least(r.next_attempt_at, greatest(
            tidegate.now(),
-           (select g.closed_until from tidegate.event_scheduler_triggers g where g.trigger_id = r.trigger_id),
-           (select h.until from tidegate.trigger_key_holds h
-             where h.trigger_id = r.trigger_id and h.concurrency_key = r.concurrency_key))),
+           {{runs.open_at}})),
          updated_at = tidegate.now()
    where r.id in (select workflow_run_id from forced) and r.status = 'pending'
   returning r.id

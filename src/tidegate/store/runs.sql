@@ -2,6 +2,29 @@
 -- the status: by the status the planner, who expects next to nothing to be running, would read the whole index of leases, with
 -- the entries of all runs that have ended since the last vacuum, rather than look up the ids.
 
+-- fragment: run
+-- A run as operators see it.
+r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r.correlation_id, r.status,
+       r.parameters, r.output, r.error, r.warning, r.attempts, r.crashes, r.next_attempt_at, r.cancel_requested_at,
+       r.cancelled_by, r.replayed_from, r.created_at, r.started_at, r.finished_at
+  from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
+
+-- fragment: claimed
+-- The columns of a run that was just claimed, in the order of `model.run.ClaimedRun`.
+r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation,
+          r.trigger_id, r.concurrency_key, r.is_probe, now, r.started_at, r.retry_attempts,
+          r.cancel_requested_at is not null as cancel_requested
+
+-- fragment: ended
+-- What the caller must know of a run that has ended.
+r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.correlation_id
+
+-- fragment: open_at
+-- When the run's trigger and its key are open again, each null if it is not closed.
+(select g.closed_until from tidegate.event_scheduler_triggers g where g.trigger_id = r.trigger_id),
+         (select h.until from tidegate.trigger_key_holds h
+           where h.trigger_id = r.trigger_id and h.concurrency_key = r.concurrency_key)
+
 -- name: claim_due
 -- Claims due runs of the given workflows for a worker until its lease ends, oldest first. Suspects, whose workers have died
 -- so often ($5), are not for this statement: see `claim_suspect`.
@@ -19,9 +42,7 @@ update tidegate.workflow_runs r
        updated_at = now
   from due, clock, tidegate.workflow_definitions w
  where r.id = due.id and w.id = r.workflow_definition_id
-returning r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation,
-          r.trigger_id, r.concurrency_key, r.is_probe, now, r.started_at, r.retry_attempts,
-          r.cancel_requested_at is not null as cancel_requested
+returning {{claimed}}
 
 -- name: has_suspects
 -- Whether runs of the given workflows are due whose workers have died so often ($2).
@@ -47,9 +68,7 @@ update tidegate.workflow_runs r
        trials = coalesce(r.trials, 0) + $5::bigint, updated_at = now
   from due, clock, tidegate.workflow_definitions w
  where r.id = due.id and w.id = r.workflow_definition_id
-returning r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation,
-          r.trigger_id, r.concurrency_key, r.is_probe, now, r.started_at, r.retry_attempts,
-          r.cancel_requested_at is not null as cancel_requested, r.crashes
+returning {{claimed}}, r.crashes
 
 -- name: pass_trial
 -- Others are let in beside a run that was tried alone: if its worker dies from now on, it need not have been this one.
@@ -92,7 +111,7 @@ update tidegate.workflow_runs r
   from unnest($1::uuid[], $2::bigint[], $3::text[], $4::text[], $5::text[])
          as u (id, claim_generation, status, output, error), clock
  where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
-returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.correlation_id
+returning {{ended}}
 ), counted as (
   insert into tidegate.trigger_successes (trigger_id, at, succeeded)
   select g.trigger_id, now, count(*)
@@ -146,9 +165,7 @@ update tidegate.workflow_runs r
        retry_attempts = r.retry_attempts + u.is_retry::int,
        next_attempt_at = least(u.deadline_at, greatest(
          coalesce(u.next_attempt_at, tidegate.now() + u.delay_ms * interval '1 ms'),
-         (select g.closed_until from tidegate.event_scheduler_triggers g where g.trigger_id = r.trigger_id),
-         (select h.until from tidegate.trigger_key_holds h
-           where h.trigger_id = r.trigger_id and h.concurrency_key = r.concurrency_key))),
+         {{open_at}})),
        claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null, updated_at = tidegate.now()
   from unnest($1::uuid[], $2::bigint[], $3::timestamptz[], $4::bigint[], $5::timestamptz[], $6::boolean[], $7::text[])
          as u (id, claim_generation, next_attempt_at, delay_ms, deadline_at, is_retry, warning)
@@ -163,7 +180,7 @@ update tidegate.workflow_runs r
        finished_at = tidegate.now(), next_attempt_at = null, claim_generation = r.claim_generation + 1,
        updated_at = tidegate.now()
  where r.id = $1 and r.status = 'pending'
-returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.correlation_id
+returning {{ended}}
 
 -- name: request_cancel
 -- Asks the worker that holds a run to stop it at its next step. Returns the id when there is one to ask.
@@ -203,9 +220,7 @@ update tidegate.workflow_runs r
    set status = 'pending', attempts = r.attempts - 1, trials = null,
        next_attempt_at = least(r.deadline_at, greatest(
          r.next_attempt_at,
-         (select g.closed_until from tidegate.event_scheduler_triggers g where g.trigger_id = r.trigger_id),
-         (select h.until from tidegate.trigger_key_holds h
-           where h.trigger_id = r.trigger_id and h.concurrency_key = r.concurrency_key))), claim_generation = r.claim_generation + 1, claimed_by = null,
+         {{open_at}})), claim_generation = r.claim_generation + 1, claimed_by = null,
        claim_expires_at = null, started_at = case when r.attempts > 1 then r.started_at end, updated_at = tidegate.now()
   from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation)
  where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
@@ -240,7 +255,7 @@ update tidegate.workflow_runs r
    set status = 'failed', error = $2, warning = null, finished_at = tidegate.now(), next_attempt_at = null,
        claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
  where r.id = $1 and r.status = 'pending' and r.crashes > 0 and r.trials >= $3
-returning r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.correlation_id
+returning {{ended}}
 
 -- name: next_due
 -- Seconds until the next pending run of the given workflows is due, or null; not counting suspects ($2), whose turn does not
@@ -271,18 +286,12 @@ select trigger_id from tidegate.workflow_runs where id = $1
 
 -- name: get
 -- One run.
-select r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r.correlation_id, r.status,
-       r.parameters, r.output, r.error, r.warning, r.attempts, r.crashes, r.next_attempt_at, r.cancel_requested_at,
-       r.cancelled_by, r.replayed_from, r.created_at, r.started_at, r.finished_at
-  from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
+select {{run}}
  where r.id = $1
 
 -- name: list
 -- A page of runs, newest first; null filters do not filter.
-select r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r.correlation_id, r.status,
-       r.parameters, r.output, r.error, r.warning, r.attempts, r.crashes, r.next_attempt_at, r.cancel_requested_at,
-       r.cancelled_by, r.replayed_from, r.created_at, r.started_at, r.finished_at
-  from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
+select {{run}}
  where ($1::text is null or w.slug = $1)
    and ($2::text is null or r.status = $2)
    and ($3::uuid is null or r.id = any (array(select tidegate.runs_of(array[$3]))))

@@ -1,4 +1,4 @@
-"""What batches saw of sources and triggers, on its way to their totals: written by `deliveries.launch_calm`."""
+"""What batches saw of sources and triggers, added to their totals."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tidegate.store.sources import SourceMetrics
+import msgspec
 
-_OF_SOURCE = SourceMetrics.__struct_fields__[:-1]
+from tidegate.store.db import Connection
+from tidegate.store.sources import SourceMetrics
+from tidegate.store.sql import load
+
+_sql = load("totals")
 
 
 class TriggerTotals(NamedTuple):
@@ -32,7 +36,13 @@ class BatchTotals(NamedTuple):
     triggers: Sequence[TriggerTotals] = ()
     sources: Sequence[SourceMetrics] = ()
 
-    def columns(self) -> list[list[object]]:
-        """As the statement takes them: each field of all triggers, then each field of all sources."""
-        of_triggers: list[list[object]] = [[one[i] for one in self.triggers] for i in range(len(TriggerTotals._fields))]
-        return of_triggers + [[getattr(one, field) for one in self.sources] for field in _OF_SOURCE]
+    def parameters(self) -> tuple[str, str]:
+        """As the statements take them: JSON, which for a few rows costs less than an array for each column."""
+        triggers = msgspec.json.encode([one._asdict() for one in self.triggers])
+        return triggers.decode(), msgspec.json.encode(self.sources).decode()
+
+
+async def add(connection: Connection, totals: BatchTotals) -> None:
+    """Add to the totals; last in a transaction, since many transactions write these rows."""
+    if totals.triggers or totals.sources:
+        await connection.execute(_sql["add"], *totals.parameters())

@@ -1,26 +1,35 @@
+-- fragment: trigger
+-- A trigger as its record has it.
+t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type, t.event_source, t.predicates,
+       t."where", t.parameter_template, t.idempotency_key, t.idempotency_window_ms, t.concurrency_key,
+       t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.status, t.version,
+       t.created_by, t.updated_by, t.created_at, t.updated_at
+
+-- fragment: triggers
+-- Triggers with their workflow.
+tidegate.workflow_event_triggers t
+  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+
+-- fragment: definition
+-- A workflow as its record has it.
+id, slug, kind, parameters, config, version, created_by, updated_by, created_at, updated_at
+  from tidegate.workflow_definitions
+
 -- name: registry_version
 -- The number that every change of a definition or trigger raises.
 select version from tidegate.registry_version
 
 -- name: list_active
 -- Every active trigger with its workflow, in a stable order.
-select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type, t.event_source, t.predicates,
-       t."where", t.parameter_template, t.idempotency_key, t.idempotency_window_ms, t.concurrency_key,
-       t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.status, t.version,
-       t.created_by, t.updated_by, t.created_at, t.updated_at, w.parameters as parameter_names
-  from tidegate.workflow_event_triggers t
-  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+select {{trigger}}, w.parameters as parameter_names
+  from {{triggers}}
  where t.status = 'active' and t.deleted_at is null
  order by t.created_at, t.id
 
 -- name: list_of_workflow
 -- A page of the triggers of one workflow, oldest first, after a given one ($2).
-select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type, t.event_source, t.predicates,
-       t."where", t.parameter_template, t.idempotency_key, t.idempotency_window_ms, t.concurrency_key,
-       t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.status, t.version,
-       t.created_by, t.updated_by, t.created_at, t.updated_at
-  from tidegate.workflow_event_triggers t
-  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+select {{trigger}}
+  from {{triggers}}
  where w.slug = $1 and t.deleted_at is null
    and ($2::uuid is null
         or (t.created_at, t.id) > (select a.created_at, a.id from tidegate.workflow_event_triggers a where a.id = $2))
@@ -29,12 +38,8 @@ select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type,
 
 -- name: list_all
 -- A page of the triggers that are not deleted, by workflow and name, after a given one ($1).
-select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type, t.event_source, t.predicates,
-       t."where", t.parameter_template, t.idempotency_key, t.idempotency_window_ms, t.concurrency_key,
-       t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.status, t.version,
-       t.created_by, t.updated_by, t.created_at, t.updated_at
-  from tidegate.workflow_event_triggers t
-  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+select {{trigger}}
+  from {{triggers}}
  where t.deleted_at is null
    and ($1::uuid is null
         or (w.slug, t.name) > (select b.slug, a.name from tidegate.workflow_event_triggers a
@@ -44,12 +49,8 @@ select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type,
 
 -- name: get
 -- One trigger, unless it is deleted.
-select t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type, t.event_source, t.predicates,
-       t."where", t.parameter_template, t.idempotency_key, t.idempotency_window_ms, t.concurrency_key,
-       t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.status, t.version,
-       t.created_by, t.updated_by, t.created_at, t.updated_at
-  from tidegate.workflow_event_triggers t
-  join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+select {{trigger}}
+  from {{triggers}}
  where t.id = $1 and t.deleted_at is null
 
 -- name: create
@@ -176,10 +177,8 @@ update tidegate.workflow_event_triggers
 
 -- name: list_definitions
 -- A page of workflows, by slug.
-select id, slug, kind, parameters, config, version, created_by, updated_by, created_at, updated_at
-  from tidegate.workflow_definitions where deleted_at is null and ($1::text is null or slug > $1) order by slug limit $2
+select {{definition}} where deleted_at is null and ($1::text is null or slug > $1) order by slug limit $2
 
 -- name: get_definition
 -- One workflow by its slug.
-select id, slug, kind, parameters, config, version, created_by, updated_by, created_at, updated_at
-  from tidegate.workflow_definitions where slug = $1 and deleted_at is null
+select {{definition}} where slug = $1 and deleted_at is null

@@ -25,7 +25,7 @@ from tidegate.model.run import ClaimedRun
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.trigger import TriggerIndex
 from tidegate.model.trigger_gate import TriggerMove
-from tidegate.store import decisions, deliveries
+from tidegate.store import decisions, deliveries, totals
 from tidegate.store.db import Connection
 from tidegate.store.decisions import NewDecision
 from tidegate.store.deliveries import NOBODY, Claim, Created, Decided
@@ -132,8 +132,8 @@ class Batch:
         events = matched.events
         late = lags(now, events)
         seen = measure(now, newcomers=events, lags=late, throttled=Counter(), dropped=Counter())
-        totals = BatchTotals(_count_triggers(decided, filtered), seen)
-        launched = await deliveries.launch_calm(connection, decided, now, self._claim(), totals, matched.version)
+        counts = BatchTotals(_count_triggers(decided, filtered), seen)
+        launched = await deliveries.launch_calm(connection, decided, now, self._claim(), counts, matched.version)
         if launched is None:
             return None
         await decisions.insert(connection, _why_not(filtered, now))
@@ -258,7 +258,7 @@ def lags(now: datetime, passed: Sequence[Event]) -> dict[str, list[float]]:
 
 async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered: Delivered = NOTHING) -> None:
     """Add to the totals of sources and triggers; last in a transaction, since the rows are shared."""
-    await deliveries.count(connection, BatchTotals(_count_triggers(delivered.decided, delivered.filtered), seen))
+    await totals.add(connection, BatchTotals(_count_triggers(delivered.decided, delivered.filtered), seen))
 
 
 def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) -> list[TriggerTotals]:

@@ -35,7 +35,7 @@ from tidegate.model.run import ClaimedRun
 from tidegate.model.source import OPEN_PAUSE, TRIGGER_BREAKER, BreakerPolicy, Hold, room_soon
 from tidegate.model.trigger import TriggerIndex
 from tidegate.model.trigger_gate import TriggerMove
-from tidegate.store import decisions, deliveries, events, locks, sources, trigger_gates
+from tidegate.store import decisions, deliveries, events, locks, sources, totals, trigger_gates
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import NOBODY, Claim, Decided, DueDelivery, Taken
 from tidegate.store.locks import Unlocked
@@ -239,7 +239,7 @@ class DeliveryRetry:
         news = [d for d in decided if not d.reason == before[d.id] == "concurrency"]
         await decisions.insert(connection, [held_line(d, board.now) for d in news])
         moves = await boards.close_board(connection, board, candidates, decided, breaker=self._breaker)
-        await deliveries.count(connection, BatchTotals(boards.count(decided, are_newcomers=False)))
+        await totals.add(connection, BatchTotals(boards.count(decided, are_newcomers=False)))
         failpoints.hit("delivery_retry.before_commit")
         return DeliveryTurn(
             due=len(taken),
