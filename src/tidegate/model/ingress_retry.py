@@ -1,4 +1,4 @@
-"""An event that the source gate holds back."""
+"""An event that the source gate holds."""
 
 from __future__ import annotations
 

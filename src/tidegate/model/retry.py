@@ -1,4 +1,4 @@
-"""Again when, or give up: the one backoff policy that events, deliveries and steps share, and the retry states."""
+"""When to retry and when to stop: the backoff policy that events, deliveries and steps share, and the retry states."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _BOUNDS = {
 
 
 class _Default(int):
-    """A number that nobody has given."""
+    """A default, as opposed to a number that the user gave."""
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Exponential backoff: `base_ms * factor ** (attempt - 1)`, at most `max_ms`, spread by ± `jitter_ratio`.
 
     A `max_ms` that is not given is at least `base_ms`. What has used `max_attempts`, or has become older than
-    `max_age_ms` (0: no bound), is given up. Waiting is not failing: unless someone sets a bound, nothing is too old for
-    its turn.
+    `max_age_ms` (0: no bound), is exhausted and moves to the dead letters. Waiting is not failing: without a bound,
+    nothing is too old to be retried.
     """
 
     base_ms: int = 10_000
@@ -132,19 +132,20 @@ def next_attempt_at(
 def next_look_at(
     policy: RetryPolicy, waited: timedelta, now: datetime, random: Callable[[], float] = _random.random
 ) -> datetime:
-    """When to look again at what others are to wake: after as long as it has waited, within the policy's bounds."""
+    """When to check a row again that another transaction should wake: after as long as it has waited, within the
+    policy's bounds."""
     times = max(1.0, waited / timedelta(milliseconds=policy.base_ms))
     attempt = 1 + (math.log(times, policy.factor) if policy.factor > 1 else 0)
     return next_attempt_at(policy, attempt, now, random)
 
 
 def is_exhausted(policy: RetryPolicy, attempts: int) -> bool:
-    """Whether `attempts` made so far use the policy up."""
+    """Whether `attempts` so far exhaust the policy."""
     return attempts >= policy.max_attempts
 
 
 def why_given_up(policy: RetryPolicy, attempts: int, age: timedelta) -> str | None:
-    """What the policy says against another attempt; None: there may be one."""
+    """Why the policy allows no further attempt; None: it allows one."""
     if policy.max_age_ms and age > timedelta(milliseconds=policy.max_age_ms):
         return f"older than {timedelta(milliseconds=policy.max_age_ms)}"
     return f"{attempts} attempts" if is_exhausted(policy, attempts) else None

@@ -18,7 +18,7 @@ _sql = load("audit")
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One change: `before` and `after` are what it was about, without secrets; null where there was nothing.
 
-    `token_id` and `address` tell who asked the API for it; null where it was asked otherwise, or without a token.
+    `token_id` and `address` name the API client; null for a change from elsewhere or without a token.
     """
 
     id: uuid.UUID
@@ -39,7 +39,7 @@ class Caller(NamedTuple):
     address: str | None = None
 
 
-# Of the request that is under way, for every change that it makes.
+# Of the request in progress, for every change that it makes.
 caller: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039  # it cannot be changed
 
 

@@ -2,7 +2,7 @@
 
 All that waits for the server has a deadline, since a connection may fall silent without being closed (a failover,
 a firewall that forgot it). What does not answer in time is cut off, not closed: closing would wait for an answer too. A
-statement whose answer did not come may have been committed all the same; whoever repeats it must be safe then.
+statement whose answer did not come may have been committed all the same; a caller that repeats it must be safe then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LONG_SECONDS = 120
 # has all of it: for the rest of one that was cut it waits, with the locks held; before version 17 without end.
 STATEMENTS_TO_TRANSACTION = 2
 CONNECT_SECONDS = 3.0
-# A connection that is given back after a failure gets so long to come to rest.
+# How long a connection that is released after a failure may take to become idle.
 RELEASE_SECONDS = 2.0
 # A peer that is gone is noticed after 5 + 3 x 2 s of silence, also while a statement runs; data not taken, after 10 s.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
@@ -223,7 +223,7 @@ class Database:
         finally:
             try:
                 await pool.release(connection, timeout=RELEASE_SECONDS)
-            except TimeoutError:  # a statement that was given up is still under way: the driver has cut it off
+            except TimeoutError:  # an abandoned statement is still in progress: the driver has cut it off
                 self._abandon(pool)
             except _DOWN:
                 pass  # what was done on it is done; the next one gets another
@@ -330,7 +330,7 @@ def _cut_off(connection: Any) -> None:
 
 
 async def _close(pool: Any, seconds: float) -> None:
-    """Close once everything is given back; at the latest after so long, or when cancelled, cut off what is left."""
+    """Close once every connection is released; after the timeout, or when cancelled, cut off what is left."""
     try:
         async with asyncio.timeout(seconds):
             await pool.close()
@@ -356,7 +356,7 @@ def _session_settings(role: str, lock_timeout_ms: int, statement_seconds: float)
         "tcp_keepalives_interval": "5",
         "tcp_keepalives_count": "3",
         "jit": "off",
-        # Statements are prepared once; planning one anew costs more than running it. Only lists, whose filters may be
+        # Statements are prepared once; planning it again costs more than running it. Only lists, whose filters may be
         # null, are better off with a plan of their own.
         "plan_cache_mode": "auto" if role == "api" else "force_generic_plan",
     }

@@ -10,7 +10,7 @@ tidegate.dead_letters l
   left join tidegate.workflow_definitions w on w.id = coalesce(r.workflow_definition_id, t.workflow_definition_id)
 
 -- name: list
--- A page of dead letters with whose they are, newest first; null filters do not filter. With an id, that one.
+-- A page of dead letters with what they belong to, newest first; null filters do not filter. With an id, that one.
 select l.id, l.kind, l.subject_id, l.event_id, e.source, e.type as event_type, t.id as trigger_id, t.name as trigger,
        w.slug as workflow, r.id as workflow_run_id, s.name as step, l.reason, l.detail, l.created_at, l.replay_at,
        l.replay_by, l.replay_error, l.replayed_at, l.replayed_by, l.replayed_into,
@@ -33,7 +33,7 @@ select l.id, l.kind, l.subject_id, l.event_id, e.source, e.type as event_type, t
  limit $11
 
 -- name: lock_matching
--- Locks the letters that nobody has replayed or is to replay and that the filters (as in `list`) describe, oldest first.
+-- Locks the dead letters that are not replayed or scheduled for replay and that the filters (as in `list`) describe, oldest first.
 -- Returns the ids.
 select l.id
   from {{dead_letters}}
@@ -49,8 +49,8 @@ select l.id
    for update of l
 
 -- name: schedule
--- The locked letters are to be replayed one after the other, $2 ms apart, from now on. Returns how many, and when the first
--- and the last.
+-- Schedules the replay of locked dead letters, one after the other, $2 ms apart, from now on. Returns how many, and the times of
+-- the first and the last.
 with clock as materialized (
   select tidegate.now() as now
 ), due as (
@@ -63,7 +63,7 @@ with clock as materialized (
 select count(*), min(replay_at), max(replay_at) from due
 
 -- name: unschedule
--- The letters that are to be replayed and have not been yet stay where they are. Returns how many.
+-- Cancels the scheduled replays that have not happened yet. Returns how many.
 with stopped as (
   update tidegate.dead_letters l set replay_at = null, replay_by = null
    where l.id in (select id from tidegate.dead_letters where replay_at is not null order by id for update)
@@ -72,8 +72,8 @@ with stopped as (
 select count(*) from stopped
 
 -- name: postpone
--- When nobody has replayed for so long that the first letter is $1 ms late, all of them are as much later: the rate holds.
--- Whoever waited for the locks sees what another worker has made of the times. Returns how many.
+-- When the first scheduled replay is more than $1 ms late, since no worker replayed, postpones all by as much: the rate holds. A
+-- transaction that waited for the locks sees the times that another worker set. Returns how many.
 with waiting as materialized (
   select id, replay_at from tidegate.dead_letters where replay_at is not null order by id for update
 ), late as materialized (
@@ -86,44 +86,44 @@ with waiting as materialized (
 select count(*) from moved
 
 -- name: lock
--- Locks one letter, with the newer one of the same subject that is not replayed, if there is one.
+-- Locks one dead letter, and returns the newer one of the same subject that is not replayed, if there is one.
 select l.id, l.kind, l.subject_id, l.event_id, l.replay_at, l.replay_by, l.replayed_at, l.replayed_by,
        (select n.id from tidegate.dead_letters n
          where n.subject_id = l.subject_id and n.kind = l.kind and n.replayed_at is null and n.id > l.id) as newer_id
   from tidegate.dead_letters l where l.id = $1 for update of l
 
 -- name: lock_due
--- Locks a letter that is due to be replayed; nothing when another worker has it, or it was replayed or called off meanwhile.
+-- Locks a dead letter that is due for replay; nothing when another worker has it, or it was replayed or cancelled meanwhile.
 select l.id, l.kind, l.subject_id, l.event_id, l.replay_at, l.replay_by, l.replayed_at, l.replayed_by,
        null::uuid as newer_id
   from tidegate.dead_letters l where l.id = $1 and l.replay_at <= tidegate.now() for update of l skip locked
 
 -- name: list_due
--- The letters that are due to be replayed, the longest due first, not locked.
+-- The dead letters that are due for replay, the longest due first, not locked.
 select id from tidegate.dead_letters where replay_at <= tidegate.now() order by replay_at, id limit $1
 
 -- name: next_due
--- Seconds until the next letter is to be replayed, or null.
+-- Seconds until the next scheduled replay, or null.
 select extract(epoch from min(replay_at) - tidegate.now())::float8 from tidegate.dead_letters where replay_at is not null
 
 -- name: mark_replayed
--- The letter was replayed, by whom and into what.
+-- Marks a dead letter as replayed, with the actor and what it became.
 update tidegate.dead_letters
    set replayed_at = tidegate.now(), replayed_by = $2, replayed_into = $3, replay_at = null, replay_by = null,
        replay_error = null
  where id = $1
 
 -- name: mark_refused
--- The letter cannot be replayed, and why; nobody tries again by himself.
+-- Marks a dead letter that cannot be replayed, with the reason; it is not retried.
 update tidegate.dead_letters set replay_at = null, replay_by = null, replay_error = $2 where id = $1
 
 -- name: mark_waiting
--- The letter is to be replayed, but not before a while has passed.
+-- Schedules the replay of a dead letter after a delay.
 update tidegate.dead_letters
    set replay_at = tidegate.now() + $2::bigint * interval '1 ms', replay_by = $3, replay_error = $4 where id = $1
 
 -- name: describe_event
--- An event that is to be decided anew: in what state its retry is, and how many deliveries it has.
+-- An event that is to be decided again: the state of its retry, and how many deliveries it has.
 select e.id, r.retry_state,
        exists (select from tidegate.event_inbox i where i.ingress_sequence = e.ingress_sequence) as is_undecided,
        (select count(*) from tidegate.workflow_trigger_deliveries d where d.event_id = e.id) as deliveries
@@ -131,11 +131,11 @@ select e.id, r.retry_state,
  where e.id = $1
 
 -- name: count_anew
--- The event's time to live and age are counted from now on.
+-- Counts the event's time to live and age from now on.
 update tidegate.workflow_events set replayed_at = tidegate.now() where id = $1
 
 -- name: replay_event
--- An event that was given up is due at its source's gate, in the source's current plan. Returns it when it is.
+-- Makes a dead-lettered event due at its source's gate, in the source's current plan. Returns the id if it did.
 insert into tidegate.event_ingress_retries as r
   (event_id, source, ingress_sequence, retry_state, attempts, next_attempt_at, reason, last_error, metadata, plan_version,
    replayed_from)
@@ -151,13 +151,13 @@ on conflict (event_id) do update
 returning event_id
 
 -- name: describe_delivery
--- A delivery that is to be judged anew, and its trigger.
+-- A delivery that is to be decided again, and its trigger.
 select d.status, d.retry_state, d.trigger_id, t.status as trigger_status, t.deleted_at is not null as is_trigger_deleted
   from tidegate.workflow_trigger_deliveries d join tidegate.workflow_event_triggers t on t.id = d.trigger_id
  where d.id = $1
 
 -- name: replay_delivery
--- A delivery that was given up is due, in its trigger's current plan; attempts are counted anew. Returns it when it is.
+-- Makes a dead-lettered delivery due, in its trigger's current plan; attempts start again at 0. Returns the id if it did.
 update tidegate.workflow_trigger_deliveries d
    set status = 'matched', retry_state = 'scheduled', next_attempt_at = tidegate.now(), retry_attempts = 0,
        throttled_until = null, workflow_run_id = null, reason = 'replay', last_error = 'replayed by ' || $3::text,
@@ -172,14 +172,14 @@ update tidegate.workflow_trigger_deliveries d
 returning d.id
 
 -- name: describe_run
--- A run that is to go on, by its own id or a step's: what it is, and whether its workflow still exists.
+-- A run that is to resume, by its own id or a step's: what it is, and whether its workflow still exists.
 select r.id, r.status, r.trigger_id, r.concurrency_key, w.slug as workflow, w.deleted_at is not null as is_workflow_deleted
   from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
  where r.id = $1 or r.id = (select s.workflow_run_id from tidegate.workflow_run_steps s where s.id = $1)
 
 -- name: revive_steps
--- What a failed run had not finished is forgotten. The step that it failed with ($2, or if that is not known one after which
--- none has succeeded) is pending again; those that waited, or were cut off with the failure, are begun anew. Finished steps
+-- Resets what a failed run had not finished. The step that it failed with ($2, or if that is not known one after which
+-- none has succeeded) is pending again; those that waited, or were cut off with the failure, start again. Finished steps
 -- stay, also those whose failure the function had caught.
 with failure as materialized (
   select coalesce((select s.updated_at from tidegate.workflow_run_steps s where s.id = $2), r.finished_at)
@@ -201,8 +201,8 @@ update tidegate.workflow_run_steps s
           where o.workflow_run_id = $1 and o.status = 'succeeded' and o.updated_at > s.updated_at)))
 
 -- name: replay_run
--- A failed run goes on as the same run, not before its trigger or key is open again; its time and its attempts are counted
--- anew (`attempts` is kept: it tells that there may be steps). Returns it when it does.
+-- Resumes a failed run as the same run, not before its trigger or key is open again; its time and its retries are counted from
+-- the start (`attempts` is kept: it shows that there may be steps). Returns the id if it did.
 update tidegate.workflow_runs r
    set status = 'pending', error = null, output = null, warning = null, finished_at = null, started_at = null,
        deadline_at = null, crashes = 0, trials = null, retry_attempts = 0, cancel_requested_at = null, cancelled_by = null,

@@ -1,4 +1,4 @@
-"""`event_decisions`: what was decided about events beyond the plain way, for `explain`."""
+"""`event_decisions`: what was decided about events beyond a simple launch, for `explain`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _sql = load("deliveries")
 
 class Decided(NamedTuple):
     """A delivery that was decided: launched with its run, skipped with the run that its key had launched before, failed
-    with the error, given up, or kept waiting until a time for a reason."""
+    with the error, exhausted, or kept waiting until a time for a reason."""
 
     id: DeliveryId
     trigger_id: TriggerId
@@ -88,7 +88,7 @@ class Stale(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The new time of a waiting delivery, or that it was given up."""
+    """The new time of a waiting delivery, or that it is exhausted."""
 
     id: uuid.UUID
     status: DeliveryStatus
@@ -242,7 +242,7 @@ async def take_stale(
 
 
 async def move(connection: Connection, moved: Sequence[Moved]) -> None:
-    """Give waiting deliveries that this transaction has locked a new time, or give them up."""
+    """Give waiting deliveries that this transaction has locked a new time, or mark them as exhausted."""
     if moved:
         columns = _columns(moved, Moved._fields)
         columns[7] = json_texts(m.metadata for m in moved)
@@ -267,7 +267,7 @@ async def next_due_seconds(connection: Connection) -> float | None:
 
 
 async def bury(connection: Connection, letters: Sequence[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]) -> None:
-    """Dead letters (delivery, event, reason, detail) for deliveries that were given up."""
+    """Dead letters (delivery, event, reason, detail) for deliveries that are exhausted or failed for good."""
     if letters:
         ids, event_ids, reasons, details = zip(*letters, strict=True)
         await connection.execute(_sql["bury"], list(ids), list(event_ids), list(reasons), json_texts(details))

@@ -190,7 +190,7 @@ select d.id, d.event_id, d.retry_attempts, d.next_attempt_at, d.ingress_sequence
    for update of d
 
 -- name: move
--- Gives waiting deliveries that this transaction has locked a new time, or gives them up.
+-- Gives waiting deliveries that this transaction has locked a new time, or marks them as exhausted.
 update tidegate.workflow_trigger_deliveries d
    set status = u.status, retry_state = u.retry_state, next_attempt_at = u.next_attempt_at,
        throttled_until = case when u.status = 'throttled' then u.next_attempt_at end,
@@ -241,7 +241,7 @@ select extract(epoch from min(next_attempt_at) - tidegate.now())::float8
  where retry_state = 'scheduled' and next_attempt_at > tidegate.now()
 
 -- name: bury
--- Dead letters for deliveries that were given up.
+-- Dead letters for deliveries that are exhausted or failed for good.
 insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, detail)
 select tidegate.uuid7(), 'delivery', u.id, u.event_id, u.reason, u.detail::jsonb
   from unnest($1::uuid[], $2::uuid[], $3::text[], $4::text[]) as u (id, event_id, reason, detail)

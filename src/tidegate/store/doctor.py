@@ -1,4 +1,4 @@
-"""What an examination reads: the server, and every row that waits without a reason or a way to go on."""
+"""What an examination reads: the server, and every row that waits without a reason or without a way to resume."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ORPHANS: dict[str, str] = {
     "dead_letters_not_replayed_in_time": "dead letters that were to be replayed by now",
     "ticks_not_published_in_time": "schedules whose tick was to be published by now",
 }
-# The unique indexes that "once" rests on.
+# The unique indexes that guarantee "at most once".
 GUARDS = (
     "workflow_events_external_id_key",
     "workflow_trigger_deliveries_once_key",

@@ -1,6 +1,6 @@
 -- name: orphans
--- Rows that wait without a reason or a way to go on, by invariant: how many, and one of them. Every count is 0 in a database
--- that keeps its promises. What may be on its way is given $1 ms.
+-- Rows that wait without a reason or without a way to resume, by invariant: how many, and one of them. Every count is 0 in a
+-- consistent database. Rows that changed within the last $1 ms do not count: the next step may be in progress.
 with clock as materialized (
   select tidegate.now() as now, tidegate.now() - $1::bigint * interval '1 ms' as cut
 ), held_triggers as materialized (
@@ -109,7 +109,7 @@ select n.name, count(f.subject) as total, min(f.subject) as example
  group by n.name, n.place order by n.place
 
 -- name: guards
--- The unique indexes that "once" rests on: which of those named are there and valid.
+-- The unique indexes that guarantee "at most once": which of those named exist and are valid.
 select c.relname as name
   from pg_catalog.pg_index i
   join pg_catalog.pg_class c on c.oid = i.indexrelid

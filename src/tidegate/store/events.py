@@ -21,14 +21,14 @@ _FIRST, _LAST = datetime(1900, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UT
 
 
 class Resolved(NamedTuple):
-    """The stored event that an event of the caller's turned out to repeat."""
+    """The stored event that a published event repeats."""
 
     id: uuid.UUID
     same_body: bool
 
 
 class Quarantined(NamedTuple):
-    """An event that was given up."""
+    """An event that was moved to the dead letters."""
 
     event_id: uuid.UUID
     source: str
@@ -49,7 +49,8 @@ async def insert(connection: Connection, events: Sequence[NewEvent]) -> set[uuid
 
 
 async def insert_new(connection: Connection, events: Sequence[NewEvent]) -> bool:
-    """The same, in less time, as a transaction of its own; False, and nothing is stored, when one of them is known."""
+    """Store events that are all new, faster than `insert`, as a transaction of its own; False, and nothing is stored,
+    when one of them is stored already."""
     try:
         await connection.execute(_sql["insert_new"], *_insert_columns(events))
     except asyncpg.UniqueViolationError:
@@ -58,7 +59,7 @@ async def insert_new(connection: Connection, events: Sequence[NewEvent]) -> bool
 
 
 async def probe(database: Database) -> None:
-    """Store an event and take it back: raises what publishing would meet."""
+    """Store an event and roll back: raises what publishing would raise."""
     with suppress(_Undone):
         async with database.transaction(wait_seconds=2) as connection:
             await connection.execute(_sql["probe"])
@@ -66,7 +67,7 @@ async def probe(database: Database) -> None:
 
 
 class _Undone(Exception):
-    """Rolls a transaction back that has shown what it should."""
+    """Rolls back a transaction that was only a check."""
 
 
 async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[uuid.UUID, Resolved]:
@@ -114,7 +115,7 @@ async def get_many(connection: Connection, ids: Iterable[uuid.UUID]) -> dict[uui
 
 
 async def correlation_id(connection: Connection, event_id: uuid.UUID) -> str | None:
-    """The correlation id of one event, also when the rest of it cannot be read."""
+    """The correlation id of one event, even when its other columns cannot be read."""
     found: str | None = await connection.fetchval(_sql["correlation_id"], event_id)
     return found
 

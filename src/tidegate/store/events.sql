@@ -57,7 +57,7 @@ with {{input}}, stored as (
 insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from input
 
 -- name: probe
--- What storing an event takes, tried; for a transaction that is rolled back.
+-- Stores an event as publishing does, in a transaction that is rolled back: a check that publishing works.
 with stored as (
   insert into tidegate.workflow_events (id, type, source, occurred_at, payload, correlation_id)
   values (tidegate.uuid7(), 'tidegate.probe', 'tidegate', tidegate.now(), '{}', 'probe')
@@ -85,10 +85,10 @@ select u.id as given_id, e.id,
 
 -- name: claim_inbox
 -- Takes the oldest undecided events out of the inbox, for this transaction alone; rolled back, they are there again.
--- The array and `offset 0` keep to index look-ups: as joins, a plan made while the tables were small reads all history.
--- The same statement says that this transaction may launch for their sources (the locks of `sources.share`, in its order).
+-- The array and `offset 0` keep to index lookups: with joins, a plan created while the tables were small reads all history.
+-- The same statement takes the shared locks that let this transaction launch for their sources (as `locks.share`, in its order).
 -- What those locks protect is read by a later statement: this one sees the tables as they were before it waited. What it
--- reads itself does not change. The time is read once the locks are held, and is told with the first of them.
+-- reads itself does not change. The time is read once the locks are held, and is returned with the first event.
 with oldest as materialized (
   select ingress_sequence from tidegate.event_inbox order by ingress_sequence limit $1 for update skip locked
 ), claimed as (
@@ -155,7 +155,7 @@ select {{event}}
   from tidegate.workflow_events e where e.id = any ($1::uuid[])
 
 -- name: correlation_id
--- The correlation id of one event, also when the rest of it cannot be read.
+-- The correlation id of one event, even when its other columns cannot be read.
 select e.correlation_id from tidegate.workflow_events e where e.id = $1
 
 -- name: set_traceparents

@@ -18,7 +18,7 @@ _log = logger("store")
 
 
 class GroupCommit(Generic[Item, Result]):
-    """Collects items while a write is under way and writes them together.
+    """Collects items while a write is in progress and writes them together.
 
     `write` gets the items of several callers and returns one result or exception for each, in order. What waits is
     bounded: a caller over the bound is refused at once.
@@ -47,7 +47,7 @@ class GroupCommit(Generic[Item, Result]):
         return await future
 
     def put(self, item: Item, then: Callable[[Result | BaseException], None]) -> None:
-        """Hand in an item; `then` hears what came of it."""
+        """Add an item; `then` is called with its result."""
         weight = self._weight(item)
         if self._waiting_weight + weight > self._max_waiting:
             raise Overloaded("too much is waiting to be written; try again in a second")
@@ -95,7 +95,7 @@ class GroupCommit(Generic[Item, Result]):
 def _tell(then: Callable[[Any], None], result: Any) -> None:
     try:
         then(result)
-    except Exception as exc:  # noqa: BLE001 - the others are to hear of theirs
+    except Exception as exc:  # noqa: BLE001 - the other callbacks must still be called
         _log.error("commit.unheard", error=exc, exc_info=exc)
 
 

@@ -1,4 +1,4 @@
-"""What all processes share, read for operators: depths, what waits, what was given up. Nothing here decides."""
+"""What all processes share, read for operators: depths, what waits, dead letters. Nothing here decides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidegate.store.sql import load
 
 _sql = load("health")
 
-# So many undecided events are counted one by one.
+# How many undecided events are counted one by one.
 INBOX_COUNTED = 50_000
 
 
@@ -29,7 +29,7 @@ class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RetrySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What waits of one kind; `overdue` ones should have gone on by now."""
+    """What waits of one kind; `overdue` ones should have resumed by now."""
 
     total: int = 0
     overdue: int = 0
@@ -49,14 +49,14 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadLetterCount(msgspec.Struct, frozen=True, kw_only=True):
-    """What was given up and not replayed."""
+    """Dead letters that are not replayed."""
 
     total: int = 0
     last_24h: int = 0
 
 
 class DeadLetters(DeadLetterCount, frozen=True, kw_only=True):
-    """The same of one kind; `recent` ones were given up within the window that was asked about."""
+    """Dead letters of one kind; `recent` ones were created within the window asked for."""
 
     recent: int = 0
     recent_since: datetime | None = None
@@ -70,7 +70,7 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpiredClaims(msgspec.Struct, frozen=True, kw_only=True):
-    """Claims of one kind whose lease is over and that nobody has released."""
+    """Claims of one kind whose lease has expired and that have not been released."""
 
     kind: str
     total: int
@@ -204,7 +204,7 @@ class Depths(msgspec.Struct, frozen=True, kw_only=True):
 async def waiting(
     connection: Connection, now: datetime, late: datetime, of_sources: Iterable[str] = ()
 ) -> tuple[list[Group], dict[str, Group]]:
-    """Everything that waits; what was to go on by `late` is overdue. And what waits of each of the given sources."""
+    """Everything that waits; what was due before `late` is overdue. And what waits of each of the given sources."""
     rows = await connection.fetch(_sql["waiting"], now, late, list(of_sources))
     found = [Group(**dict(row)) for row in rows]
     by_source = {group.reason: group for group in found if group.kind == "source"}
@@ -242,7 +242,7 @@ async def source_metrics(connection: Connection, most: int) -> list[SourceMetric
 
 
 async def dead_letters(connection: Connection, now: datetime, since: datetime) -> dict[str, DeadLetters]:
-    """What was given up, by kind; `recent` is what was given up after `since`."""
+    """Dead letters by kind; `recent` ones were created after `since`."""
     found = {}
     for row in await connection.fetch(_sql["dead_letters"], now, since):
         fields = dict(row)

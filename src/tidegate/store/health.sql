@@ -117,8 +117,8 @@ select source, total, passed, throttled, dropped, failures, total_lag_ms, last_l
   from tidegate.event_scheduler_source_metrics order by updated_at desc, source limit $1
 
 -- name: dead_letters
--- What was given up and not replayed, by kind, how much of it in the last day before $1, and how much of late (after $2) since
--- when.
+-- Dead letters that are not replayed, by kind: how many, how many in the last day before $1, how many after $2, and the first of
+-- these.
 select kind, count(*) as total, count(*) filter (where created_at > $1::timestamptz - interval '24 hours') as last_24h,
        count(*) filter (where created_at > $2::timestamptz) as recent,
        min(created_at) filter (where created_at > $2::timestamptz) as recent_since

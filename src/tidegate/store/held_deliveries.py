@@ -16,14 +16,15 @@ from tidegate.store.sql import load
 
 _sql = load("held_deliveries")
 
-# Those who stand in a trigger's line, each with a place of its own.
+# Reasons for which a delivery stands in its trigger's line, with a place of its own.
 IN_LINE = ("throttle", "paused", "breaker_open")
-# A delivery that more than so many stand behind of came very late, and takes its place at the end.
+# The line is not reordered for a delivery with more than this many behind it: it came very late and stays at the end.
 MAX_REORDERED = 2_000
 
 
 class HeldDelivery(msgspec.Struct, frozen=True, kw_only=True):
-    """A delivery with its trigger and event. `eta_seconds` is null when it waits no more, or nobody can say."""
+    """A delivery with its trigger and event. `eta_seconds` is null when it is no longer waiting or the
+    time is not known."""
 
     id: uuid.UUID
     trigger_id: uuid.UUID

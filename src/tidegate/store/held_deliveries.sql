@@ -12,9 +12,9 @@ tidegate.workflow_trigger_deliveries d
   join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
 
 -- name: list_waiting
--- A page of waiting deliveries in the order in which they become due. Nobody can say when one goes on whose trigger (or
--- source, if that is why it waits) is paused without an end, that waits for a trial run to end, or for a slot: its ETA
--- is null.
+-- A page of waiting deliveries in the order in which they become due. The time is not known, and
+-- the ETA null, if its trigger (or source, if that is why it waits) is paused without an end, or it waits for a trial run to end
+-- or for a slot.
 select {{delivery}}, d.next_attempt_at,
        case when (g.paused_at is not null and g.paused_until is null) or g.breaker_state = 'half_open'
               or (d.reason = 'source_paused' and s.paused_at is not null and s.paused_until is null)
@@ -115,8 +115,8 @@ update tidegate.workflow_trigger_deliveries d
 returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key
 
 -- name: keep_order
--- Deals the times of a trigger's line out anew from a given arrival on, in the order of arrival: workers that decided
--- batches at once, or events that their source had held, may have come late. Not when more than $3 stand behind. Only rows
+-- Reassigns the times of a trigger's line, from a given arrival on, in arrival order: workers that decided batches at the same
+-- time, or events that their source held, may have come late. Does nothing when more than $3 stand behind. Only rows
 -- of the current plan take part: the others get new times anyway. The caller holds the trigger's lock.
 with waiting as materialized (
   select d.id, d.next_attempt_at, d.ingress_sequence

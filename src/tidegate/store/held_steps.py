@@ -105,5 +105,5 @@ async def get(connection: Connection, step_ids: Sequence[uuid.UUID]) -> list[Ste
 
 
 async def force(connection: Connection, step_ids: Sequence[uuid.UUID]) -> set[uuid.UUID]:
-    """Make steps of resting runs due now, with their runs; those forced. The caller holds the runs."""
+    """Make steps of suspended runs due now, with their runs; those forced. The caller holds the runs."""
     return {row[0] for row in await connection.fetch(_sql["force"], step_ids)}

@@ -44,8 +44,8 @@ select {{step}}, null::timestamptz as next_attempt_at, null::float8 as eta_secon
  limit $8
 
 -- name: get
--- Steps with their runs, as far as the operator's verbs need them. Of a run that nobody holds, what waits is at rest; of
--- one that a worker holds, a step whose time has come is being tried.
+-- Steps with their runs, as far as the operator's verbs need them. A waiting step of a run that no worker holds
+-- is suspended; of a run that a worker holds, a step whose time has come is being tried.
 select s.id, s.name, s.kind, s.status, s.retry_state, s.retry_metadata ->> 'reason' as reason, s.retry_attempts,
        s.next_attempt_at, s.next_attempt_at <= tidegate.now() as is_due, s.workflow_run_id, r.status as run_status,
        r.trigger_id, r.event_id, w.slug as workflow
@@ -56,7 +56,7 @@ select s.id, s.name, s.kind, s.status, s.retry_state, s.retry_metadata ->> 'reas
  order by s.id
 
 -- name: force
--- Makes waiting steps of resting runs due now, and their runs, but not before their trigger or key is open again. The
+-- Makes waiting steps of suspended runs due now, and their runs, but not before their trigger or key is open again. The
 -- caller holds the runs. Returns the steps.
 with forced as (
   update tidegate.workflow_run_steps s

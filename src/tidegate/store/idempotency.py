@@ -40,7 +40,7 @@ async def claim(connection: Connection, wanted: Iterable[Key]) -> dict[Key, RunI
         return dict.fromkeys(keys)
     holders = {(row[0], row[1]): row[2] for row in await connection.fetch(_sql["holders"], *columns)}
     if any(holders.get(key) is None for key in keys if key not in ours):
-        raise TransientConflict("a key was given back a moment ago")
+        raise TransientConflict("a key was released a moment ago")
     return {key: None if key in ours else holders[key] for key in keys}
 
 

@@ -17,7 +17,7 @@ from tidegate.store.sql import load
 
 _sql = load("ingress_retries")
 
-# An event that more than so many stand behind of came very late, and takes its place at the end.
+# The line is not reordered for an event with more than this many behind it: it came very late and stays at the end.
 MAX_REORDERED = 2_000
 
 
@@ -162,7 +162,8 @@ async def get(connection: Connection, event_id: uuid.UUID) -> IngressRetry | Non
 
 
 class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A held event as operators see it. `eta_seconds` is null when it waits no more, or for someone to resume it."""
+    """A held event as operators see it. `eta_seconds` is null when it is no longer waiting, or
+    waits for an operator to resume its source."""
 
     event_id: uuid.UUID
     external_id: str | None
@@ -202,13 +203,13 @@ async def list_settled(
     before_id: uuid.UUID | None = None,
     limit: int,
 ) -> list[HeldEvent]:
-    """Events that wait no more, newest first."""
+    """Events that are no longer waiting, newest first."""
     rows = await connection.fetch(_sql["list_settled"], state, source, reason, before_id, limit)
     return [HeldEvent(**dict(row)) for row in rows]
 
 
 async def bury(connection: Connection, letters: Sequence[tuple[uuid.UUID, str, dict[str, Any]]]) -> None:
-    """Dead letters for events that were given up."""
+    """Dead letters for exhausted events."""
     if letters:
         ids, reasons, details = zip(*letters, strict=True)
         await connection.execute(_sql["bury"], list(ids), list(reasons), json_texts(details))

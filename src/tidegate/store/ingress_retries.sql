@@ -20,8 +20,8 @@ select u.event_id, u.source, u.ingress_sequence, u.retry_state, u.attempts, u.ne
           plan_version)
 
 -- name: due_sources
--- Sources with due events, the longest due first. The first of what is due tells, unless a few sources have so much due
--- that others may stand behind them: then the index is walked from source to source, and a backlog costs no more than a
+-- Sources with due events, the longest due first. The first 500 due events are enough, unless few sources have so many
+-- that other sources may come after them: then the index is walked from source to source, and a backlog costs no more than a
 -- single event.
 with recursive first_due as materialized (
   select r.source, r.next_attempt_at from tidegate.event_ingress_retries r
@@ -53,7 +53,7 @@ select found.source
 
 -- name: take_due
 -- Locks due events of a source, in the order of their slots, or that one of them ($4). The caller knows that no new plan is
--- being made.
+-- in progress.
 select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
   from tidegate.event_ingress_retries r
  where r.source = $1 and r.retry_state = 'scheduled' and r.next_attempt_at <= $2 and ($4::uuid is null or r.event_id = $4)
@@ -70,7 +70,7 @@ select r.event_id from tidegate.event_ingress_retries r
 
 -- name: take_stale
 -- Locks waiting events of a source whose slot belongs to an older plan, in the order of arrival, after a given one.
--- What the event says is looked up row by row: as a join, a plan made while the tables were small reads all history.
+-- The event is looked up row by row: with a join, a plan created while the tables were small reads all history.
 select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence,
        (select coalesce(e.replayed_at, e.received_at) from tidegate.workflow_events e where e.id = r.event_id) as received_at,
        (select e.correlation_id from tidegate.workflow_events e where e.id = r.event_id) as correlation_id
@@ -81,8 +81,8 @@ select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence,
    for update of r
 
 -- name: keep_order
--- Deals the slots of a source's waiting events out anew from a given one on, in the order of arrival: workers that took
--- batches at once may have given the later events the earlier slots. Not when more than $3 stand behind it (it came very
+-- Reassigns the slots of a source's waiting events, from a given one on, in arrival order: workers that took batches at the
+-- same time may have given the later events the earlier slots. Not when more than $3 stand behind it (it came very
 -- late). Only rows of the current plan take part: the others get new slots anyway. One that changes meanwhile stays.
 with waiting as materialized (
   select r.event_id, r.claim_generation, r.next_attempt_at, r.ingress_sequence
@@ -153,8 +153,8 @@ returning r.event_id, r.source, r.attempts
 select r.* from tidegate.event_ingress_retries r where r.event_id = $1
 
 -- name: list_waiting
--- A page of waiting rows in the order in which they become due. When a row's source is paused without an end, nobody can
--- say when it goes on: its ETA is null.
+-- A page of waiting rows in the order in which they become due. When a row's source is paused without an end,
+-- its ETA is null.
 select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_state, r.reason, r.attempts,
        r.next_attempt_at, r.last_error, r.metadata, r.created_at, r.updated_at,
        case when s.paused_at is not null and s.paused_until is null then null
@@ -170,7 +170,7 @@ select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_st
  limit $5
 
 -- name: list_settled
--- A page of rows that wait no more, newest event first.
+-- A page of rows that are no longer waiting, newest event first.
 select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_state, r.reason, r.attempts,
        null::timestamptz as next_attempt_at, r.last_error, r.metadata, r.created_at, r.updated_at,
        null::float8 as eta_seconds
@@ -184,7 +184,7 @@ select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_st
  limit $5
 
 -- name: bury
--- Dead letters for events that were given up.
+-- Dead letters for exhausted events.
 insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, detail)
 select tidegate.uuid7(), 'event', u.event_id, u.event_id, u.reason, u.detail::jsonb
   from unnest($1::uuid[], $2::text[], $3::text[]) as u (event_id, reason, detail)

@@ -1,4 +1,4 @@
-"""`installation`: who we are, where something outside the database is shared with others."""
+"""`installation`: the id of this installation, for what it shares outside the database with others."""
 
 from __future__ import annotations
 

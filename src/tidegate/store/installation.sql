@@ -1,3 +1,3 @@
 -- name: identity
--- Tells this installation from any other, a copy of its database under another name included.
+-- The id that tells this installation from any other, including a copy of its database under another name.
 select md5(i.id::text || ':' || current_database()) from tidegate.installation i

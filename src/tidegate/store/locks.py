@@ -9,8 +9,8 @@ The order, where a transaction takes several:
 5. runs
 6. steps
 
-Transactions that launch share the advisory locks of their sources and of the triggers; whoever pauses or changes one
-takes its lock alone. So when a pause or a change returns, nothing decided before it is still under way.
+Transactions that launch share the advisory locks of their sources and of the triggers; a transaction that pauses or
+changes one takes its lock exclusively. So when a pause or a change returns, nothing decided before it is in progress.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Unlocked(Exception):
 
 
 async def take_turn(connection: Connection, limit: int) -> None:
-    """Wait until all that came before the next `limit` undecided events is decided, and keep out whoever else cares
-    about the order."""
+    """Wait until all that came before the next `limit` undecided events is decided, and keep out other transactions
+    that care about the order."""
     await connection.fetchval(_sql["take_turn"], limit)
 
 
@@ -60,12 +60,12 @@ async def share_all(connection: Connection) -> None:
 
 
 async def exclude_source(connection: Connection, source: str) -> None:
-    """Wait until no transaction that may launch for the source is under way, and keep new ones out."""
+    """Wait until no transaction that may launch for the source is in progress, and keep new ones out."""
     await connection.execute(_sql["exclude_source"], source)
 
 
 async def exclude_triggers(connection: Connection) -> None:
-    """Wait until no transaction that decides by triggers is under way, and keep new ones out."""
+    """Wait until no transaction that decides by triggers is in progress, and keep new ones out."""
     await connection.execute(_sql["exclude_triggers"])
 
 

@@ -14,8 +14,8 @@ from tidegate.clock import monotonic
 from tidegate.errors import SchemaError
 from tidegate.store.db import Connection, Database, TransientConflict, translated, without_end
 
-# A migration that waits for a table holds up everyone who comes behind it. So it waits less than publishing does, lets
-# them pass, and tries again, for so long in all.
+# A migration that waits for a lock on a table blocks every transaction that comes after it. So it waits for less time
+# than publishing does, lets them pass, and tries again, until this much time has passed in all.
 LOCK_TIMEOUT_MS = 200
 LOCK_PATIENCE_SECONDS = 60.0
 _REST_SECONDS = 0.5
@@ -116,7 +116,7 @@ async def migrate(database: Database) -> list[Migration]:
 
 
 async def _apply_between_others(connection: Any, migration: Migration) -> None:
-    """The migration, tried again while someone else holds a lock that it needs."""
+    """The migration, retried while another transaction holds a lock that it needs."""
     deadline = monotonic() + LOCK_PATIENCE_SECONDS
     while True:
         try:
@@ -145,7 +145,7 @@ async def _apply(connection: Any, migration: Migration) -> None:
 
 
 async def _holder(connection: Any) -> str:
-    """Who has held a lock on one of our tables for longest."""
+    """The transaction that has held a lock on one of our tables for longest."""
     row = await connection.fetchrow(_HOLDER)
     if row is None:
         return "whoever held them has just let go"

@@ -32,7 +32,7 @@ async def page(connection: Connection, *, after: ReceiptPlace, limit: int, older
 async def lock_finished_events(
     connection: Connection, ids: Sequence[uuid.UUID], *, older_seconds: int
 ) -> list[uuid.UUID]:
-    """Lock those of the given events with which nothing is alive and nothing has happened for so long."""
+    """Lock those of the given events that are finished and unchanged for that long."""
     rows = await connection.fetch(_sql["lock_finished_events"], ids, older_seconds)
     return [row[0] for row in rows]
 

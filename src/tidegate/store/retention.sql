@@ -9,7 +9,7 @@ select p.id, p.received_at, p.ingress_sequence
  order by p.received_at, p.ingress_sequence
 
 -- name: lock_finished_events
--- Locks those of the given events ($1) with which nothing is alive and nothing has happened for $2 s: decided, no retry or
+-- Locks those of the given events ($1) that are finished and unchanged for $2 s: decided, no retry or
 -- delivery that waits, no run unfinished, no key that one of its launches still holds, no dead letter. What another
 -- transaction has locked stays for the next pass. Returns the ids. `offset 0` has every question asked for each event by an
 -- index; joined, whole tables would be read for a few events.
@@ -68,7 +68,7 @@ delete from tidegate.event_decisions where event_id = any ($1::uuid[])
 delete from tidegate.workflow_events where id = any ($1::uuid[])
 
 -- name: delete_dead_letters
--- Deletes dead letters with which nothing has happened for $1 s and that nobody is to replay, the oldest first, at most $2.
+-- Deletes dead letters with which nothing has happened for $1 s and that are not to be replayed, the oldest first, at most $2.
 delete from tidegate.dead_letters
  where id in (select l.id from tidegate.dead_letters l
                where l.created_at < tidegate.now() - $1::bigint * interval '1 s' and l.replay_at is null

@@ -10,7 +10,7 @@ import msgspec
 
 
 class RetryFilters(NamedTuple):
-    """Which of those that wait are wanted; None: all."""
+    """Which waiting rows are wanted; None: all."""
 
     source: str | None = None
     reason: str | None = None

@@ -55,7 +55,7 @@ async def claim_suspect(
 
 
 async def pass_trial(connection: Connection, run: ClaimedRun) -> None:
-    """Others are let in beside a run that was tried alone."""
+    """Other runs may execute beside a run that was executed alone."""
     await connection.execute(_sql["pass_trial"], run.id, run.claim_generation)
 
 
@@ -73,8 +73,8 @@ class KeptRun(NamedTuple):
 
 
 async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: int) -> dict[uuid.UUID, KeptRun]:
-    """Extend leases, but not of a run that somebody writes just now. The runs still held; the others belong to someone
-    else now."""
+    """Extend leases, but not of a run that another transaction is writing. The runs still held; the others belong to
+    another worker."""
     rows = await connection.fetch(_sql["renew"], [r.id for r in held], [r.claim_generation for r in held], lease_ms)
     return {row[0]: KeptRun(*row) for row in rows}
 
@@ -132,7 +132,7 @@ async def ended_by(connection: Connection, finished: Sequence[FinishedRun]) -> s
 
 
 async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> set[uuid.UUID]:
-    """Put runs that are still held to rest until a time. The ids that rest; the others are lost, or to be cancelled."""
+    """Suspend runs that are still held until a time. The ids suspended; the others are lost, or to be cancelled."""
     rows = await connection.fetch(
         _sql["suspend"],
         [s.id for s in suspended],
@@ -153,7 +153,7 @@ async def cancel_waiting(connection: Connection, run_id: uuid.UUID, actor: str) 
 
 
 async def list_killers(connection: Connection, trials: int, limit: int) -> list[tuple[uuid.UUID, uuid.UUID | None]]:
-    """Waiting runs, with their triggers, whose workers died the last times that they were tried alone."""
+    """Waiting runs, with their triggers, whose workers died each time they were executed alone."""
     return [(row[0], row[1]) for row in await connection.fetch(_sql["list_killers"], trials, limit)]
 
 
@@ -164,7 +164,7 @@ async def give_up_killer(connection: Connection, run_id: uuid.UUID, error: str, 
 
 
 async def request_cancel(connection: Connection, run_id: uuid.UUID, actor: str) -> bool:
-    """Ask the worker that holds a run to stop it at its next step; False when nobody holds it."""
+    """Ask the worker that holds a run to stop it at its next step; False when no worker holds it."""
     return await connection.fetchval(_sql["request_cancel"], run_id, actor) is not None
 
 
@@ -185,7 +185,7 @@ async def bury(connection: Connection, failed: Sequence[FinishedRun]) -> None:
 
 
 async def hand_back(connection: Connection, held: Sequence[ClaimedRun], delay_ms: int = 0) -> set[uuid.UUID]:
-    """Make runs due again, after a while. The ids handed back."""
+    """Release runs, due again after a delay. The ids released."""
     if not held:
         return set()
     rows = await connection.fetch(_sql["hand_back"], [r.id for r in held], [r.claim_generation for r in held], delay_ms)
@@ -193,7 +193,7 @@ async def hand_back(connection: Connection, held: Sequence[ClaimedRun], delay_ms
 
 
 async def give_back(connection: Connection, unbegun: Sequence[ClaimedRun]) -> set[uuid.UUID]:
-    """Let others have runs that were claimed and not begun. The ids given back."""
+    """Release runs that were claimed and not started. The ids released."""
     rows = await connection.fetch(_sql["give_back"], [r.id for r in unbegun], [r.claim_generation for r in unbegun])
     return {row[0] for row in rows}
 
@@ -219,7 +219,7 @@ async def list_unfinished(
 async def set_concurrency_keys(
     connection: Connection, run_ids: Sequence[uuid.UUID], keys: Sequence[str | None]
 ) -> None:
-    """Say whose concurrency slots unfinished runs hold; None: nobody's."""
+    """Set the concurrency key whose slot each unfinished run holds; None: it holds none."""
     await connection.execute(_sql["set_concurrency_keys"], run_ids, keys)
 
 

@@ -1,5 +1,5 @@
 -- A run is running exactly while it has a lease (`workflow_runs_claim_check`). Statements that are given ids ask for the lease, not
--- the status: by the status the planner, who expects next to nothing to be running, would read the whole index of leases, with
+-- the status: by the status the planner, which expects next to no running rows, would read the whole index of leases, with
 -- the entries of all runs that have ended since the last vacuum, rather than look up the ids.
 
 -- fragment: run
@@ -27,7 +27,7 @@ r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.corre
 
 -- name: claim_due
 -- Claims due runs of the given workflows for a worker until its lease ends, oldest first. Suspects, whose workers have died
--- so often ($5), are not for this statement: see `claim_suspect`.
+-- at least $5 times in a row, are left to `claim_suspect`.
 with due as materialized (
   select id from tidegate.workflow_runs
    where status = 'pending' and next_attempt_at <= tidegate.now() and workflow_definition_id = any ($1::uuid[])
@@ -45,15 +45,16 @@ update tidegate.workflow_runs r
 returning {{claimed}}
 
 -- name: has_suspects
--- Whether runs of the given workflows are due whose workers have died so often ($2).
+-- Whether suspects of the given workflows are due: runs whose workers have died at least $2 times in a row.
 select exists (select from tidegate.workflow_runs
                 where status = 'pending' and crashes > 0 and crashes >= $2::bigint and next_attempt_at <= tidegate.now()
                   and workflow_definition_id = any ($1::uuid[]))
 
 -- name: claim_suspect
--- Claims a due run of the given workflows whose workers have died so often ($2), of those that have waited longest any one,
--- so that whoever dies again is not always tried behind the same others. If nothing executes beside it, that its worker dies
--- is on the run from now on (`trials`, by $5), until it ends, rests, is given back, or others are let in (`pass_trial`).
+-- Claims a due suspect of the given workflows (its workers died at least $2 times in a row): a random one of those that have
+-- waited longest, so that one that kills its worker again does not always precede the same others. If nothing executes beside
+-- it, a death of its worker counts against the run from now on (`trials`, by $5), until it ends, is suspended or released, or
+-- other runs may execute beside it (`pass_trial`).
 with due as materialized (
   select id from tidegate.workflow_runs
    where status = 'pending' and crashes > 0 and crashes >= $2::bigint and next_attempt_at <= tidegate.now()
@@ -71,7 +72,7 @@ update tidegate.workflow_runs r
 returning {{claimed}}, r.crashes
 
 -- name: pass_trial
--- Others are let in beside a run that was tried alone: if its worker dies from now on, it need not have been this one.
+-- Other runs may execute beside a run that was executed alone: if its worker dies from now on, another run may be the cause.
 update tidegate.workflow_runs r set trials = null
  where r.id = $1 and r.claim_expires_at is not null and r.claim_generation = $2
 
@@ -81,8 +82,8 @@ select id from tidegate.workflow_runs where id = any ($1::uuid[]) and claim_expi
 
 -- name: renew
 -- Extends the leases a worker still holds. Returns the ids, whether each was extended, and whether its cancellation was asked
--- for; a run that is missing there belongs to someone else. A row that somebody is writing, such as the end of the run, is left for the next
--- time: whoever waits for one row with others locked waits for ever for somebody who does the same.
+-- for; a run that is missing there belongs to another worker. A row that another transaction is writing, such
+-- as the end of the run, is left for the next renewal: waiting for a row while holding locks on others can deadlock.
 with held as materialized (
   select r.id, r.cancel_requested_at is not null as cancel_requested
     from unnest($1::uuid[], $2::bigint[]) as u (id, claim_generation), tidegate.workflow_runs r
@@ -100,8 +101,8 @@ with held as materialized (
 select h.id, f.id is not null as is_renewed, h.cancel_requested from held h left join free f on f.id = h.id
 
 -- name: finish
--- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing. Its worker lives,
--- so crashes are forgotten. An empty array of statuses: all succeeded. What succeeded is counted for triggers that count (`trigger_successes`).
+-- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing. Its worker is alive,
+-- so crashes are reset. An empty array of statuses: all succeeded. What succeeded is counted for triggers that count (`trigger_successes`).
 with clock as materialized (
   select tidegate.now() as now
 ), ended as (
@@ -151,15 +152,15 @@ with clock as materialized (
 select count(*) from ended where not matters
 
 -- name: ended_by
--- Those of the runs that have ended by the given claims: whoever takes a run over raises its generation.
+-- Those of the runs that have ended by the given claims: a worker that takes a run over raises its generation.
 select r.id from tidegate.workflow_runs r
   join unnest($1::uuid[], $2::bigint[], $3::text[]) as u (id, claim_generation, status)
     on r.id = u.id and r.claim_generation = u.claim_generation and r.status = u.status
 
 -- name: suspend
--- Puts runs that their worker still holds to rest until a time, not before their trigger or key is open again, nor past
--- their deadline; one whose cancellation was asked for is not. What has come so far does not kill its workers: crashes are
--- counted anew. Returns the ids that rest.
+-- Suspends runs that their worker still holds until a time, not before their trigger or key is open again, nor past
+-- their deadline; one whose cancellation was asked for is not. A run that came this far does not kill its workers: crashes are
+-- reset. Returns the ids suspended.
 update tidegate.workflow_runs r
    set status = 'pending', warning = u.warning, deadline_at = u.deadline_at, crashes = 0, trials = null,
        retry_attempts = r.retry_attempts + u.is_retry::int,
@@ -191,7 +192,7 @@ update tidegate.workflow_runs r
 returning r.id
 
 -- name: lock
--- Locks runs, in the order of their ids: nobody takes one, ends it or writes its steps meanwhile.
+-- Locks runs, in the order of their ids: no other transaction claims one, ends it or writes its steps meanwhile.
 select r.id from tidegate.workflow_runs r where r.id = any ($1::uuid[]) order by r.id for no key update
 
 -- name: bury
@@ -204,7 +205,7 @@ select tidegate.uuid7(), case when u.step_id is null then 'run' else 'step' end,
 on conflict (kind, subject_id) where replayed_at is null do nothing
 
 -- name: hand_back
--- Gives runs that a stopping worker holds back, due after $3 ms. Returns the ids.
+-- Releases runs that a stopping worker holds, due after $3 ms. Returns the ids.
 update tidegate.workflow_runs r
    set status = 'pending', next_attempt_at = tidegate.now() + $3::bigint * interval '1 ms',
        claim_generation = r.claim_generation + 1, trials = null, claimed_by = null, claim_expires_at = null,
@@ -214,8 +215,8 @@ update tidegate.workflow_runs r
 returning r.id
 
 -- name: give_back
--- Lets others have runs that a worker has claimed and not begun: they are as they were before, but are not begun before their
--- trigger or key is open again. Returns the ids.
+-- Releases runs that a worker has claimed and not started: they are as before the claim, but do not start before their trigger
+-- or key is open again. Returns the ids.
 update tidegate.workflow_runs r
    set status = 'pending', attempts = r.attempts - 1, trials = null,
        next_attempt_at = least(r.deadline_at, greatest(
@@ -227,9 +228,9 @@ update tidegate.workflow_runs r
 returning r.id
 
 -- name: release_expired
--- Runs whose worker let the lease run out are due again; its late writes are fenced off. Which of them was executing, and
--- which one killed the worker, if one did, cannot be told from here: nobody is blamed, and those that it happens to again
--- ($2 times) are tried alone. Returns the ids.
+-- Makes runs whose lease has expired due again; late writes of their worker are fenced off. Which of them was executing, and
+-- whether one killed the worker, is not known here: none is blamed, and runs to which this happens $2 times in a row are
+-- executed alone. Returns the ids.
 with expired as materialized (
   select id from tidegate.workflow_runs
    where status = 'running' and claim_expires_at <= tidegate.now()
@@ -245,12 +246,12 @@ update tidegate.workflow_runs r
 returning r.id
 
 -- name: list_killers
--- Waiting runs whose workers have died each of the last times ($1) that they were tried alone, and that are to be given up.
+-- Waiting runs whose workers have died the last $1 times that they were executed alone, and that are to fail.
 select r.id, r.trigger_id from tidegate.workflow_runs r
  where r.status = 'pending' and r.crashes > 0 and r.trials >= $1 order by r.next_attempt_at limit $2
 
 -- name: give_up_killer
--- Ends a run as failed that `list_killers` has named, unless someone holds it or it was replayed since. Returns it when it did.
+-- Ends a run as failed that `list_killers` has named, unless a worker holds it or it was replayed since. Returns the run if it did.
 update tidegate.workflow_runs r
    set status = 'failed', error = $2, warning = null, finished_at = tidegate.now(), next_attempt_at = null,
        claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
@@ -258,8 +259,8 @@ update tidegate.workflow_runs r
 returning {{ended}}
 
 -- name: next_due
--- Seconds until the next pending run of the given workflows is due, or null; not counting suspects ($2), whose turn does not
--- come by time alone.
+-- Seconds until the next pending run of the given workflows is due, or null; not counting suspects ($2), which do not
+-- start by time alone.
 select extract(epoch from min(next_attempt_at) - tidegate.now())::float8
   from tidegate.workflow_runs
  where status = 'pending' and crashes < $2::bigint and workflow_definition_id = any ($1::uuid[])
@@ -274,7 +275,7 @@ select u.id, u.event_id
  order by u.id limit $3
 
 -- name: set_concurrency_keys
--- Says whose concurrency slots unfinished runs hold; null: nobody's.
+-- Sets the concurrency key whose slot each unfinished run holds; null: it holds none.
 update tidegate.workflow_runs r
    set concurrency_key = u.concurrency_key
   from unnest($1::uuid[], $2::text[]) as u (id, concurrency_key)

@@ -44,7 +44,7 @@ async def delete(connection: Connection, definition_id: uuid.UUID) -> bool:
 
 
 async def lock_due(connection: Connection, definitions: Iterable[uuid.UUID], limit: int) -> list[DueSchedule]:
-    """The due schedules of these workflows that nobody else is at, for this transaction."""
+    """The due schedules of these workflows, locked, except those that another transaction has locked."""
     found = []
     for row in await connection.fetch(_sql["lock_due"], list(definitions), limit):
         fields = dict(row)

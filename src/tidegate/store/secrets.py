@@ -1,4 +1,4 @@
-"""Secrets in `webhooks` and `workflow_definitions`: all of them, to encrypt them anew, and how they are stored."""
+"""Secrets in `webhooks` and `workflow_definitions`: all of them, to encrypt them again, and how they are stored."""
 
 from __future__ import annotations
 

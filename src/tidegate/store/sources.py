@@ -17,7 +17,7 @@ from tidegate.store.sql import load
 
 _sql = load("sources")
 
-# With the first failure in a window, so many events are looked back at that were delivered within it.
+# With the first failure in a window, how many of the last events are searched for ones delivered within the window.
 MAX_LOOKED_BACK = 1000
 
 
@@ -95,13 +95,13 @@ async def look(connection: Connection, sources: Sequence[str]) -> SourcesLook:
 
 
 async def paused(connection: Connection, sources: Sequence[str]) -> dict[str, Hold]:
-    """Those of the sources that someone has paused; stable once this transaction shares their locks."""
+    """Those of the sources that are paused by an operator; stable once this transaction shares their locks."""
     rows = await connection.fetch(_sql["paused"], list(sources))
     return {row["source"]: source_hold(row) for row in rows}
 
 
 def source_hold(row: Row) -> Hold:
-    """The pause of a source, as a row tells it."""
+    """The pause of a source, from its row."""
     reason = row["pause_reason"] or "no reason given"
     return Hold("paused", row["paused_until"], f"source {row['source']} is paused by {row['paused_by']}: {reason}")
 
@@ -123,11 +123,12 @@ async def lock(connection: Connection, sources: Sequence[str]) -> dict[str, Lock
 async def create(connection: Connection, sources: Sequence[str]) -> dict[str, LockedSource]:
     """Rows, locked until the commit, for sources that had none when this transaction locked its sources.
 
-    A row that someone else has made meanwhile would be locked out of order: the transaction begins again and finds it.
+    A row that another transaction created meanwhile would be locked out of order: this transaction is retried and finds
+    it.
     """
     made = {row["source"] for row in await connection.fetch(_sql["ensure"], sorted(set(sources)))}
     if made != set(sources):
-        raise TransientConflict(f"another worker has just made {', '.join(sorted(set(sources) - made))}")
+        raise TransientConflict(f"another worker has just created {', '.join(sorted(set(sources) - made))}")
     return await lock(connection, sources)
 
 
@@ -203,7 +204,7 @@ async def list_replanning(connection: Connection) -> list[str]:
 
 
 async def replan(connection: Connection, source: str) -> None:
-    """Whoever waits is to get a new slot; `*` means the events of every source."""
+    """Every waiting event gets a new slot; `*` means the events of every source."""
     await connection.execute(_sql["replan"], source)
 
 

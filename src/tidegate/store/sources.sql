@@ -4,7 +4,7 @@ select rate_limit, interval_ms, pause_ms from tidegate.event_scheduler_sources
  where source = '*' and rate_limit is not null
 
 -- name: ensure
--- A row for each source that has none. Returns those made here.
+-- A row for each source that has none. Returns those created here.
 insert into tidegate.event_scheduler_sources (source, updated_by)
 select s, 'default' from unnest($1::text[]) as s order by s
 on conflict (source) do nothing
@@ -38,7 +38,7 @@ select tidegate.now(), (select version from tidegate.registry_version),
                 where s.source = any ($1::text[]) and (s.source <> '*' or s.rate_limit is not null))
 
 -- name: paused
--- Those of the sources that someone has paused, and until when. The caller has said that it may launch for them.
+-- Those of the sources that an operator has paused, and until when. The caller holds their shared locks (`locks.share`).
 select s.source, s.paused_until, s.pause_reason, s.paused_by from tidegate.event_scheduler_sources s
  where s.source = any ($1::text[]) and s.paused_at is not null and (s.paused_until is null or s.paused_until > tidegate.now())
 
@@ -72,7 +72,7 @@ update tidegate.event_scheduler_sources s
                 where r.source = s.source and r.retry_state = 'scheduled')
 
 -- name: end_throttle
--- Ends the pause after an exceeded limit, of a source or (`*`) of every source without a limit of its own.
+-- Ends the pause that followed an exceeded limit, of a source or (`*`) of every source without a limit of its own.
 update tidegate.event_scheduler_sources s
    set throttled_until = null, updated_at = tidegate.now()
  where s.throttled_until is not null and (s.source = $1 or ($1 = '*' and s.rate_limit is null))

@@ -30,7 +30,7 @@ async def write(
     connection: Connection, writes: Sequence[StepWrite], ended: Collection[uuid.UUID] = ()
 ) -> dict[tuple[uuid.UUID, str], RecordedStep]:
     """Record the outcome of steps of runs that are still held, or `ended` in this transaction. By run and name; the
-    others were written in vain."""
+    others were discarded."""
     if not writes:
         return {}
     rows = await connection.fetch(

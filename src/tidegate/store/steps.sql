@@ -1,9 +1,9 @@
 -- name: write
 -- Records the outcome of steps of runs that their worker still holds, or that this transaction has ended ($13); a step that
--- is done stays as it is. Returns run, name, whether the run's cancellation was asked for, and when the step goes on; what
--- is missing there was written by a worker that lost its claim, and changes nothing. One that the same claim has written
--- before, by a commit whose answer was lost, is there. The runs are locked, so that nobody takes one over meanwhile. An empty
--- array stands for: a step that succeeded at once, in a run that has ended.
+-- is done stays as it is. Returns run, name, whether the run's cancellation was asked for, and when the step resumes; a
+-- step that is missing there was written by a worker that lost its claim, and nothing changes. One that the same claim has
+-- written before, by a commit whose answer was lost, is returned. The runs are locked, so that no worker takes one over
+-- meanwhile. An empty array means the default in every row: a step that succeeded at once, in a run that has ended.
 with input as materialized (
   select u.id, u.workflow_run_id, u.claim_generation, u.name, coalesce(u.status, 'succeeded') as status,
          coalesce(u.kind, 'step') as kind, u.result, u.error, coalesce(u.retry_state, 'none') as retry_state, u.delay_ms,
@@ -46,7 +46,7 @@ select s.workflow_run_id, s.name, h.cancel_requested, s.next_attempt_at
  where s.id = u.id and s.status = u.status and s.status in ('succeeded', 'failed', 'cancelled')
 
 -- name: end_waiting
--- The runs have ended: what they do not wait for any more is not tried again. Returns how many retries (timers are none).
+-- The runs have ended: cancels their waiting steps and timers. Returns how many steps (timers do not count).
 with ended as (
   update tidegate.workflow_run_steps
      set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, claim_generation = claim_generation + 1,

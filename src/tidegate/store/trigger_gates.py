@@ -20,9 +20,9 @@ from tidegate.store.sql import load
 
 _sql = load("trigger_gates")
 
-# So many deliveries of a key are launched at most in the transaction that ends runs; it should be short.
+# The most deliveries of a key that are launched in the transaction that ends runs; it should be short.
 MAX_IN_LINE = 100
-# With the first failure in a window, so many deliveries are looked back at for runs that succeeded within it.
+# With the first failure in a window, how many of the last deliveries are searched for runs that succeeded within it.
 MAX_LOOKED_BACK = 1000
 
 # Triggers whose row exists, as far as this process has seen; rows are not removed.
@@ -84,14 +84,14 @@ async def lock(
     wanted, rest = sorted(set(always)), sorted(set(others))
     if not wanted and not rest:
         return {}
-    # Rows are made before any is locked: made in between, they would be locked out of order.
+    # Rows are created before any is locked: created in between, they would be locked out of order.
     if unknown := [trigger_id for trigger_id in wanted if trigger_id not in _known]:
         await connection.execute(_sql["ensure"], unknown)
     rows = await connection.fetch(_sql["lock"], wanted, rest)
     found = {row["trigger_id"]: _locked(row) for row in rows}
-    if missing := set(wanted) - found.keys():  # made here before, by a transaction that was rolled back
+    if missing := set(wanted) - found.keys():  # created here before, by a transaction that was rolled back
         _known.difference_update(missing)
-        raise TransientConflict("the state of a trigger is to be made again")
+        raise TransientConflict("the state of a trigger must be created again")
     if len(_known) > MAX_KNOWN:
         _known.clear()
     _known.update(found)
@@ -174,7 +174,7 @@ async def gather_outcomes(connection: Connection, gate: TriggerGate, now: dateti
 
 
 async def forget_successes(connection: Connection) -> None:
-    """Delete what was counted for triggers that count no more."""
+    """Delete the counts of triggers that no longer count."""
     await connection.execute(_sql["forget_successes"])
 
 
@@ -194,7 +194,7 @@ async def end_plan(connection: Connection, trigger_id: uuid.UUID, drain_at: date
 
 
 async def replan(connection: Connection, trigger_id: uuid.UUID) -> None:
-    """Whoever waits for the trigger is to get a new slot."""
+    """Every waiting delivery of the trigger gets a new slot."""
     await connection.execute(_sql["ensure"], [trigger_id])
     await connection.execute(_sql["replan"], trigger_id)
 

@@ -20,7 +20,7 @@ select g.trigger_id, g.ring, g.ring_at, g.ring_width_us, g.spent_at, g.drain_at,
 
 -- name: lines
 -- The last delivery in line of each trigger that has any waiting, for anything but a slot of its own key or its source to
--- be resumed: those hold up nobody else. A statement of its own, after the locks: the one that waited for them still sees the tables as they were before it waited.
+-- be resumed: those hold up no other delivery. A statement of its own, after the locks: the one that waited for them still sees the tables as they were before it waited.
 select t.trigger_id, w.ingress_sequence
   from unnest($1::uuid[]) as t (trigger_id),
        lateral (select d.ingress_sequence from tidegate.workflow_trigger_deliveries d
@@ -50,7 +50,7 @@ select u.trigger_id, u.concurrency_key,
 -- Locks the oldest deliveries that wait for a slot of each trigger and key, as many as are free and at most $3 of each.
 -- Returns
 -- them with all that decides about them, in one round trip: the slots in use, the pause of their source, the time, the
--- registry's version. The caller holds the triggers' locks, so nobody else decides about these rows meanwhile.
+-- registry's version. The caller holds the triggers' locks, so no other transaction decides about these rows meanwhile.
 with freed as materialized (
   select u.trigger_id, u.concurrency_key, t.max_concurrency,
          (select count(*) from tidegate.workflow_runs r
@@ -78,8 +78,8 @@ select w.*, f.concurrency_key, f.in_use, s.paused_until, s.pause_reason, s.pause
 
 -- name: wake
 -- Makes the oldest deliveries that wait for a slot of each trigger and key due now, as many as are free (all, when the
--- trigger has no limit any more). Returns them. The caller holds the triggers' locks, so nobody else decides about
--- these rows meanwhile.
+-- trigger has no limit any more). Returns them. The caller holds the triggers' locks, so no other transaction
+-- decides about these rows meanwhile.
 with freed as materialized (
   select u.trigger_id, u.concurrency_key,
          case when t.max_concurrency is not null then
@@ -134,14 +134,14 @@ select to_timestamp(floor(extract(epoch from r.finished_at) * 1000 / $3::bigint)
  group by 1
 
 -- name: forget_successes
--- Deletes what was counted for triggers that count no more.
+-- Deletes the counts of triggers that no longer count.
 delete from tidegate.trigger_successes s
  where not exists (select from tidegate.event_scheduler_triggers g
                     where g.trigger_id = s.trigger_id and g.counting_until > tidegate.now())
 
 -- name: fold_successes
 -- Keeps one row for each trigger and second of what was counted more than 64 s ago: a longer window has spans of more than a
--- second, so that this makes no difference to it, and a shorter one is over. Rows that somebody takes meanwhile are left.
+-- second, so that this makes no difference to it, and a shorter one is over. Rows that another transaction takes meanwhile are left.
 with crowded as materialized (
   select s.trigger_id, date_trunc('second', s.at) as second
     from tidegate.trigger_successes s where s.at < tidegate.now() - interval '64 s'

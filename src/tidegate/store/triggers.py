@@ -21,7 +21,7 @@ _sql = load("triggers")
 
 
 class TriggerVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A trigger as it was in one version, with who made it so and when."""
+    """A trigger as it was in one version, with the author and time of the change."""
 
     version: int
     definition: dict[str, Any]
@@ -62,7 +62,7 @@ async def upsert_definition(
     )
     if written is not None:
         return written
-    # The same already, perhaps since a moment ago: a statement of its own sees what another process has just made.
+    # The same already, perhaps since a moment ago: a separate statement sees what another process has just committed.
     found = await get_definition(connection, slug)
     if found is None:
         raise TransientConflict(f"workflow {slug} is changing right now")

@@ -28,7 +28,7 @@ async def beat(connection: Connection, name: str, definitions: Sequence[uuid.UUI
 
 
 async def reconciled(connection: Connection, name: str) -> None:
-    """A worker has looked for what dead workers held."""
+    """Record that a worker has reconciled."""
     await connection.execute(_sql["reconciled"], name)
 
 
@@ -38,7 +38,7 @@ async def leave(connection: Connection, name: str) -> None:
 
 
 async def forget(connection: Connection, after_ms: int) -> None:
-    """Forget workers that were not seen for so long."""
+    """Delete workers that were not seen within that time."""
     await connection.execute(_sql["forget"], after_ms)
 
 

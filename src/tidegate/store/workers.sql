@@ -5,7 +5,7 @@ values ($1, $2::uuid[], tidegate.now(), tidegate.now())
 on conflict (name) do update set definitions = excluded.definitions, seen_at = excluded.seen_at
 
 -- name: reconciled
--- A worker has looked for what dead workers held; written every five seconds at most.
+-- Records that a worker has reconciled; written every five seconds at most.
 update tidegate.workers set reconciled_at = tidegate.now()
  where name = $1 and (reconciled_at is null or reconciled_at <= tidegate.now() - interval '5 s')
 
@@ -14,12 +14,12 @@ update tidegate.workers set reconciled_at = tidegate.now()
 delete from tidegate.workers where name = $1
 
 -- name: forget
--- Workers that have not been seen for so long ($1 ms) are gone.
+-- Deletes workers that have not been seen for $1 ms.
 delete from tidegate.workers where seen_at < tidegate.now() - $1::bigint * interval '1 ms'
 
 -- name: unserved
 -- Workflows with due runs that no worker seen within $1 ms has the code of: how many, and since when. Where every workflow is
--- served, no run is looked at.
+-- served, no run is read.
 with unserved as materialized (
   select d.id, d.slug from tidegate.workflow_definitions d
    where not exists (select from tidegate.workers w
