@@ -87,7 +87,7 @@ async def answering(body: bytes) -> AsyncIterator[Server]:
 
 async def test_whoever_reads_slowly_gets_all_of_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time to leave is not the time to read."""
-    monkeypatch.setattr(connections, "LEAVING_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.1)
     async with answering(b"x" * 30_000_000) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(GET + b"connection: close\r\n\r\n")

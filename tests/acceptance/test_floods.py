@@ -35,7 +35,7 @@ async def test_unsigned_webhooks_take_no_room_from_publishers(served: tuple[Api,
     """So many that their bodies together are more than those of publishers may be."""
     api, server = served
     head = b"POST /v1/webhooks/nobody HTTP/1.1\r\nhost: localhost\r\nwebhook-signature: v1,x\r\ncontent-length: 1000000"
-    size, count, room = 900_000, 84, api.services.admission.strangers
+    size, count, room = 900_000, 84, api.services.admission.unauthenticated
     assert size * count > admission.MAX_HELD_BYTES
     writers, answered = [], []
     try:
@@ -52,7 +52,7 @@ async def test_unsigned_webhooks_take_no_room_from_publishers(served: tuple[Api,
         async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
             published = await client.post(f"http://127.0.0.1:{server.port}/v1/events", json=batch)
         assert published.status_code == 202, published.text
-        assert room.held_bytes > admission.MAX_STRANGERS_BYTES - size
+        assert room.held_bytes > admission.MAX_UNAUTHENTICATED_BYTES - size
     finally:
         for writer in writers:
             writer.close()
@@ -117,7 +117,7 @@ def test_the_quiet_make_room(database_url: str) -> None:
 
 async def test_who_does_not_read_is_ended(served: tuple[Api, Server], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "READING_SECONDS", 0.3)
-    monkeypatch.setattr(connections, "LEAVING_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.3)
     _, server = served
     here = server._uvicorn.server_state.connections
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)

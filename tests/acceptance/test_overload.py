@@ -104,8 +104,8 @@ async def test_whoever_closes_afterwards_gets_the_refusal_though_he_is_still_sen
 async def test_who_sends_on_and_on_after_the_refusal_is_cut_off(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_LEFT_BYTES", 1_000_000)
-    monkeypatch.setattr(connections, "LEAVING_SECONDS", 1000)
+    monkeypatch.setattr(connections, "MAX_LINGER_BYTES", 1_000_000)
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 1000)
     async with running.connection() as caller:
         with running.full():
             caller.head(1_000_000_000, close=True)
@@ -118,7 +118,7 @@ async def test_who_sends_on_and_on_after_the_refusal_is_cut_off(
 async def test_who_waits_after_the_refusal_is_left_after_a_while(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "LEAVING_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.1)
     async with running.connection() as caller:
         with running.full():
             caller.head(100, close=True)

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tidegate.api import by_source, openapi, server
+from tidegate.api import bound_tokens, openapi, server
 from tidegate.api.routes import Route
 from tidegate.model.token import SCOPES, Scope
 
@@ -52,11 +52,12 @@ WHOLE = {
 
 def test_every_route_says_what_a_token_for_some_sources_may() -> None:
     scoped = {(r.method, r.path) for r in server.ROUTES if r.scope in ("publish", "read", "operate")}
-    assert by_source.OWN.keys() <= scoped
-    assert {path for _, path in scoped - by_source.OWN.keys()} == WHOLE
-    rows = {r.path: r.returns[0] for r in server.ROUTES if (own := by_source.OWN.get((r.method, r.path))) and own.rows}
+    assert bound_tokens.RULES.keys() <= scoped
+    assert {path for _, path in scoped - bound_tokens.RULES.keys()} == WHOLE
+    rules = bound_tokens.RULES
+    rows = {r.path: r.returns[0] for r in server.ROUTES if (own := rules.get((r.method, r.path))) and own.rows}
     for path, answer in rows.items():
-        assert by_source.OWN["GET", path].rows in answer.__struct_fields__, path
+        assert rules["GET", path].rows in answer.__struct_fields__, path
 
 
 def test_the_document_names_the_scopes() -> None:

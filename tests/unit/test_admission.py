@@ -47,47 +47,51 @@ def test_bodies_fill_it_from_their_first_byte() -> None:
 
 def test_strangers_take_nothing_from_those_who_are_known() -> None:
     gate = Admission(10)
-    with gate.request(is_known=False) as first, gate.request(is_known=False) as second, gate.request() as known:
-        first.hold_bytes(admission.MAX_STRANGERS_BYTES)
-        assert gate.is_full_for_strangers and not gate.is_full
+    with (
+        gate.request(is_authenticated=False) as first,
+        gate.request(is_authenticated=False) as second,
+        gate.request() as known,
+    ):
+        first.hold_bytes(admission.MAX_UNAUTHENTICATED_BYTES)
+        assert gate.is_full_for_unauthenticated and not gate.is_full
         with pytest.raises(Overloaded, match="try again"):
             second.hold_bytes(1)
-        known.hold_bytes(admission.MAX_HELD_BYTES - admission.MAX_STRANGERS_BYTES)
-        first.show()
-        assert gate.is_full and not gate.is_full_for_strangers
+        known.hold_bytes(admission.MAX_HELD_BYTES - admission.MAX_UNAUTHENTICATED_BYTES)
+        first.mark_authenticated()
+        assert gate.is_full and not gate.is_full_for_unauthenticated
     with gate.request() as again:
         again.hold_bytes(admission.MAX_HELD_BYTES)  # all of it is free again
 
 
 def test_a_request_that_fails_leaves_nothing_behind() -> None:
     gate = Admission(1)
-    with pytest.raises(ZeroDivisionError), gate.request() as place:
-        place.hold_bytes(admission.MAX_HELD_BYTES)
-        place.hold_events(1)
+    with pytest.raises(ZeroDivisionError), gate.request() as admitted:
+        admitted.hold_bytes(admission.MAX_HELD_BYTES)
+        admitted.hold_events(1)
         raise ZeroDivisionError
     assert not gate.is_full
 
 
-def _store(gate: Admission, clock: Clock, *, per_second: int, seconds: float, under_way: int) -> None:
-    """Answer `per_second` events per second for `seconds`, with `under_way` others in progress."""
+def _store(gate: Admission, clock: Clock, *, per_second: int, seconds: float, in_progress: int) -> None:
+    """Answer `per_second` events per second for `seconds`, with `in_progress` others in progress."""
     with gate.request() as others:
-        others.hold_events(under_way)
+        others.hold_events(in_progress)
         for _ in range(round(seconds * 10)):
-            with gate.request() as place:
-                place.hold_events(per_second // 10)
+            with gate.request() as admitted:
+                admitted.hold_events(per_second // 10)
                 clock.now += 0.1
 
 
 def test_the_limit_is_what_is_stored_in_a_second_under_load() -> None:
     clock = Clock()
     gate = Admission(20_000, clock=clock)
-    _store(gate, clock, per_second=1000, seconds=10, under_way=admission.ENOUGH_EVENTS - 1000)
+    _store(gate, clock, per_second=1000, seconds=10, in_progress=admission.ENOUGH_EVENTS - 1000)
     assert gate.limit_events == 20_000  # so few were sent: nothing is known
-    _store(gate, clock, per_second=5000, seconds=10, under_way=admission.ENOUGH_EVENTS)
+    _store(gate, clock, per_second=5000, seconds=10, in_progress=admission.ENOUGH_EVENTS)
     assert gate.limit_events == pytest.approx(5000, rel=0.15)
-    _store(gate, clock, per_second=10, seconds=10, under_way=admission.ENOUGH_EVENTS)
+    _store(gate, clock, per_second=10, seconds=10, in_progress=admission.ENOUGH_EVENTS)
     assert gate.limit_events == admission.ENOUGH_EVENTS  # never so few that the database would wait for us
-    _store(gate, clock, per_second=90_000, seconds=10, under_way=admission.ENOUGH_EVENTS)
+    _store(gate, clock, per_second=90_000, seconds=10, in_progress=admission.ENOUGH_EVENTS)
     assert gate.limit_events == 20_000
 
 
@@ -95,7 +99,7 @@ async def test_large_bodies_are_parsed_one_in_each_turn_of_the_loop_in_order() -
     gate, parsed, others = Admission(10), list[int](), list[int]()
 
     async def request(n: int) -> None:
-        await gate.known.turn(admission.TURN_BYTES)
+        await gate.authenticated.parse_turn(admission.TURN_BYTES)
         parsed.append(n)
 
     async def somebody_else() -> None:
@@ -112,7 +116,7 @@ async def test_small_bodies_share_a_turn() -> None:
     gate, parsed = Admission(10), list[int]()
 
     async def request(n: int) -> None:
-        await gate.known.turn(10)
+        await gate.authenticated.parse_turn(10)
         parsed.append(n)
 
     tasks = [asyncio.create_task(request(n)) for n in range(1000)]
@@ -124,16 +128,16 @@ async def test_small_bodies_share_a_turn() -> None:
 
 async def test_a_burst_of_small_requests_is_taken_whole() -> None:
     gate = Admission(20_000)
-    results = await asyncio.gather(*(gate.known.turn(100) for _ in range(10_000)), return_exceptions=True)
+    results = await asyncio.gather(*(gate.authenticated.parse_turn(100) for _ in range(10_000)), return_exceptions=True)
     assert results == [None] * 10_000, "none was refused"
     assert not gate.is_full
 
 
 async def test_what_waits_for_its_turn_is_bounded_and_may_go_away() -> None:
     gate, half = Admission(10), admission.MAX_WAITING_BYTES // 2
-    results = await asyncio.gather(*(gate.known.turn(half) for _ in range(4)), return_exceptions=True)
+    results = await asyncio.gather(*(gate.authenticated.parse_turn(half) for _ in range(4)), return_exceptions=True)
     assert [type(result) for result in results] == [type(None), type(None), type(None), Overloaded]
-    _, gone = (asyncio.create_task(gate.known.turn(admission.MAX_WAITING_BYTES)) for _ in range(2))
+    _, gone = (asyncio.create_task(gate.authenticated.parse_turn(admission.MAX_WAITING_BYTES)) for _ in range(2))
     await asyncio.sleep(0)
     assert gate.is_full
     gone.cancel()

@@ -25,7 +25,7 @@ ENOUGH_EVENTS = 2000
 MEASURE_SECONDS = 0.5
 # What bodies may occupy from their first byte until their request is answered, in all; and those of strangers.
 MAX_HELD_BYTES = 64 * 1024 * 1024
-MAX_STRANGERS_BYTES = 16 * 1024 * 1024
+MAX_UNAUTHENTICATED_BYTES = 16 * 1024 * 1024
 # Of bodies that are parsed in one turn of the event loop (some ten milliseconds), and that may wait for their turn (a
 # second or so); each counts for so many bytes more, since an empty one costs something too.
 TURN_BYTES = 64 * 1024
@@ -38,7 +38,7 @@ def overloaded() -> Overloaded:
     return Overloaded("more is under way than can be stored at once; try again in a second")
 
 
-class Room:
+class BodyPool:
     """The bodies of some requests: what they occupy, and which of them is parsed next."""
 
     def __init__(self, max_held_bytes: int) -> None:
@@ -52,7 +52,7 @@ class Room:
     def is_full(self) -> bool:
         return self._waiting_bytes >= MAX_WAITING_BYTES or self.held_bytes >= self.max_held_bytes
 
-    async def turn(self, size: int) -> None:
+    async def parse_turn(self, size: int) -> None:
         """Returns when a body of this size may be parsed. Overloaded when too many wait, or hold too much."""
         if self.is_full:
             raise overloaded()
@@ -88,31 +88,31 @@ class Admission:
         self._clock = clock
         self.limit_events = max_events
         self._events = 0
-        self.known = Room(MAX_HELD_BYTES)
-        self.strangers = Room(MAX_STRANGERS_BYTES)
+        self.authenticated = BodyPool(MAX_HELD_BYTES)
+        self.unauthenticated = BodyPool(MAX_UNAUTHENTICATED_BYTES)
         self._is_measuring_since: float | None = None
         self._stored = 0
 
     @property
     def is_full(self) -> bool:
         """Whether no more may be begun."""
-        return self._events >= self.limit_events or self.known.is_full
+        return self._events >= self.limit_events or self.authenticated.is_full
 
     @property
-    def is_full_for_strangers(self) -> bool:
-        return self._events >= self.limit_events or self.strangers.is_full
+    def is_full_for_unauthenticated(self) -> bool:
+        return self._events >= self.limit_events or self.unauthenticated.is_full
 
     @contextlib.contextmanager
-    def request(self, *, is_known: bool = True) -> Iterator[Admitted]:
+    def request(self, *, is_authenticated: bool = True) -> Iterator[AdmittedRequest]:
         """A request that was begun; whatever it held is free again when it is left."""
-        place = Admitted(self, self.known if is_known else self.strangers)
+        admitted = AdmittedRequest(self, self.authenticated if is_authenticated else self.unauthenticated)
         try:
-            yield place
+            yield admitted
         finally:
-            place.room.held_bytes -= place.bytes
-            if place.events:
-                self._events -= place.events
-                self._measure(place.events)
+            admitted.pool.held_bytes -= admitted.bytes
+            if admitted.events:
+                self._events -= admitted.events
+                self._measure(admitted.events)
 
     def _measure(self, stored: int) -> None:
         """Events stored a second, while there is enough to do: otherwise it would only tell how many were sent."""
@@ -132,33 +132,33 @@ class Admission:
                 self._is_measuring_since, self._stored = now, 0
 
 
-class Admitted:
+class AdmittedRequest:
     """What one request holds, and in which room."""
 
-    def __init__(self, admission: Admission, room: Room) -> None:
+    def __init__(self, admission: Admission, pool: BodyPool) -> None:
         self._admission = admission
-        self.room = room
+        self.pool = pool
         self.bytes = 0
         self.events = 0
 
     def hold_bytes(self, count: int) -> None:
         """More of its body has come. Overloaded when all bodies of its room together are too much."""
         self.bytes += count
-        self.room.held_bytes += count
-        if self.room.held_bytes > self.room.max_held_bytes:
+        self.pool.held_bytes += count
+        if self.pool.held_bytes > self.pool.max_held_bytes:
             raise overloaded()
 
-    async def turn(self) -> None:
+    async def parse_turn(self) -> None:
         """Returns when its body may be parsed. Overloaded when by now too much is under way."""
         if self._admission._events >= self._admission.limit_events:
             raise overloaded()
-        await self.room.turn(self.bytes)
+        await self.pool.parse_turn(self.bytes)
 
-    def show(self) -> None:
+    def mark_authenticated(self) -> None:
         """Whose request it is has been shown."""
-        self.room.held_bytes -= self.bytes
-        self.room = self._admission.known
-        self.room.held_bytes += self.bytes
+        self.pool.held_bytes -= self.bytes
+        self.pool = self._admission.authenticated
+        self.pool.held_bytes += self.bytes
 
     def hold_events(self, count: int) -> None:
         """Its events are about to be stored."""

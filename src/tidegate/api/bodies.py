@@ -56,10 +56,10 @@ def set_principal(request: Request, found: Principal | None, address: str | None
 
 async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
     """The body as `kind`; no body at all is an empty object. Problem 400, 413, 415; InvalidInput names the field."""
-    return convert(await read_plain(request, max_bytes), kind, "the body is not valid")
+    return convert(await read_json(request, max_bytes), kind, "the body is not valid")
 
 
-async def read_plain(request: Request, max_bytes: int = MAX_BYTES) -> Any:
+async def read_json(request: Request, max_bytes: int = MAX_BYTES) -> Any:
     """The body as decoded JSON, for verbs that judge its fields themselves; none at all is an empty object."""
     raw: bytes | None = request.scope.get(_BODY)
     if raw is None:

@@ -19,18 +19,18 @@ from starlette.responses import Response
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from tidegate.api import heads, problems
-from tidegate.api.crowd import Crowd
-from tidegate.api.heads import MAX_HEAD_BYTES
+from tidegate.api import problems, request_head
+from tidegate.api.connection_limits import ConnectionLimits
 from tidegate.api.problems import Problem
+from tidegate.api.request_head import MAX_HEAD_BYTES
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
 # For a head to be complete, and for the rest of a body that nobody waits for.
-PATIENCE_SECONDS = 20
+HEAD_SECONDS = 20
 # Of what a client still sends after its last answer, before it has read it.
-LEAVING_SECONDS = 5
-MAX_LEFT_BYTES = 64 * 1024 * 1024
+LINGER_SECONDS = 5
+MAX_LINGER_BYTES = 64 * 1024 * 1024
 # Of what is ready to be sent, a client must take so much in so long.
 READING_SECONDS, MIN_READ_BYTES = 20, 16 * 1024
 # Of requests that were sent before the one before them was answered. Whoever sends more is answered so many.
@@ -38,7 +38,7 @@ MAX_PIPELINED = 64
 
 PUBLISH_URL = b"/v1/events"
 # Many clients send a head and then its body: so long the short way waits for the rest, for so much, in so many parts.
-SHORT_SECONDS, SHORT_BYTES, SHORT_PARTS = 0.005, 64 * 1024, 64
+FAST_PATH_SECONDS, FAST_PATH_BYTES, FAST_PATH_PARTS = 0.005, 64 * 1024, 64
 # The answer to the headers and the body of a request that publishes, and where it comes from: what to say with 202, or
 # another answer.
 Publish = Callable[[list[tuple[bytes, bytes]], bytes, str | None], Awaitable[bytes | Response]]
@@ -53,11 +53,11 @@ _ACCEPTED = (
 class HttpConnection(HttpToolsProtocol):
     """One connection. A head that is too large gets 431; one that is not complete in time, and silence, the end."""
 
-    def __init__(self, *arguments: Any, crowd: Crowd, publish: Publish | None = None, **named: Any) -> None:
+    def __init__(self, *arguments: Any, limits: ConnectionLimits, publish: Publish | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._crowd = crowd
+        self._limits = limits
         self._publish = publish
-        self.quiet_since = self.loop.time()
+        self.idle_since = self.loop.time()
         # Of the body of a request that publishes, while all of it may still come in a moment.
         self._parts: list[bytes] | None = None
         self._parts_bytes = 0
@@ -65,69 +65,69 @@ class HttpConnection(HttpToolsProtocol):
         self._is_in_head = False
         self._is_in_message = False
         self._asks_for_upgrade = False
-        self._is_deaf = False
+        self._discards_input = False
         # What came since the parser last made something of it: the beginning of a head, of a chunk's or of a trailer.
-        self._unread_bytes = 0
+        self._unparsed_bytes = 0
         self._is_read = False
         self._timer: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
         self._reading_timer: asyncio.TimerHandle | None = None
-        self.is_leaving = False
-        self._left_bytes = 0
+        self.is_lingering = False
+        self._discarded_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
         self.end = transport.abort
-        self._way_out = _WayOut(transport, self)
-        super().connection_made(self._way_out)  # type: ignore[arg-type]
-        self.flow = _Flow(self._way_out, self.pipeline)
+        self._lingering = _LingeringTransport(transport, self)
+        super().connection_made(self._lingering)  # type: ignore[arg-type]
+        self.flow = _Flow(self._lingering, self.pipeline)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=False)
         self._start_timer()
-        if not self._crowd.enter(self, self.client[0] if self.client else ""):
+        if not self._limits.add(self, self.client[0] if self.client else ""):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._crowd.leave(self)
+        self._limits.remove(self)
         self._stop_timer()
         self.resume_writing()
-        self._parts_are_over()
+        self._pop_parts()
         super().connection_lost(exc)
         # What knows the connection that knows it would be left to the garbage collector: thousands of them, as under
         # overload, take it a tenth of a second and more, in which nobody is answered.
         self.cycle = None  # type: ignore[assignment]
-        self._way_out.forget()
+        self._lingering.forget()
 
-    def leave(self) -> None:
+    def linger(self) -> None:
         """End the connection so that its last answer arrives, whatever the client still sends.
 
         The kernel answers what comes after a close with a reset, and whoever gets that while it sends may never read
         the answer. So at first we only say that nothing more will come, and throw away what still comes, up to a bound.
         """
-        if self.is_leaving or self._socket.is_closing():
+        if self.is_lingering or self._socket.is_closing():
             return
-        self._parts_are_over()
+        self._pop_parts()
         if self.cycle is not None and not self.cycle.response_complete:  # it has nobody to answer to
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.is_leaving = True
+        self.is_lingering = True
         self.pipeline.clear()
         self.flow.resume_reading()
         self._socket.write_eof()
         self._stop_timer()
-        self._timer = self.loop.call_later(LEAVING_SECONDS, self._has_left)
+        self._timer = self.loop.call_later(LINGER_SECONDS, self._end_linger)
 
-    def _has_left(self) -> None:
+    def _end_linger(self) -> None:
         """Wait on only for a client that still reads, as fast as `_check_reading` asks."""
         if self._reading_timer is None:
             self._socket.abort()
         else:
-            self._timer = self.loop.call_later(LEAVING_SECONDS, self._has_left)
+            self._timer = self.loop.call_later(LINGER_SECONDS, self._end_linger)
 
     @property
-    def is_quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing of a request but its head has come, and no answer is due."""
         is_answered = self.cycle is None or self.cycle.response_complete
-        return self.is_leaving or (is_answered and (self._is_in_head or not self._is_in_message))
+        return self.is_lingering or (is_answered and (self._is_in_head or not self._is_in_message))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -150,9 +150,9 @@ class HttpConnection(HttpToolsProtocol):
             self._reading_timer = self.loop.call_later(READING_SECONDS, self._check_reading)
 
     def data_received(self, data: bytes) -> None:
-        if self.is_leaving or self._is_deaf:
-            self._left_bytes += len(data)
-            if self._left_bytes > MAX_LEFT_BYTES:
+        if self.is_lingering or self._discards_input:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > MAX_LINGER_BYTES:
                 self._socket.close()
             return
         self._is_read = False
@@ -160,15 +160,15 @@ class HttpConnection(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as exc:
-            self._refuse(heads.unreadable(exc, data))
+            self._refuse(request_head.unreadable(exc, data))
             return
         if self.transport.is_closing():
             return
         if self._parts is not None and self._rest is None:
-            self._rest = self.loop.call_later(SHORT_SECONDS, self._take_long_way)
-        self._unread_bytes = 0 if self._is_read else self._unread_bytes + len(data)
-        if self._unread_bytes > MAX_HEAD_BYTES:
-            self._refuse(heads.too_large())
+            self._rest = self.loop.call_later(FAST_PATH_SECONDS, self._take_slow_path)
+        self._unparsed_bytes = 0 if self._is_read else self._unparsed_bytes + len(data)
+        if self._unparsed_bytes > MAX_HEAD_BYTES:
+            self._refuse(request_head.too_large())
         elif self._is_in_head and self._timer is None:
             self._start_timer()
 
@@ -185,12 +185,12 @@ class HttpConnection(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as upgrade:
                 end: int = upgrade.args[0]
             rest = memoryview(rest)[end:]
-            head = heads.without_upgrade(*self._head())
+            head = request_head.without_upgrade(*self._head())
             self._asks_for_upgrade = False
             self.parser = httptools.HttpRequestParser(self)
             self.parser.feed_data(head)
 
-    def _head(self) -> tuple[bytes, str, bytes, heads.Headers]:
+    def _head(self) -> tuple[bytes, str, bytes, request_head.Headers]:
         return self.parser.get_method(), self.parser.get_http_version(), self.url, self.headers
 
     def on_message_begin(self) -> None:
@@ -207,12 +207,12 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_read = True
         self._stop_timer()
-        if (problem := heads.refusal(*self._head())) is not None:
+        if (problem := request_head.refusal(*self._head())) is not None:
             raise problem
         if self.parser.should_upgrade():
             self._asks_for_upgrade = True
             return
-        if self._may_be_short():
+        if self._may_take_fast_path():
             self._parts = []
         else:
             super().on_headers_complete()
@@ -225,8 +225,8 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._parts.append(body)
         self._parts_bytes += len(body)
-        if self._parts_bytes > SHORT_BYTES or len(self._parts) > SHORT_PARTS:
-            self._take_long_way()
+        if self._parts_bytes > FAST_PATH_BYTES or len(self._parts) > FAST_PATH_PARTS:
+            self._take_slow_path()
 
     def on_message_complete(self) -> None:
         if self._asks_for_upgrade:
@@ -234,19 +234,19 @@ class HttpConnection(HttpToolsProtocol):
         self._is_read, self._is_in_message = True, False
         self._stop_timer()
         if self._parts is not None:
-            self._take_short_way()
+            self._take_fast_path()
         else:
             super().on_message_complete()
 
     def shutdown(self) -> None:
         if self._parts is not None:
-            self._take_long_way()  # which answers before it ends
-        if self.is_quiet and not self.is_leaving:
+            self._take_slow_path()  # which answers before it ends
+        if self.is_idle and not self.is_lingering:
             self._socket.close()
         else:
             super().shutdown()
 
-    def _may_be_short(self) -> bool:
+    def _may_take_fast_path(self) -> bool:
         """Whether this is a request to publish, of the usual kind, with no other before it."""
         return (
             self._publish is not None
@@ -258,28 +258,28 @@ class HttpConnection(HttpToolsProtocol):
             and not self.expect_100_continue
         )
 
-    def _parts_are_over(self) -> list[bytes]:
+    def _pop_parts(self) -> list[bytes]:
         parts, self._parts, self._parts_bytes = self._parts or [], None, 0
         if self._rest is not None:
             self._rest.cancel()
             self._rest = None
         return parts
 
-    def _take_long_way(self) -> None:
+    def _take_slow_path(self) -> None:
         """The rest of the body is not here yet, or there is much of it."""
-        parts = self._parts_are_over()
+        parts = self._pop_parts()
         super().on_headers_complete()
         for part in parts:
             super().on_body(part)
 
-    def _take_short_way(self) -> None:
-        body, exchange = b"".join(self._parts_are_over()), _Exchange()
+    def _take_fast_path(self) -> None:
+        body, exchange = b"".join(self._pop_parts()), _FastPathCycle()
         self.cycle = exchange  # type: ignore[assignment]
-        task = self.loop.create_task(self._exchange(exchange, self.headers, body))
+        task = self.loop.create_task(self._answer_fast(exchange, self.headers, body))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
-    async def _exchange(self, exchange: _Exchange, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    async def _answer_fast(self, exchange: _FastPathCycle, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         assert self._publish is not None
         try:
             answer = await self._publish(headers, body, self.client[0] if self.client else None)
@@ -306,7 +306,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.quiet_since = self.loop.time()
+        self.idle_since = self.loop.time()
         if self._is_in_message and self._timer is None:
             self._start_timer()
 
@@ -316,11 +316,11 @@ class HttpConnection(HttpToolsProtocol):
         It is answered itself only where nobody would take that for the answer to another.
         """
         cycle, answer = self.cycle, problems.response(problem)
-        is_under_way = cycle is not None and not cycle.response_complete
+        is_in_progress = cycle is not None and not cycle.response_complete
         has_own_cycle = self._is_in_message and not self._is_in_head and self._parts is None
-        if is_under_way and (self.pipeline or not has_own_cycle):
+        if is_in_progress and (self.pipeline or not has_own_cycle):
             cycle.keep_alive = False
-            self._is_deaf = True
+            self._discards_input = True
             if has_own_cycle:
                 self.pipeline[0] = (cycle, answer)  # type: ignore[assignment]  # in its turn
                 metrics.answered(metrics.OTHER, answer.status_code)
@@ -332,7 +332,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(PATIENCE_SECONDS, self._socket.close)
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._socket.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -340,7 +340,7 @@ class HttpConnection(HttpToolsProtocol):
             self._timer = None
 
 
-class _Exchange:
+class _FastPathCycle:
     """A request on the short way, in the place of the server's record of the one that is under way."""
 
     __slots__ = ("disconnected", "keep_alive", "response_complete", "response_started")
@@ -352,24 +352,24 @@ class _Exchange:
         self.response_complete = False
 
     @property
-    def message_event(self) -> _Exchange:
+    def message_event(self) -> _FastPathCycle:
         return self
 
     def set(self) -> None:
         """Nobody waits for more of it."""
 
 
-class _WayOut:
+class _LingeringTransport:
     """The transport that the server writes to; it is closed the way that `Connection.leave` says."""
 
     def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
         self._transport = transport
         self.write = transport.write
-        self.close = connection.leave
+        self.close = connection.linger
         self._connection: HttpConnection | None = connection
 
     def is_closing(self) -> bool:
-        return self._connection is None or self._connection.is_leaving or self._transport.is_closing()
+        return self._connection is None or self._connection.is_lingering or self._transport.is_closing()
 
     def forget(self) -> None:
         """The connection is over."""

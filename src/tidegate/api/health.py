@@ -6,8 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidegate.api import bodies, by_source
-from tidegate.api.by_source import OwnHealth
+from tidegate.api import bodies, bound_tokens
+from tidegate.api.bound_tokens import OwnHealth
 from tidegate.api.routes import Query, Route, Services, json_response, parameters
 from tidegate.flow.look.health import Snapshot
 from tidegate.flow.look.ready import Ready
@@ -39,7 +39,7 @@ async def event_health(request: Request, services: Services) -> Response:
     snapshot = await services.snapshots.read()
     found: Snapshot | OwnHealth = snapshot
     if asking is not None and asking.sources is not None:
-        found = by_source.narrowed(snapshot, asking)
+        found = bound_tokens.narrowed(snapshot, asking)
     return json_response(found, 503 if probe and found.status == "critical" else 200)
 
 

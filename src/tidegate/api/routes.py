@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -27,9 +27,6 @@ from tidegate.settings import Settings
 from tidegate.store.db import Database
 
 MAX_PAGE = 500
-DEFAULT_PAGE = 50
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +56,6 @@ class Query:
     type: Literal["string", "integer", "date-time", "uuid"]
     description: str
     choices: tuple[str, ...] = ()
-
-
-def page_query(cursor: Literal["string", "uuid"] = "string") -> tuple[Query, Query]:
-    """What every list that comes in pages takes."""
-    return (
-        Query("limit", "integer", f"at most so many; {DEFAULT_PAGE} unless told"),
-        Query("cursor", cursor, "`next_cursor` of the page before"),
-    )
-
-
-def cut(found: Sequence[T], limit: int, cursor: Callable[[T], object]) -> tuple[list[T], str | None]:
-    """A page of what was found, which is one more than `limit` when there is more, and the cursor of the next."""
-    page = list(found[:limit])
-    return page, str(cursor(page[-1])) if len(found) > limit else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidegate.api import admin, bodies, by_source, connections, health, openapi, problems, v1
+from tidegate.api import admin, bodies, bound_tokens, connections, health, openapi, problems, v1
 from tidegate.api.admission import Admission
-from tidegate.api.crowd import Crowd, raise_file_limit
+from tidegate.api.connection_limits import ConnectionLimits, raise_file_limit
 from tidegate.api.problems import Problem
 from tidegate.api.routes import Route, Services, json_response
 from tidegate.api.v1 import publish
@@ -150,7 +150,9 @@ class Server:
         publish: connections.Publish | None = None,
         settings: Settings | None = None,
     ) -> None:
-        connection = partial(connections.HttpConnection, publish=publish, crowd=_crowd(settings or Settings()))
+        connection = partial(
+            connections.HttpConnection, publish=publish, limits=_connection_limits(settings or Settings())
+        )
         self._listening = listening
         self.port: int = listening.getsockname()[1]
         self._uvicorn = _Uvicorn(
@@ -182,9 +184,9 @@ class Server:
         await asyncio.shield(self._task)
 
 
-def _crowd(settings: Settings) -> Crowd:
+def _connection_limits(settings: Settings) -> ConnectionLimits:
     most = min(settings.max_connections, raise_file_limit())
-    return Crowd(most, settings.max_connections_per_address, parse_networks(settings.trusted_proxies))
+    return ConnectionLimits(most, settings.max_connections_per_address, parse_networks(settings.trusted_proxies))
 
 
 class _Uvicorn(uvicorn.Server):
@@ -270,7 +272,7 @@ def _endpoint(route: Route, services: Services) -> Any:
                 raise NotFound("nothing has the character U+0000 in its name")
             asking = bodies.principal(request)
             if asking is not None and asking.sources is not None:
-                result = await by_source.answer(route, request, services, asking)
+                result = await bound_tokens.answer(route, request, services, asking)
             else:
                 result = await route.handler(request, services)
         except Exception as exc:  # noqa: BLE001 - every error becomes an answer

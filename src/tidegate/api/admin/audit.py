@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 
-from tidegate.api.routes import Query, Route, Services, parameters
+from tidegate.api import pages
+from tidegate.api.pages import page_query
+from tidegate.api.routes import Query, Route, Services
 from tidegate.store import audit
 from tidegate.store.audit import AuditEntry
 
@@ -13,8 +15,7 @@ LIST_QUERY = (
     Query("actor", "string", "only by this actor: a token's name"),
     Query("action", "string", "only of this kind, as in source.pause"),
     Query("subject", "string", "only about this: a source, a workflow, or the id of anything else"),
-    Query("limit", "integer", "at most so many; 50 unless told"),
-    Query("cursor", "uuid", "`next_cursor` of the page before"),
+    *page_query("uuid"),
 )
 
 
@@ -26,19 +27,17 @@ class AuditPage(msgspec.Struct, frozen=True):
 
 
 async def list_audit(request: Request, services: Services) -> AuditPage:
-    given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", 50)
+    page = pages.read(request, LIST_QUERY)
     async with services.database.connection() as connection:
         found = await audit.list_page(
             connection,
-            actor=given.get("actor"),
-            action=given.get("action"),
-            subject=given.get("subject"),
-            before_id=given.get("cursor"),
-            limit=limit + 1,
+            actor=page.get("actor"),
+            action=page.get("action"),
+            subject=page.get("subject"),
+            before_id=page.cursor,
+            limit=page.fetch_limit,
         )
-    more = len(found) > limit
-    return AuditPage(found[:limit], str(found[limit - 1].id) if more else None)
+    return AuditPage(*page.cut(found, lambda entry: entry.id))
 
 
 ROUTES = (

@@ -10,8 +10,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidegate.api import bodies
-from tidegate.api.routes import Query, Route, Services, json_response, parameters, path_uuid
+from tidegate.api import bodies, pages
+from tidegate.api.pages import page_query
+from tidegate.api.routes import Query, Route, Services, json_response, path_uuid
 from tidegate.errors import FieldError, InvalidInput, NotFound
 from tidegate.flow import control
 from tidegate.flow.keep.replay import TOPICS
@@ -29,8 +30,7 @@ LIST_QUERY = (
     Query("since", "date-time", "only given up at this time or later"),
     Query("until", "date-time", "only given up before this time"),
     Query("state", "string", "open (nobody has replayed it or is to) unless told", LETTER_STATES),
-    Query("limit", "integer", "at most so many; 50 unless told"),
-    Query("cursor", "uuid", "`next_cursor` of the page before"),
+    *page_query("uuid"),
 )
 
 
@@ -87,15 +87,13 @@ class ReplaysStopped(msgspec.Struct, frozen=True):
 
 
 async def list_letters(request: Request, services: Services) -> DeadLetterPage:
-    given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", 50)
-    filters = DeadLetterFilters(*(given.get(name) for name in DeadLetterFilters._fields))
+    page = pages.read(request, LIST_QUERY)
+    filters = DeadLetterFilters(*(page.get(name) for name in DeadLetterFilters._fields))
     async with services.database.connection() as connection:
         found = await dead_letters.list_page(
-            connection, filters, state=given.get("state", "open"), before_id=given.get("cursor"), limit=limit + 1
+            connection, filters, state=page.get("state") or "open", before_id=page.cursor, limit=page.fetch_limit
         )
-    more = len(found) > limit
-    return DeadLetterPage(found[:limit], str(found[limit - 1].id) if more else None)
+    return DeadLetterPage(*page.cut(found, lambda letter: letter.id))
 
 
 async def show_letter(request: Request, services: Services) -> DeadLetter:

@@ -8,8 +8,9 @@ from typing import Annotated
 import msgspec
 from starlette.requests import Request
 
-from tidegate.api import bodies
-from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, page_query, parameters
+from tidegate.api import bodies, pages
+from tidegate.api.pages import page_query
+from tidegate.api.routes import Route, Services
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import control
 from tidegate.model.source import SOURCE_BREAKER, BreakerState, RateLimit, SourceBreakerPolicy
@@ -82,13 +83,12 @@ class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 async def list_sources(request: Request, services: Services) -> SourcePage:
-    given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", DEFAULT_PAGE)
+    page = pages.read(request, LIST_QUERY)
     async with services.database.connection() as connection:
         now = await locks.now(connection)
-        found = await sources.list_page(connection, after=given.get("cursor"), limit=limit + 1)
-    page, next_cursor = cut(found, limit, lambda record: record.source)
-    return SourcePage([_source(record, now) for record in page], next_cursor)
+        found = await sources.list_page(connection, after=page.cursor, limit=page.fetch_limit)
+    rows, next_cursor = page.cut(found, lambda record: record.source)
+    return SourcePage([_source(record, now) for record in rows], next_cursor)
 
 
 async def set_limit(request: Request, services: Services) -> Source:

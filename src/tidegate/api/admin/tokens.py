@@ -6,8 +6,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidegate.api import bodies
-from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, json_response, page_query, parameters
+from tidegate.api import bodies, pages
+from tidegate.api.pages import page_query
+from tidegate.api.routes import Route, Services, json_response
 from tidegate.flow import control
 from tidegate.flow.control import NewToken
 from tidegate.model.token import Token, TokenBody
@@ -24,15 +25,14 @@ class TokenPage(msgspec.Struct, frozen=True):
 
 
 async def list_tokens(request: Request, services: Services) -> TokenPage:
-    given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", DEFAULT_PAGE)
+    page = pages.read(request, LIST_QUERY)
     async with services.database.connection() as connection:
-        found = await tokens.list_page(connection, before_id=given.get("cursor"), limit=limit + 1)
-    return TokenPage(*cut(found, limit, lambda token: token.id))
+        found = await tokens.list_page(connection, before_id=page.cursor, limit=page.fetch_limit)
+    return TokenPage(*page.cut(found, lambda token: token.id))
 
 
 async def create_token(request: Request, services: Services) -> Response:
-    given = await bodies.read_plain(request)
+    given = await bodies.read_json(request)
     made = await control.create_token(services.database, given, actor=bodies.actor(request))
     services.access.forget()
     return json_response(made, 201)

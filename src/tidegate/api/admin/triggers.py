@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from tidegate.api import bodies
+from tidegate.api import bodies, pages
 from tidegate.api.admin.sources import PauseBody
-from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, parameters, path_uuid
+from tidegate.api.routes import Route, Services, path_uuid
 from tidegate.api.v1.triggers import LIST_QUERY, TriggerAnswer, TriggerPage, answers, changed
 from tidegate.flow import control
 from tidegate.flow.control.triggers import find_trigger
@@ -14,12 +14,11 @@ from tidegate.store import triggers
 
 
 async def list_all_triggers(request: Request, services: Services) -> TriggerPage:
-    given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", DEFAULT_PAGE)
+    page = pages.read(request, LIST_QUERY)
     async with services.database.connection() as connection:
-        found = await triggers.list_page(connection, after=given.get("cursor"), limit=limit + 1)
-        page, next_cursor = cut(found, limit, lambda trigger: trigger.id)
-        return TriggerPage(await answers(connection, page), next_cursor)
+        found = await triggers.list_page(connection, after=page.cursor, limit=page.fetch_limit)
+        rows, next_cursor = page.cut(found, lambda trigger: trigger.id)
+        return TriggerPage(await answers(connection, rows), next_cursor)
 
 
 async def show_any_trigger(request: Request, services: Services) -> TriggerAnswer:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 
-from tidegate.api import bodies
-from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, page_query, parameters
+from tidegate.api import bodies, pages
+from tidegate.api.pages import page_query
+from tidegate.api.routes import Route, Services
 from tidegate.clock import utc_now
 from tidegate.errors import NotFound
 from tidegate.flow import control
@@ -25,13 +26,12 @@ class WebhookPage(msgspec.Struct, frozen=True):
 
 
 async def list_webhooks(request: Request, services: Services) -> WebhookPage:
-    given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", DEFAULT_PAGE)
+    page = pages.read(request, LIST_QUERY)
     async with services.database.connection() as connection:
-        found = await webhooks.list_page(connection, services.database.keys, after=given.get("cursor"), limit=limit + 1)
-    page, next_cursor = cut(found, limit, lambda webhook: webhook.source)
+        found = await webhooks.list_page(connection, services.database.keys, after=page.cursor, limit=page.fetch_limit)
+    rows, next_cursor = page.cut(found, lambda webhook: webhook.source)
     now = utc_now()
-    return WebhookPage([shown(webhook, now) for webhook in page], next_cursor)
+    return WebhookPage([shown(webhook, now) for webhook in rows], next_cursor)
 
 
 async def show_webhook(request: Request, services: Services) -> ShownWebhook:
@@ -43,14 +43,14 @@ async def show_webhook(request: Request, services: Services) -> ShownWebhook:
 
 
 async def set_webhook(request: Request, services: Services) -> WebhookWritten:
-    given, actor = await bodies.read_plain(request), bodies.actor(request)
+    given, actor = await bodies.read_json(request), bodies.actor(request)
     done = await control.set_webhook(services.database, _source(request), given, actor=actor)
     services.webhooks.forget()
     return done
 
 
 async def rotate_webhook(request: Request, services: Services) -> WebhookWritten:
-    given, actor = await bodies.read_plain(request), bodies.actor(request)
+    given, actor = await bodies.read_json(request), bodies.actor(request)
     done = await control.rotate_webhook(services.database, _source(request), given, actor=actor)
     services.webhooks.forget()
     return done

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from datetime import UTC, datetime, timedelta
 
 import msgspec
 from starlette.requests import Request
 
-from tidegate.api.routes import DEFAULT_PAGE, Query, Route, Services, cut, page_query, parameters
-from tidegate.errors import FieldError, InvalidInput
+from tidegate.api import pages
+from tidegate.api.pages import page_query
+from tidegate.api.routes import Query, Route, Services
 from tidegate.flow.look import explain as explaining
 from tidegate.flow.look.explain import Explanation
 from tidegate.model.event import Event
@@ -36,21 +35,20 @@ class EventPage(msgspec.Struct, frozen=True):
 
 
 async def list_events(request: Request, services: Services) -> EventPage:
-    given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", DEFAULT_PAGE)
+    page = pages.read(request, LIST_QUERY)
     async with services.database.connection() as connection:
         found = await events.list_page(
             connection,
-            event_type=given.get("type"),
-            source=given.get("source"),
-            correlation_id=given.get("correlation_id"),
-            received_from=given.get("from"),
-            received_to=given.get("to"),
-            before=_from_cursor(given.get("cursor")),
-            limit=limit + 1,
+            event_type=page.get("type"),
+            source=page.get("source"),
+            correlation_id=page.get("correlation_id"),
+            received_from=page.get("from"),
+            received_to=page.get("to"),
+            before=_from_cursor(page.cursor),
+            limit=page.fetch_limit,
         )
     return EventPage(
-        *cut(found, limit, lambda event: _to_cursor(ReceiptPlace(event.received_at, event.ingress_sequence)))
+        *page.cut(found, lambda event: _to_cursor(ReceiptPlace(event.received_at, event.ingress_sequence)))
     )
 
 
@@ -76,18 +74,18 @@ ROUTES = (
 
 def _to_cursor(place: ReceiptPlace) -> str:
     text = f"{place.ingress_sequence}.{(place.received_at - _EPOCH) // _US}"
-    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+    return pages.encode(text.encode())
 
 
 def _from_cursor(cursor: str | None) -> ReceiptPlace | None:
     if cursor is None:
         return None
     try:
-        text = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)).decode()
+        text = pages.decode(cursor).decode()
         sequence, _, received_us = text.partition(".")
         place = ReceiptPlace(_EPOCH + int(received_us) * _US, int(sequence))
         if not 0 <= int(sequence) < 2**63 or _to_cursor(place) != cursor:
             raise ValueError("tampered")
         return place
-    except (ValueError, OverflowError, binascii.Error) as exc:
-        raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "is not one of ours")]) from exc
+    except (ValueError, OverflowError) as exc:
+        raise pages.invalid_cursor() from exc

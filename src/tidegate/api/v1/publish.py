@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tidegate.api import admission, openapi, problems
-from tidegate.api.admission import Admitted
+from tidegate.api.admission import AdmittedRequest
 from tidegate.api.problems import HEADERS, Problem
 from tidegate.api.routes import Route, Services
 from tidegate.api.v1 import cloudevents
@@ -28,7 +28,7 @@ CE_STRUCTURED = "application/cloudevents+json"
 CE_BATCH = "application/cloudevents-batch+json"
 RawHeaders = Sequence[tuple[bytes, bytes]]
 # Gives the body of a request, once its headers are known.
-Read = Callable[[dict[str, str], Admitted], Awaitable[bytes]]
+Read = Callable[[dict[str, str], AdmittedRequest], Awaitable[bytes]]
 # Made once: it is given when there is no time to lose.
 OVERLOADED = problems.response(admission.overloaded())
 
@@ -53,8 +53,8 @@ async def answer(services: Services, scope: Scope, receive: Receive) -> Response
     """Publish what the request holds."""
     limit = services.settings.max_body_bytes
 
-    def read(headers: dict[str, str], place: Admitted) -> Awaitable[bytes]:
-        return read_body(receive, headers, limit, place)
+    def read(headers: dict[str, str], admitted: AdmittedRequest) -> Awaitable[bytes]:
+        return read_body(receive, headers, limit, admitted)
 
     client = scope.get("client")
     found = await _traced(services, scope["headers"], read, client[0] if client else None)
@@ -66,9 +66,9 @@ async def answer_whole(services: Services, raw_headers: RawHeaders, body: bytes,
     if services.admission.is_full:
         return OVERLOADED
 
-    async def read(headers: dict[str, str], place: Admitted) -> bytes:
+    async def read(headers: dict[str, str], admitted: AdmittedRequest) -> bytes:
         check_head(headers, services.settings.max_body_bytes, len(body))
-        place.hold_bytes(len(body))
+        admitted.hold_bytes(len(body))
         return body
 
     return await _traced(services, raw_headers, read, peer)
@@ -91,16 +91,16 @@ async def _answer(
         if "traceparent" in headers and has_several_traces(raw_headers):
             del headers["traceparent"]
         principal = await services.access.check(headers.get("authorization"), "publish", raw_headers, peer)
-        with services.admission.request() as place:
-            body = await read(headers, place)
-            await place.turn()
+        with services.admission.request() as admitted:
+            body = await read(headers, admitted)
+            await admitted.parse_turn()
             events, is_batch = _parse(services, headers, body)
             del body
             if principal is not None:
                 _check_sources(principal, events, is_batch)
             if traced is not None:
                 events = _continued(traced, headers.get("traceparent"), events)
-            place.hold_events(len(events))
+            admitted.hold_events(len(events))
             accepted = await services.ingest.accept(events) if events else []
     except Exception as exc:  # noqa: BLE001 - every error becomes an answer
         return problems.response(exc)
@@ -134,7 +134,7 @@ def _check_sources(principal: Principal, events: list[NewEvent], is_batch: bool)
         raise Forbidden(f"this needs the scope publish for the source {events[wrong[0]].source}", "publish", errors)
 
 
-async def read_body(receive: Receive, headers: dict[str, str], limit: int, place: Admitted) -> bytes:
+async def read_body(receive: Receive, headers: dict[str, str], limit: int, admitted: AdmittedRequest) -> bytes:
     """The body, counted while it comes in, so that no sender can make us hold more than the limit, nor all together."""
     length = headers.get("content-length", "")
     check_head(headers, limit, int(length) if length.isdigit() else 0)
@@ -149,7 +149,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int, place
                 size += len(part)
                 if size > limit:
                     raise _too_large(limit)
-                place.hold_bytes(len(part))
+                admitted.hold_bytes(len(part))
                 parts.append(part)
                 if not message.get("more_body", False):
                     break

@@ -9,8 +9,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidegate.api import bodies
-from tidegate.api.routes import Query, Route, Services, json_response, parameters, path_uuid
+from tidegate.api import bodies, pages
+from tidegate.api.pages import page_query
+from tidegate.api.routes import Query, Route, Services, json_response, path_uuid
 from tidegate.errors import NotFound
 from tidegate.flow import control
 from tidegate.model.run import RUN_STATUSES, Run, Step
@@ -20,8 +21,7 @@ LIST_QUERY = (
     Query("workflow", "string", "only runs of this workflow"),
     Query("status", "string", "only runs in this status", RUN_STATUSES),
     Query("event_id", "uuid", "only runs that this event launched"),
-    Query("limit", "integer", "at most so many; 50 unless told"),
-    Query("cursor", "uuid", "`next_cursor` of the page before"),
+    *page_query("uuid"),
 )
 
 
@@ -40,19 +40,17 @@ class RunDetail(msgspec.Struct, frozen=True):
 
 
 async def list_runs(request: Request, services: Services) -> RunPage:
-    given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", 50)
+    page = pages.read(request, LIST_QUERY)
     async with services.database.connection() as connection:
         found = await runs.list_page(
             connection,
-            workflow=given.get("workflow"),
-            status=given.get("status"),
-            event_id=given.get("event_id"),
-            before_id=given.get("cursor"),
-            limit=limit + 1,
+            workflow=page.get("workflow"),
+            status=page.get("status"),
+            event_id=page.get("event_id"),
+            before_id=page.cursor,
+            limit=page.fetch_limit,
         )
-    more = len(found) > limit
-    return RunPage(found[:limit], str(found[limit - 1].id) if more else None)
+    return RunPage(*page.cut(found, lambda run: run.id))
 
 
 async def show_run(request: Request, services: Services) -> RunDetail:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 
-from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, page_query, parameters
+from tidegate.api import pages
+from tidegate.api.pages import page_query
+from tidegate.api.routes import Route, Services
 from tidegate.model.schedule import Schedule
 from tidegate.store import schedules
 
@@ -20,11 +22,10 @@ class SchedulePage(msgspec.Struct, frozen=True):
 
 
 async def list_schedules(request: Request, services: Services) -> SchedulePage:
-    given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", DEFAULT_PAGE)
+    page = pages.read(request, LIST_QUERY)
     async with services.database.connection() as connection:
-        found = await schedules.list_page(connection, after=given.get("cursor"), limit=limit + 1)
-    return SchedulePage(*cut(found, limit, lambda schedule: schedule.workflow))
+        found = await schedules.list_page(connection, after=page.cursor, limit=page.fetch_limit)
+    return SchedulePage(*page.cut(found, lambda schedule: schedule.workflow))
 
 
 ROUTES = (

@@ -10,18 +10,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidegate.api import bodies
-from tidegate.api.routes import (
-    DEFAULT_PAGE,
-    Query,
-    Route,
-    Services,
-    cut,
-    json_response,
-    page_query,
-    parameters,
-    path_uuid,
-)
+from tidegate.api import bodies, pages
+from tidegate.api.pages import page_query
+from tidegate.api.routes import Query, Route, Services, json_response, path_uuid
 from tidegate.api.v1.workflows import show_workflow
 from tidegate.clock import uuid7
 from tidegate.errors import FieldError, InvalidInput, NotFound
@@ -135,17 +126,16 @@ class VersionPage(msgspec.Struct, frozen=True):
 
 
 async def list_triggers(request: Request, services: Services) -> TriggerPage:
-    given = parameters(request, LIST_QUERY)
-    limit, after = given.get("limit", DEFAULT_PAGE), given.get("cursor")
+    page = pages.read(request, LIST_QUERY)
     workflow = await show_workflow(request, services)
     async with services.database.connection() as connection:
-        found = await triggers.list_of_workflow(connection, workflow.slug, after=after, limit=limit + 1)
-        page, next_cursor = cut(found, limit, lambda trigger: trigger.id)
-        return TriggerPage(await answers(connection, page), next_cursor)
+        found = await triggers.list_of_workflow(connection, workflow.slug, after=page.cursor, limit=page.fetch_limit)
+        rows, next_cursor = page.cut(found, lambda trigger: trigger.id)
+        return TriggerPage(await answers(connection, rows), next_cursor)
 
 
 async def create_trigger(request: Request, services: Services) -> Response:
-    given = await bodies.read_plain(request)
+    given = await bodies.read_json(request)
     made = await control.create_trigger(
         services.database, request.path_params["slug"], given, actor=bodies.actor(request)
     )
@@ -158,7 +148,7 @@ async def show_trigger(request: Request, services: Services) -> TriggerAnswer:
 
 
 async def update_trigger(request: Request, services: Services) -> TriggerAnswer:
-    given = await bodies.read_plain(request)
+    given = await bodies.read_json(request)
     trigger_id, slug = path_uuid(request, "trigger_id"), request.path_params["slug"]
     actor = bodies.actor(request)
     return await changed(
@@ -197,38 +187,31 @@ async def test_trigger(request: Request, services: Services) -> Trial:
 
 
 async def list_trigger_deliveries(request: Request, services: Services) -> DeliveryPage:
-    given = parameters(request, DELIVERIES_QUERY)
-    limit = given.get("limit", 50)
+    page = pages.read(request, DELIVERIES_QUERY)
     async with services.database.connection() as connection:
         trigger = await _found(connection, request)
         found = await held_deliveries.list_of_trigger(
-            connection, trigger.id, status=given.get("status"), before_id=given.get("cursor"), limit=limit + 1
+            connection, trigger.id, status=page.get("status"), before_id=page.cursor, limit=page.fetch_limit
         )
-    return _page(found, limit)
+    return DeliveryPage(*page.cut(found, lambda delivery: delivery.id))
 
 
 async def list_deliveries(request: Request, services: Services) -> DeliveryPage:
-    given = parameters(request, DELIVERIES_QUERY)
-    limit = given.get("limit", 50)
+    page = pages.read(request, DELIVERIES_QUERY)
     async with services.database.connection() as connection:
         found = await held_deliveries.list_recent(
-            connection, status=given.get("status"), before_id=given.get("cursor"), limit=limit + 1
+            connection, status=page.get("status"), before_id=page.cursor, limit=page.fetch_limit
         )
-    return _page(found, limit)
+    return DeliveryPage(*page.cut(found, lambda delivery: delivery.id))
 
 
 async def list_versions(request: Request, services: Services) -> VersionPage:
-    given = parameters(request, VERSIONS_QUERY)
-    limit, before = given.get("limit", 50), given.get("cursor")
-    if before is not None and not (before.isascii() and before.isdigit() and len(before) < 19):
-        raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "is not one of ours")])
+    page = pages.read(request, VERSIONS_QUERY)
+    before = page.number_cursor()
     async with services.database.connection() as connection:
         trigger = await _found(connection, request)
-        found = await triggers.list_versions(
-            connection, trigger.id, before_version=int(before) if before else None, limit=limit + 1
-        )
-    more = len(found) > limit
-    return VersionPage(found[:limit], str(found[limit - 1].version) if more else None)
+        found = await triggers.list_versions(connection, trigger.id, before_version=before, limit=page.fetch_limit)
+    return VersionPage(*page.cut(found, lambda version: version.version))
 
 
 async def answers(connection: Connection, found: list[Trigger]) -> list[TriggerAnswer]:
@@ -256,11 +239,6 @@ def hint(services: Services) -> None:
 
 async def _found(connection: Connection, request: Request) -> Trigger:
     return await find_trigger(connection, path_uuid(request, "trigger_id"), request.path_params["slug"])
-
-
-def _page(found: list[HeldDelivery], limit: int) -> DeliveryPage:
-    more = len(found) > limit
-    return DeliveryPage(found[:limit], str(found[limit - 1].id) if more else None)
 
 
 def _state(state: TriggerState, now: datetime) -> State:

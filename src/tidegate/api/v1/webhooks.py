@@ -45,7 +45,7 @@ async def receive_webhook(request: Request, services: Services) -> Response:
     source: str = request.path_params["source"]
     headers = standard_names({n.decode("latin-1"): value.decode("latin-1") for n, value in request.scope["headers"]})
     webhook: Webhook | None = None
-    if services.admission.is_full_for_strangers:
+    if services.admission.is_full_for_unauthenticated:
         return publish.OVERLOADED
     try:
         webhook = await services.webhooks.find(source)
@@ -53,17 +53,17 @@ async def receive_webhook(request: Request, services: Services) -> Response:
             return _unsigned(services, source, webhook, "repeated_header")
         if not any(name in headers for name in SIGNATURE_HEADERS.values()):  # nobody makes us read a body for nothing
             return _unsigned(services, source, webhook, "missing_signature")
-        with services.admission.request(is_known=False) as place:
-            body = await publish.read_body(request.receive, headers, services.settings.max_body_bytes, place)
-            await place.turn()
+        with services.admission.request(is_authenticated=False) as admitted:
+            body = await publish.read_body(request.receive, headers, services.settings.max_body_bytes, admitted)
+            await admitted.parse_turn()
             reason = refusal(webhook.config if webhook else None, headers, body, utc_now())
             if reason is not None or webhook is None:
                 return _unsigned(services, source, webhook, reason or "unknown_source")
-            place.show()
+            admitted.mark_authenticated()
             if "traceparent" in headers and publish.has_several_traces(request.scope["headers"]):
                 del headers["traceparent"]
             event = _event(services, webhook, headers, body)
-            place.hold_events(1)
+            admitted.hold_events(1)
             accepted = await services.webhooks.accept(event)
     except TidegateError as exc:
         answer = problems.response(exc)

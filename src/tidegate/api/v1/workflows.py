@@ -6,8 +6,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidegate.api import bodies
-from tidegate.api.routes import DEFAULT_PAGE, Route, Services, cut, json_response, page_query, parameters
+from tidegate.api import bodies, pages
+from tidegate.api.pages import page_query
+from tidegate.api.routes import Route, Services, json_response
 from tidegate.errors import NotFound
 from tidegate.flow import control
 from tidegate.flow.control import WorkflowChanged
@@ -35,12 +36,11 @@ class WorkflowWritten(WorkflowDefinition, frozen=True, kw_only=True):
 
 
 async def list_workflows(request: Request, services: Services) -> WorkflowPage:
-    given = parameters(request, LIST_QUERY)
-    limit = given.get("limit", DEFAULT_PAGE)
+    page = pages.read(request, LIST_QUERY)
     async with services.database.connection() as connection:
-        found = await triggers.list_definitions(connection, after=given.get("cursor"), limit=limit + 1)
-    page, next_cursor = cut(found, limit, lambda workflow: workflow.slug)
-    return WorkflowPage([control.shown_workflow(workflow) for workflow in page], next_cursor)
+        found = await triggers.list_definitions(connection, after=page.cursor, limit=page.fetch_limit)
+    rows, next_cursor = page.cut(found, lambda workflow: workflow.slug)
+    return WorkflowPage([control.shown_workflow(workflow) for workflow in rows], next_cursor)
 
 
 async def show_workflow(request: Request, services: Services) -> WorkflowDefinition:
@@ -53,7 +53,7 @@ async def show_workflow(request: Request, services: Services) -> WorkflowDefinit
 
 
 async def create_workflow(request: Request, services: Services) -> Response:
-    given = await bodies.read_plain(request, MAX_BYTES)
+    given = await bodies.read_json(request, MAX_BYTES)
     done = await control.create_workflow(
         services.database, given, allowed=parse_allowed(services.settings.http_allow), actor=bodies.actor(request)
     )
@@ -61,7 +61,7 @@ async def create_workflow(request: Request, services: Services) -> Response:
 
 
 async def update_workflow(request: Request, services: Services) -> WorkflowWritten:
-    given = await bodies.read_plain(request, MAX_BYTES)
+    given = await bodies.read_json(request, MAX_BYTES)
     slug, actor = request.path_params["slug"], bodies.actor(request)
     return _written(
         await control.update_workflow(
@@ -71,7 +71,7 @@ async def update_workflow(request: Request, services: Services) -> WorkflowWritt
 
 
 async def rotate_secret(request: Request, services: Services) -> WorkflowWritten:
-    given = await bodies.read_plain(request, MAX_BYTES)
+    given = await bodies.read_json(request, MAX_BYTES)
     slug, actor = request.path_params["slug"], bodies.actor(request)
     return _written(await control.rotate_secret(services.database, slug, given, actor=actor))
 

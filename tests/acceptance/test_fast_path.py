@@ -94,14 +94,14 @@ def running(served: tuple[Api, Server]) -> Running:
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which way each request took that might have taken the short one."""
     taken: list[str] = []
-    for way in ("short", "long"):
-        real = getattr(connections.HttpConnection, f"_take_{way}_way")
+    for way in ("fast", "slow"):
+        real = getattr(connections.HttpConnection, f"_take_{way}_path")
 
         def take(self: connections.HttpConnection, way: str = way, real: object = real) -> None:
             taken.append(way)
             real(self)  # type: ignore[operator]
 
-        monkeypatch.setattr(connections.HttpConnection, f"_take_{way}_way", take)
+        monkeypatch.setattr(connections.HttpConnection, f"_take_{way}_path", take)
     return taken
 
 
@@ -127,7 +127,7 @@ async def test_the_answer_is_the_same_however_a_request_arrives(
         answers.append(await caller.answer())
     async with running.caller() as caller:  # bit by bit
         middle = len(body) // 2
-        pause = 3 * connections.SHORT_SECONDS
+        pause = 3 * connections.FAST_PATH_SECONDS
         await caller.send(late[:9], late[9:], body[:middle], body[middle:], gap_seconds=pause)
         answers.append(await caller.answer())
     first, *others = map(same_for_all, answers)
@@ -224,7 +224,7 @@ async def test_what_was_refused_is_not_begun_afterwards(running: Running, ways: 
         await caller.send(request(b"5\r\n{abcd\r\n", "transfer-encoding: chunked"))
         await caller.send(b"not a length\r\n")
         assert (await caller.reader.readuntil(b"\r\n"))[9:12] == b"400"
-        await asyncio.sleep(3 * connections.SHORT_SECONDS)
+        await asyncio.sleep(3 * connections.FAST_PATH_SECONDS)
         assert ways in ([], ["long"])  # unless the second part came late
         caller.writer.write_eof()
         async with asyncio.timeout(5):

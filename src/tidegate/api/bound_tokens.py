@@ -28,7 +28,7 @@ from tidegate.store.health import LimitHealth, PausedSource, SourceBreaker
 Check = Callable[[Request, Services, Principal], Awaitable[None]]
 
 
-class Own(NamedTuple):
+class SourceRule(NamedTuple):
     """How a route is bounded: `check` looks at the one thing that is asked for, `rows` names the list in the answer."""
 
     check: Check | None = None
@@ -49,7 +49,7 @@ class OwnHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 async def answer(route: Route, request: Request, services: Services, principal: Principal) -> Any:
     """The answer to a token that is bound to sources. Forbidden where a route is about more than sources."""
-    own = OWN.get((route.method, route.path))
+    own = RULES.get((route.method, route.path))
     if own is None or route.scope == "public":
         text = f"this is not about single sources, which the token {principal.name} is bound to"
         raise Forbidden(text, str(route.scope))
@@ -138,7 +138,7 @@ async def _source(request: Request, _: Services, principal: Principal) -> None:
 
 async def _named_source(request: Request, _: Services, principal: Principal) -> None:
     """What is done to many names their source, and so leaves those of others alone."""
-    given = await bodies.read_plain(request)
+    given = await bodies.read_json(request)
     _require(principal, given.get("source") if isinstance(given, dict) else None)
 
 
@@ -156,33 +156,33 @@ async def _is_own_run(connection: Connection, run_id: uuid.UUID, principal: Prin
     return source is not None and principal.may_use(source)
 
 
-OWN: dict[tuple[str, str], Own] = {
-    ("POST", "/v1/events"): Own(),  # which looks at each event
-    ("GET", "/admin/event-health"): Own(),  # which narrows the snapshot
-    ("GET", "/v1/events"): Own(rows="events"),
-    ("GET", "/v1/events/{id:path}"): Own(_event),
-    ("GET", "/v1/events/{id:path}/explain"): Own(_event),
-    ("GET", "/v1/runs"): Own(rows="runs"),
-    ("GET", "/v1/runs/{run_id}"): Own(_run),
-    ("POST", "/v1/runs/{run_id}/cancel"): Own(_run),
-    ("GET", "/v1/deliveries"): Own(rows="deliveries"),
-    ("GET", "/admin/decisions"): Own(rows="decisions"),
-    ("GET", "/admin/retries"): Own(rows="retries"),
-    ("POST", "/admin/retries/{kind}/cancel"): Own(_named_source),
-    ("POST", "/admin/retries/{kind}/force"): Own(_named_source),
-    ("POST", "/admin/retries/events/{id:path}/cancel"): Own(_event),
-    ("POST", "/admin/retries/events/{id:path}/force"): Own(_event),
-    ("POST", "/admin/retries/deliveries/{delivery_id}/cancel"): Own(_delivery),
-    ("POST", "/admin/retries/deliveries/{delivery_id}/force"): Own(_delivery),
-    ("POST", "/admin/retries/steps/{step_id}/cancel"): Own(_step),
-    ("POST", "/admin/retries/steps/{step_id}/force"): Own(_step),
-    ("GET", "/admin/dead-letters"): Own(rows="dead_letters"),
-    ("GET", "/admin/dead-letters/{dead_letter_id}"): Own(_letter),
-    ("POST", "/admin/dead-letters/{dead_letter_id}/replay"): Own(_letter),
-    ("POST", "/admin/dead-letters/replay"): Own(_named_source),
-    ("GET", "/admin/sources"): Own(rows="sources"),
-    ("POST", "/admin/sources/{source:path}/pause"): Own(_source),
-    ("POST", "/admin/sources/{source:path}/resume"): Own(_source),
-    ("GET", "/admin/webhooks"): Own(rows="webhooks"),
-    ("GET", "/admin/sources/{source:path}/webhook"): Own(_source),
+RULES: dict[tuple[str, str], SourceRule] = {
+    ("POST", "/v1/events"): SourceRule(),  # which looks at each event
+    ("GET", "/admin/event-health"): SourceRule(),  # which narrows the snapshot
+    ("GET", "/v1/events"): SourceRule(rows="events"),
+    ("GET", "/v1/events/{id:path}"): SourceRule(_event),
+    ("GET", "/v1/events/{id:path}/explain"): SourceRule(_event),
+    ("GET", "/v1/runs"): SourceRule(rows="runs"),
+    ("GET", "/v1/runs/{run_id}"): SourceRule(_run),
+    ("POST", "/v1/runs/{run_id}/cancel"): SourceRule(_run),
+    ("GET", "/v1/deliveries"): SourceRule(rows="deliveries"),
+    ("GET", "/admin/decisions"): SourceRule(rows="decisions"),
+    ("GET", "/admin/retries"): SourceRule(rows="retries"),
+    ("POST", "/admin/retries/{kind}/cancel"): SourceRule(_named_source),
+    ("POST", "/admin/retries/{kind}/force"): SourceRule(_named_source),
+    ("POST", "/admin/retries/events/{id:path}/cancel"): SourceRule(_event),
+    ("POST", "/admin/retries/events/{id:path}/force"): SourceRule(_event),
+    ("POST", "/admin/retries/deliveries/{delivery_id}/cancel"): SourceRule(_delivery),
+    ("POST", "/admin/retries/deliveries/{delivery_id}/force"): SourceRule(_delivery),
+    ("POST", "/admin/retries/steps/{step_id}/cancel"): SourceRule(_step),
+    ("POST", "/admin/retries/steps/{step_id}/force"): SourceRule(_step),
+    ("GET", "/admin/dead-letters"): SourceRule(rows="dead_letters"),
+    ("GET", "/admin/dead-letters/{dead_letter_id}"): SourceRule(_letter),
+    ("POST", "/admin/dead-letters/{dead_letter_id}/replay"): SourceRule(_letter),
+    ("POST", "/admin/dead-letters/replay"): SourceRule(_named_source),
+    ("GET", "/admin/sources"): SourceRule(rows="sources"),
+    ("POST", "/admin/sources/{source:path}/pause"): SourceRule(_source),
+    ("POST", "/admin/sources/{source:path}/resume"): SourceRule(_source),
+    ("GET", "/admin/webhooks"): SourceRule(rows="webhooks"),
+    ("GET", "/admin/sources/{source:path}/webhook"): SourceRule(_source),
 }

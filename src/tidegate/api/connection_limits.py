@@ -21,81 +21,85 @@ OTHER_FILES = 128
 # Where the system sets no bound.
 MOST_FILES = 65_536
 # Of the connections, how many are ended at once: to look for them takes as long for one as for all.
-ENDED_AT_ONCE = 1 / 32
+ENDED_SHARE = 1 / 32
 # The log has one line in so many seconds about those who were refused.
-QUIET_SECONDS = 10.0
+LOG_SECONDS = 10.0
 
 _LOOPBACK = parse_networks("127.0.0.0/8, ::1")
 _log = logger("api")
 
 
-class Guest(Protocol):
+class LimitedConnection(Protocol):
     """A connection."""
 
     @property
-    def is_quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing of a request but its head has come, and no answer is due."""
 
     @property
-    def quiet_since(self) -> float: ...
+    def idle_since(self) -> float: ...
 
     @property
     def end(self) -> Callable[[], None]:
         """Ends it at once."""
 
 
-class Crowd:
+class ConnectionLimits:
     """The connections of one process. `max_per_address` 0: no bound; it is none for loopback and trusted proxies."""
 
     def __init__(self, max_total: int, max_per_address: int = 0, proxies: Sequence[Network] = ()) -> None:
         self._max_total = max_total
         self._max_per_address = max_per_address
         self._exempt = (*_LOOPBACK, *proxies)
-        self._guests: dict[Guest, str] = {}
+        self._connections: dict[LimitedConnection, str] = {}
         self._counts = Counter[str]()
-        self._told_at = -QUIET_SECONDS
-        self._untold = 0
+        self._logged_at = -LOG_SECONDS
+        self._unlogged = 0
 
-    def enter(self, guest: Guest, address: str) -> bool:
+    def add(self, connection: LimitedConnection, address: str) -> bool:
         """Whether there is room, if need be made by ending quiet connections."""
         is_over = self._is_bounded(address) and self._counts[address] >= self._max_per_address
-        if is_over and not self._make_room([one for one, at in self._guests.items() if at == address]):
-            self._tell(address, self._counts[address])
+        if is_over and not self._make_room([one for one, at in self._connections.items() if at == address]):
+            self._log_refusal(address, self._counts[address])
             return False
-        if len(self._guests) >= self._max_total and not self._make_room(self._guests):
-            self._tell(address, self._counts[address])
+        if len(self._connections) >= self._max_total and not self._make_room(self._connections):
+            self._log_refusal(address, self._counts[address])
             return False
-        self._guests[guest] = address
+        self._connections[connection] = address
         self._counts[address] += 1
         return True
 
-    def leave(self, guest: Guest) -> None:
+    def remove(self, connection: LimitedConnection) -> None:
         """It is over; one that never entered may leave too."""
-        address = self._guests.pop(guest, None)
+        address = self._connections.pop(connection, None)
         if address is not None:
             self._counts[address] -= 1
             if not self._counts[address]:
                 del self._counts[address]
 
-    def _make_room(self, among: Iterable[Guest]) -> bool:
-        quiet = [guest for guest in among if guest.is_quiet]
-        for guest in heapq.nsmallest(max(1, int(len(quiet) * ENDED_AT_ONCE)), quiet, key=lambda one: one.quiet_since):
-            self.leave(guest)
-            guest.end()
+    def _make_room(self, among: Iterable[LimitedConnection]) -> bool:
+        quiet = [connection for connection in among if connection.is_idle]
+        for connection in heapq.nsmallest(max(1, int(len(quiet) * ENDED_SHARE)), quiet, key=lambda one: one.idle_since):
+            self.remove(connection)
+            connection.end()
         return bool(quiet)
 
     def _is_bounded(self, address: str) -> bool:
         return bool(self._max_per_address and address) and not is_in(address, self._exempt)
 
-    def _tell(self, address: str, here: int) -> None:
+    def _log_refusal(self, address: str, here: int) -> None:
         now = monotonic()
-        if now < self._told_at + QUIET_SECONDS:
-            self._untold += 1
+        if now < self._logged_at + LOG_SECONDS:
+            self._unlogged += 1
             return
         _log.warning(
-            "connection.refused", address=address, of_address=here, connections=len(self._guests), untold=self._untold
+            "connection.refused",
+            address=address,
+            of_address=here,
+            connections=len(self._connections),
+            untold=self._unlogged,
         )
-        self._told_at, self._untold = now, 0
+        self._logged_at, self._unlogged = now, 0
 
 
 def raise_file_limit() -> int:

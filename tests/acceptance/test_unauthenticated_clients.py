@@ -146,7 +146,7 @@ def test_trailers_are_not_taken(address: str, trailer: bytes) -> None:
 
 async def test_nobody_waits_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence, half a head, and a body that comes on and on after its answer."""
-    monkeypatch.setattr(connections, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
