@@ -1,6 +1,6 @@
 """Tidegate: a durable event gate and scheduler. Nothing accepted is lost, launched twice, or waiting without a reason.
 
-The public names; each is loaded when first used, so that importing this package is fast.
+The public names. Each is loaded on first use, so that importing this package is fast.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tidegate.client import AsyncClient, Client
     from tidegate.errors import (
         Conflict,
+        Forbidden,
         InvalidInput,
         NonRetryable,
         NotFound,
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
         RetryAfter,
         StepFailed,
         TidegateError,
+        TooManyRequests,
+        Unauthorized,
         Unavailable,
     )
     from tidegate.flow.run.workflow import Context, SyncContext
@@ -37,6 +40,7 @@ _HOMES = {
     "Context": "flow.run.workflow",
     "Tidegate": "app",
     "TidegateError": "errors",
+    "Forbidden": "errors",
     "InvalidInput": "errors",
     "NonRetryable": "errors",
     "NotFound": "errors",
@@ -46,6 +50,8 @@ _HOMES = {
     "RetryAfter": "errors",
     "StepFailed": "errors",
     "SyncContext": "flow.run.workflow",
+    "TooManyRequests": "errors",
+    "Unauthorized": "errors",
     "Unavailable": "errors",
 }
 
@@ -55,6 +61,7 @@ __all__ = [
     "Client",
     "Conflict",
     "Context",
+    "Forbidden",
     "InvalidInput",
     "NonRetryable",
     "NotFound",
@@ -66,6 +73,8 @@ __all__ = [
     "SyncContext",
     "Tidegate",
     "TidegateError",
+    "TooManyRequests",
+    "Unauthorized",
     "Unavailable",
     "__version__",
 ]

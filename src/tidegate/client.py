@@ -1,7 +1,8 @@
-"""Publish and look from other programs, over HTTP. Blocking and async clients over one description of the requests."""
+"""Publish events and read the API from other programs, over HTTP: a blocking and an async client."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from types import TracebackType
@@ -11,7 +12,19 @@ import httpx
 import msgspec
 
 from tidegate import settings
-from tidegate.errors import FieldError, InvalidInput, RequestRefused, Unavailable
+from tidegate.errors import (
+    Conflict,
+    FieldError,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    RequestRefused,
+    TidegateError,
+    TooManyRequests,
+    Unauthorized,
+    Unavailable,
+)
 from tidegate.model.masking import masked
 from tidegate.telemetry import traces
 
@@ -19,7 +32,7 @@ DEFAULT_URL = "http://127.0.0.1:8700"
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """The server's answer to one event: `accepted`, or `duplicate` with the id of the first."""
+    """The server's answer to one event: `accepted`, or `duplicate` with the id of the event stored first."""
 
     id: str
     external_id: str | None
@@ -60,14 +73,68 @@ def _body(value: Any) -> bytes:
 def _result(response: httpx.Response) -> Any:
     if response.is_success:
         return msgspec.json.decode(response.content)
+    raise _refusal(response)
+
+
+class RefusedInput(RequestRefused, InvalidInput):
+    """The server answered 400, 413, 415 or 422."""
+
+
+class RefusedNotFound(RequestRefused, NotFound):
+    """The server answered 404."""
+
+
+class RefusedConflict(RequestRefused, Conflict):
+    """The server answered 409."""
+
+
+class RefusedUnauthorized(RequestRefused, Unauthorized):
+    """The server answered 401; `is_given` says that it was sent a token."""
+
+    def __init__(self, status: int, problem: dict[str, Any], *, is_given: bool = False) -> None:
+        super().__init__(status, problem)
+        self.is_given = is_given
+        self.token = None
+
+
+class RefusedForbidden(RequestRefused, Forbidden):
+    """The server answered 403; `needed` is empty when no scope would help."""
+
+    def __init__(self, status: int, problem: dict[str, Any], needed: str = "") -> None:
+        super().__init__(status, problem)
+        self.needed = needed
+
+
+_REFUSALS: dict[int, type[RequestRefused]] = {
+    400: RefusedInput, 404: RefusedNotFound, 409: RefusedConflict, 413: RefusedInput, 415: RefusedInput,
+    422: RefusedInput,
+}  # fmt: skip
+
+
+def _refusal(response: httpx.Response) -> TidegateError:
+    """The exception for an answer that is an error: the class that the app object raises for the same reason."""
+    status = response.status_code
     try:
         problem = msgspec.json.decode(response.content, type=dict[str, Any])
     except msgspec.MsgspecError:
-        problem = {"title": f"HTTP {response.status_code}", "detail": response.text[:200]}
-    if response.status_code in (429, 503):
-        after = response.headers.get("retry-after", "1")
-        raise Unavailable(str(problem.get("detail")), int(after) if after.isdigit() else 1)
-    raise RequestRefused(response.status_code, problem)
+        problem = {"title": f"HTTP {status}", "detail": response.text[:200]}
+    if status in (429, 503):
+        after = response.headers.get("retry-after", "")
+        text = problem.get("detail") or problem.get("title") or f"HTTP {status}"
+        return _unavailable(status, problem)(str(text), int(after) if re.fullmatch("[0-9]{1,9}", after) else 1)
+    challenge = response.headers.get("www-authenticate", "")
+    if status == 401:
+        return RefusedUnauthorized(status, problem, is_given='error="invalid_token"' in challenge)
+    if status == 403:
+        scope = re.search('error="insufficient_scope", scope="([^"]*)"', challenge)
+        return RefusedForbidden(status, problem, scope[1] if scope else "")
+    return _REFUSALS.get(status, RequestRefused)(status, problem)
+
+
+def _unavailable(status: int, problem: dict[str, Any]) -> type[Unavailable]:
+    if status == 429:
+        return TooManyRequests
+    return Overloaded if problem.get("type") == Overloaded.PROBLEM_TYPE else Unavailable
 
 
 def _options(url: str, token: str | None, timeout: float, actor: str | None) -> dict[str, Any]:
@@ -83,13 +150,13 @@ def _options(url: str, token: str | None, timeout: float, actor: str | None) -> 
 
 
 def _trace() -> dict[str, str]:
-    """The header that continues the caller's trace, if it is in one."""
+    """The header that continues the caller's trace, if there is one."""
     found = traces.current()
     return {} if found is None else {"traceparent": found}
 
 
 def _unreachable(url: str, exc: httpx.TransportError) -> Unavailable:
-    return Unavailable(f"no Tidegate answers at {masked(url)} ({exc or type(exc).__name__}); is it running?")
+    return Unavailable(f"no answer from Tidegate at {masked(url)} ({exc or type(exc).__name__}); is it running?")
 
 
 def _receipts(answer: Any) -> list[Receipt]:
@@ -99,9 +166,10 @@ def _receipts(answer: Any) -> list[Receipt]:
 class Client:
     """A blocking client. `publish` returns when the server has committed the event.
 
-    `token` is `TIDEGATE_TOKEN` unless told. `actor` is the name that the audit log shows for what this client changes
-    where the API needs no token; else the token's name is. Raises RequestRefused (the server said
-    no, and why), Unavailable (try again), InvalidInput (not JSON).
+    `token` defaults to `TIDEGATE_TOKEN`. `actor` is the name in the audit log for what this client changes, where the
+    API needs no token; otherwise the log has the token's name. Raises the exceptions that the app object raises
+    (`tidegate.errors`): InvalidInput, NotFound, Conflict, Unauthorized, Forbidden, each a RequestRefused with `status`
+    and `problem`; and Unavailable, Overloaded or TooManyRequests, after which the same call may succeed.
     """
 
     def __init__(
@@ -115,11 +183,11 @@ class Client:
         return msgspec.convert(self.request("POST", "/v1/events", _event(type, **fields)), Receipt)
 
     def publish_many(self, events: Sequence[dict[str, Any]]) -> list[Receipt]:
-        """Publish a batch, all or nothing; the answers in order."""
+        """Publish a batch, all or nothing; the receipts are in the order of the events."""
         return _receipts(self.request("POST", "/v1/events", list(events)))
 
     def request(self, method: str, path: str, body: Any = None, **params: Any) -> Any:
-        """Any request of the API; the decoded answer."""
+        """Send any request to the API and return the decoded answer."""
         given = {name: value for name, value in params.items() if value is not None}
         content = None if body is None else _body(body)
         try:
@@ -140,7 +208,7 @@ class Client:
 
 
 class AsyncClient:
-    """The same for asyncio."""
+    """`Client` for asyncio: the same methods, arguments and exceptions."""
 
     def __init__(
         self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10, *, actor: str | None = None
@@ -153,11 +221,11 @@ class AsyncClient:
         return msgspec.convert(await self.request("POST", "/v1/events", _event(type, **fields)), Receipt)
 
     async def publish_many(self, events: Sequence[dict[str, Any]]) -> list[Receipt]:
-        """Publish a batch, all or nothing; the answers in order."""
+        """Publish a batch, all or nothing; the receipts are in the order of the events."""
         return _receipts(await self.request("POST", "/v1/events", list(events)))
 
     async def request(self, method: str, path: str, body: Any = None, **params: Any) -> Any:
-        """Any request of the API; the decoded answer."""
+        """Send any request to the API and return the decoded answer."""
         given = {name: value for name, value in params.items() if value is not None}
         content = None if body is None else _body(body)
         try:

@@ -2,32 +2,36 @@
 
 TidegateError
 ├── SettingsError          a setting is missing or wrong; the message says what was expected and what was given
-├── InvalidInput           what a caller sent breaks a rule; `errors` names each field
-├── NotFound               no such thing
-├── Conflict               it exists already, differs, or has moved on meanwhile
-├── Unauthorized           no token came with the request, or none that holds
-├── Forbidden              the token may not do this; `needed` is the scope that may
-├── Unavailable            the database (or another part) cannot be used right now; try again
-│   ├── Overloaded         too much is waiting already; try again later
-│   ├── TooManyRequests    the token's rate is used up; try again later
-│   └── SecretsUnreadable  a stored secret is encrypted with a key that this process does not have
+├── InvalidInput           the input breaks a rule; `errors` names each field                           400 413 415 422
+├── NotFound               the event, run, workflow, trigger … does not exist                           404
+├── Conflict               it exists already with other content, is ambiguous, or its state has changed 409
+├── Unauthorized           the request has no token, or one that is not valid                           401
+├── Forbidden              the token does not allow this; `needed` is the scope that does               403
+├── Unavailable            the database (or another part) cannot be used right now; retry               503
+│   ├── Overloaded         too many requests are in progress; retry later                               503
+│   ├── TooManyRequests    the token has used up its rate; retry later                                  429
+│   └── SecretsUnreadable  a stored secret is encrypted with a key that this process does not have      503
+├── RequestRefused         the server answered a client with an error; `status` and `problem` say why   any other
 ├── SchemaError            the database's schema does not fit this version of Tidegate
-├── AppError               the user's application cannot be loaded or is declared wrongly
-├── RequestRefused         the server answered a client with an error; `problem` is its text
-├── NonRetryable           raised by a workflow: do not try again
-├── RetryAfter             raised by a workflow: try again, but not before a time
-└── StepFailed             a step was given up; `name` and `error` say which and why
+├── AppError               the user's application cannot be loaded, or a workflow is declared wrongly
+├── NonRetryable           raised by a workflow: do not retry
+├── RetryAfter             raised by a workflow: retry, but not before a given time
+└── StepFailed             a step has exhausted its retries; `name` and `error` say which step, and why
+
+The numbers are HTTP statuses: the API answers with them, and `Client` and `AsyncClient` turn them back into the same
+exceptions. What a client raises for a status other than 429 and 503 is a RequestRefused as well (`except Conflict` and
+`except RequestRefused` both catch a 409). A client cannot tell SecretsUnreadable from Unavailable.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True, slots=True)
 class FieldError:
-    """One broken rule: where it is (`payload.items[3]`) and what was expected there."""
+    """One broken rule: the field (`payload.items[3]`) and what was expected there."""
 
     field: str
     message: str
@@ -35,7 +39,7 @@ class FieldError:
 
 
 class TidegateError(Exception):
-    """The root: catch this to catch everything Tidegate raises on purpose."""
+    """The base class: catch it to catch everything that Tidegate raises on purpose."""
 
 
 class SettingsError(TidegateError):
@@ -43,7 +47,7 @@ class SettingsError(TidegateError):
 
 
 class InvalidInput(TidegateError):
-    """What a caller sent breaks a rule; nothing of it was stored."""
+    """The input breaks a rule; nothing of it was stored."""
 
     def __init__(self, message: str, errors: list[FieldError] | None = None) -> None:
         super().__init__(message)
@@ -55,11 +59,11 @@ class InvalidInput(TidegateError):
 
 
 class NotFound(TidegateError):
-    """No such event, run, workflow or trigger."""
+    """The event, run, workflow, trigger or other resource does not exist."""
 
 
 class Conflict(TidegateError):
-    """The thing exists already with other content, is ambiguous, or has moved on."""
+    """The resource exists already with other content, its id is ambiguous, or its state does not allow the request."""
 
     def __init__(self, message: str, errors: list[FieldError] | None = None) -> None:
         super().__init__(message)
@@ -67,7 +71,7 @@ class Conflict(TidegateError):
 
 
 class Unauthorized(TidegateError):
-    """No token came with the request, or (`is_given`) none that holds; `token` is its name, where it has one."""
+    """The request has no token, or (`is_given`) one that is not valid; `token` is its name, if it is known."""
 
     def __init__(self, message: str, *, is_given: bool = False, token: str | None = None) -> None:
         super().__init__(message)
@@ -85,7 +89,7 @@ class Forbidden(TidegateError):
 
 
 class Unavailable(TidegateError):
-    """Cannot be done right now; the same call may succeed after `retry_after_seconds`."""
+    """Not possible right now; the same call may succeed after `retry_after_seconds`."""
 
     def __init__(self, message: str, retry_after_seconds: int = 1) -> None:
         super().__init__(message)
@@ -93,11 +97,14 @@ class Unavailable(TidegateError):
 
 
 class Overloaded(Unavailable):
-    """More is waiting than this process takes on."""
+    """The process has as much in progress as it accepts at once."""
+
+    # The `type` of its problem body, by which a client tells it from another 503.
+    PROBLEM_TYPE: ClassVar[str] = "urn:tidegate:overloaded"
 
 
 class TooManyRequests(Unavailable):
-    """The token has been used as often as its rate allows."""
+    """The token has made as many requests as its rate allows."""
 
 
 class SecretsUnreadable(Unavailable):
@@ -105,7 +112,7 @@ class SecretsUnreadable(Unavailable):
 
 
 class SchemaError(TidegateError):
-    """The database's schema is newer, older, or not what this version wrote."""
+    """The database's schema is newer or older than this version expects, or was altered."""
 
 
 class AppError(TidegateError):
@@ -113,25 +120,42 @@ class AppError(TidegateError):
 
 
 class RequestRefused(TidegateError):
-    """The server refused a request; `status` and `problem` (RFC 9457) say why."""
+    """The server refused a client's request; `status` and `problem` (RFC 9457) say why, `errors` names each field.
+
+    Where this module has a class for the status, the exception is of that class too.
+    """
 
     def __init__(self, status: int, problem: dict[str, Any]) -> None:
         self.status = status
         self.problem = problem
-        details = "; ".join(f"{e.get('field')}: {e.get('message')}" for e in problem.get("errors", []))
+        self.errors = _field_errors(problem.get("errors"), is_too_large=status == 413)
+        details = "; ".join(f"{error.field}: {error.message}" for error in self.errors)
         text = problem.get("detail") or problem.get("title") or f"HTTP {status}"
-        super().__init__(f"{text} ({details})" if details else str(text))
+        # Not super(): beside this class a refusal has another one, whose constructor takes other arguments.
+        Exception.__init__(self, f"{text} ({details})" if details else str(text))
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def _field_errors(given: Any, *, is_too_large: bool) -> list[FieldError]:
+    """The `errors` of a problem body; anything else there, as a proxy may send it, is left out."""
+    return [
+        FieldError(str(one.get("field")), str(one.get("message")), is_too_large)
+        for one in (given if isinstance(given, list) else [])
+        if isinstance(one, dict)
+    ]
 
 
 class NonRetryable(TidegateError):
-    """Raise in a workflow or step: trying again cannot help."""
+    """Raise it in a workflow or step when a retry cannot succeed: the run fails at once."""
 
 
 class RetryAfter(TidegateError):
-    """Raise in a step: try again, but not before `seconds` have passed.
+    """Raise it in a step: retry, but not before `seconds` have passed.
 
-    With `everyone="trigger"` (or `"key"`) nothing of its trigger (or of its `concurrency_key`) is launched or begun
-    before that, so that its siblings do not hammer a service that has just said no.
+    With `everyone="trigger"` (or `"key"`) no run of the same trigger (or with the same `concurrency_key`) is launched
+    or started before then, so that they do not overload a service that has just refused a request.
     """
 
     def __init__(self, seconds: float, message: str = "", *, everyone: Literal["trigger", "key"] | None = None) -> None:
@@ -141,12 +165,12 @@ class RetryAfter(TidegateError):
 
 
 def first_line(text: str) -> str:
-    """The reason that an error's text gives: its first line that says anything; what follows leads to it, or adds."""
+    """The first line of an error text that is not blank: the reason. The lines after it are details or a traceback."""
     return next((line for each in text.splitlines() if (line := each.strip())), "")
 
 
 class StepFailed(TidegateError):
-    """A step was given up. A workflow may catch it and go on; uncaught, its run has failed."""
+    """A step has exhausted its retries. A workflow may catch this and continue; otherwise its run fails."""
 
     def __init__(self, name: str, error: str) -> None:
         super().__init__(f"step {name!r} failed: {first_line(error) or 'no reason'}")

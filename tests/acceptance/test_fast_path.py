@@ -1,4 +1,4 @@
-"""The short way of requests that publish: nobody can tell it from the long one, however a request arrives."""
+"""The fast path for requests that publish: its answers are those of the slow path, however a request arrives."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def running(served: tuple[Api, Server]) -> Running:
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which way each request took that might have taken the short one."""
+    """Which path each request took that could have taken the fast one."""
     taken: list[str] = []
     for way in ("fast", "slow"):
         real = getattr(connections.HttpConnection, f"_take_{way}_path")
@@ -136,8 +136,8 @@ async def test_the_answer_is_the_same_however_a_request_arrives(
     stored = await connection.fetchval("select count(*) from tidegate.workflow_events")
     assert stored == 3 * (0 if expected != 202 else 2 if name == "a batch" else 1)
     if name in ("one event", "a batch", "not an event", "of another site"):
-        assert ways[0] == "short"
-        assert ways[-1] == "long"
+        assert ways[0] == "fast"
+        assert ways[-1] == "slow"
 
 
 async def test_one_connection_many_requests(running: Running, connection: Connection, ways: list[str]) -> None:
@@ -146,7 +146,7 @@ async def test_one_connection_many_requests(running: Running, connection: Connec
             await caller.send(request(b'{"type": "a", "source": "b", "id": "%d"}' % (n % 40)))
             status, _, body = await caller.answer()
             assert (status, json.loads(body)["status"]) == (202, "accepted" if n < 40 else "duplicate")
-    assert ways == ["short"] * 50
+    assert ways == ["fast"] * 50
     assert await connection.fetchval("select count(*) from tidegate.workflow_events") == 40
 
 
@@ -179,7 +179,7 @@ async def test_a_body_in_many_small_chunks_takes_no_longer_than_its_size(running
     async with running.caller() as caller:
         await caller.send(request(chunks + b"0\r\n\r\n", "transfer-encoding: chunked"))
         assert (await caller.answer())[0] == 422
-    assert ways == ["long"]
+    assert ways == ["slow"]
 
 
 async def test_who_does_not_read_is_not_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ async def test_who_does_not_read_is_not_read(running: Running, monkeypatch: pyte
         assert connected.transport.get_write_buffer_size() < 3 * len(large)
         assert 0 < answered < connections.MAX_PIPELINED
         for _ in range(connections.MAX_PIPELINED):
-            assert (await caller.answer())[0] == 202  # those that came while another waited took the long way
+            assert (await caller.answer())[0] == 202  # those that came while another waited took the slow path
 
 
 async def test_a_fault_of_ours_ends_the_connection(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ async def test_what_was_refused_is_not_begun_afterwards(running: Running, ways: 
         await caller.send(b"not a length\r\n")
         assert (await caller.reader.readuntil(b"\r\n"))[9:12] == b"400"
         await asyncio.sleep(3 * connections.FAST_PATH_SECONDS)
-        assert ways in ([], ["long"])  # unless the second part came late
+        assert ways in ([], ["slow"])  # unless the second part came late
         caller.writer.write_eof()
         async with asyncio.timeout(5):
             await caller.reader.read()
@@ -254,7 +254,7 @@ async def test_what_is_under_way_is_answered_before_the_server_ends(
     async with running.caller() as whole, running.caller() as halved:
         await whole.send(request())
         await halved.send(request()[:-5])
-        await asyncio.sleep(0.002)  # less than the short way waits
+        await asyncio.sleep(0.002)  # less than the fast path waits
         stopping = asyncio.create_task(running.server.stop())
         await asyncio.sleep(0.3)
         await halved.send(request()[-5:])

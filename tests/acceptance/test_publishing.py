@@ -93,7 +93,7 @@ def test_cli_refusals(address: str, arguments: tuple[str, ...], status: int, say
 def test_cli_without_a_server_says_so() -> None:
     refused = run("runs", "list", env={"TIDEGATE_URL": "http://127.0.0.1:9"})
     assert refused.returncode == 1
-    assert "no Tidegate answers at http://127.0.0.1:9" in refused.stderr
+    assert "no answer from Tidegate at http://127.0.0.1:9" in refused.stderr
 
 
 def test_http_with_headers_for_correlation(demo: str) -> None:

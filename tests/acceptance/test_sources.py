@@ -551,7 +551,7 @@ def test_refusals_of_the_command_line(address: str, arguments: tuple[str, ...], 
 
 def test_health_without_a_server() -> None:
     refused = run("health", env={"TIDEGATE_URL": "http://127.0.0.1:9"})
-    assert refused.returncode == 1 and "no Tidegate answers" in refused.stderr
+    assert refused.returncode == 1 and "no answer from Tidegate" in refused.stderr
 
 
 # Metrics ------------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def test_a_restarting_api_is_survived(database_url: str) -> None:
 def test_top_without_an_api_or_with_wrong_options() -> None:
     nobody = {"TIDEGATE_URL": "http://127.0.0.1:9"}
     done = run("top", "--once", env=nobody)
-    assert done.returncode == 1 and "no Tidegate answers" in done.stderr
+    assert done.returncode == 1 and "no answer from Tidegate" in done.stderr
     for interval in ("50ms", "soon", "0s"):
         done = run("top", "--interval", interval, env=nobody)
         assert done.returncode == 2, interval

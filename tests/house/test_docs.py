@@ -82,6 +82,7 @@ def test_public_names() -> None:
         "Client",
         "Conflict",
         "Context",
+        "Forbidden",
         "InvalidInput",
         "NonRetryable",
         "NotFound",
@@ -93,6 +94,8 @@ def test_public_names() -> None:
         "SyncContext",
         "Tidegate",
         "TidegateError",
+        "TooManyRequests",
+        "Unauthorized",
         "Unavailable",
     ]
     for name in tidegate.__all__:

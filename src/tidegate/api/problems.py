@@ -13,6 +13,7 @@ from tidegate.errors import (
     Forbidden,
     InvalidInput,
     NotFound,
+    Overloaded,
     TidegateError,
     TooManyRequests,
     Unauthorized,
@@ -37,7 +38,7 @@ TITLES = {
     503: "Unavailable",
 }
 
-# Of every answer: what the API says is for whoever asked, and is never a page.
+# On every answer: it is meant for this caller only, and a browser must not render it as a page.
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 _CHALLENGE = 'Bearer realm="tidegate"'
@@ -46,7 +47,7 @@ _log = logger("api")
 
 
 class Problem(TidegateError):
-    """An answer with a status and a text, raised by handlers for what has no exception of its own."""
+    """An answer with a status and a text, raised by handlers for errors that have no exception of their own."""
 
     def __init__(self, status: int, detail: str, errors: list[FieldError] | None = None) -> None:
         super().__init__(detail)
@@ -65,7 +66,7 @@ class ProblemBody(msgspec.Struct, omit_defaults=True):
 
 
 def response(exc: Exception) -> Response:
-    """The answer to an exception; one that we did not foresee is logged and says nothing of the inside."""
+    """The answer to an exception. An unexpected one is logged, and its answer reveals no internals."""
     headers = dict(HEADERS)
     errors: list[FieldError] = getattr(exc, "errors", [])
     match exc:
@@ -88,8 +89,12 @@ def response(exc: Exception) -> Response:
             headers["retry-after"] = str(exc.retry_after_seconds)
         case _:
             _log.error("api.unexpected", error=exc, exc_info=exc)
-            status, exc = 500, TidegateError("the request could not be handled; the log has the cause")
+            status, exc = (
+                500,
+                TidegateError("the request failed because of an internal error; the server's log has the cause"),
+            )
     detail = str(exc.args[0]) if exc.args else TITLES[status]
     shown: list[dict[str, Any]] = [{"field": e.field, "message": e.message} for e in errors[:100]]
-    body = ProblemBody("about:blank", TITLES.get(status, "Error"), status, detail, shown)
+    kind = Overloaded.PROBLEM_TYPE if isinstance(exc, Overloaded) else "about:blank"
+    body = ProblemBody(kind, TITLES.get(status, "Error"), status, detail, shown)
     return Response(msgspec.json.encode(body), status, headers, media_type="application/problem+json")

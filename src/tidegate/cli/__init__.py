@@ -1,4 +1,4 @@
-"""The `tidegate` command. Exit status: 0 done, 1 the server refused, 2 wrong usage or settings."""
+"""The `tidegate` command. Exit status: 0 success, 1 the server refused the request, 2 wrong usage or settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 import click
 
 from tidegate import __version__
-from tidegate.errors import AppError, InvalidInput, SchemaError, SettingsError, TidegateError
+from tidegate.errors import AppError, InvalidInput, RequestRefused, SchemaError, SettingsError, TidegateError
 
 
 class _LazyGroup(click.Group):
@@ -63,7 +63,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point: every refusal is one clear sentence on standard error."""
+    """The entry point. Every error is one sentence on standard error."""
     try:
         cli(standalone_mode=False)
     except click.exceptions.Abort:
@@ -71,6 +71,9 @@ def main() -> None:
     except click.ClickException as exc:
         exc.show()
         sys.exit(2)
+    except RequestRefused as exc:  # before InvalidInput, which it may be too: the command line was in order
+        click.echo(f"tidegate: {exc}", err=True)
+        sys.exit(1)
     except (SettingsError, SchemaError, AppError, InvalidInput) as exc:
         click.echo(f"tidegate: {exc}", err=True)
         sys.exit(2)

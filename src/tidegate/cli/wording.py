@@ -1,4 +1,4 @@
-"""What the server refuses, in the words of the command line and of files."""
+"""Error messages of the server, with the names that the command line and files use."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tidegate.model.wording import as_written
 
 @contextmanager
 def written_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Refusals name the fields as their user wrote them, where `names` says so (`pause_ms`: `--pause`)."""
+    """Errors name the fields as the user wrote them, where `names` has them (`pause_ms`: `--pause`)."""
     try:
         yield
     except RequestRefused as exc:
         errors = [_renamed(error, names) for error in exc.problem.get("errors", [])]
-        raise RequestRefused(exc.status, exc.problem | {"errors": errors}) from exc
+        raise type(exc)(exc.status, exc.problem | {"errors": errors}) from exc
     except InvalidInput as exc:
         raise InvalidInput(exc.args[0], [as_written(error, names) for error in exc.errors]) from exc
 
 
 def parsed(parse: Callable[[str], Any], text: str, option: str) -> Any:
-    """A rate or duration, or wrong usage of this option."""
+    """A rate or duration as parsed by `parse`. UsageError names the option."""
     try:
         return parse(text)
     except ValueError as exc:
