@@ -401,4 +401,4 @@ def test_pages_filters_and_the_command(made: tuple[World, dict[Any, Call]], done
     for_people = run("audit", "list", "--actor", NAME, "--subject", "made", env=env)
     assert "workflow.create" in for_people.stdout and NAME in for_people.stdout, for_people.stderr
     nothing = run("audit", "list", "--actor", "nobody", env=env)
-    assert nothing.stdout == "Nothing was changed.\n"
+    assert nothing.stdout == "No changes.\n"

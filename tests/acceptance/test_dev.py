@@ -179,9 +179,9 @@ def test_wrong_settings(tmp_path: Path, settings: dict[str, str], says: str) -> 
         (None, "there is no file"),
         (
             "import os\nx = 1\ndef main(): ...",
-            "app.py holds no Tidegate object; it has x, main. Make one at its top level",
+            "app.py contains no Tidegate object; it defines x, main. Create one at its top level",
         ),
-        ("from tidegate import Tidegate", "it has no names of its own. Make one at its top level"),
+        ("from tidegate import Tidegate", "it defines no names. Create one at its top level"),
         ("from tidegate import Tidegate\na = Tidegate()\nb = Tidegate()", "several Tidegate objects (a, b); write "),
         ("import nonsense_that_is_not_there", "ModuleNotFoundError: No module named 'nonsense_that_is_not_there'"),
         ("def broken(:", "SyntaxError"),

@@ -356,7 +356,7 @@ def test_the_command(server: str, tmp_path: Path) -> None:
     made = run("workflows", "create", "cli", "--url", URL, "--timeout", "20s", "--header", "x-team=a", env=env)
     assert made.returncode == 0, made.stderr
     assert "created cli (http, v1): POST https://example.com/hook, 20s" in made.stdout
-    assert re.search(r"secret, shown this once: whsec_\S{44}\n", made.stdout)
+    assert re.search(r"secret \(shown only once\): whsec_\S{44}\n", made.stdout)
     file = tmp_path / "hook.yaml"
     file.write_text(f"slug: from-file\nurl: {URL}\nsecret: {SECRET}\n")
     made = run("workflows", "create", "-f", str(file), "--json", env=env)
@@ -376,7 +376,7 @@ def test_the_command(server: str, tmp_path: Path) -> None:
     assert "is about from-file, not cli" in run("workflows", "update", "cli", "-f", str(file), env=env).stderr
     rotated = run("workflows", "rotate", "cli", "--keep", "2h", env=env)
     assert "rotated cli (http, v3)" in rotated.stdout and "an old secret signs too, until 20" in rotated.stdout
-    assert re.search(r"secret, shown this once: whsec_\S{44}\n", rotated.stdout)
+    assert re.search(r"secret \(shown only once\): whsec_\S{44}\n", rotated.stdout)
     assert "old secret" not in run("workflows", "rotate", "cli", "--keep", "0s", env=env).stdout
     refused = run("workflows", "rotate", "cli", "--keep", "31d", env=env)
     assert refused.returncode == 1 and "--keep: must lie between 0 and" in refused.stderr

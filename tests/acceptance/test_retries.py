@@ -67,7 +67,7 @@ async def test_commands_about_all_that_wait(database_url: str, connection: Conne
         assert (await states(connection)) == {("shop.api", "cancelled"): 1203, ("other", "scheduled"): 2}
         forced = json.loads(say("force", "--all", "--yes", "--json").stdout)
         assert (forced["status"], forced["done"], forced["cursor"]) == ("forced", 2, None)
-        assert say("cancel", "--source", "nobody", "--yes").stdout == "Nothing waits that fits.\n"
+        assert say("cancel", "--source", "nobody", "--yes").stdout == "Nothing that matches is waiting.\n"
         actors = await connection.fetch("select distinct actor from tidegate.audit_log where action like 'events.%'")
         assert len(actors) == 1 and actors[0][0] != "api"
         for wrong in (
@@ -85,7 +85,7 @@ async def test_a_stopped_command_leaves_whole_batches_and_says_so(database_url: 
             command.wait_for_line("cancelled 1000 of 1500")
             command.signal(signal.SIGINT)
             assert command.wait() == 130
-            assert "stopped: 1000 of 1500 are cancelled; run it again to go on" in command.output
+            assert "stopped: 1000 of 1500 are cancelled; run it again to continue" in command.output
         again = run("retries", "cancel", "--all", "--yes", env={"TIDEGATE_URL": url})
         assert again.returncode == 0, again
     assert await states(connection) == {("shop.api", "cancelled"): 1500}

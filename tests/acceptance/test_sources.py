@@ -521,7 +521,7 @@ def test_the_verbs_of_the_command_line(server: str, source: str) -> None:
     found = json.loads(told("sources", "list", "--json"))["sources"]
     assert next(s for s in found if s["source"] == source)["limit"] is None
     assert told("retries", "list", "--source", source).strip() == (
-        "No events wait; --kind deliveries and --kind steps list the others."
+        "No events are waiting; use --kind deliveries and --kind steps for the others."
     )
 
 
@@ -534,8 +534,8 @@ def test_the_verbs_of_the_command_line(server: str, source: str) -> None:
         (("sources", "limit", "x", "5/s", "--pause", "long"), 2, "a duration is written like"),
         (("sources", "limit", "a b", "5/s"), 1, "source: is not the name of a source"),
         (("sources", "pause", "x", "--for", "5m", "--until", "2099-01-01T00:00:00Z"), 2, "--for or --until, not both"),
-        (("sources", "pause", "x", "--until", "noon"), 2, "a time is written like"),
-        (("sources", "pause", "x", "--until", "2099-01-01T00:00:00"), 2, "a time needs its zone"),
+        (("sources", "pause", "x", "--until", "noon"), 2, "is not a time; write it like"),
+        (("sources", "pause", "x", "--until", "2099-01-01T00:00:00"), 2, "the time zone is missing"),
         (("sources", "pause", "x", "--until", "2020-01-01T00:00:00Z"), 1, "until: lies in the past"),
         (("sources", "resume", "nobody-knows-it"), 1, "no source 'nobody-knows-it' is known"),
         (("retries", "cancel", "no-such"), 1, "no event 'no-such'"),

@@ -541,7 +541,7 @@ def test_commands(url: str, token: str, source: str, tmp_path: Path) -> None:
 
     made = command("set", source, "--scheme", "github", "--event-type", "hub")
     assert made.returncode == 0, made.stderr
-    found = re.search(r"shown this once: ([0-9a-f]{64})", made.stdout)
+    found = re.search(r"shown only once\): ([0-9a-f]{64})", made.stdout)
     assert found is not None and f"address: /v1/webhooks/{source}" in made.stdout
     body = b"{}"
     assert send(url, source, signed("github", found[1], body), body).status_code == 202

@@ -18,4 +18,4 @@ def test_a_list_that_was_cut_says_so(
     print_table(("NAME", "N"), ROWS, "None.", page)
     output = capsys.readouterr()
     assert output.out.splitlines() == ["NAME  N", "a     1", "b     2"]
-    assert ("and more than these 2: --limit" in output.err) == told
+    assert ("more than these 2 exist: use --limit" in output.err) == told

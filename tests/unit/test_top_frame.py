@@ -1,4 +1,4 @@
-"""Frames of `tidegate top`: rates from two looks, and lines that fit the terminal."""
+"""Frames of `tidegate top`: rates from two samples, and lines that fit the terminal."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def look(second: int = 0, decisions: int = 1, **changes: Any) -> Sample:
     return Sample(health | changes, [DECISION] * decisions)
 
 
-def text(*looks: Sample, width: int = 200, height: int | None = None, trouble: str | None = None) -> str:
-    return "\n".join(line.plain for line in frame(looks, "http://x", width=width, height=height, trouble=trouble))
+def text(*looks: Sample, width: int = 200, height: int | None = None, problem: str | None = None) -> str:
+    return "\n".join(line.plain for line in frame(looks, "http://x", width=width, height=height, problem=problem))
 
 
 def test_rates_are_by_the_databases_clock_and_never_negative() -> None:
@@ -53,14 +53,14 @@ def test_what_is_shown() -> None:
     )  # fmt: skip
     for line in (
         "critical  tidegate at http://x", "runs            3        0       0  7.0s",
-        "  deliveries      5  paused 1, throttle 4  (2 overdue)", "  source shop by ann for 60m: moving",
+        "  deliveries        5  paused 1, throttle 4  (2 overdue)", "  source shop by ann for 60m: moving",
         "  trigger fulfil/large by ann for 60m: moving",
         "  critical no_worker workers: none was seen", "  degraded f/t: open",
         "  12:00:00 gate    held         shop o-7: paused",
     ):  # fmt: skip
         assert line in shown.splitlines(), line
-    assert "source_paused" not in shown  # it is told once, with the pauses
-    assert "none but plain launches" in text(look(decisions=0))
+    assert "source_paused" not in shown  # it is shown once, with the pauses
+    assert "none yet" in text(look(decisions=0))
 
 
 def test_long_lists_are_counted() -> None:
@@ -73,8 +73,8 @@ def test_long_lists_are_counted() -> None:
 def test_a_frame_fits_its_terminal(width: int, height: int) -> None:
     wide = DECISION | {"reason": "理由" * 100 + "\x1b[31m\n\tred", "external_id": None}
     full = Sample(look(causes=[CAUSE | {"message": "m" * 500}] * 5, paused_sources=[PAUSE]).health, [wide] * 50)
-    for lines in (frame([full], "http://x" * 20, width=width, height=height, trouble="t" * 300),
-                  frame([], "http://x" * 20, width=width, height=height, trouble="t" * 300)):  # fmt: skip
+    for lines in (frame([full], "http://x" * 20, width=width, height=height, problem="t" * 300),
+                  frame([], "http://x" * 20, width=width, height=height, problem="t" * 300)):  # fmt: skip
         assert 0 < len(lines) <= height
         assert all(cell_len(line.plain) <= width and line.plain.isprintable() for line in lines)
 
@@ -84,7 +84,7 @@ def test_a_short_terminal_loses_the_empty_lines_first() -> None:
     assert "" not in lines and len(lines) == 20 and "DECISIONS" in lines
 
 
-def test_trouble_is_told_with_and_without_a_look_before() -> None:
-    assert "not reachable" in text(trouble="not reachable since noon")
-    shown = text(look(), trouble="not reachable since noon").splitlines()
+def test_a_problem_is_shown_with_and_without_an_earlier_sample() -> None:
+    assert "not reachable" in text(problem="not reachable since noon")
+    shown = text(look(), problem="not reachable since noon").splitlines()
     assert shown[2] == "not reachable since noon" and "QUEUE" in shown[7]

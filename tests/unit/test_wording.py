@@ -84,8 +84,8 @@ def test_a_trigger_in_a_file(given: dict[str, Any], field: str, message: str) ->
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"retry": {"base": "5s", "base_ms": 10}}, "retry.base and base_ms say the same: give one of them"),
-        ({"throttle": "1/s", "throttle_count": 2}, "throttle and throttle_count say the same: give one of them"),
+        ({"retry": {"base": "5s", "base_ms": 10}}, "retry.base and base_ms set the same field: give one of them"),
+        ({"throttle": "1/s", "throttle_count": 2}, "throttle and throttle_count set the same field: give one of them"),
         ({"retry": {"cap": "late"}}, "retry.cap: a duration is written like"),
     ],
 )

@@ -1,1 +1,1 @@
-"""HTTP: one module per resource; errors as problem+json; the OpenAPI document made from the route table."""
+"""HTTP: one module per resource; errors as problem+json; the OpenAPI document is built from the route table."""

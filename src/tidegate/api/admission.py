@@ -1,10 +1,11 @@
-"""How much an API process takes on at once. What is over it is refused at its head, before its body is read or parsed.
+"""Admission control: how much an API process accepts at once. Above it, requests are refused before their body is read.
 
-Refusing must cost next to nothing, or an overloaded process spends its time on what it refuses. And whoever is refused
-is to know it at once, so nothing holds the event loop for long: large bodies are parsed one in each turn of the loop.
+Refusing must cost next to nothing, or an overloaded process spends its time on the requests that it refuses. The
+refusal must also leave at once, so nothing may block the event loop for long: an iteration of the loop stops parsing
+after TURN_BYTES, and so parses large bodies one at a time.
 
-Those who have shown nothing yet, as the sender of a webhook until its signature is checked, have a room of their own:
-however many there are, they take nothing from those who are known.
+Unauthenticated clients, such as the sender of a webhook until its signature is checked, have a pool of their own:
+however many there are, they take no capacity from authenticated clients.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from collections.abc import Callable, Iterator
 from tidegate.clock import monotonic
 from tidegate.errors import Overloaded
 
-# What is accepted may wait so long for its commit; more is refused. In events, once a process that has enough to do has
-# shown how many it stores in that time.
+# How long an accepted event may wait for its commit. The limit in events follows from how many the process stores in
+# that time, measured while at least ENOUGH_EVENTS are in progress.
 WAIT_SECONDS = 1.0
-# With so many events under way the database never waits for us: two full commits, one under way and the next.
+# Events in progress that keep the database busy: two full commits, the current one and the next.
 ENOUGH_EVENTS = 2000
 MEASURE_SECONDS = 0.5
-# What bodies may occupy from their first byte until their request is answered, in all; and those of strangers.
+# Memory for bodies, from their first byte until their request is answered: authenticated and unauthenticated clients.
 MAX_HELD_BYTES = 64 * 1024 * 1024
 MAX_UNAUTHENTICATED_BYTES = 16 * 1024 * 1024
-# Of bodies that are parsed in one turn of the event loop (some ten milliseconds), and that may wait for their turn (a
-# second or so); each counts for so many bytes more, since an empty one costs something too.
+# Bytes of bodies parsed in one iteration of the event loop (about ten milliseconds), and bytes that may wait to be
+# parsed (about a second). Each body counts REQUEST_BYTES more, since an empty one has a cost too.
 TURN_BYTES = 64 * 1024
 MAX_WAITING_BYTES = 4 * 1024 * 1024
 REQUEST_BYTES = 256
 
 
 def overloaded() -> Overloaded:
-    """What is said to whoever comes when there is no room."""
-    return Overloaded("more is under way than can be stored at once; try again in a second")
+    """The answer to a request for which there is no capacity."""
+    return Overloaded("the server has more requests in progress than it can store at once; try again in a second")
 
 
 class BodyPool:
-    """The bodies of some requests: what they occupy, and which of them is parsed next."""
+    """The bodies of a group of requests: the memory they hold, and the order in which they are parsed."""
 
     def __init__(self, max_held_bytes: int) -> None:
         self.max_held_bytes = max_held_bytes
@@ -53,15 +54,15 @@ class BodyPool:
         return self._waiting_bytes >= MAX_WAITING_BYTES or self.held_bytes >= self.max_held_bytes
 
     async def parse_turn(self, size: int) -> None:
-        """Returns when a body of this size may be parsed. Overloaded when too many wait, or hold too much."""
+        """Return when a body of this size may be parsed. Overloaded when too many bytes wait or are held."""
         if self.is_full:
             raise overloaded()
         cost = size + REQUEST_BYTES
         if self._waiting or self._parsed_bytes >= TURN_BYTES:
-            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((mine, cost))
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((turn, cost))
             self._waiting_bytes += cost
-            await mine
+            await turn
         else:
             self._take(cost)
 
@@ -75,13 +76,13 @@ class BodyPool:
         while self._waiting and self._parsed_bytes < TURN_BYTES:
             future, cost = self._waiting.popleft()
             self._waiting_bytes -= cost
-            if not future.done():  # else its request has gone
+            if not future.done():  # otherwise its request was cancelled
                 future.set_result(None)
                 self._take(cost)
 
 
 class Admission:
-    """What one process has taken on. `max_events` bounds it while nothing has been measured, and ever after."""
+    """What one process has in progress. `max_events` is the limit until a rate is measured, then its upper bound."""
 
     def __init__(self, max_events: int, *, clock: Callable[[], float] = monotonic) -> None:
         self._max_events = max_events
@@ -95,16 +96,17 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more may be begun."""
+        """Whether a request of an authenticated client must be refused."""
         return self._events >= self.limit_events or self.authenticated.is_full
 
     @property
     def is_full_for_unauthenticated(self) -> bool:
+        """Whether a request of an unauthenticated client must be refused."""
         return self._events >= self.limit_events or self.unauthenticated.is_full
 
     @contextlib.contextmanager
     def request(self, *, is_authenticated: bool = True) -> Iterator[AdmittedRequest]:
-        """A request that was begun; whatever it held is free again when it is left."""
+        """A request in progress; what it holds is released when the context ends."""
         admitted = AdmittedRequest(self, self.authenticated if is_authenticated else self.unauthenticated)
         try:
             yield admitted
@@ -115,7 +117,7 @@ class Admission:
                 self._measure(admitted.events)
 
     def _measure(self, stored: int) -> None:
-        """Events stored a second, while there is enough to do: otherwise it would only tell how many were sent."""
+        """Measure events stored per second, only under load: otherwise it would measure how many are sent."""
         now = self._clock()
         if self._events < ENOUGH_EVENTS:
             self._is_measuring_since = None
@@ -127,13 +129,13 @@ class Admission:
             if elapsed >= MEASURE_SECONDS:
                 found = self._stored / elapsed * WAIT_SECONDS
                 if found > self.limit_events:
-                    found = (found + self.limit_events) / 2  # down at once, up by and by
+                    found = (found + self.limit_events) / 2  # down at once, up gradually
                 self.limit_events = round(min(max(found, ENOUGH_EVENTS), self._max_events))
                 self._is_measuring_since, self._stored = now, 0
 
 
 class AdmittedRequest:
-    """What one request holds, and in which room."""
+    """What one request holds, and in which pool."""
 
     def __init__(self, admission: Admission, pool: BodyPool) -> None:
         self._admission = admission
@@ -142,25 +144,25 @@ class AdmittedRequest:
         self.events = 0
 
     def hold_bytes(self, count: int) -> None:
-        """More of its body has come. Overloaded when all bodies of its room together are too much."""
+        """More of its body has arrived. Overloaded when the bodies of its pool together hold too much."""
         self.bytes += count
         self.pool.held_bytes += count
         if self.pool.held_bytes > self.pool.max_held_bytes:
             raise overloaded()
 
     async def parse_turn(self) -> None:
-        """Returns when its body may be parsed. Overloaded when by now too much is under way."""
+        """Return when its body may be parsed. Overloaded when too many events are in progress by now."""
         if self._admission._events >= self._admission.limit_events:
             raise overloaded()
         await self.pool.parse_turn(self.bytes)
 
     def mark_authenticated(self) -> None:
-        """Whose request it is has been shown."""
+        """Move the request to the pool of authenticated clients: its signature is valid."""
         self.pool.held_bytes -= self.bytes
         self.pool = self._admission.authenticated
         self.pool.held_bytes += self.bytes
 
     def hold_events(self, count: int) -> None:
-        """Its events are about to be stored."""
+        """Count its events, which are about to be stored."""
         self.events += count
         self._admission._events += count

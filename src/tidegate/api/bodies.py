@@ -1,4 +1,4 @@
-"""Request bodies of the operator's verbs: small, strict, and every refusal names its field."""
+"""Request bodies of operator requests: small, strictly checked; every error names its field."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _PRINCIPAL, _BODY = "tidegate.principal", "tidegate.body"
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A verb that takes no body (an empty object is one)."""
+    """The body of a request that takes none; an empty object is accepted."""
 
 
 def actor(request: Request) -> str:
-    """Who acts, for the audit log: the token's name; where none is needed, `x-tidegate-actor` if it is a plain name."""
+    """The actor for the audit log: the token's name; without a token, `x-tidegate-actor` if it is a valid name."""
     asking = principal(request)
     if asking is not None:
         return asking.name
@@ -43,42 +43,44 @@ def actor(request: Request) -> str:
 
 
 def principal(request: Request) -> Principal | None:
-    """Who asks; None where no token is needed."""
+    """The authenticated caller; None where no token is needed."""
     found: Principal | None = request.scope.get(_PRINCIPAL)
     return found
 
 
 def set_principal(request: Request, found: Principal | None, address: str | None) -> None:
-    """Note who asks, once that is checked."""
+    """Store the caller with the request, after the access check."""
     request.scope[_PRINCIPAL] = found
     audit.caller.set(Caller(found.id if found is not None else None, address))
 
 
 async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
-    """The body as `kind`; no body at all is an empty object. Problem 400, 413, 415; InvalidInput names the field."""
+    """The body as `kind`; a missing body is an empty object. Problem 400, 413, 415; InvalidInput names the field."""
     return convert(await read_json(request, max_bytes), kind, "the body is not valid")
 
 
 async def read_json(request: Request, max_bytes: int = MAX_BYTES) -> Any:
-    """The body as decoded JSON, for verbs that judge its fields themselves; none at all is an empty object."""
+    """The body as decoded JSON, for handlers that check the fields themselves. A missing body is an empty object."""
     raw: bytes | None = request.scope.get(_BODY)
     if raw is None:
         raw = request.scope[_BODY] = await _bytes(request, max_bytes)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if raw and media not in ("", "application/json"):
-        raise Problem(415, f"the content type {media[:60]!r} is not taken; send application/json (curl --json does)")
+        raise Problem(
+            415, f"the content type {media[:60]!r} is not supported; send application/json (curl --json does)"
+        )
     return _decode(raw or b"{}")
 
 
 def check_reason(reason: str | None) -> None:
-    """Why someone pauses something: a line of text, shown to whoever asks."""
+    """The reason of a pause: one line of text. InvalidInput otherwise."""
     if reason is not None and not (reason.isprintable() and 1 <= len(reason) <= MAX_REASON):
         message = f"must be 1 to {MAX_REASON} printable characters"
         raise InvalidInput("the pause is not valid", [FieldError("reason", message)])
 
 
 def schema(kind: type[msgspec.Struct], required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A route's body in the OpenAPI document; types inside it must be part of some answer too."""
+    """A route's body in the OpenAPI document. Types nested in it must be part of some answer too, to have a schema."""
     _, components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
     found = components[kind.__name__]
     return {"application/json": {"schema": found | {"required": list(required)} if required else found}}
@@ -108,44 +110,44 @@ async def _bytes(request: Request, max_bytes: int) -> bytes:
     except TimeoutError as exc:
         raise Problem(408, f"the body did not arrive within {BODY_SECONDS} s") from exc
     except ClientDisconnect as exc:
-        raise Problem(400, "the client went away before the body was complete") from exc
+        raise Problem(400, "the client disconnected before the body was complete") from exc
     return raw
 
 
 def _not_finite(raw: bytes) -> list[str]:
-    """Fields whose value is NaN or infinite: not JSON, but what Python writes for them, so they are named."""
+    """Fields whose value is NaN or infinite: not JSON, but Python's encoder writes them, so the error names them."""
     try:
         found: Any = json.loads(raw)
     except (ValueError, RecursionError):
         return []
-    places: list[tuple[str, Any]] = [("", found)]
+    waiting: list[tuple[str, Any]] = [("", found)]
     wrong = []
-    while places:
-        place, value = places.pop()
+    while waiting:
+        path, value = waiting.pop()
         if isinstance(value, dict):
-            places += [(f"{place}.{name[:60]}" if place else name[:60], inner) for name, inner in value.items()]
+            waiting += [(f"{path}.{name[:60]}" if path else name[:60], inner) for name, inner in value.items()]
         elif isinstance(value, list):
-            places += [(f"{place}[{i}]", inner) for i, inner in enumerate(value)]
+            waiting += [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value):
-            wrong.append(place or "body")
+            wrong.append(path or "body")
     return sorted(wrong)
 
 
 def closing_unless_read(receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """For a request that waits to be asked for its body: answered without that, it is the last of its connection.
+    """For a request with `Expect: 100-continue`: close the connection if it is answered before its body was read.
 
-    Whether such a client still sends the body is open, and what it sends next would be taken for it.
+    The client may or may not send the body after that answer, and its next request could be read as the body.
     """
-    is_asked_for = False
+    is_body_read = False
 
-    async def ask() -> Message:
-        nonlocal is_asked_for
-        is_asked_for = True
+    async def receive_body() -> Message:
+        nonlocal is_body_read
+        is_body_read = True
         return await receive()
 
     async def answer(message: Message) -> None:
-        if message["type"] == "http.response.start" and not is_asked_for:
+        if message["type"] == "http.response.start" and not is_body_read:
             message["headers"] = [*message["headers"], (b"connection", b"close")]
         await send(message)
 
-    return ask, answer
+    return receive_body, answer

@@ -1,7 +1,7 @@
-"""What a token that is bound to sources may see and do: what belongs to these, and nothing that belongs to all.
+"""Requests with a token that is bound to sources: it may read and change what belongs to them, and nothing global.
 
-Every route that such a token may use is in the table at the end; all others are refused to it. Of a list it is shown
-its own rows, so that a page may be shorter than was asked for; what belongs to another source does not exist for it.
+RULES lists every route that such a token may use; all others answer 403. Lists are filtered to its own rows, so a page
+may be shorter than its limit. What belongs to another source answers 404.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Check = Callable[[Request, Services, Principal], Awaitable[None]]
 
 
 class SourceRule(NamedTuple):
-    """How a route is bounded: `check` looks at the one thing that is asked for, `rows` names the list in the answer."""
+    """How a route is restricted: `check` tests the one resource requested, `rows` names the list to filter."""
 
     check: Check | None = None
     rows: str | None = None
 
 
 class OwnHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """Health for a token that is bound to sources: what the snapshot has about these."""
+    """Health for a token that is bound to sources: the parts of the snapshot about these sources."""
 
     status: Literal["ok", "degraded", "critical"]
     causes: list[Cause]
@@ -48,10 +48,10 @@ class OwnHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def answer(route: Route, request: Request, services: Services, principal: Principal) -> Any:
-    """The answer to a token that is bound to sources. Forbidden where a route is about more than sources."""
+    """The answer to a token that is bound to sources. Forbidden where a route is not limited to single sources."""
     own = RULES.get((route.method, route.path))
     if own is None or route.scope == "public":
-        text = f"this is not about single sources, which the token {principal.name} is bound to"
+        text = f"the token {principal.name} is bound to sources, and this request is not about single sources"
         raise Forbidden(text, str(route.scope))
     if own.check is not None:
         await own.check(request, services, principal)
@@ -66,7 +66,7 @@ async def answer(route: Route, request: Request, services: Services, principal: 
 
 
 def narrowed(found: Snapshot, principal: Principal) -> OwnHealth:
-    """What a snapshot tells of the token's own sources."""
+    """The parts of a snapshot that are about the token's own sources."""
     causes = [c for c in found.causes if c.code.startswith("source_") and principal.may_use(c.subject)]
 
     def own(rows: Sequence[Any]) -> list[Any]:
@@ -84,7 +84,7 @@ def narrowed(found: Snapshot, principal: Principal) -> OwnHealth:
 
 
 async def _sources(connection: Connection, rows: Sequence[Any]) -> list[str | None]:
-    """The source of each row: its own, or that of the event that it came of."""
+    """The source of each row: its own, or that of its event."""
     ids = {row.event_id for row in rows if not hasattr(row, "source") and row.event_id is not None}
     known = await events.get_many(connection, ids) if ids else {}
     of_events = {event_id: event.source for event_id, event in known.items()}
@@ -92,7 +92,7 @@ async def _sources(connection: Connection, rows: Sequence[Any]) -> list[str | No
 
 
 async def _event(request: Request, services: Services, principal: Principal) -> None:
-    """By our id from here on: a producer's id may be that of another source's event too."""
+    """Replaces the id in the path by ours: a producer's id may belong to an event of another source too."""
     given = request.path_params["id"]
     async with services.database.connection() as connection:
         found = [event for event in await events.find(connection, given) if principal.may_use(event.source)]
@@ -137,7 +137,7 @@ async def _source(request: Request, _: Services, principal: Principal) -> None:
 
 
 async def _named_source(request: Request, _: Services, principal: Principal) -> None:
-    """What is done to many names their source, and so leaves those of others alone."""
+    """A bulk request must filter by one of the token's sources, so that it does not reach other sources."""
     given = await bodies.read_json(request)
     _require(principal, given.get("source") if isinstance(given, dict) else None)
 
@@ -145,7 +145,7 @@ async def _named_source(request: Request, _: Services, principal: Principal) -> 
 def _require(principal: Principal, source: object) -> None:
     if not isinstance(source, str) or not principal.may_use(source):
         bound = ", ".join(principal.sources or ())
-        raise Forbidden(f"the token {principal.name} is for the sources {bound} only: name one of them", "operate")
+        raise Forbidden(f"the token {principal.name} is bound to the sources {bound}: name one of them", "operate")
 
 
 async def _is_own_run(connection: Connection, run_id: uuid.UUID, principal: Principal) -> bool:
@@ -157,8 +157,8 @@ async def _is_own_run(connection: Connection, run_id: uuid.UUID, principal: Prin
 
 
 RULES: dict[tuple[str, str], SourceRule] = {
-    ("POST", "/v1/events"): SourceRule(),  # which looks at each event
-    ("GET", "/admin/event-health"): SourceRule(),  # which narrows the snapshot
+    ("POST", "/v1/events"): SourceRule(),  # its handler checks each event
+    ("GET", "/admin/event-health"): SourceRule(),  # its handler filters the snapshot
     ("GET", "/v1/events"): SourceRule(rows="events"),
     ("GET", "/v1/events/{id:path}"): SourceRule(_event),
     ("GET", "/v1/events/{id:path}/explain"): SourceRule(_event),

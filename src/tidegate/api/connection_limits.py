@@ -1,7 +1,7 @@
-"""How many connections there may be, in all and from one address. Whoever does nothing makes room for whoever comes.
+"""Limits on the number of connections, in total and per address. Idle connections are closed to admit new ones.
 
-Connections that have no request under way cost little and are worth little: where there are too many, those that have
-been quiet for longest are ended, so that nobody is shut out by silence. Only when all are busy is one refused.
+When a limit is reached, the connections that have been idle for longest are closed, so that idle clients cannot lock
+others out. A new connection is refused only when all of them have a request in progress.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tidegate.clock import monotonic
 from tidegate.model.client_address import Network, is_in, parse_networks
 from tidegate.telemetry.logs import logger
 
-# Of the files that a process may open, those that are no connections of clients.
+# File descriptors reserved for everything other than client connections.
 OTHER_FILES = 128
-# Where the system sets no bound.
+# The limit where the system sets none.
 MOST_FILES = 65_536
-# Of the connections, how many are ended at once: to look for them takes as long for one as for all.
+# The share of the idle connections that is closed at once: finding one takes as long as finding many.
 ENDED_SHARE = 1 / 32
-# The log has one line in so many seconds about those who were refused.
+# Refused connections are logged at most once in this time.
 LOG_SECONDS = 10.0
 
 _LOOPBACK = parse_networks("127.0.0.0/8, ::1")
@@ -30,22 +30,22 @@ _log = logger("api")
 
 
 class LimitedConnection(Protocol):
-    """A connection."""
+    """What the limits need to know of a connection."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of a request but its head has come, and no answer is due."""
+        """Whether it has sent no more than the head of a request, and no answer is due."""
 
     @property
     def idle_since(self) -> float: ...
 
     @property
     def end(self) -> Callable[[], None]:
-        """Ends it at once."""
+        """Closes it at once."""
 
 
 class ConnectionLimits:
-    """The connections of one process. `max_per_address` 0: no bound; it is none for loopback and trusted proxies."""
+    """The connections of one process. `max_per_address` 0 means no limit; loopback and trusted proxies have none."""
 
     def __init__(self, max_total: int, max_per_address: int = 0, proxies: Sequence[Network] = ()) -> None:
         self._max_total = max_total
@@ -57,7 +57,7 @@ class ConnectionLimits:
         self._unlogged = 0
 
     def add(self, connection: LimitedConnection, address: str) -> bool:
-        """Whether there is room, if need be made by ending quiet connections."""
+        """Add a connection, closing idle ones if a limit is reached. False: it must be refused."""
         is_over = self._is_bounded(address) and self._counts[address] >= self._max_per_address
         if is_over and not self._make_room([one for one, at in self._connections.items() if at == address]):
             self._log_refusal(address, self._counts[address])
@@ -70,7 +70,7 @@ class ConnectionLimits:
         return True
 
     def remove(self, connection: LimitedConnection) -> None:
-        """It is over; one that never entered may leave too."""
+        """Remove a connection that has ended; one that was never added is ignored."""
         address = self._connections.pop(connection, None)
         if address is not None:
             self._counts[address] -= 1
@@ -78,11 +78,11 @@ class ConnectionLimits:
                 del self._counts[address]
 
     def _make_room(self, among: Iterable[LimitedConnection]) -> bool:
-        quiet = [connection for connection in among if connection.is_idle]
-        for connection in heapq.nsmallest(max(1, int(len(quiet) * ENDED_SHARE)), quiet, key=lambda one: one.idle_since):
+        idle = [connection for connection in among if connection.is_idle]
+        for connection in heapq.nsmallest(max(1, int(len(idle) * ENDED_SHARE)), idle, key=lambda one: one.idle_since):
             self.remove(connection)
             connection.end()
-        return bool(quiet)
+        return bool(idle)
 
     def _is_bounded(self, address: str) -> bool:
         return bool(self._max_per_address and address) and not is_in(address, self._exempt)
@@ -103,7 +103,7 @@ class ConnectionLimits:
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as it may; how many of them connections can be."""
+    """Raise the limit on open files to the maximum allowed; returns how many of them can be client connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if hard != resource.RLIM_INFINITY else MOST_FILES
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -1,11 +1,11 @@
-"""A connection: what it may make us hold before anyone knows who it is, and for how long; and the short way for events.
+"""A connection: bounds on the memory and time it may use before its client is authenticated; the fast path for events.
 
-The server below keeps whatever comes until a request's head is complete (64 MB of headers cost it 700 MB), waits for it
-without end, goes on reading a body whose request is long answered, and closes while one comes in, which takes away the
-answer. Its parser takes the body of a request that asks for another protocol (`Upgrade`) for the next request.
+Without these bounds uvicorn buffers a request's head of any size (64 MB of headers take 700 MB of memory), waits for it
+without a deadline, keeps reading a body after its request was answered, and closes while a body is arriving, so that
+the client may lose the answer. Its parser reads the body of a request with `Upgrade` as the next request.
 
-Most requests publish an event and arrive whole. What the server and the framework do for one that comes bit by bit
-takes several times as long as looking at the event; these are answered here.
+Most requests publish an event and arrive complete. For these, the work of uvicorn and the framework takes several times
+as long as handling the event, so they are answered here: the fast path. All others take the slow path.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from tidegate.api.request_head import MAX_HEAD_BYTES
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
-# For a head to be complete, and for the rest of a body that nobody waits for.
+# Deadline for a head to be complete, and for the rest of a body whose request was answered.
 HEAD_SECONDS = 20
-# Of what a client still sends after its last answer, before it has read it.
+# Lingering close: how long, and how many bytes, we read and discard after the last answer, so that it arrives.
 LINGER_SECONDS = 5
 MAX_LINGER_BYTES = 64 * 1024 * 1024
-# Of what is ready to be sent, a client must take so much in so long.
+# A client with unsent answers must read at least MIN_READ_BYTES of them in each READING_SECONDS.
 READING_SECONDS, MIN_READ_BYTES = 20, 16 * 1024
-# Of requests that were sent before the one before them was answered. Whoever sends more is answered so many.
+# Pipelined requests that may wait for the one before them; a client that sends more gets 400 and is disconnected.
 MAX_PIPELINED = 64
 
 PUBLISH_URL = b"/v1/events"
-# Many clients send a head and then its body: so long the short way waits for the rest, for so much, in so many parts.
+# Many clients send the head and then the body: how long the fast path waits for the rest, and its bounds on the body.
 FAST_PATH_SECONDS, FAST_PATH_BYTES, FAST_PATH_PARTS = 0.005, 64 * 1024, 64
-# The answer to the headers and the body of a request that publishes, and where it comes from: what to say with 202, or
+# Takes the headers, the body and the client's address of a publish request; returns the body of the answer 202, or
 # another answer.
 Publish = Callable[[list[tuple[bytes, bytes]], bytes, str | None], Awaitable[bytes | Response]]
 _log = logger("api")
@@ -51,14 +51,14 @@ _ACCEPTED = (
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection. A head that is too large gets 431; one that is not complete in time, and silence, the end."""
+    """One connection. A head that is too large gets 431; one that is not complete in time closes the connection."""
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, publish: Publish | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._limits = limits
         self._publish = publish
         self.idle_since = self.loop.time()
-        # Of the body of a request that publishes, while all of it may still come in a moment.
+        # The parts of the body of a publish request, while it may still take the fast path.
         self._parts: list[bytes] | None = None
         self._parts_bytes = 0
         self._rest: asyncio.TimerHandle | None = None
@@ -66,7 +66,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_in_message = False
         self._asks_for_upgrade = False
         self._discards_input = False
-        # What came since the parser last made something of it: the beginning of a head, of a chunk's or of a trailer.
+        # Bytes received since the parser last completed anything: the beginning of a head, a chunk header or a trailer.
         self._unparsed_bytes = 0
         self._is_read = False
         self._timer: asyncio.TimerHandle | None = None
@@ -92,21 +92,21 @@ class HttpConnection(HttpToolsProtocol):
         self.resume_writing()
         self._pop_parts()
         super().connection_lost(exc)
-        # What knows the connection that knows it would be left to the garbage collector: thousands of them, as under
-        # overload, take it a tenth of a second and more, in which nobody is answered.
+        # Break the reference cycles: thousands of them, as under overload, would occupy the garbage collector for a
+        # tenth of a second and more, in which no request is answered.
         self.cycle = None  # type: ignore[assignment]
         self._lingering.forget()
 
     def linger(self) -> None:
-        """End the connection so that its last answer arrives, whatever the client still sends.
+        """Close the connection so that its last answer arrives, whatever the client still sends.
 
-        The kernel answers what comes after a close with a reset, and whoever gets that while it sends may never read
-        the answer. So at first we only say that nothing more will come, and throw away what still comes, up to a bound.
+        The kernel answers data that arrives after a close with a reset, and a client that gets one while it sends may
+        never read the answer. So we first close our sending side only, and discard what still arrives, up to a bound.
         """
         if self.is_lingering or self._socket.is_closing():
             return
         self._pop_parts()
-        if self.cycle is not None and not self.cycle.response_complete:  # it has nobody to answer to
+        if self.cycle is not None and not self.cycle.response_complete:  # its answer can no longer be sent
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.is_lingering = True
@@ -117,7 +117,7 @@ class HttpConnection(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_SECONDS, self._end_linger)
 
     def _end_linger(self) -> None:
-        """Wait on only for a client that still reads, as fast as `_check_reading` asks."""
+        """Keep waiting only for a client that still reads, as fast as `_check_reading` requires."""
         if self._reading_timer is None:
             self._socket.abort()
         else:
@@ -125,7 +125,7 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of a request but its head has come, and no answer is due."""
+        """Whether it has sent no more than the head of a request, and no answer is due."""
         is_answered = self.cycle is None or self.cycle.response_complete
         return self.is_lingering or (is_answered and (self._is_in_head or not self._is_in_message))
 
@@ -141,7 +141,7 @@ class HttpConnection(HttpToolsProtocol):
             self._reading_timer = None
 
     def _check_reading(self) -> None:
-        """End the connection of a client that sends and does not read."""
+        """Close the connection of a client that sends requests and does not read the answers."""
         left = self._socket.get_write_buffer_size()
         if left > self._unsent_bytes - MIN_READ_BYTES:
             self._socket.abort()
@@ -173,9 +173,9 @@ class HttpConnection(HttpToolsProtocol):
             self._start_timer()
 
     def _parse(self, data: bytes) -> None:
-        """No other protocol is spoken here: a request that asks for one is read once more as if it had not.
+        """Feed the parser. No other protocol is supported: a request with `Upgrade` is parsed again without it.
 
-        The parser ends such a request with its head and tells where; what follows would be the next one to it.
+        The parser ends such a request after its head and reports where; it would read the body as the next request.
         """
         rest: bytes | memoryview = data
         while True:
@@ -201,7 +201,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_in_head:
-            raise Problem(400, "trailers are not taken")  # they would be added to headers that were checked already
+            raise Problem(400, "trailers are not supported")  # they would be added to headers that were checked already
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -240,14 +240,14 @@ class HttpConnection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         if self._parts is not None:
-            self._take_slow_path()  # which answers before it ends
+            self._take_slow_path()  # which sends the answer before it closes
         if self.is_idle and not self.is_lingering:
             self._socket.close()
         else:
             super().shutdown()
 
     def _may_take_fast_path(self) -> bool:
-        """Whether this is a request to publish, of the usual kind, with no other before it."""
+        """Whether this is a publish request of the common form, with no other one in progress before it."""
         return (
             self._publish is not None
             and self.url == PUBLISH_URL
@@ -266,7 +266,7 @@ class HttpConnection(HttpToolsProtocol):
         return parts
 
     def _take_slow_path(self) -> None:
-        """The rest of the body is not here yet, or there is much of it."""
+        """Hand over to uvicorn: the rest of the body has not arrived yet, or is large."""
         parts = self._pop_parts()
         super().on_headers_complete()
         for part in parts:
@@ -284,8 +284,8 @@ class HttpConnection(HttpToolsProtocol):
         try:
             answer = await self._publish(headers, body, self.client[0] if self.client else None)
             if self.flow.write_paused:
-                await self.flow.drain()  # as long as its answers are not read, nothing more is read of it
-        except BaseException as exc:  # such as being cancelled: whoever waits is not to wait for ever
+                await self.flow.drain()  # while its answers are not read, nothing more is read from it
+        except BaseException as exc:  # cancellation too: the client must not wait for ever
             exchange.response_complete = True
             self.transport.close()
             if isinstance(exc, Exception):
@@ -311,10 +311,8 @@ class HttpConnection(HttpToolsProtocol):
             self._start_timer()
 
     def _refuse(self, problem: Problem) -> None:
-        """What came cannot be read, and so nothing behind it. A request before it is answered and is the last one.
-
-        It is answered itself only where nobody would take that for the answer to another.
-        """
+        """Refuse input that cannot be parsed, and with it all that follows. A request before it is answered first, as
+        the last one. The refusal is sent only where a client cannot mistake it for the answer to another request."""
         cycle, answer = self.cycle, problems.response(problem)
         is_in_progress = cycle is not None and not cycle.response_complete
         has_own_cycle = self._is_in_message and not self._is_in_head and self._parts is None
@@ -322,7 +320,7 @@ class HttpConnection(HttpToolsProtocol):
             cycle.keep_alive = False
             self._discards_input = True
             if has_own_cycle:
-                self.pipeline[0] = (cycle, answer)  # type: ignore[assignment]  # in its turn
+                self.pipeline[0] = (cycle, answer)  # type: ignore[assignment]  # after the answers before it
                 metrics.answered(metrics.OTHER, answer.status_code)
         elif has_own_cycle and cycle.response_started:
             self.transport.close()
@@ -341,7 +339,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class _FastPathCycle:
-    """A request on the short way, in the place of the server's record of the one that is under way."""
+    """A request on the fast path, in place of uvicorn's record (`cycle`) of the request in progress."""
 
     __slots__ = ("disconnected", "keep_alive", "response_complete", "response_started")
 
@@ -356,11 +354,11 @@ class _FastPathCycle:
         return self
 
     def set(self) -> None:
-        """Nobody waits for more of it."""
+        """The event that uvicorn sets when more of a body arrives; the fast path has all of it."""
 
 
 class _LingeringTransport:
-    """The transport that the server writes to; it is closed the way that `Connection.leave` says."""
+    """The transport that uvicorn writes to; closing it starts `HttpConnection.linger`."""
 
     def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
         self._transport = transport
@@ -372,7 +370,7 @@ class _LingeringTransport:
         return self._connection is None or self._connection.is_lingering or self._transport.is_closing()
 
     def forget(self) -> None:
-        """The connection is over."""
+        """The connection has ended: drop the reference to it."""
         self.close = self._transport.close
         self._connection = None
 
@@ -381,7 +379,7 @@ class _LingeringTransport:
 
 
 class _Flow(FlowControl):
-    """While requests wait for their turn, no more are read."""
+    """Flow control that does not resume reading while pipelined requests wait."""
 
     def __init__(self, transport: Any, pipeline: Collection[Any]) -> None:
         super().__init__(transport)

@@ -1,4 +1,4 @@
-"""Whether the process lives, whether it can do its work, and whether everything that should move moves."""
+"""Probes and health: is the process alive, can it do its work, and is the cluster making progress."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from tidegate.flow.look.ready import Ready
 from tidegate.telemetry import metrics
 
 HEALTH_QUERY = (
-    Query("probe", "string", "1: answer 503 when the status is critical, for load balancers and probes", ("0", "1")),
+    Query(
+        "probe",
+        "string",
+        "With 1, the answer is 503 when the status is critical, for load balancers and probes.",
+        ("0", "1"),
+    ),
 )
 
 
 class Live(msgspec.Struct, frozen=True):
-    """The process answers."""
+    """The process is alive."""
 
     status: str
 
@@ -48,13 +53,13 @@ async def metrics_text(_: Request, services: Services) -> Response:
 
 
 ROUTES = (
-    Route("GET", "/livez", livez, "The process lives", (Live,), scope="public"),
-    Route("GET", "/readyz", readyz, "The process can do its work", (Ready,), scope="public", also=(503,)),
+    Route("GET", "/livez", livez, "Liveness: the process is running", (Live,), scope="public"),
+    Route("GET", "/readyz", readyz, "Readiness: the process can do its work", (Ready,), scope="public", also=(503,)),
     Route(
         "GET",
         "/admin/event-health",
         event_health,
-        "The state of the whole cluster, and what is wrong",
+        "The health of the whole cluster, with the cause of each problem",
         (Snapshot, OwnHealth),
         scope="read",
         query=HEALTH_QUERY,

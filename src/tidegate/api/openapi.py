@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the route table and the types of the answers."""
+"""The OpenAPI document, built from the route table and the types of the answers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ from tidegate.api.problems import TITLES, ProblemBody
 from tidegate.api.routes import MAX_PAGE, Query, Route
 
 _REF = "#/components/schemas/{name}"
-# What any request with a body, or with nothing where nothing is taken, may be answered.
+# Statuses that any request other than GET may be answered with, whether or not it has a body.
 _BODY_REFUSALS = (400, 408, 413, 415, 422)
 
 NEW_EVENT = {"$ref": _REF.format(name="NewEvent")}
 EVENT_SCHEMA: dict[str, Any] = {
     "title": "NewEvent",
-    "description": "An event to publish. CloudEvents 1.0 are taken too, in binary, structured and batch mode.",
+    "description": "An event to publish. CloudEvents 1.0 are accepted too, in binary, structured and batch mode.",
     "type": "object",
     "required": ["type", "source"],
     "additionalProperties": False,
     "properties": {
-        "id": {"type": "string", "maxLength": 200, "description": "the producer's id; makes publishing idempotent"},
+        "id": {
+            "type": "string",
+            "maxLength": 200,
+            "description": "The producer's id, unique per source. Makes publishing idempotent.",
+        },
         "type": {"type": "string", "maxLength": 200},
         "source": {"type": "string", "maxLength": 200},
         "occurred_at": {"type": "string", "format": "date-time"},
-        "payload": {"type": "object", "description": "at most 256 KiB"},
+        "payload": {"type": "object", "description": "At most 256 KiB."},
         "correlation_id": {"type": "string", "maxLength": 200},
         "ttl_ms": {"type": "integer", "minimum": 1},
-        "metadata": {"type": "object", "description": "at most 16 KiB"},
+        "metadata": {"type": "object", "description": "At most 16 KiB."},
     },
 }
-# Below `$defs`, where openapi-python-client finds no bodies: it warns of these two and leaves them out. Of a route with
-# more than one kind of body it makes a module that cannot be imported.
+# Below `$defs`, where openapi-python-client does not find them: it warns about these two bodies and skips them. For a
+# route with several kinds of body it generates a module that cannot be imported.
 _CLOUD_REF = _REF.format(name="CloudEvents") + "/$defs/{name}"
 CLOUD_EVENT = {"$ref": _CLOUD_REF.format(name="CloudEvent")}
 CLOUD_EVENT_BATCH = {"$ref": _CLOUD_REF.format(name="CloudEventBatch")}
@@ -58,7 +62,9 @@ CLOUD_EVENTS_SCHEMA: dict[str, Any] = {
                 "subject": {"type": ["string", "null"]},
                 "datacontenttype": {"type": ["string", "null"]},
                 "dataschema": {"type": ["string", "null"], "format": "uri"},
-                "data": {"description": "at most 256 KiB; what is no object becomes the payload's field data"},
+                "data": {
+                    "description": "At most 256 KiB. A value that is no object becomes the payload's field `data`."
+                },
                 "data_base64": {"type": ["string", "null"], "contentEncoding": "base64"},
                 "correlationid": {"type": ["string", "null"], "maxLength": 200},
                 "traceparent": {"type": ["string", "null"]},
@@ -96,7 +102,7 @@ def document(routes: Sequence[Route]) -> Any:
                 "token": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "an API token with the scope that the operation names; `admin` may do everything",
+                    "description": "An API token with the operation's scope. The scope `admin` includes all others.",
                 }
             },
         },
@@ -104,7 +110,7 @@ def document(routes: Sequence[Route]) -> Any:
 
 
 def _times(types: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """The fields that hold times, by the name of their type: the schemas say only that they are texts."""
+    """The fields that hold times, with the name of their type: msgspec's schemas declare them as plain strings."""
     waiting, seen = list(inspect.multi_type_info(types)), set[type]()
     while waiting:
         one = waiting.pop()
@@ -130,7 +136,7 @@ def _mark_time(schema: dict[str, Any]) -> None:
 
 
 def _complete(schema: Any) -> Any:
-    """The document with `items` in every array: those who make clients of it ask for them."""
+    """The document with `items` in every array: client generators require it."""
     if isinstance(schema, list):
         return [_complete(one) for one in schema]
     if not isinstance(schema, dict):
@@ -143,7 +149,10 @@ def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, An
     shapes = [by_type[answer] for answer in route.returns]
     schema = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
     answers: dict[str, Any] = {
-        str(status): {"description": "done", "content": {route.media: {"schema": schema}}}
+        str(status): {
+            "description": "Success" if status < 400 else TITLES[status],
+            "content": {route.media: {"schema": schema}},
+        }
         for status in (route.status, *route.also)
     }
     for status in sorted(_refusals(route, path) - {route.status}):
@@ -167,7 +176,7 @@ def _operation(route: Route, path: str, by_type: dict[Any, Any]) -> dict[str, An
 
 
 def _refusals(route: Route, path: str) -> set[int]:
-    """The errors that a route names, and those that come of its shape."""
+    """The error statuses that a route declares, and those that follow from its method, path and scope."""
     found = {*route.errors, 503}
     found |= set() if route.scope == "public" else {401, 403, 429}
     found |= {404} if "{" in path else set()

@@ -1,7 +1,7 @@
-"""What the head of a request may be. Whatever two readers could understand in two ways is refused, on every way in.
+"""Checks on the head of a request. Anything that two parsers could read differently is refused, on both paths.
 
-A proxy and this server must agree where a request ends and whose it is. The parser below refuses most of what they
-could disagree about; this is the rest.
+A proxy and this server must agree on where a request ends and on whose it is (request smuggling). The parser
+(httptools) refuses most of what they could disagree about; this module refuses the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tidegate.api.problems import Problem
 MAX_HEAD_BYTES = 32 * 1024
 Headers = list[tuple[bytes, bytes]]
 
-# Of each, one reader would take the first and another the last.
+# Headers that may occur once: of two, one parser would use the first and another the last.
 _ONCE = frozenset(
     {
         b"authorization", b"content-encoding", b"content-length", b"content-type", b"expect", b"host",
@@ -22,17 +22,17 @@ _ONCE = frozenset(
 )  # fmt: skip
 
 _LINES_END = "a line does not end with CR LF"
-_ADDRESS = "its address is no path, or holds a character that must be percent-encoded"
-# What is wrong, for what the parser says where that is less than a sender needs to know.
+_ADDRESS = "its address is not a path, or contains a character that must be percent-encoded"
+# Explanations for the parser's messages that do not say enough to fix the request.
 _FAULTS = {
-    "Invalid method encountered": "it does not begin with a method of HTTP, such as GET or POST",
+    "Invalid method encountered": "it does not begin with an HTTP method, such as GET or POST",
     "Expected HTTP/, RTSP/ or ICE/": "its first line does not end with HTTP/1.1; is there a space in the address?",
     "Invalid HTTP version": "its version is not HTTP/1.1",
-    "Pause on PRI/Upgrade": "it is of HTTP/2, which is not spoken here; send HTTP/1.1",
-    "Invalid header token": "the name of a header is empty or holds what no name may, such as a space before the colon",
-    "Unexpected whitespace after header value": "the value of a header goes on in a second line; send it in one",
+    "Pause on PRI/Upgrade": "it is HTTP/2, which is not supported; send HTTP/1.1",
+    "Invalid header token": "a header name is empty or contains an invalid character, such as a space before the colon",
+    "Unexpected whitespace after header value": "the value of a header continues on a second line; send it on one line",
     "Unexpected space after start line": "the first header begins with a space",
-    "Invalid header value char": "the value of a header holds a control character",
+    "Invalid header value char": "the value of a header contains a control character",
     "Invalid header field char": _LINES_END,
     "Expected CRLF after version": _LINES_END,
     "Missing expected CR after header value": _LINES_END,
@@ -40,18 +40,18 @@ _FAULTS = {
     "Expected LF after headers": _LINES_END,
     "Invalid character in Content-Length": "content-length is not a number; send it once, in decimal digits",
 }
-_TLS = "it is TLS, and this port speaks plain HTTP; use http://, or the address of the proxy that speaks TLS"
+_TLS = "it is TLS, and this port serves HTTP without TLS; use http://, or the address of the proxy that terminates TLS"
 _TLS_HANDSHAKE = 0x16
 
 
 def refusal(method: bytes, version: str, url: bytes, headers: Headers) -> Problem | None:
-    """Why this head is not taken; None when it is."""
+    """Why this head is refused; None when it is accepted."""
     size, seen, coding = len(url), set[bytes](), None
     for name, value in headers:
         size += len(name) + len(value) + 4
         if name in _ONCE:
             if name in seen:
-                return Problem(400, f"the header {name.decode()} is given more than once; send it once")
+                return Problem(400, f"the header {name.decode()} occurs more than once; send it once")
             seen.add(name)
             if name == b"transfer-encoding":
                 coding = value
@@ -59,13 +59,13 @@ def refusal(method: bytes, version: str, url: bytes, headers: Headers) -> Proble
         return too_large()
     if version == "1.1":
         if b"host" not in seen:
-            return Problem(400, "the header host is missing; a request of HTTP/1.1 names the host that it is for")
+            return Problem(400, "the header host is missing; HTTP/1.1 requires it")
     elif version != "1.0":
-        return Problem(400, f"HTTP/{version} is not spoken here; send HTTP/1.1")
+        return Problem(400, f"HTTP/{version} is not supported; send HTTP/1.1")
     if coding is not None and (coding.strip().lower() != b"chunked" or version == "1.0"):
-        return Problem(400, "of the transfer encodings only chunked is taken, in HTTP/1.1; or send Content-Length")
+        return Problem(400, "the only supported transfer encoding is chunked, in HTTP/1.1; or send Content-Length")
     if method == b"CONNECT":
-        return Problem(405, "CONNECT is not possible here; this is no proxy")
+        return Problem(405, "CONNECT is not supported; this server is not a proxy")
     return None
 
 
@@ -74,8 +74,8 @@ def too_large() -> Problem:
 
 
 def unreadable(fault: httptools.HttpParserError, data: bytes) -> Problem:
-    """Why the bytes are refused that the parser stopped at; in our words or its own, never in those of the sender."""
-    cause = fault.__context__  # what reading the head raised
+    """Why the parser stopped: an explanation of ours or its own message, never text of the sender."""
+    cause = fault.__context__  # what a callback raised while the head was parsed
     if isinstance(cause, Problem):
         return cause
     if isinstance(fault, httptools.HttpParserInvalidMethodError) and data[0] == _TLS_HANDSHAKE:
@@ -88,6 +88,6 @@ def unreadable(fault: httptools.HttpParserError, data: bytes) -> Problem:
 
 
 def without_upgrade(method: bytes, version: str, url: bytes, headers: Headers) -> bytes:
-    """The head again, without the header that asks for another protocol."""
+    """The head again, without the header `Upgrade`."""
     lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade"]
     return b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version.encode(), b"".join(lines))

@@ -1,4 +1,4 @@
-"""The route table: one entry per operation, from which the router and the OpenAPI document are made."""
+"""The route table: one entry per operation. The router and the OpenAPI document are built from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What handlers work with."""
+    """What handlers use."""
 
     settings: Settings
     database: Database
@@ -60,10 +60,10 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation. `returns` are the types of its answer; a handler that returns a Response answers for itself.
+    """One operation. `returns` are the types of its answer; a handler may also return a complete Response.
 
-    `scope` is what a token must have; `public` is for what says nothing about anyone's events, and for what is signed.
-    `also` are other statuses with the same answer, as 200 where nothing had to be done.
+    `scope` is what a token must have; `public` needs no token: it reveals nothing about events, or is signed.
+    `also` are other statuses with the same type of answer, such as 200 when there was nothing to do.
     """
 
     method: str
@@ -81,14 +81,14 @@ class Route:
 
 
 def parameters(request: Request, route_query: tuple[Query, ...]) -> dict[str, Any]:
-    """The query parameters, checked and typed; an unknown or malformed one is refused by name."""
+    """The query parameters, checked and typed. InvalidInput names each one that is unknown or malformed."""
     errors: list[FieldError] = []
     values: dict[str, Any] = {}
     known = {query.name: query for query in route_query}
     for name, text in request.query_params.multi_items():
         query = known.get(name)
         if query is None:
-            choices = f"known are {', '.join(known)}" if known else "none is taken here"
+            choices = f"supported: {', '.join(known)}" if known else "this route has none"
             errors.append(FieldError(name[:60], f"unknown parameter; {choices}"))
             continue
         try:
@@ -102,7 +102,7 @@ def parameters(request: Request, route_query: tuple[Query, ...]) -> dict[str, An
 
 def _typed(query: Query, text: str) -> Any:
     if "\x00" in text:
-        raise ValueError("holds the character U+0000")
+        raise ValueError("contains the character U+0000")
     if query.choices and text not in query.choices:
         raise ValueError(f"must be one of {', '.join(query.choices)}")
     if query.type == "integer":
@@ -122,13 +122,13 @@ def _typed(query: Query, text: str) -> Any:
         if parsed.tzinfo is None:
             raise ValueError("must have a time zone, as in 2026-01-31T09:30:00Z")
         if not has_utc(parsed):
-            raise ValueError("must lie in the years 1 to 9999")
+            raise ValueError("must be in the years 1 to 9999")
         return parsed
     return text
 
 
 def path_uuid(request: Request, name: str) -> uuid.UUID:
-    """A UUID in the path; anything else cannot exist."""
+    """A UUID in the path. Problem 404 for anything else, which no row can have."""
     try:
         return uuid.UUID(request.path_params[name])
     except ValueError as exc:

@@ -55,9 +55,9 @@ _PAGES = {"/": ("console.html", "text/html"), "/docs": ("docs.html", "text/html"
         ("style.css", "text/css"),
     )
 }
-# What a browser says when a page of another site asks.
+# What a browser sends with a request from a page of another site.
 CROSS_SITE = (b"sec-fetch-site", b"cross-site")
-# Probes and scrapes: every few seconds, of no event.
+# Probes and scrapes: they come every few seconds and concern no event.
 _UNTRACED = {"/livez", "/readyz", "/metrics"}
 _SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -70,18 +70,18 @@ ROUTES: tuple[Route, ...] = (*v1.ROUTES, *admin.ROUTES, *health.ROUTES)
 
 
 class Api:
-    """The API of one process: its pools, its ingest, and the ASGI application on top."""
+    """The API of one process: its connection pools, its ingest, and the ASGI application."""
 
     def __init__(self, settings: Settings) -> None:
         url = settings.require_database_url()
         self._settings = settings
-        ingesting = settings.serve_connections // 3  # events share commits, so that few are needed
+        ingesting = settings.serve_connections // 3  # events share commits, so few are needed
         size, keys = settings.serve_connections - ingesting, SecretKeys(settings.secrets_key)
         self._database = Database(url, "api", size=size, keys=keys)
         self._ingest_database = Database(
             url, "ingest", size=ingesting, lock_timeout_ms=LOCK_TIMEOUT_MS, statement_seconds=STATEMENT_SECONDS
         )
-        # On the connection that has just stored the events: another one's server process may have to be woken first.
+        # Hints use the connection that has just stored the events: the backend of another may have to wake up first.
         self._queue = open_queue(settings, self._ingest_database)
         ingest = Ingest(
             self._ingest_database,
@@ -100,7 +100,7 @@ class Api:
         self.app = _application(self.services)
 
     async def open(self) -> None:
-        """Refuse a database that does not fit before anything is accepted."""
+        """Check the database before anything is accepted: its schema version and its durability settings."""
         await migrate.require_current(self._database)
         await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
         await control.seed_limits(self._database, self._settings.source_rate_limits)
@@ -108,7 +108,7 @@ class Api:
         await secrets.tell(self._database)
 
     async def publish(self, headers: list[tuple[bytes, bytes]], body: bytes, peer: str | None) -> bytes | Response:
-        """A request to publish of which all has come, past the application."""
+        """Answer a publish request that has arrived completely, bypassing the framework."""
         if CROSS_SITE in headers:
             metrics.answered(metrics.OTHER, 403)
             return _cross_site()
@@ -125,7 +125,7 @@ class Api:
 
 @contextlib.asynccontextmanager
 async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator[Server]:
-    """The API on its socket; open for business when this is entered, closed when it is left."""
+    """The API on its socket: it accepts requests when the context is entered, and is closed when it ends."""
     traces.switch_on()
     api = Api(settings)
     server = Server(api.app, listening, api.publish, settings)
@@ -141,7 +141,7 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
 
 
 class Server:
-    """uvicorn, started and stopped by us (it installs no signal handlers)."""
+    """uvicorn, started and stopped from here (it installs no signal handlers)."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Server:
         while not self._uvicorn.started:
             if self._task.done():
                 self._task.result()
-                raise SettingsError("the server ended before it began to listen")
+                raise SettingsError("the HTTP server stopped before it began to listen")
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
@@ -179,7 +179,7 @@ class Server:
         self._listening.close()
 
     async def wait(self) -> None:
-        """Until the server ends by itself, which it does only by a fault."""
+        """Wait until the server stops by itself, which happens only on an error."""
         assert self._task is not None
         await asyncio.shield(self._task)
 
@@ -196,7 +196,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bind(settings: Settings) -> socket.socket:
-    """The socket to serve on. SettingsError when the port is taken, before anything else is begun."""
+    """The socket to listen on. SettingsError when the port is in use, before anything else is started."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -206,7 +206,7 @@ def bind(settings: Settings) -> socket.socket:
         listening.close()
         raise SettingsError(
             f"port {settings.port} on {settings.host} cannot be used: {exc.strerror or exc}; "
-            "stop what uses it, or choose another with --port"
+            "stop the process that uses it, or choose another port with --port"
         ) from exc
     listening.listen(1024)
     listening.setblocking(False)
@@ -221,14 +221,14 @@ def _application(services: Services) -> ASGIApp:
         content = (resources.files("tidegate.api") / "static" / name).read_bytes()
         routes.append(StarletteRoute(path, _fixed(Response(content, media_type=media))))
     framework = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
-    framework.router.redirect_slashes = False  # a path has one meaning, and nobody is sent elsewhere
+    framework.router.redirect_slashes = False  # each path has one meaning: no redirects
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         if any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"]):
             receive, send = bodies.closing_unless_read(receive, send)
         if not _is_utf8(scope):
             metrics.answered(metrics.OTHER, 404)
-            await problems.response(Problem(404, "nothing has an address that is not UTF-8"))(scope, receive, send)
+            await problems.response(Problem(404, "the path is not valid UTF-8"))(scope, receive, send)
         elif _is_cross_site(scope):
             metrics.answered(metrics.OTHER, 403)
             await _cross_site()(scope, receive, send)
@@ -241,7 +241,7 @@ def _application(services: Services) -> ASGIApp:
 
 
 def _is_utf8(scope: Scope) -> bool:
-    """Whether the address can be read; where not, two addresses could become one name."""
+    """Whether the path is valid UTF-8; if not, decoding could turn two paths into one."""
     if "\ufffd" not in scope["path"]:
         return True
     with contextlib.suppress(UnicodeDecodeError):
@@ -250,14 +250,14 @@ def _is_utf8(scope: Scope) -> bool:
 
 
 def _is_cross_site(scope: Scope) -> bool:
-    """Whether a browser sends this on behalf of another site's page: reading is harmless, changing is not."""
+    """Whether a browser sends this for a page of another site. Reads change nothing and pass."""
     if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
         return False
     return CROSS_SITE in scope["headers"]
 
 
 def _cross_site() -> Response:
-    return problems.response(Problem(403, "requests from other web sites are refused"))
+    return problems.response(Problem(403, "requests from pages of other web sites are not allowed"))
 
 
 def _endpoint(route: Route, services: Services) -> Any:
@@ -269,7 +269,7 @@ def _endpoint(route: Route, services: Services) -> Any:
                 principal = await services.access.check(authorization, route.scope, headers, peer)
                 bodies.set_principal(request, principal, services.access.address(headers, peer))
             if any("\x00" in value for value in request.path_params.values()):
-                raise NotFound("nothing has the character U+0000 in its name")
+                raise NotFound("no name or id contains the character U+0000")
             asking = bodies.principal(request)
             if asking is not None and asking.sources is not None:
                 result = await bound_tokens.answer(route, request, services, asking)
@@ -286,7 +286,9 @@ def _endpoint(route: Route, services: Services) -> Any:
         if not traces.is_on or route.path in _UNTRACED:
             return await answer(request)
         with traces.Request(route.method, route.path) as traced:
-            given = request.headers.getlist("traceparent")  # of several, which cannot be told apart, none is continued
+            given = request.headers.getlist(
+                "traceparent"
+            )  # with several, it is unclear which trace to continue: none is
             traced.begin(given[0] if len(given) == 1 else None).enter()
             response = await answer(request)
             traced.status = response.status_code
@@ -299,7 +301,7 @@ def _fixed(response: Response) -> Any:
     response.headers.update(_SECURITY_HEADERS)
 
     async def endpoint(request: Request) -> Response:
-        metrics.answered(request.url.path, response.status_code)  # a fixed path, one of a few
+        metrics.answered(request.url.path, response.status_code)  # one of a few fixed paths, so the metric stays small
         return response
 
     return endpoint
@@ -308,7 +310,7 @@ def _fixed(response: Response) -> Any:
 async def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     metrics.answered(metrics.OTHER, exc.status_code)
-    what = {404: f"there is nothing at {request.url.path[:100]}", 405: f"{request.method} is not possible here"}
+    what = {404: f"no resource at {request.url.path[:100]}", 405: f"the method {request.method} is not allowed here"}
     response = problems.response(Problem(exc.status_code, what.get(exc.status_code, str(exc.detail))))
     if exc.status_code == 405:
         response.headers["allow"] = ", ".join(sorted(_methods(request)))
@@ -316,7 +318,7 @@ async def _http_error(request: Request, exc: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """What is possible at a path; several routes may share it."""
+    """The methods allowed at a path; several routes may share it."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return {method for route in routes for method in route.methods or ()}
 

@@ -9,18 +9,22 @@ from tidegate.cli.output import client, json_option, print_json, print_table, sh
 
 @click.group()
 def audit() -> None:
-    """Look at what operators and tokens have changed."""
+    """Show what operators and tokens have changed."""
 
 
 @audit.command("list")
-@click.option("--actor", default=None, help="Only by this actor: a token's name.")
-@click.option("--action", default=None, help="Only of this kind, as in source.pause.")
-@click.option("--subject", default=None, help="Only about this: a source, a workflow, or the id of anything else.")
+@click.option("--actor", default=None, help="Only changes by this actor: a token's name.")
+@click.option("--action", default=None, help="Only this action, e.g. source.pause.")
+@click.option(
+    "--subject",
+    default=None,
+    help="Only changes of this subject: a source, a workflow, or the id of any other resource.",
+)
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))
-@click.option("--cursor", default=None, help="next_cursor of the page before.")
+@click.option("--cursor", default=None, help="next_cursor of the previous page (see --json).")
 @json_option
 def list_audit(as_json: bool, limit: int, **filters: str | None) -> None:
-    """List changes, newest first; --json has all of what was before and after, and the token's id."""
+    """List changes, newest first. --json prints the full state before and after, and the token's id."""
     asked = {name: value for name, value in filters.items() if value is not None}
     with client() as api:
         page = api.request("GET", "/admin/audit", limit=limit, **asked)
@@ -32,4 +36,4 @@ def list_audit(as_json: bool, limit: int, **filters: str | None) -> None:
          short_json(one["before"]), short_json(one["after"]))
         for one in page["entries"]
     ]  # fmt: skip
-    print_table(("AT", "ACTOR", "FROM", "ACTION", "SUBJECT", "BEFORE", "AFTER"), rows, "Nothing was changed.", page)
+    print_table(("AT", "ACTOR", "FROM", "ACTION", "SUBJECT", "BEFORE", "AFTER"), rows, "No changes.", page)

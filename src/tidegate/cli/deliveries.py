@@ -11,12 +11,14 @@ from tidegate.model.delivery import DELIVERY_STATUSES
 
 @click.group()
 def deliveries() -> None:
-    """Look at deliveries: one for each event and trigger that match."""
+    """Show deliveries: one for each event and trigger that match."""
 
 
 @deliveries.command("list")
-@click.option("--trigger", default=None, metavar="ID", help="Only of this trigger: its id, or WORKFLOW/NAME.")
-@click.option("--status", default=None, type=click.Choice(DELIVERY_STATUSES), help="Only in this status.")
+@click.option(
+    "--trigger", default=None, metavar="ID", help="Only deliveries of this trigger: its id, or WORKFLOW/NAME."
+)
+@click.option("--status", default=None, type=click.Choice(DELIVERY_STATUSES), help="Only deliveries in this status.")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))
 @json_option
 def list_deliveries(trigger: str | None, status: str | None, limit: int, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`tidegate dlq`: what was given up, and replaying it."""
+"""`tidegate dlq`: list, show and replay dead letters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,27 @@ from tidegate.errors import first_line
 
 @click.group()
 def dlq() -> None:
-    """Look at what was given up (dead letters), and replay it."""
+    """Show and replay dead letters: events, deliveries, runs and steps whose retries are exhausted."""
 
 
 def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        click.option("--until", default=None, metavar="TIME", help="Only given up before, as in 2026-01-31T09:30:00Z."),
-        click.option("--since", default=None, metavar="TIME", help="Only given up then or later."),
+        click.option(
+            "--until",
+            default=None,
+            metavar="TIME",
+            help="Only dead-lettered before this time, e.g. 2026-01-31T09:30:00Z.",
+        ),
+        click.option("--since", default=None, metavar="TIME", help="Only dead-lettered at this time or later."),
         click.option("--reason", default=None, help="Only with this text in the reason."),
-        click.option("--workflow", default=None, help="Only of this workflow's deliveries and runs."),
-        click.option("--trigger", default=None, metavar="ID", help="Only of this trigger: its id, or WORKFLOW/NAME."),
-        click.option("--source", default=None, help="Only of this source's events."),
+        click.option("--workflow", default=None, help="Only deliveries and runs of this workflow."),
+        click.option(
+            "--trigger",
+            default=None,
+            metavar="ID",
+            help="Only deliveries and runs of this trigger: its id, or WORKFLOW/NAME.",
+        ),
+        click.option("--source", default=None, help="Only of events of this source."),
         click.option("--kind", default=None, type=click.Choice(("event", "delivery", "run", "step"))),
     ):
         command = option(command)
@@ -44,7 +54,7 @@ def _asked(api: Client, trigger: str | None, **filters: str | None) -> dict[str,
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))
 @json_option
 def list_letters(as_json: bool, limit: int, state: str, trigger: str | None, **filters: str | None) -> None:
-    """List what was given up, newest first."""
+    """List dead letters, newest first."""
     with client() as api:
         asked = _asked(api, trigger, **filters)
         page = api.request("GET", "/admin/dead-letters", state=state, limit=limit, **asked)
@@ -56,7 +66,7 @@ def list_letters(as_json: bool, limit: int, state: str, trigger: str | None, **f
          first_line(one["reason"])[:80])
         for one in page["dead_letters"]
     ]  # fmt: skip
-    print_table(("ID", "KIND", "OF", "GIVEN UP", "REPLAY", "REASON"), rows, "No dead letters.", page)
+    print_table(("ID", "KIND", "OF", "DEAD-LETTERED", "REPLAY", "REASON"), rows, "No dead letters.", page)
 
 
 @dlq.command("show")
@@ -78,11 +88,11 @@ def show_letter(letter_id: str, as_json: bool) -> None:
 @dlq.command("replay")
 @click.argument("letter_id", metavar="[ID]", required=False)
 @_filters
-@click.option("--all", "all_letters", is_flag=True, help="Every open letter, when no filter is given.")
-@click.option("--rate", default=10.0, show_default=True, type=float, help="How many per second.")
+@click.option("--all", "all_letters", is_flag=True, help="All open dead letters, when no filter is given.")
+@click.option("--rate", default=10.0, show_default=True, type=float, help="Dead letters replayed per second.")
 @click.option("--dry-run", is_flag=True, help="Only count them.")
-@click.option("--yes", is_flag=True, help="Do not ask; nor does anyone without a terminal.")
-@click.option("--force", is_flag=True, help="Also when it was replayed before; with an ID.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation. Without a terminal, it is never asked.")
+@click.option("--force", is_flag=True, help="Replay it even if it was replayed before; with an ID only.")
 @json_option
 def replay(
     letter_id: str | None,
@@ -95,14 +105,14 @@ def replay(
     trigger: str | None,
     **filters: str | None,
 ) -> None:
-    """Replay the dead letter ID at once; or those that the options describe, one after the other."""
+    """Replay the dead letter ID at once; or all that match the options, one after the other at --rate."""
     is_filtered = trigger is not None or any(filters.values())
     if (letter_id is not None) == (is_filtered or all_letters):
-        raise click.UsageError("say which: an ID, or options such as --kind and --source, or --all")
+        raise click.UsageError("say which dead letters: give an ID, options such as --kind and --source, or --all")
     if letter_id is not None and dry_run:
-        raise click.UsageError("--dry-run goes with options such as --kind, not with an ID")
+        raise click.UsageError("--dry-run works with options such as --kind, not with an ID")
     if letter_id is None and force:
-        raise click.UsageError("--force goes with an ID")
+        raise click.UsageError("--force needs an ID")
     with client() as api:
         if letter_id is not None:
             done = api.request("POST", f"/admin/dead-letters/{letter_id}/replay", {"force": force})
@@ -114,18 +124,18 @@ def replay(
     if as_json:
         print_json(done)
     elif letter_id is not None and done["status"] == "replayed":
-        click.echo(f"replayed {done['id']} into {done['replayed_into']}")
+        click.echo(f"replayed {done['id']} as {done['replayed_into']}")
     elif letter_id is not None:
         click.echo(f"{done['id']} waits for a free slot of its trigger")
     elif dry_run:
         click.echo(f"{done['count']} would be replayed")
     else:
         last = f", the last at {short_time(done['last_at'])}" if done["last_at"] else ""
-        click.echo(f"{done['count']} are to be replayed, {rate:g} per second{last}")
+        click.echo(f"{done['count']} will be replayed, {rate:g} per second{last}")
 
 
 def _confirm(api: Client, asked: dict[str, Any]) -> None:
-    """Ask whoever sits at the terminal; Abort unless the answer is yes."""
+    """Ask for confirmation on the terminal; Abort unless the answer is yes."""
     count = api.request("POST", "/admin/dead-letters/replay", asked | {"dry_run": True})["count"]
     letters = "1 dead letter" if count == 1 else f"{count} dead letters"
     click.confirm(f"Replay {letters}, {asked['rate']:g} per second?", abort=True, err=True)
@@ -134,17 +144,17 @@ def _confirm(api: Client, asked: dict[str, Any]) -> None:
 @dlq.command("stop")
 @json_option
 def stop(as_json: bool) -> None:
-    """Call off the replays whose time has not come; their letters stay."""
+    """Cancel the scheduled replays that have not started; their dead letters stay open."""
     with client() as api:
         done = api.request("POST", "/admin/dead-letters/stop")
     if as_json:
         print_json(done)
     else:
-        click.echo(f"{done['count']} replays were called off")
+        click.echo(f"{done['count']} replays cancelled")
 
 
 def _of(letter: dict[str, Any]) -> str:
-    """Its trigger; of an event, its source."""
+    """The trigger of a dead letter; for an event, its source."""
     return "/".join(filter(None, (letter["workflow"], letter["trigger"]))) or letter["source"] or ""
 
 

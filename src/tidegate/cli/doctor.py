@@ -1,4 +1,4 @@
-"""`tidegate doctor`: the promises as checks that anybody can run."""
+"""`tidegate doctor`: checks of the guarantees, directly on the database."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from tidegate.store.db import Database
     type=click.IntRange(0, 86_400),
     default=GRACE_MS // 1000,
     show_default=True,
-    help="For so many seconds something may be on its way.",
+    help="Seconds for which work in progress is not reported.",
 )
 @json_option
 def doctor(grace: int, as_json: bool) -> None:
-    """Look for whatever breaks a promise: rows that nobody moves, unsafe settings, wrong clocks, work that is late.
+    """Check for broken guarantees: rows that no worker processes, unsafe settings, wrong clocks, overdue work.
 
-    Works on TIDEGATE_DATABASE_URL itself and changes nothing. Exit status 0 when all is well, 1 otherwise.
+    Reads the database at TIDEGATE_DATABASE_URL directly and changes nothing. Exit status 0 if all checks pass, else 1.
     """
     checks = asyncio.run(_examine(settings_module.load(), grace * 1000))
-    is_well = all(check.is_ok for check in checks)
+    is_ok = all(check.is_ok for check in checks)
     if as_json:
-        print_json({"is_ok": is_well, "checks": checks})
+        print_json({"is_ok": is_ok, "checks": checks})
     else:
         rows = [("ok" if check.is_ok else "NOT OK", check.name, check.detail) for check in checks]
         print_table(("", "CHECK", "FOUND"), rows, "")
-    if not is_well:
+    if not is_ok:
         sys.exit(1)
 
 

@@ -12,13 +12,13 @@ from tidegate.cli.output import client, json_option, plain, print_json, print_ta
 
 @click.group()
 def events() -> None:
-    """Look at events."""
+    """Show events."""
 
 
 @events.command("list")
-@click.option("--type", "event_type", default=None, help="Only of this type.")
-@click.option("--source", default=None, help="Only of this source.")
-@click.option("--correlation-id", default=None, help="Only with this correlation id.")
+@click.option("--type", "event_type", default=None, help="Only events of this type.")
+@click.option("--source", default=None, help="Only events of this source.")
+@click.option("--correlation-id", default=None, help="Only events with this correlation id.")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))
 @json_option
 def list_events(
@@ -50,7 +50,7 @@ def list_events(
 @click.argument("event_id")
 @json_option
 def show_event(event_id: str, as_json: bool) -> None:
-    """Show one event, by our id or the producer's."""
+    """Show one event, by its id or the producer's id."""
     with client() as api:
         found = api.request("GET", f"/v1/events/{quote(event_id, safe='')}")
     if as_json:
@@ -71,7 +71,7 @@ def show_event(event_id: str, as_json: bool) -> None:
 @click.argument("event_id")
 @json_option
 def explain(event_id: str, as_json: bool) -> None:
-    """Tell what was decided about an event, in order, and why."""
+    """Explain an event: every decision about it, in order, with the reason."""
     with client() as api:
         story = api.request("GET", f"/v1/events/{quote(event_id, safe='')}/explain")
     if as_json:
@@ -79,7 +79,7 @@ def explain(event_id: str, as_json: bool) -> None:
         return
     click.echo(plain(f"{story['type']} from {story['source']}, event {story['event_id']}"))
     rows = [(short_time(d.get("at")), d["stage"], d["decision"], _of(d), _why(d)) for d in story["decisions"]]
-    print_table(("AT", "STAGE", "DECISION", "TRIGGER", "REASON"), rows, "Nothing was decided yet.")
+    print_table(("AT", "STAGE", "DECISION", "TRIGGER", "REASON"), rows, "No decisions yet.")
     click.echo(plain(f"=> {story['summary']}"))
 
 

@@ -18,7 +18,7 @@ _COLOURS = {"ok": "green", "degraded": "yellow", "critical": "red"}
 @click.command()
 @json_option
 def health(as_json: bool) -> None:
-    """Say whether everything that should move moves, and if not, why. Exit status 0 ok, 1 otherwise."""
+    """Show the health of the cluster, with the cause of each problem. Exit status 0 if it is ok, 1 otherwise."""
     with client() as api:
         found = api.request("GET", "/admin/event-health")
     if as_json:
@@ -30,7 +30,7 @@ def health(as_json: bool) -> None:
 
 
 def _print(found: dict[str, Any]) -> None:
-    # The width is the terminal's, or all that is needed when piped.
+    # Lines are wrapped at the terminal's width, and not at all when piped.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     status = click.style(found["status"], fg=_COLOURS[found["status"]], bold=True)
     click.echo(f"{status} at {short_time(found['generated_at'])} UTC")
@@ -39,7 +39,7 @@ def _print(found: dict[str, Any]) -> None:
         click.echo("")
         _print_cause(cause, now, width)
     if "queues" not in found:
-        click.echo("\n" + _wrapped("of the token's own sources; it is bound to them", "", width))
+        click.echo("\n" + _wrapped("only the sources that the token is bound to are shown", "", width))
         return
     for warning in found["warnings"]:
         click.echo("\n" + _wrapped(f"warning: {warning['message']}", "", width))
@@ -48,18 +48,18 @@ def _print(found: dict[str, Any]) -> None:
         for name, q in found["queues"].items()
     ]
     click.echo("")
-    print_table(("QUEUE", "READY", "DELAYED", "ACTIVE", "OLDEST DUE FOR"), rows, "")
+    print_table(("QUEUE", "READY", "DELAYED", "ACTIVE", "OLDEST DUE"), rows, "")
     letters = found["dead_letters"]
-    click.echo(f"dead letters: {letters['total']} ({letters['last_24h']} of the last 24 h)")
+    click.echo(f"dead letters: {letters['total']} ({letters['last_24h']} in the last 24 h)")
 
 
 def _print_cause(cause: dict[str, Any], now: datetime, width: int | None) -> None:
-    """A paragraph: how bad, what and about whom, since when; what it means; what to do; where to read on."""
+    """One cause: severity, code, subject and since when; its message; what to do; the runbook."""
     since = ""
     if cause["since"]:
         age = max(0.0, (now - datetime.fromisoformat(cause["since"])).total_seconds())
         since = f", since {short_time(cause['since'])} ({short_eta(age)})"
-    title = _wrapped(f"{cause['severity']}: {cause['code']} {_whom(cause)}{since}", "", width)
+    title = _wrapped(f"{cause['severity']}: {cause['code']} {_subject(cause)}{since}", "", width)
     severity = cause["severity"]
     click.echo(title.replace(severity, click.style(severity, fg=_COLOURS[severity], bold=True), 1))
     click.echo(_wrapped(cause["message"], "  ", width))
@@ -67,8 +67,8 @@ def _print_cause(cause: dict[str, Any], now: datetime, width: int | None) -> Non
     click.echo(_wrapped(f"see: {cause['runbook']}", "  ", width))
 
 
-def _whom(cause: dict[str, Any]) -> str:
-    """Its subject, as commands take it: of a trigger the name, with which its message begins."""
+def _subject(cause: dict[str, Any]) -> str:
+    """The subject as commands take it: for a trigger WORKFLOW/NAME, with which its message begins."""
     if cause["code"] not in ("trigger_paused", "trigger_breaker_open"):
         return str(cause["subject"])
     name, separator, _ = cause["message"].partition(": ")
@@ -79,6 +79,6 @@ def _wrapped(text: str, indent: str, width: int | None) -> str:
     if width is None:
         return indent + plain(text)
     hanging = f"{indent}     " if text.startswith(("do: ", "see:")) else indent or "  "
-    # Commands and addresses are to be copied: they are not broken within a word.
+    # Words are not broken, so that commands and URLs can be copied.
     return textwrap.fill(plain(text), max(20, width), initial_indent=indent, subsequent_indent=hanging,
                          break_long_words=False, break_on_hyphens=False)  # fmt: skip

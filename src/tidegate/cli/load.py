@@ -1,4 +1,4 @@
-"""Find the user's application: `module:name`, or a path to a Python file that holds a Tidegate object."""
+"""Load the user's application: `module:name`, or a path to a Python file with a Tidegate object."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from types import FunctionType, ModuleType
 from tidegate.app import Tidegate
 from tidegate.errors import AppError
 
-# So many names of a module are told.
+# How many names of a module an error message lists.
 MAX_NAMES = 5
 
 
 def load_app(spec: str) -> Tidegate:
-    """The Tidegate object that `spec` names. AppError says what was looked for and not found."""
+    """The Tidegate object that `spec` names. AppError says what was not found."""
     target, _, name = spec.partition(":")
     if target.endswith(".py") or "/" in target:
         module = _from_file(Path(target))
@@ -27,7 +27,7 @@ def load_app(spec: str) -> Tidegate:
         except ModuleNotFoundError as exc:
             if exc.name is None or not target.startswith(exc.name):
                 raise AppError(f"{target} cannot be imported: {exc}") from exc
-            raise AppError(f"there is no module {target!r} (looked for from {Path.cwd()})") from exc
+            raise AppError(f"there is no module {target!r} (searched from {Path.cwd()})") from exc
         except Exception as exc:
             raise _failed(target, exc) from exc
     return _pick(module, target, name)
@@ -69,20 +69,20 @@ def _pick(module: ModuleType, target: str, name: str) -> Tidegate:
         is_what = f"{name!r} in {target} is not a Tidegate object, but {_kind(found)}" if hasattr(module, name) else ""
         raise AppError(f"{is_what or f'{target} has no {name!r}'}; {_instead(module, target, names)}")
     if len(names) != 1:
-        what = f"holds several Tidegate objects ({', '.join(names)})" if names else "holds no Tidegate object"
+        what = f"contains several Tidegate objects ({', '.join(names)})" if names else "contains no Tidegate object"
         raise AppError(f"{target} {what}; {_instead(module, target, names)}")
     only: Tidegate = getattr(module, names[0])
     return only
 
 
 def _instead(module: ModuleType, target: str, names: list[str]) -> str:
-    """What to write, from what there is."""
+    """What to write instead, given the names in the module."""
     if names:
         return f"write {' or '.join(f'{target}:{name}' for name in names[:MAX_NAMES])}"
     found = [k for k, v in vars(module).items() if not k.startswith("_") and not _is_imported(v, module)]
     more = ", …" if len(found) > MAX_NAMES else ""
-    has = f"it has {', '.join(found[:MAX_NAMES])}{more}" if found else "it has no names of its own"
-    return f"{has}. Make one at its top level: `from tidegate import Tidegate`, then `app = Tidegate()`"
+    has = f"it defines {', '.join(found[:MAX_NAMES])}{more}" if found else "it defines no names"
+    return f"{has}. Create one at its top level: `from tidegate import Tidegate`, then `app = Tidegate()`"
 
 
 def _is_imported(value: object, module: ModuleType) -> bool:

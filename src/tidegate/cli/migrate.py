@@ -13,15 +13,26 @@ from tidegate.store.db import Database
 
 
 @click.command()
-@click.option("--status", "show_status", is_flag=True, help="Say what is applied and what is pending; change nothing.")
+@click.option(
+    "--status",
+    "show_status",
+    is_flag=True,
+    help="Show which migrations are applied and which are pending; change nothing.",
+)
 @click.option("--sql", "show_sql", is_flag=True, help="Print the SQL of all migrations; change nothing.")
-@click.option("--grant-to", "workers", multiple=True, metavar="ROLE", help="Let ROLE run `serve` and `worker`; no DDL.")
+@click.option(
+    "--grant-to",
+    "workers",
+    multiple=True,
+    metavar="ROLE",
+    help="Grant ROLE the rights to run `serve` and `worker`, without DDL.",
+)
 @click.option("--grant-publish-to", "producers", multiple=True, metavar="ROLE",
-              help="Let ROLE call tidegate.publish() and nothing else.")  # fmt: skip
+              help="Grant ROLE the right to call tidegate.publish(), and nothing else.")  # fmt: skip
 def migrate(show_status: bool, show_sql: bool, workers: tuple[str, ...], producers: tuple[str, ...]) -> None:
     """Bring the database's schema up to date. Safe to run from many processes at once.
 
-    A migration may add tables: roles that were granted rights before are named again with each release.
+    A migration may add tables: repeat --grant-to and --grant-publish-to for the same roles with each release.
     """
     if show_sql:
         for migration in migrating.migrations():
@@ -38,7 +49,7 @@ async def _status() -> None:
         await database.close()
     for migration in migrating.migrations():
         click.echo(f"{'pending' if migration in found.pending else 'applied'}  {migration.name}")
-    click.echo(f"schema version {found.version}, this Tidegate knows {migrating.latest()}")
+    click.echo(f"schema version {found.version}, this version of Tidegate expects {migrating.latest()}")
 
 
 async def _migrate(workers: tuple[str, ...], producers: tuple[str, ...]) -> None:

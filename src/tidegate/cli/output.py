@@ -1,4 +1,4 @@
-"""What commands that talk to the API share: the client from the settings, tables for people, JSON for programs."""
+"""Shared by commands that call the API: the client from the settings, tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from tidegate import settings
 from tidegate.client import Client
 
-# Between two columns; before the lines of a row that follow its first.
+# The gap between two columns; the indent of the second and later lines of a row.
 _GAP, _INDENT = "  ", "  "
 _PAGE = 500
 
@@ -29,7 +29,7 @@ def client() -> Client:
 
 
 def user() -> str | None:
-    """Who acts, for the audit log."""
+    """The name of the operating system's user, as the actor in the audit log."""
     try:
         name = getpass.getuser()
     except (OSError, KeyError):  # a container's user may have no name
@@ -38,7 +38,7 @@ def user() -> str | None:
 
 
 def all_pages(api: Client, path: str, name: str) -> list[Any]:
-    """Everything that a list has, page by page; `name` is what the answer calls it."""
+    """All rows of a list, read page by page; `name` is its key in the answer."""
     found: list[Any] = []
     cursor: str | None = None
     while True:
@@ -60,8 +60,8 @@ def print_json(value: Any) -> None:
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str, page: Mapping[str, Any] | None = None
 ) -> None:
-    """A table: one line for each row when piped, as many as it needs on a terminal that is too narrow. Of a `page` that
-    has others behind it that is said, beside the output that a program may read."""
+    """Print a table: one line per row when piped, several per row on a terminal that is too narrow. If `page` is not
+    the last one, a note says so on standard error, apart from the output that a program may read."""
     if not rows:
         click.echo(empty)
         return
@@ -70,11 +70,11 @@ def print_table(
     heading, body = lines[0], lines[1:]
     click.echo("\n".join([*(click.style(line, bold=True) for line in heading), *chain.from_iterable(body)]))
     if page is not None and page["next_cursor"] is not None:
-        click.echo(f"… and more than these {len(rows)}: --limit (up to 500) shows more, or narrow it down", err=True)
+        click.echo(f"… more than these {len(rows)} exist: use --limit (up to 500) or a narrower filter", err=True)
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[list[str]]:
-    """The lines of the heading and of each row. Nothing is cut: ids are to be copied, and reasons to be read."""
+    """The lines of the heading and of each row. Nothing is truncated: ids are copied, and reasons are read in full."""
     cells = [[plain(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(cell_len(row[place]) for row in cells) for place in range(len(columns))]
     groups = _packed(widths, width)
@@ -82,7 +82,7 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: in
 
 
 def _packed(widths: Sequence[int], width: int | None) -> list[range]:
-    """The columns that stand on one line together: as many as fit, in order."""
+    """The groups of columns that share a line: as many as fit, in order."""
     groups: list[range] = []
     start, used = 0, 0
     for place, one in enumerate(widths):
@@ -101,12 +101,12 @@ def _group_lines(row: Sequence[str], widths: Sequence[int], group: range, width:
         return []
     if width is None or cell_len(line) <= width:
         return [line]
-    # Only a cell that is longer than the terminal is wide comes here: it stands alone.
+    # Only a cell that is wider than the terminal gets here: it has the line to itself.
     return textwrap.wrap(row[group.start], max(20, width), initial_indent=indent, subsequent_indent=_INDENT)
 
 
 def plain(cell: str) -> str:
-    """Event text may hold anything; a terminal gets no control characters of it."""
+    """Text without control characters: event data may contain any, and a terminal would interpret them."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cell)
 
 
@@ -118,7 +118,7 @@ def short_json(value: Any, width: int = 60) -> str:
 
 
 def short_eta(seconds: float | None) -> str:
-    """How long from now, for people; empty when nobody can say."""
+    """A duration in short form; empty when it is unknown."""
     if seconds is None:
         return ""
     if seconds < 10:

@@ -1,4 +1,4 @@
-"""The options of pauses, the same for sources and triggers."""
+"""The options of `pause`, the same for sources and triggers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ import msgspec
 from tidegate.cli.wording import parsed
 from tidegate.model import units
 
-# The options, by the names that the API has for them.
+# The API's field names, and the options that set them.
 PAUSE_NAMES = {"duration_ms": "--for", "until": "--until", "reason": "--reason"}
 
 
 def pause_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--for`, `--until`, `--reason`."""
     for option in (
-        click.option("--reason", default=None, help="Shown to whoever asks why something waits."),
-        click.option("--until", default=None, metavar="TIME", help="Until a time: 2026-01-31T09:30:00Z."),
-        click.option("--for", "duration", default=None, metavar="DURATION", help="For so long: 30s, 10m, 2h."),
+        click.option("--reason", default=None, help="Why it is paused; shown by explain, health and the console."),
+        click.option("--until", default=None, metavar="TIME", help="When the pause ends, e.g. 2026-01-31T09:30:00Z."),
+        click.option(
+            "--for", "duration", default=None, metavar="DURATION", help="How long to pause, e.g. 30s, 10m, 2h."
+        ),
     ):
         command = option(command)
     return command
 
 
 def pause_body(duration: str | None, until: str | None, reason: str | None) -> dict[str, Any]:
-    """What the options say, as the API takes it."""
+    """The request body for the given options."""
     if duration is not None and until is not None:
         raise click.UsageError("give --for or --until, not both")
     body: dict[str, Any] = {"reason": reason}
@@ -43,7 +45,7 @@ def _time(text: str) -> str:
     try:
         at = msgspec.convert(text, datetime)
     except msgspec.ValidationError as exc:
-        raise click.UsageError(f"a time is written like 2026-01-31T09:30:00Z, not {text!r}") from exc
+        raise click.UsageError(f"--until: {text!r} is not a time; write it like 2026-01-31T09:30:00Z") from exc
     if at.tzinfo is None:
-        raise click.UsageError(f"a time needs its zone, as in {text}Z or {text}+02:00")
+        raise click.UsageError(f"--until: the time zone is missing; write {text}Z or {text}+02:00")
     return text

@@ -1,4 +1,4 @@
-"""`tidegate dev`, `serve` and `worker`: the long-lived processes, their signals and their end."""
+"""`tidegate dev`, `serve` and `worker`: the long-running processes, their signals and shutdown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tidegate.store.db import Database
 from tidegate.telemetry import logs
 from tidegate.worker.scrape import scrapable
 
-# Threads that are idle end at once; a busy one gets so long.
+# How long busy threads get to finish at exit; idle ones end at once.
 LEAVE_SECONDS = 0.5
 
 
@@ -39,14 +39,14 @@ LEAVE_SECONDS = 0.5
 @click.argument("app", required=False)
 @click.option("--port", type=click.IntRange(0, 65535), default=None, help="Port of the API and console [8700].")
 @click.option("--data", type=click.Path(path_type=Path), default=Path(".tidegate"), show_default=True,
-              help="Where the embedded Postgres keeps its data.")  # fmt: skip
+              help="Data directory of the embedded Postgres.")  # fmt: skip
 def dev(app: str | None, port: int | None, data: Path) -> None:
     """Run everything in one process, on an embedded Postgres: API, console and a worker for APP.
 
-    APP is module:name or a Python file holding a Tidegate object. With TIDEGATE_DATABASE_URL set, that database is
-    used instead.
+    APP is module:name or a Python file with a Tidegate object. If TIDEGATE_DATABASE_URL is set, that database is used
+    instead of the embedded one.
     """
-    # Open: for trying things out on one's own machine, which is all that it listens to.
+    # No authentication: it listens on loopback only, for local development.
     settings = _settings({"port": port}, {"auth": "off", "log_format": "console", "log_level": "warning"})
     application = load_app(app) if app else Tidegate()
     listening = bind(settings)
@@ -73,9 +73,11 @@ def serve(host: str | None, port: int | None) -> None:
 
 @click.command()
 @click.argument("app")
-@click.option("--concurrency", type=click.IntRange(1, 1000), default=None, help="Runs at the same time [20].")
+@click.option(
+    "--concurrency", type=click.IntRange(1, 1000), default=None, help="Maximum number of concurrent runs [20]."
+)
 def worker(app: str, concurrency: int | None) -> None:
-    """Decide events and run the workflows of APP (module:name or a Python file)."""
+    """Run a worker: dispatch events and execute the workflows of APP (module:name or a Python file)."""
     settings = _settings({"worker_concurrency": concurrency})
     application = load_app(app)
     _run(lambda stop: _worker(application, settings, stop))
@@ -83,14 +85,14 @@ def worker(app: str, concurrency: int | None) -> None:
 
 
 def _settings(overrides: dict[str, Any], defaults: dict[str, Any] | None = None) -> Settings:
-    """The settings; a command's own defaults give way to what the user set."""
+    """The settings; the user's values take precedence over a command's own defaults."""
     settings = settings_module.load(overrides, defaults)
     logs.configure(settings.log_level, settings.log_format)
     return settings
 
 
 def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run until SIGINT or SIGTERM asks to stop; a second one ends the process at once."""
+    """Run until SIGINT or SIGTERM; a second signal ends the process at once."""
 
     async def body() -> None:
         stop = asyncio.Event()
@@ -105,8 +107,8 @@ def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
             loop.add_signal_handler(signum, asked)
         await main(stop)
 
-    # What is loaded stays: looking through it for garbage stops everything for 70 ms, each time. And what is under way
-    # is no garbage either: looking through it after every 700 objects was a fifth of a busy worker's time.
+    # Loaded modules stay: a garbage collection that scans them stops the process for 70 ms. Objects in use are no
+    # garbage either: with the default threshold of 700 objects, collections took a fifth of a busy worker's time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -114,7 +116,7 @@ def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
 
 
 def _leave_threads_behind() -> None:
-    """A thread that is busy with a workflow's function would keep the process alive; its run is handed back already."""
+    """Exit although a thread still executes a workflow's function: its run was released already."""
     busy = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
     for thread in busy:
         thread.join(LEAVE_SECONDS / len(busy))
@@ -141,7 +143,9 @@ async def _dev(application: Tidegate, settings: Settings, listening: socket.sock
 
 async def _serve(settings: Settings, stop: asyncio.Event) -> None:
     async with serving(settings, bind(settings)) as server:
-        click.echo(f"tidegate: API on http://{settings.host}:{server.port}")  # standard error has log lines alone
+        click.echo(
+            f"tidegate: API on http://{settings.host}:{server.port}"
+        )  # on standard output: standard error has only log lines
         await _first(stop.wait(), server.wait())
 
 
@@ -155,7 +159,7 @@ async def _worker(application: Tidegate, settings: Settings, stop: asyncio.Event
 
 @contextlib.asynccontextmanager
 async def _supervised(main: Coroutine[Any, Any, None], stop: Callable[[], None]) -> Any:
-    """A part that runs beside; stopped and waited for at the end, its error raised."""
+    """A background task: stopped and awaited when the context ends; its error is raised."""
     task = asyncio.create_task(main)
     try:
         yield task
@@ -165,18 +169,18 @@ async def _supervised(main: Coroutine[Any, Any, None], stop: Callable[[], None])
 
 
 async def _first(*waits: Any) -> None:
-    """Until the first of them ends; its error is raised."""
+    """Wait until the first of them ends; its error is raised."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
-        if task.get_coro().__name__ in ("wait",):  # ours alone; supervised parts are ended by their owner
+        if task.get_coro().__name__ in ("wait",):  # only ours; supervised tasks are stopped by their owner
             task.cancel()
     for task in done:
         task.result()
 
 
 def _own_command() -> str:
-    """How to call this program from the same folder."""
+    """The command that starts this program from the current directory."""
     if shutil.which("tidegate"):
         return "tidegate"
     program = Path(sys.argv[0]).absolute()
@@ -189,7 +193,7 @@ def _welcome(application: Tidegate, settings: Settings, port: int) -> None:
     click.echo(f"\nTidegate is running: API and console on {url} (docs: {url}/docs)")
     click.echo(f"  workflows: {', '.join(sorted(application.workflows)) or 'none'}")
     click.echo(f"  database:  {masked(settings.database_url or '')}")
-    click.echo("\nTry it, in another terminal:")
+    click.echo("\nTry it in another terminal:")
     click.echo(f"""  {command} publish order.created --source shop.api --data '{{"id": 7, "amount": 120}}'""")
     click.echo(f"  {command} runs list")
-    click.echo("\nCtrl-C stops it; the data stays.")
+    click.echo("\nPress Ctrl-C to stop; the data is kept.")

@@ -1,4 +1,4 @@
-"""`tidegate prune`: delete what is finished and old."""
+"""`tidegate prune`: delete finished data that is older than its retention."""
 
 from __future__ import annotations
 
@@ -26,15 +26,20 @@ def _seconds(_: click.Context, option: click.Parameter, text: str | None) -> int
 
 @click.command()
 @click.option(
-    "--events", callback=_seconds, metavar="AGE", help="Finished events with all that came of them, as in 30d."
+    "--events",
+    callback=_seconds,
+    metavar="AGE",
+    help="Delete finished events older than this, with everything derived from them, e.g. 30d.",
 )
-@click.option("--dead-letters", callback=_seconds, metavar="AGE", help="Dead letters, replayed or not.")
-@click.option("--audit", callback=_seconds, metavar="AGE", help="Rows of the audit log.")
+@click.option(
+    "--dead-letters", callback=_seconds, metavar="AGE", help="Delete dead letters older than this, replayed or not."
+)
+@click.option("--audit", callback=_seconds, metavar="AGE", help="Delete audit log entries older than this.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def prune(events: int | None, dead_letters: int | None, audit: int | None, as_json: bool) -> None:
-    """Delete what has been finished for longer than AGE; what is not said is taken from TIDEGATE_RETENTION_…
+    """Delete data that has been finished for longer than AGE. Options default to the settings TIDEGATE_RETENTION_…
 
-    Works on TIDEGATE_DATABASE_URL itself, in small batches; stop it whenever you like and begin again.
+    Works directly on the database at TIDEGATE_DATABASE_URL, in small batches. It can be stopped any time and run again.
     """
     given = settings.load()
     kept = Retention(
@@ -44,7 +49,7 @@ def prune(events: int | None, dead_letters: int | None, audit: int | None, as_js
     )
     if not any(kept):
         raise click.UsageError(
-            "nothing is to be deleted: give --events, --dead-letters or --audit, or set TIDEGATE_RETENTION_…"
+            "nothing to delete: give --events, --dead-letters or --audit, or set TIDEGATE_RETENTION_…"
         )
     total = asyncio.run(_prune(given.require_database_url(), kept, quiet=as_json))
     if as_json:

@@ -14,15 +14,17 @@ from tidegate.cli.output import client, json_option, print_json
 
 @click.command()
 @click.argument("type")
-@click.option("--source", required=True, help="Where the event comes from, such as shop.api.")
+@click.option("--source", required=True, help="The source of the event, e.g. shop.api.")
 @click.option("--data", default=None, help="The payload: JSON, @FILE, or - for standard input.")
-@click.option("--id", "external_id", default=None, help="Your id: publishing it again changes nothing.")
-@click.option("--correlation-id", default=None, help="Carried through logs, runs and traces.")
+@click.option(
+    "--id", "external_id", default=None, help="Your id for the event. Publishing it again stores no second event."
+)
+@click.option("--correlation-id", default=None, help="Correlation id, passed on to logs, runs and traces.")
 @json_option
 def publish(
     type: str, source: str, data: str | None, external_id: str | None, correlation_id: str | None, as_json: bool
 ) -> None:
-    """Publish an event of TYPE; returns when it is stored."""
+    """Publish an event of TYPE. Returns after the event is committed."""
     payload = _payload(data)
     with client() as api:
         receipt = api.publish(type, source=source, payload=payload, id=external_id, correlation_id=correlation_id)

@@ -1,4 +1,4 @@
-"""`tidegate retries`: what waits, and the verbs about it."""
+"""`tidegate retries`: list, cancel and force waiting events, deliveries and steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tidegate.errors import first_line
 
 KINDS = ("events", "deliveries", "steps")
 _SINGULAR = {"events": "event", "deliveries": "delivery", "steps": "step"}
-# Waiting for something to end, and not for a limit that may refuse it, or after a failure.
+# Reasons that use no attempt: it waits for something to end, not for a limit that may refuse it or after a failure.
 _USING_NO_ATTEMPTS = ("concurrency", "paused", "source_paused", "breaker_open", "retry_after", "sleep", "replay")
 _DONE = {"cancel": "cancelled", "force": "forced"}
 
 
 @click.group()
 def retries() -> None:
-    """Look at what waits; cancel it or force it."""
+    """List waiting events, deliveries and steps; cancel them, or make them due now."""
 
 
 def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,8 +33,8 @@ def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--trigger", default=None, metavar="ID",
                      help="Only deliveries and steps of this trigger: its id, or WORKFLOW/NAME."),
         click.option("--reason", default=None,
-                     help="Only what waits for this: rate_limit, throttle, concurrency, paused, failed, …"),
-        click.option("--source", default=None, help="Only of this source."),
+                     help="Only with this reason: rate_limit, throttle, concurrency, paused, failed, …"),
+        click.option("--source", default=None, help="Only of events of this source."),
         click.option("--kind", default="events", show_default=True, type=click.Choice(KINDS)),
     ):  # fmt: skip
         command = option(command)
@@ -44,9 +44,9 @@ def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
 def _bulk_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.argument("row_id", metavar="[ID]", required=False),
-        click.option("--yes", is_flag=True, help="Do not ask."),
+        click.option("--yes", is_flag=True, help="Do not ask for confirmation."),
         click.option("--dry-run", is_flag=True, help="Only count them."),
-        click.option("--all", "is_all", is_flag=True, help="Everything of the kind that waits."),
+        click.option("--all", "is_all", is_flag=True, help="All waiting items of the kind."),
     ):
         command = option(command)
     return _filters(json_option(command))
@@ -57,7 +57,7 @@ def _bulk_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))
 @json_option
 def list_retries(kind: str, limit: int, as_json: bool, **filters: str | None) -> None:
-    """List what waits, in the order in which it will go on."""
+    """List waiting items, in the order of their next attempt."""
     with client() as api:
         page = api.request("GET", "/admin/retries", kind=kind, limit=limit, **_asked(api, kind, **filters))
     if as_json:
@@ -71,32 +71,31 @@ def list_retries(kind: str, limit: int, as_json: bool, **filters: str | None) ->
         "steps": ("WORKFLOW", "STEP", "RUN"),
     }[kind]
     others = " and ".join(f"--kind {other}" for other in ("events", "deliveries", "steps") if other != kind)
-    nobody = f"No {kind} wait; {others} list the others."
-    print_table(("ID", *who, "REASON", "ATTEMPTS", "NEXT ATTEMPT", "ETA", "WHY"), rows, nobody, page)
+    none = f"No {kind} are waiting; use {others} for the others."
+    print_table(("ID", *who, "REASON", "ATTEMPTS", "NEXT ATTEMPT", "ETA", "WHY"), rows, none, page)
 
 
 @retries.command("cancel")
 @_bulk_options
 def cancel_retry(**given: Any) -> None:
-    """Cancel what waits: the one with this ID, or all that the options describe. An event or delivery is not launched;
-    a step's run is cancelled with it. An event's ID is ours or the producer's."""
+    """Cancel a waiting item by its ID, or all that match the options. A cancelled event or delivery launches nothing;
+    with a step, its run is cancelled too. For an event, ID is its own or the producer's."""
     _act("cancel", **given)
 
 
 @retries.command("force")
 @_bulk_options
 def force_retry(**given: Any) -> None:
-    """Make what waits due now: the one with this ID, or all that the options describe. Limits and pauses still
-    count."""
+    """Make a waiting item due now, by its ID, or all that match the options. Limits and pauses still apply."""
     _act("force", **given)
 
 
 def _asked(api: Client, kind: str, trigger: str | None, run_id: str | None, **filters: str | None) -> dict[str, Any]:
-    """The filters as the API takes them."""
+    """The filters as query parameters of the API."""
     if kind == "events" and (trigger is not None or filters.get("workflow") is not None):
-        raise click.UsageError("--trigger and --workflow go with --kind deliveries or steps")
+        raise click.UsageError("--trigger and --workflow need --kind deliveries or steps")
     if kind != "steps" and run_id is not None:
-        raise click.UsageError("--run goes with --kind steps")
+        raise click.UsageError("--run needs --kind steps")
     trigger_id = find_trigger(api, trigger)["id"] if trigger is not None else None
     asked = filters | {"trigger_id": trigger_id, "workflow_run_id": run_id}
     return {name: value for name, value in asked.items() if value is not None}
@@ -108,11 +107,11 @@ def _act(
 ) -> None:  # fmt: skip
     is_filtered = any(value is not None for value in filters.values())
     if (row_id is not None) + is_filtered + is_all != 1:
-        raise click.UsageError("say which: an ID, or options such as --source and --reason, or --all")
+        raise click.UsageError("say which items: give an ID, options such as --source and --reason, or --all")
     if row_id is not None and dry_run:
-        raise click.UsageError("--dry-run goes with options such as --source, not with an ID")
+        raise click.UsageError("--dry-run works with options such as --source, not with an ID")
     if row_id is None and as_json and not (yes or dry_run):
-        raise click.UsageError("--json cannot ask: give --yes, or --dry-run to count them")
+        raise click.UsageError("--json cannot ask for confirmation: give --yes, or --dry-run to count them")
     with client() as api:
         if row_id is not None:
             _act_on_one(api, verb, kind, row_id, as_json)
@@ -126,7 +125,7 @@ def _act_on_one(api: Client, verb: str, kind: str, row_id: str, as_json: bool) -
     if as_json:
         print_json(changed)
     elif changed["status"] == "cancelling":
-        click.echo(f"{changed['id']}: its run is under way; it stops at its next step")
+        click.echo(f"{changed['id']}: its run is in progress; it stops at its next step")
     else:
         click.echo(f"{changed['status']} {changed['id']}")
 
@@ -142,16 +141,16 @@ def _act_on_many(
     elif dry_run:
         click.echo(f"{_counted(count, kind)} would be {_DONE[verb]}")
     elif count == 0 and not as_json:
-        click.echo("Nothing waits that fits.")
+        click.echo("Nothing that matches is waiting.")
     else:
         if not yes:
             with_runs = ", and with them their runs" if (verb, kind) == ("cancel", "steps") else ""
             click.confirm(f"{verb.capitalize()} {_counted(count, kind)}{with_runs}?", abort=True)
-        _print_done(_go_through(api, path, asked, count, _DONE[verb]), kind, as_json)
+        _print_done(_change_all(api, path, asked, count, _DONE[verb]), kind, as_json)
 
 
-def _go_through(api: Client, path: str, asked: dict[str, Any], count: int, done_word: str) -> dict[str, Any]:
-    """Call until nothing remains; each call does a part and is committed, so that it may be stopped anywhere."""
+def _change_all(api: Client, path: str, asked: dict[str, Any], count: int, done_word: str) -> dict[str, Any]:
+    """Call the API until nothing remains. Each call commits one part, so it can be interrupted at any time."""
     done = lost = 0
     cursor: str | None = None
     answer: dict[str, Any] = {}
@@ -165,7 +164,7 @@ def _go_through(api: Client, path: str, asked: dict[str, Any], count: int, done_
             _progress(f"{done_word} {done} of {max(count, done + lost + answer['remaining'])}", is_complete)
     finally:
         if not is_complete:
-            click.echo(f"\nstopped: {done} of {count} are {done_word}; run it again to go on", err=True)
+            click.echo(f"\nstopped: {done} of {count} are {done_word}; run it again to continue", err=True)
     return answer | {"done": done, "no_longer_waiting": lost}
 
 
@@ -198,13 +197,13 @@ def _what(retry: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _attempts(retry: dict[str, Any]) -> str:
-    """How many it has used; none while it waits for something that uses none, whose first look counts as the first."""
+    """How many attempts it has used; `-` while it waits for a reason that uses none (the first check counts as one)."""
     is_unused = retry["attempts"] <= 1 and retry["reason"] in _USING_NO_ATTEMPTS
     return "-" if is_unused else str(retry["attempts"])
 
 
 def _eta(retry: dict[str, Any]) -> str:
-    """How long it waits, or what it waits for when nobody can say how long."""
+    """The time until the next attempt, or what it waits for when that time is unknown."""
     if retry["eta_seconds"] is not None:
         return short_eta(retry["eta_seconds"])
     return {"concurrency": "when a slot is free", "breaker_open": "after the trial run"}.get(

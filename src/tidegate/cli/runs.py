@@ -11,12 +11,12 @@ from tidegate.model.run import RUN_STATUSES
 
 @click.group()
 def runs() -> None:
-    """Look at runs, and cancel them."""
+    """Show runs, and cancel them."""
 
 
 @runs.command("list")
-@click.option("--workflow", default=None, help="Only of this workflow.")
-@click.option("--status", default=None, type=click.Choice(RUN_STATUSES), help="Only in this status.")
+@click.option("--workflow", default=None, help="Only runs of this workflow.")
+@click.option("--status", default=None, type=click.Choice(RUN_STATUSES), help="Only runs in this status.")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))
 @json_option
 def list_runs(workflow: str | None, status: str | None, limit: int, as_json: bool) -> None:
@@ -44,7 +44,7 @@ def list_runs(workflow: str | None, status: str | None, limit: int, as_json: boo
 @click.argument("run_id")
 @json_option
 def cancel_run(run_id: str, as_json: bool) -> None:
-    """Cancel a run: one that waits at once, one that is running at its next step."""
+    """Cancel a run: a waiting one at once, a running one at its next step."""
     with client() as api:
         done = api.request("POST", f"/v1/runs/{run_id}/cancel")
     if as_json:

@@ -10,7 +10,7 @@ from tidegate.model.units import written_duration
 
 @click.group()
 def schedules() -> None:
-    """Look at the workflows that run by the clock."""
+    """Show the schedules of workflows."""
 
 
 @schedules.command("list")

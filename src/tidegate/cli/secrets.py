@@ -18,30 +18,30 @@ from tidegate.store.db import Database
 
 @click.group()
 def secrets() -> None:
-    """Keys that encrypt the secrets of webhooks and http workflows in the database."""
+    """Manage the keys that encrypt the secrets of webhooks and http workflows in the database."""
 
 
 @secrets.command("key")
 def print_key() -> None:
-    """Print a new key for TIDEGATE_SECRETS_KEY. It is stored nowhere: keep it, apart from the database's backups."""
+    """Print a new key for TIDEGATE_SECRETS_KEY. It is not stored: keep it safe, apart from the database's backups."""
     click.echo(new_key())
 
 
 @secrets.command("rotate")
 @json_option
 def rotate_all(as_json: bool) -> None:
-    """Encrypt all stored secrets with the first key of TIDEGATE_SECRETS_KEY, also those in plain.
+    """Encrypt all stored secrets with the first key of TIDEGATE_SECRETS_KEY, including unencrypted ones.
 
-    Works on TIDEGATE_DATABASE_URL itself, in small batches, while everything runs; stop it whenever you like and begin
-    again. Exit status 1 when some cannot be read with any of the keys.
+    Works directly on the database at TIDEGATE_DATABASE_URL, in small batches, while Tidegate runs. It can be stopped at
+    any time and run again. Exit status 1 if some secrets cannot be decrypted with any of the keys.
     """
     done = asyncio.run(_rotate(settings.load()))
     if as_json:
         print_json(done)
     else:
-        click.echo(f"webhooks and workflows encrypted anew: {done.rotated}, as they should be before: {done.current}")
+        click.echo(f"webhooks and workflows re-encrypted: {done.rotated}, already up to date: {done.current}")
         for name in done.unreadable:
-            click.echo(f"cannot be read with any key of TIDEGATE_SECRETS_KEY: {name}", err=True)
+            click.echo(f"cannot be decrypted with any key of TIDEGATE_SECRETS_KEY: {name}", err=True)
     if done.unreadable:
         sys.exit(1)
 

@@ -13,14 +13,14 @@ from tidegate.cli.wording import parsed, written_as
 from tidegate.model import units
 from tidegate.model.units import written_duration, written_rate
 
-# The options, by the names that the API has for them.
+# The API's field names, and the arguments and options that set them.
 _NAMES = {"limit": "RATE", "interval_ms": "RATE", "pause_ms": "--pause", "window_ms": "--window",
           "threshold": "--threshold", "ratio": "--ratio"}  # fmt: skip
 
 
 @click.group()
 def sources() -> None:
-    """Look at sources; limit, pause and resume them."""
+    """Show sources; limit, pause and resume them."""
 
 
 @sources.command("list")
@@ -43,13 +43,19 @@ def list_sources(as_json: bool) -> None:
 @sources.command("limit")
 @click.argument("source")
 @click.argument("rate", required=False)
-@click.option("--pause", "pause", default=None, metavar="DURATION", help="Once exceeded, hold everything this long.")
+@click.option(
+    "--pause",
+    "pause",
+    default=None,
+    metavar="DURATION",
+    help="How long to hold all events of the source once the limit is exceeded.",
+)
 @click.option("--remove", is_flag=True, help="Remove the limit.")
 @json_option
 def limit_source(source: str, rate: str | None, pause: str | None, remove: bool, as_json: bool) -> None:
-    """Let at most RATE (20/s, 500/h, 20/10s) events of SOURCE through; '*' is the default for all others."""
+    """Limit SOURCE to RATE events (20/s, 500/h, 20/10s). '*' sets the default for all sources without a limit."""
     if remove == (rate is not None) or (remove and pause is not None):
-        raise click.UsageError("give a RATE such as 100/s (with --pause 5s, if wanted), or --remove alone")
+        raise click.UsageError("give a RATE such as 100/s (optionally with --pause 5s), or --remove alone")
     path = _path(source, "limit")
     if rate is None:
         _act("DELETE", path, None, as_json)
@@ -61,16 +67,18 @@ def limit_source(source: str, rate: str | None, pause: str | None, remove: bool,
 
 @sources.command("breaker")
 @click.argument("source")
-@click.option("--threshold", type=int, default=None, help="At least so many failures open it; 5 unless told.")
-@click.option("--ratio", type=float, default=None, help="At least this share of the outcomes, as in 0.5.")
-@click.option("--window", default=None, metavar="DURATION", help="Within this time, as in 5m.")
-@click.option("--pause", "pause", default=None, metavar="DURATION", help="Open for so long, as in 5m.")
-@click.option("--runs", is_flag=True, help="Failed runs count for the source, too.")
-@click.option("--non-retryable", is_flag=True, help="Of these also the ones that ended with NonRetryable.")
-@click.option("--remove", is_flag=True, help="Follow the settings TIDEGATE_SOURCE_ERROR_… again.")
+@click.option(
+    "--threshold", type=int, default=None, help="Minimum number of failures that open the breaker (default 5)."
+)
+@click.option("--ratio", type=float, default=None, help="Minimum share of failures among the outcomes, e.g. 0.5.")
+@click.option("--window", default=None, metavar="DURATION", help="Time over which failures are counted, e.g. 5m.")
+@click.option("--pause", "pause", default=None, metavar="DURATION", help="How long the breaker stays open, e.g. 5m.")
+@click.option("--runs", is_flag=True, help="Count failed runs too.")
+@click.option("--non-retryable", is_flag=True, help="With --runs: count runs that ended with NonRetryable too.")
+@click.option("--remove", is_flag=True, help="Remove the policy: the settings TIDEGATE_SOURCE_ERROR_… apply again.")
 @json_option
 def breaker_of_source(source: str, remove: bool, as_json: bool, **given: Any) -> None:
-    """Give the breaker of SOURCE a policy of its own; what is not named has its default."""
+    """Set the breaker policy of SOURCE. Options that are not given get their defaults."""
     body = {name: value for name, value in given.items() if value not in (None, False)}
     if remove and body:
         raise click.UsageError("give options such as --threshold 10, or --remove alone")
@@ -85,7 +93,7 @@ def breaker_of_source(source: str, remove: bool, as_json: bool, **given: Any) ->
 @pause_options
 @json_option
 def pause_source(source: str, duration: str | None, until: str | None, reason: str | None, as_json: bool) -> None:
-    """Hold every event of SOURCE: for a time, until a time, or until it is resumed."""
+    """Pause SOURCE: hold all its events for a duration, until a time, or until it is resumed."""
     _act("POST", _path(source, "pause"), pause_body(duration, until, reason), as_json)
 
 
@@ -93,7 +101,7 @@ def pause_source(source: str, duration: str | None, until: str | None, reason: s
 @click.argument("source")
 @json_option
 def resume_source(source: str, as_json: bool) -> None:
-    """Lift the pause of SOURCE and close its breaker; what waits goes on at the allowed rate."""
+    """Resume SOURCE: end its pause and close its breaker. Waiting events are released at the allowed rate."""
     _act("POST", _path(source, "resume"), None, as_json)
 
 
@@ -124,5 +132,5 @@ def _state(source: dict[str, Any]) -> str:
         reason = f": {source['pause_reason']}" if source["pause_reason"] else ""
         return f"paused {until} by {source['paused_by']}{reason}"
     if source["breaker_state"] != "closed":
-        return f"breaker open, probe from {short_time(source['breaker_until'])} UTC on: {source['breaker_reason']}"
+        return f"breaker open, next trial after {short_time(source['breaker_until'])} UTC: {source['breaker_reason']}"
     return "open"

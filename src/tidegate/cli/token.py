@@ -1,4 +1,4 @@
-"""`tidegate token`: on the database when its address is set, which is how the first one is made; else by the API."""
+"""`tidegate token`: directly on the database if its URL is set, to create the first token; otherwise over the API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULT_ACTOR = "cli"
 def token() -> None:
     """Create, list and revoke API tokens.
 
-    With TIDEGATE_DATABASE_URL set, on that database: whoever may write to it needs no token. Else over the API at
+    If TIDEGATE_DATABASE_URL is set, works directly on that database and needs no token. Otherwise it calls the API at
     TIDEGATE_URL, with a token of scope admin in TIDEGATE_TOKEN.
     """
 
@@ -36,13 +36,20 @@ def token() -> None:
 @token.command("create")
 @click.argument("name")
 @click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(SCOPES),
-              help="What it may do; may be given several times. admin may do everything.")  # fmt: skip
+              help="What the token may do; repeatable. admin includes all others.")  # fmt: skip
 @click.option("--source", "sources", multiple=True, metavar="PATTERN",
-              help="For these sources only, exact or with *; may be given several times.")  # fmt: skip
-@click.option("--rate", default=None, metavar="RATE", help="At most so many requests, as in 100/s; more get 429.")
+              help="Restrict the token to these sources, exact or with *; repeatable.")  # fmt: skip
+@click.option(
+    "--rate", default=None, metavar="RATE", help="Maximum rate of requests, e.g. 100/s; more are answered with 429."
+)
 @click.option("--network", "networks", multiple=True, metavar="NETWORK",
-              help="Hold from these addresses only, as in 10.0.0.0/8; may be given several times.")  # fmt: skip
-@click.option("--expires", default=None, metavar="DURATION", help="End after so long, as in 90d; else when revoked.")
+              help="Accept the token from these networks only, e.g. 10.0.0.0/8; repeatable.")  # fmt: skip
+@click.option(
+    "--expires",
+    default=None,
+    metavar="DURATION",
+    help="How long the token is valid, e.g. 90d (default: until revoked).",
+)
 @json_option
 def create(
     name: str,
@@ -53,28 +60,28 @@ def create(
     expires: str | None,
     as_json: bool,
 ) -> None:
-    """Create a token and print its secret, this once."""
+    """Create a token and print its secret. The secret is shown only once."""
     bounds = {"sources": list(sources), "rate": rate, "networks": list(networks)}
     body: dict[str, Any] = {"name": name, "scopes": list(scopes)} | {k: v for k, v in bounds.items() if v}
     if expires is not None:
         body["expires_in_ms"] = parsed(units.duration_ms, expires, "--expires")
     names = {"expires_in_ms": "--expires", "rate": "--rate", "networks": "--network", "sources": "--source"}
     with written_as(names):
-        made = _done(
+        created = _done(
             lambda database: control.create_token(database, body, actor=user() or DEFAULT_ACTOR),
             lambda api: api.request("POST", "/admin/tokens", body),
         )
     if as_json:
-        print_json(made)
+        print_json(created)
         return
-    click.echo(made["secret"])
-    click.echo(f"tidegate: token {name} created; this is the only time that it is shown", err=True)
+    click.echo(created["secret"])
+    click.echo(f"tidegate: token {name} created; its secret is shown only once", err=True)
 
 
 @token.command("list")
 @json_option
 def list_tokens(as_json: bool) -> None:
-    """List tokens, revoked ones too."""
+    """List tokens, including revoked ones."""
     found = _done(_listed, lambda api: all_pages(api, "/admin/tokens", "tokens"))
     if as_json:
         print_json({"tokens": found})
@@ -101,7 +108,7 @@ def list_tokens(as_json: bool) -> None:
 @click.argument("name_or_id", metavar="NAME|ID")
 @json_option
 def revoke(name_or_id: str, as_json: bool) -> None:
-    """Revoke a token; every API refuses it within a second."""
+    """Revoke a token. Every API process refuses it within a second."""
     revoked = _done(
         lambda database: control.revoke_token(database, name_or_id, actor=user() or DEFAULT_ACTOR),
         lambda api: api.request("DELETE", f"/admin/tokens/{quote(name_or_id, safe='')}"),
@@ -118,12 +125,12 @@ async def _listed(database: Database) -> list[Token]:
 
 
 def _done(on_database: Callable[[Database], Awaitable[Any]], over_api: Callable[[Client], Any]) -> Any:
-    """What the database or else the API answers, as plain values."""
+    """The result from the database, or else from the API, as built-in types."""
     given = settings.load()
     if given.database_url is None:
         with client() as api:
             return over_api(api)
-    logs.configure("error", given.log_format)  # the command says itself what it did
+    logs.configure("error", given.log_format)  # the command prints the result itself
 
     async def work(url: str) -> Any:
         database = Database(url, "cli", size=1)

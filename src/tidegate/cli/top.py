@@ -24,21 +24,21 @@ from tidegate.clock import monotonic, utc_now
 from tidegate.errors import RequestRefused, TidegateError, Unavailable
 from tidegate.model import units
 
-# Rates are over so many looks: one that falls between two batches says little.
-LOOKS = 5
+# Rates are averages over this many samples: a single interval may fall between two batches.
+SAMPLES = 5
 DECISIONS = 30
 MIN_INTERVAL_MS = 100
 QUIT = "q"
-# So often a key or another size of the terminal is noticed.
+# How often key presses and changes of the terminal's size are checked.
 _NOTICE_SECONDS = 0.1
 _REQUEST_SECONDS = 10.0
 
 
 @click.command()
-@click.option("--interval", default="2s", show_default=True, metavar="DURATION", help="How often to look.")
-@click.option("--once", is_flag=True, help="Look twice, print one frame and end.")
+@click.option("--interval", default="2s", show_default=True, metavar="DURATION", help="Refresh interval.")
+@click.option("--once", is_flag=True, help="Take two samples, print one frame and exit.")
 def top(interval: str, once: bool) -> None:
-    """Watch rates, queues, what is held and why, pauses, breakers and decisions. Leave with q or Ctrl-C."""
+    """Watch rates, queues, held work and its reasons, pauses, breakers and decisions. Quit with q or Ctrl-C."""
     interval_ms = parsed(units.duration_ms, interval, "--interval")
     if interval_ms < MIN_INTERVAL_MS:
         raise click.UsageError(f"--interval must be at least {MIN_INTERVAL_MS}ms")
@@ -46,9 +46,9 @@ def top(interval: str, once: bool) -> None:
     with Client(given.url, given.token, _REQUEST_SECONDS, actor=user()) as api:
         view = View(api, given.url)
         if once:
-            view.look()
+            view.sample()
             time.sleep(interval_ms / 1000)
-            view.look()
+            view.sample()
             _print_plain(view)
             return
         with contextlib.suppress(KeyboardInterrupt):
@@ -56,53 +56,55 @@ def top(interval: str, once: bool) -> None:
 
 
 class View:
-    """The last looks, and since when there was none."""
+    """The last samples, and since when the API has not answered."""
 
     def __init__(self, api: Client, url: str) -> None:
         self._api = api
         self._url = url
-        self._looks: deque[Sample] = deque(maxlen=LOOKS)
-        self._trouble: str | None = None
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self._problem: str | None = None
 
-    def look(self) -> None:
-        """Ask the API. Raises what it refuses with."""
+    def sample(self) -> None:
+        """Read the API once. Raises its errors."""
         health = self._api.request("GET", "/admin/event-health")
         if "totals" not in health:
-            raise TidegateError("the token is bound to sources, and top shows the whole; use one that is not")
+            raise TidegateError(
+                "the token is bound to sources, and top shows the whole cluster; use a token that is not bound"
+            )
         decisions = self._api.request("GET", "/admin/decisions", limit=DECISIONS)["decisions"]
-        self._looks.append(Sample(health, decisions))
-        self._trouble = None
+        self._samples.append(Sample(health, decisions))
+        self._problem = None
 
-    def try_to_look(self) -> None:
-        """Ask the API; when nobody answers, say since when. What a token may not see is raised."""
+    def try_to_sample(self) -> None:
+        """Read the API once; if it does not answer, note since when. Errors such as a missing scope are raised."""
         try:
-            self.look()
+            self.sample()
         except TidegateError as exc:
             if not isinstance(exc, Unavailable) and not (isinstance(exc, RequestRefused) and exc.status >= 500):
                 raise
-            if self._trouble is None:
-                self._trouble = f"not reachable since {utc_now():%Y-%m-%d %H:%M:%S} UTC: {exc}"
+            if self._problem is None:
+                self._problem = f"not reachable since {utc_now():%Y-%m-%d %H:%M:%S} UTC: {exc}"
 
     def lines(self, width: int, height: int | None) -> list[Text]:
-        return frame(self._looks, self._url, width=width, height=height, trouble=self._trouble)
+        return frame(self._samples, self._url, width=width, height=height, problem=self._problem)
 
 
 def _watch(view: View, seconds: float) -> None:
     console = Console()
     if not console.is_terminal:
         while True:
-            view.try_to_look()
+            view.try_to_sample()
             _print_plain(view)
             click.echo("")
             time.sleep(seconds)
     with Live(console=console, screen=True, auto_refresh=False) as live, _keys() as pressed:
         while True:
-            view.try_to_look()
+            view.try_to_sample()
             next_at = monotonic() + seconds
             size = None
             while (left := next_at - monotonic()) > 0:
                 if (now := os.get_terminal_size(sys.stdout.fileno())) != size:
-                    # The terminal's own word: COLUMNS in the environment would stay as it was.
+                    # Asked of the terminal itself: COLUMNS in the environment does not follow a resize.
                     size = console.size = now
                     live.update(Group(*view.lines(now.columns, now.lines)), refresh=True)
                 if set(pressed(min(left, _NOTICE_SECONDS))) & {QUIT, QUIT.upper()}:
@@ -111,7 +113,7 @@ def _watch(view: View, seconds: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits for keys for so long at most; empty when there was none."""
+    """A function that waits for key presses up to the given seconds; returns an empty string if there were none."""
     if not sys.stdin.isatty():
 
         def wait(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""One frame of `tidegate top`: lines of text from two looks at the cluster. Pure."""
+"""One frame of `tidegate top`: lines of text from samples of the cluster. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from tidegate.cli.output import plain, short_eta, short_time
 
 STATUS_STYLES = {"ok": "bold green", "degraded": "bold yellow", "critical": "bold red"}
-# Of what may be long, so many lines at most; the rest is counted.
+# Maximum number of lines for long lists; the rest is counted.
 MAX_PAUSED, MAX_CAUSES = 6, 8
 _HAS_ITS_OWN = ("source_paused", "trigger_paused")
 _BREAKERS = ("source_breaker_open", "trigger_breaker_open")
@@ -19,48 +19,48 @@ _RATES = (("events/s", ("received", "decided")), ("runs/s", ("launched", "ended"
 
 
 class Sample(NamedTuple):
-    """What one look at the API gave."""
+    """What one read of the API returned."""
 
     health: dict[str, Any]
     decisions: list[dict[str, Any]]
 
     @property
     def at(self) -> datetime:
-        """When, by the database's clock."""
+        """When it was taken, by the database's clock."""
         return datetime.fromisoformat(self.health["generated_at"])
 
 
 def frame(
-    looks: Sequence[Sample], url: str, *, width: int, height: int | None, trouble: str | None = None
+    samples: Sequence[Sample], url: str, *, width: int, height: int | None, problem: str | None = None
 ) -> list[Text]:
-    """The lines, none wider than the terminal and not more than it has; `trouble` says why the last look is old."""
-    if not looks:
-        lines = [Text.assemble(("tidegate", "bold"), f"  {url}"), Text(trouble or "…", "bold red")]
+    """The lines, within the width and height of the terminal; `problem` says why the last sample is old."""
+    if not samples:
+        lines = [Text.assemble(("tidegate", "bold"), f"  {url}"), Text(problem or "…", "bold red")]
         return _fitted(lines, width, height)
-    last = looks[-1]
+    last = samples[-1]
     found = last.health
     lines = [
         Text.assemble((found["status"], STATUS_STYLES[found["status"]]), f"  tidegate at {url}"),
         Text(f"{short_time(found['generated_at'])} UTC, {_last_event(found, last.at)}"),
     ]
-    if trouble:
-        lines.append(Text(trouble, "bold red"))
-    lines += [Text(), *_rates(looks), Text(), *_queues(found), Text(), *_held(found)]
+    if problem:
+        lines.append(Text(problem, "bold red"))
+    lines += [Text(), *_rates(samples), Text(), *_queues(found), Text(), *_held(found)]
     lines += _paused(found, last.at)
     lines += _causes("BREAKERS", [c for c in found["causes"] if c["code"] in _BREAKERS], last.at)
     others = [c for c in found["causes"] if c["code"] not in (*_HAS_ITS_OWN, *_BREAKERS)]
     lines += _causes("CAUSES", others, last.at)
     lines += [Text(), _title("DECISIONS"), *[_decision(one) for one in last.decisions]]
     if not last.decisions:
-        lines.append(Text("  none but plain launches so far"))
+        lines.append(Text("  none yet (events launched at once are not listed)"))
     return _fitted(lines, width, height)
 
 
-def rates(looks: Sequence[Sample]) -> dict[str, float] | None:
-    """How much per second the totals grew over the looks; None as long as nobody can say."""
-    if len(looks) < 2:
+def rates(samples: Sequence[Sample]) -> dict[str, float] | None:
+    """Growth of the totals per second over the samples; None while there are fewer than two."""
+    if len(samples) < 2:
         return None
-    first, last = looks[0], looks[-1]
+    first, last = samples[0], samples[-1]
     seconds = (last.at - first.at).total_seconds()
     if seconds <= 0:
         return None
@@ -73,8 +73,8 @@ def _last_event(found: dict[str, Any], now: datetime) -> str:
     return f"last event {_apart(at, now)} ago" if at else "no event yet"
 
 
-def _rates(looks: Sequence[Sample]) -> list[Text]:
-    found = rates(looks)
+def _rates(samples: Sequence[Sample]) -> list[Text]:
+    found = rates(samples)
     lines = []
     for unit, names in _RATES:
         shown = [f"  {name} {found[name]:.1f}" if found else f"  {name} –" for name in names]
@@ -96,9 +96,9 @@ def _held(found: dict[str, Any]) -> list[Text]:
     for kind, summary in found["retries"].items():
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(summary["by_reason"].items()))
         overdue = f"  ({summary['overdue']} overdue)" if summary["overdue"] else ""
-        lines.append(Text(plain(f"  {kind:<11}{summary['total']:>6}  {reasons}{overdue}").rstrip()))
+        lines.append(Text(plain(f"  {kind:<13}{summary['total']:>6}  {reasons}{overdue}").rstrip()))
     letters = found["dead_letters"]
-    lines.append(Text(f"  {'given up':<11}{letters['total']:>6}  {letters['last_24h']} in the last 24 h"))
+    lines.append(Text(f"  {'dead letters':<13}{letters['total']:>6}  {letters['last_24h']} in the last 24 h"))
     return lines
 
 
@@ -121,7 +121,7 @@ def _causes(title: str, causes: Sequence[dict[str, Any]], now: datetime) -> list
         return []
     lines = [Text(), _title(title)]
     for one in causes[:MAX_CAUSES]:
-        # The message about a trigger begins with its name, which says more than its id.
+        # The message about a trigger begins with its name, which replaces its id.
         name = "" if one["code"] == "trigger_breaker_open" else f"{one['subject']}: "
         code = "" if one["code"] in _BREAKERS else f"{one['code']} "
         since = f" (for {_apart(one['since'], now)})" if one["since"] else ""
@@ -153,7 +153,7 @@ def _apart(at: str, now: datetime) -> str:
 
 def _fitted(lines: Sequence[Text], width: int, height: int | None) -> list[Text]:
     shown = list(lines)
-    if height is not None and len(shown) > height:  # what is empty goes first, then what is last
+    if height is not None and len(shown) > height:  # drop blank lines first, then the last lines
         shown = [text for text in shown if text.plain][: max(1, height)]
     for text in shown:
         text.truncate(max(1, width), overflow="ellipsis")

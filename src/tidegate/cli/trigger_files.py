@@ -1,4 +1,4 @@
-"""Triggers and events as people write them: YAML or JSON files, and `--set field=value`."""
+"""Triggers and events as users write them: YAML or JSON files, and `--set field=value`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tidegate.model import units
 
 MAX_DEPTH = 100
 MAX_VALUES = 100_000
-# What the server decides; a trigger as `show --json` prints it may be sent back.
+# Set by the server; dropped from a file, so that the output of `show --json` can be sent back.
 READ_ONLY = ("id", "workflow", "state", "created_by", "created_at", "updated_by", "updated_at")
 _TEXT_FIELDS = ("name", "event_type", "event_source", "where", "idempotency_key", "concurrency_key", "status")
-# Fields as people write them, as in code, and as the API has them; those that it has in milliseconds are durations.
+# Field names as users write them (as in code), and the API's; those that end in _ms are written as durations.
 _WRITTEN = {
     "": {"idempotency_window": "idempotency_window_ms"},
     "retry": {"base": "base_ms", "cap": "max_ms", "jitter": "jitter_ratio", "max_age": "max_age_ms"},
@@ -29,14 +29,14 @@ _WRITTEN = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without the trap that a key given twice silently wins."""
+    """A YAML loader that refuses duplicate keys, of which PyYAML silently uses the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    problem = f"the key {key.value} is there twice"
+                    problem = f"duplicate key {key.value}"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
@@ -52,14 +52,14 @@ def read_object(file: str) -> dict[str, Any]:
         raise click.UsageError(f"{name} cannot be read: {reason}") from exc
     found = _parsed(text, name)
     if not isinstance(found, dict):
-        raise click.UsageError(f"{name} must hold one object (name: value), not {_kind(found)}")
+        raise click.UsageError(f"{name} must contain one object (name: value), not {_kind(found)}")
     _check(found, name)
     return found
 
 
 def trigger_fields(given: dict[str, Any], *, keep_version: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """The fields to send: what the server decides is left out, rates and durations are written out. And what those are
-    called in `given` that have another name there."""
+    """The fields to send: without those that the server sets, with rates and durations converted. The second value maps
+    the API's field names to the names in `given`, where they differ."""
     dropped = READ_ONLY if keep_version else (*READ_ONLY, "version")
     fields = {name: value for name, value in given.items() if name not in dropped}
     names: dict[str, str] = {}
@@ -77,12 +77,12 @@ def trigger_fields(given: dict[str, Any], *, keep_version: bool) -> tuple[dict[s
 
 
 def set_fields(assignments: tuple[str, ...]) -> dict[str, Any]:
-    """`field=value` pairs: text for the fields that are text, JSON for the others; `null` clears."""
+    """`field=value` pairs: text for text fields, JSON for the others; `null` clears a field."""
     fields: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name.strip():
-            raise click.UsageError(f"--set is written field=value, not {assignment!r}")
+            raise click.UsageError(f"--set takes field=value, not {assignment!r}")
         fields[name.strip()] = None if text == "null" else text if name in _TEXT_FIELDS else _value(text)
     return fields
 
@@ -95,7 +95,7 @@ def _value(text: str) -> Any:
 
 
 def _as_sent(fields: dict[str, Any], place: str, names: dict[str, str]) -> dict[str, Any]:
-    """The fields of one object by the API's names; `names` learns what they were called."""
+    """The fields of one object by the API's names; adds the names as written to `names`."""
     sent: dict[str, Any] = {}
     inside = f"{place}." if place else ""
     for name, value in fields.items():
@@ -112,7 +112,7 @@ def _as_sent(fields: dict[str, Any], place: str, names: dict[str, str]) -> dict[
 def _refuse_both(fields: dict[str, Any], written: str, names: Iterable[str]) -> None:
     for name in names:
         if name in fields:
-            raise click.UsageError(f"{written} and {name} say the same: give one of them")
+            raise click.UsageError(f"{written} and {name} set the same field: give one of them")
 
 
 def _unit(parse: Callable[[Any], Any], value: Any, field: str) -> Any:
@@ -141,7 +141,7 @@ def _parsed(text: str, name: str) -> Any:
 
 
 def _check(found: Any, name: str) -> None:
-    """What YAML can say and JSON cannot; aliases may make much, or no end, of a little."""
+    """Refuse what YAML can express and JSON cannot. Aliases can make a small file huge, or infinitely nested."""
     left: list[tuple[Any, int]] = [(found, 0)]
     for count in itertools.count():
         if not left:
@@ -162,9 +162,9 @@ def _check(found: Any, name: str) -> None:
         elif isinstance(value, list):
             left += [(inner, depth + 1) for inner in value]
         elif isinstance(value, float) and not math.isfinite(value):
-            raise click.UsageError(f"{name}: {value} is not a number that can be sent")
+            raise click.UsageError(f"{name}: {value} cannot be sent as JSON")
         elif isinstance(value, bytes | set):
-            raise click.UsageError(f"{name}: holds a {type(value).__name__}, which JSON does not have")
+            raise click.UsageError(f"{name}: contains a {type(value).__name__}, which JSON does not support")
 
 
 def _kind(value: Any) -> str:

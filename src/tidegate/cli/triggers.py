@@ -1,4 +1,4 @@
-"""`tidegate triggers`: what launches workflows, when, and how often."""
+"""`tidegate triggers`: which events launch which workflows, and their limits."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tidegate.model.units import written_duration, written_rate
 
 @click.group()
 def triggers() -> None:
-    """Look at triggers; create, change, pause and try them. ID is a trigger's id, or WORKFLOW/NAME."""
+    """Show, create, update, pause and test triggers. ID is a trigger's id, or WORKFLOW/NAME."""
 
 
 @triggers.command("list")
 @click.argument("workflow", required=False)
 @json_option
 def list_triggers(workflow: str | None, as_json: bool) -> None:
-    """List the triggers of WORKFLOW, or all."""
+    """List the triggers of WORKFLOW, or of all workflows."""
     with client() as api:
         found = all_pages(api, _of_workflow(workflow) if workflow else "/admin/triggers", "triggers")
     if as_json:
@@ -57,28 +57,28 @@ def list_triggers(workflow: str | None, as_json: bool) -> None:
 
 
 @triggers.command("create")
-@click.option("-f", "--file", required=True, help="YAML or JSON; - for standard input.")
-@click.option("--workflow", default=None, help="The workflow to launch, unless the file says it.")
+@click.option("-f", "--file", required=True, help="YAML or JSON file; - for standard input.")
+@click.option("--workflow", default=None, help="The workflow to launch, if the file does not name it.")
 @json_option
 def create_trigger(file: str, workflow: str | None, as_json: bool) -> None:
     """Create a trigger from a file."""
     given = read_object(file)
     target = workflow or given.get("workflow")
     if not isinstance(target, str) or not target:
-        raise click.UsageError("say which workflow to launch: `workflow: NAME` in the file, or --workflow NAME")
+        raise click.UsageError("name the workflow to launch: `workflow: NAME` in the file, or --workflow NAME")
     if workflow and given.get("workflow", workflow) != workflow:
-        raise click.UsageError(f"the file says workflow {given['workflow']}, --workflow says {workflow}")
+        raise click.UsageError(f"the file names the workflow {given['workflow']}, --workflow names {workflow}")
     fields, names = trigger_fields(given, keep_version=False)
     with client() as api, written_as(names):
-        made = api.request("POST", _of_workflow(target), fields)
-    _tell(made, as_json, "created")
+        created = api.request("POST", _of_workflow(target), fields)
+    _print_result(created, as_json, "created")
 
 
 @triggers.command("show")
 @click.argument("trigger_id", metavar="ID")
 @json_option
 def show_trigger(trigger_id: str, as_json: bool) -> None:
-    """Show one trigger: what it takes, its limits, its state."""
+    """Show one trigger: the events it matches, its limits, its state."""
     with client() as api:
         found = find_trigger(api, trigger_id)
     if as_json:
@@ -94,26 +94,28 @@ def show_trigger(trigger_id: str, as_json: bool) -> None:
 @triggers.command("update")
 @click.argument("trigger_id", metavar="ID")
 @click.option("-f", "--file", default=None, help="The fields to change, as YAML or JSON; - for standard input.")
-@click.option("--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="One field; null clears it.")
+@click.option(
+    "--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="Set one field (null clears it); repeatable."
+)
 @json_option
 def update_trigger(trigger_id: str, file: str | None, assignments: tuple[str, ...], as_json: bool) -> None:
-    """Change a trigger; what is not named stays. What waits is judged anew, what is disabled is cancelled."""
+    """Update the given fields of a trigger. Waiting deliveries are evaluated again; disabling it cancels them."""
     if (file is None) == (not assignments):
-        raise click.UsageError("give -f FILE, or --set FIELD=VALUE once or more")
+        raise click.UsageError("give -f FILE, or --set FIELD=VALUE at least once")
     given = read_object(file) if file is not None else set_fields(assignments)
     fields, names = trigger_fields(given, keep_version=True)
     with client() as api:
         before = find_trigger(api, trigger_id)
         with written_as(names):
             changed = api.request("PATCH", trigger_path(before), fields)
-    _tell(changed, as_json, "changed" if changed["version"] != before["version"] else "unchanged")
+    _print_result(changed, as_json, "changed" if changed["version"] != before["version"] else "unchanged")
 
 
 @triggers.command("delete")
 @click.argument("trigger_id", metavar="ID")
 @json_option
 def delete_trigger(trigger_id: str, as_json: bool) -> None:
-    """Delete a trigger and cancel the deliveries that wait for it; runs that have begun go on."""
+    """Delete a trigger and cancel its waiting deliveries; runs that have been launched continue."""
     with client() as api:
         deleted = api.request("DELETE", trigger_path(find_trigger(api, trigger_id)))
     if as_json:
@@ -129,32 +131,38 @@ def delete_trigger(trigger_id: str, as_json: bool) -> None:
 @pause_options
 @json_option
 def pause_trigger(trigger_id: str, duration: str | None, until: str | None, reason: str | None, as_json: bool) -> None:
-    """Hold every launch of a trigger: for a time, until a time, or until it is resumed."""
+    """Pause a trigger: hold all its launches for a duration, until a time, or until it is resumed."""
     body = pause_body(duration, until, reason)
     with client() as api:
         found = find_trigger(api, trigger_id)
         with written_as(PAUSE_NAMES):
             changed = api.request("POST", f"/admin/triggers/{found['id']}/pause", body)
-    _tell(changed, as_json)
+    _print_result(changed, as_json)
 
 
 @triggers.command("resume")
 @click.argument("trigger_id", metavar="ID")
 @json_option
 def resume_trigger(trigger_id: str, as_json: bool) -> None:
-    """Lift a trigger's pause and close its breaker; what waits goes on within its limits."""
+    """Resume a trigger: end its pause and close its breaker. Waiting deliveries are launched within its limits."""
     with client() as api:
         changed = api.request("POST", f"/admin/triggers/{find_trigger(api, trigger_id)['id']}/resume")
-    _tell(changed, as_json)
+    _print_result(changed, as_json)
 
 
 @triggers.command("test")
 @click.argument("trigger_id", metavar="ID")
-@click.option("--event", "file", default=None, metavar="FILE", help="A sample event, YAML or JSON; - for stdin.")
-@click.option("--event-id", default=None, help="A stored event, by our id or the producer's.")
+@click.option(
+    "--event",
+    "file",
+    default=None,
+    metavar="FILE",
+    help="A sample event, as a YAML or JSON file; - for standard input.",
+)
+@click.option("--event-id", default=None, help="A stored event, by its id or the producer's id.")
 @json_option
 def test_trigger(trigger_id: str, file: str | None, event_id: str | None, as_json: bool) -> None:
-    """Tell what a trigger would make of an event, check by check. Nothing is stored or launched."""
+    """Evaluate a trigger on an event and print each check. Nothing is stored or launched."""
     if (file is None) == (event_id is None):
         raise click.UsageError("give --event FILE or --event-id ID")
     body = {"event": read_object(file)} if file is not None else {"event_id": event_id}
@@ -172,7 +180,7 @@ def test_trigger(trigger_id: str, file: str | None, event_id: str | None, as_jso
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))
 @json_option
 def list_versions(trigger_id: str, limit: int, as_json: bool) -> None:
-    """List who changed a trigger, when, and what, newest first."""
+    """List the versions of a trigger, newest first: who changed what, and when."""
     with client() as api:
         page = api.request("GET", f"{trigger_path(find_trigger(api, trigger_id))}/versions", limit=limit)
     if as_json:
@@ -187,7 +195,7 @@ def list_versions(trigger_id: str, limit: int, as_json: bool) -> None:
 
 
 def find_trigger(api: Client, trigger_id: str) -> Any:
-    """The trigger that ID means."""
+    """The trigger with this id or WORKFLOW/NAME."""
     try:
         return api.request("GET", f"/admin/triggers/{uuid.UUID(trigger_id)}")
     except ValueError:
@@ -210,7 +218,7 @@ def trigger_path(trigger: dict[str, Any]) -> str:
     return f"{_of_workflow(trigger['workflow'])}/{trigger['id']}"
 
 
-def _tell(trigger: dict[str, Any], as_json: bool, done: str = "") -> None:
+def _print_result(trigger: dict[str, Any], as_json: bool, done: str = "") -> None:
     if as_json:
         print_json(trigger)
         return
@@ -224,7 +232,7 @@ def _name(trigger: dict[str, Any]) -> str:
 
 
 def _events(trigger: dict[str, Any]) -> str:
-    return f"{trigger['event_type']} from {'anywhere' if trigger['event_source'] == '*' else trigger['event_source']}"
+    return f"{trigger['event_type']} from {'any source' if trigger['event_source'] == '*' else trigger['event_source']}"
 
 
 def _limits(trigger: dict[str, Any]) -> str:
@@ -245,9 +253,9 @@ def _state(trigger: dict[str, Any]) -> str:
         reason = f": {state['pause_reason']}" if state["pause_reason"] else ""
         return f"paused {until} by {state['paused_by']}{reason}"
     if state["breaker_state"] == "half_open":
-        return f"breaker half open, run {state['probe_run_id']} is the trial: {state['breaker_reason']}"
+        return f"breaker half open, run {state['probe_run_id']} is the trial run: {state['breaker_reason']}"
     if state["breaker_state"] == "open":
-        return f"breaker open, trial from {short_time(state['breaker_until'])} UTC on: {state['breaker_reason']}"
+        return f"breaker open, next trial after {short_time(state['breaker_until'])} UTC: {state['breaker_reason']}"
     return "active"
 
 

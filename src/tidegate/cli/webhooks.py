@@ -1,4 +1,4 @@
-"""`tidegate webhooks`: signed requests of others that become events."""
+"""`tidegate webhooks`: signed requests of other services that become events."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def webhooks() -> None:
 def _secret_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         json_option,
-        click.option("--ask", is_flag=True, help="Ask for the secret."),
-        click.option("--secret-file", default=None, metavar="FILE", help="Where the secret is; - for standard input."),
+        click.option("--ask", is_flag=True, help="Prompt for the secret."),
+        click.option("--secret-file", default=None, metavar="FILE",
+                     help="Read the secret from a file; - for standard input."),
     ):  # fmt: skip
         command = option(command)
     return command
@@ -60,45 +61,47 @@ def list_webhooks(as_json: bool) -> None:
 def show_webhook(source: str, as_json: bool) -> None:
     """Show the webhook of SOURCE, without secrets."""
     with client() as api:
-        _tell(api.request("GET", _path(source)), as_json)
+        _print_result(api.request("GET", _path(source)), as_json)
 
 
 @webhooks.command("set")
 @click.argument("source")
-@click.option("--scheme", required=True, type=click.Choice(SCHEMES), help="How its sender signs.")
-@click.option("--event-type", default=None, help="The type of its events; else the sender's own.")
-@click.option("--tolerance", default=None, metavar="DURATION", help="How old or new a signed time may be, as in 5m.")
+@click.option("--scheme", required=True, type=click.Choice(SCHEMES), help="How the sender signs its requests.")
+@click.option("--event-type", default=None, help="The type of its events (default: the sender's own types).")
+@click.option(
+    "--tolerance", default=None, metavar="DURATION", help="Maximum difference between the signed time and now, e.g. 5m."
+)
 @_secret_options
 def set_webhook(source: str, scheme: str, event_type: str | None, tolerance: str | None, **options: Any) -> None:
-    """Take the signed requests of SOURCE. What is not named has its default, but the secret stays.
+    """Accept signed requests as events of SOURCE. Options that are not given get their defaults; the secret is kept.
 
-    A secret that is given replaces all there are. Without one, a first one is made and printed once.
+    A given secret replaces all existing ones. If there is none yet, one is generated and printed once.
     """
     body: dict[str, Any] = {"scheme": scheme, "event_type": event_type, "secret": _given_secret(options)}
     if tolerance is not None:
         milliseconds = parsed(duration_ms, tolerance, "--tolerance")
         if milliseconds % 1000:
-            raise click.UsageError("--tolerance is in whole seconds")
+            raise click.UsageError("--tolerance must be in whole seconds")
         body["tolerance_seconds"] = milliseconds // 1000
     with client() as api, written_as({"tolerance_seconds": "--tolerance", "event_type": "--event-type"}):
         done = api.request("PUT", _path(source), body)
-    _tell(done, options["as_json"], "set" if done["changed"] else "unchanged")
+    _print_result(done, options["as_json"], "set" if done["changed"] else "unchanged")
 
 
 @webhooks.command("rotate")
 @click.argument("source")
 @click.option(
-    "--keep", default=None, help="How long the old secret holds too, as in 24h (the default); 0s ends it now."
+    "--keep", default=None, help="How long the old secret stays valid, e.g. 12h (default 24h); 0s revokes it now."
 )
 @_secret_options
 def rotate_webhook(source: str, keep: str | None, **options: Any) -> None:
-    """Change the secret of SOURCE: to the one given, or to one that is made and printed once."""
+    """Rotate the secret of SOURCE: to the given one, or to a generated one, which is printed once."""
     body: dict[str, Any] = {"secret": _given_secret(options)}
     if keep is not None:
         body["keep_ms"] = parsed(duration_ms, keep, "--keep")
     with client() as api, written_as({"keep_ms": "--keep"}):
         done = api.request("POST", f"{_path(source)}/rotate", body)
-    _tell(done, options["as_json"], "rotated" if done["changed"] else "unchanged")
+    _print_result(done, options["as_json"], "rotated" if done["changed"] else "unchanged")
 
 
 @webhooks.command("retire")
@@ -106,19 +109,19 @@ def rotate_webhook(source: str, keep: str | None, **options: Any) -> None:
 @click.argument("fingerprint")
 @json_option
 def retire_secret(source: str, fingerprint: str, as_json: bool) -> None:
-    """End a replaced secret of SOURCE now, by its fingerprint."""
+    """Revoke a replaced secret of SOURCE now, by its fingerprint."""
     with client() as api:
         done = api.request("DELETE", f"{_path(source)}/secrets/{quote(fingerprint, safe='')}")
-    _tell(done, as_json, "retired a secret of")
+    _print_result(done, as_json, "retired a secret of")
 
 
 @webhooks.command("delete")
 @click.argument("source")
 @json_option
 def delete_webhook(source: str, as_json: bool) -> None:
-    """Take no more signed requests of SOURCE. Its events stay."""
+    """Delete the webhook of SOURCE: its signed requests are refused. Its events are kept."""
     with client() as api:
-        _tell(api.request("DELETE", _path(source)), as_json, "deleted")
+        _print_result(api.request("DELETE", _path(source)), as_json, "deleted")
 
 
 def _path(source: str) -> str:
@@ -126,7 +129,7 @@ def _path(source: str) -> str:
 
 
 def _given_secret(options: dict[str, Any]) -> str | None:
-    """The secret from a file, standard input or the terminal; never from the command line, which others can see."""
+    """The secret from a file, standard input or the terminal; never from the command line, which others can read."""
     file: str | None = options["secret_file"]
     if file is not None and options["ask"]:
         raise click.UsageError("give --secret-file or --ask, not both")
@@ -144,7 +147,7 @@ def _given_secret(options: dict[str, Any]) -> str | None:
     return text.strip()
 
 
-def _tell(webhook: dict[str, Any], as_json: bool, done: str = "") -> None:
+def _print_result(webhook: dict[str, Any], as_json: bool, done: str = "") -> None:
     if as_json:
         print_json(webhook)
         return
@@ -155,7 +158,7 @@ def _tell(webhook: dict[str, Any], as_json: bool, done: str = "") -> None:
     if done != "deleted":
         click.echo(f"address: /v1/webhooks/{quote(webhook['source'], safe='/')}")
     if webhook.get("secret"):
-        click.echo(f"secret, shown this once: {webhook['secret']}")
+        click.echo(f"secret (shown only once): {webhook['secret']}")
 
 
 def _secret(secret: dict[str, Any]) -> str:

@@ -13,13 +13,13 @@ from tidegate.cli.trigger_files import read_object
 from tidegate.cli.wording import parsed, written_as
 from tidegate.model.units import duration_ms
 
-# What the server decides; a file made from `show --json` may hold it.
+# Set by the server; dropped from a file, so that the output of `show --json` can be sent back.
 READ_ONLY = ("id", "parameters", "version", "created_by", "created_at", "updated_by", "updated_at")
 
 
 @click.group()
 def workflows() -> None:
-    """Look at workflow definitions; create and change those that post their runs to a URL."""
+    """Show workflow definitions; create and update those that post their runs to a URL."""
 
 
 @workflows.command("list")
@@ -42,19 +42,19 @@ def list_workflows(as_json: bool) -> None:
 
 
 def _file_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("-f", "--file", default=None, help="YAML or JSON; - for standard input. Options win over it.")(
-        command
-    )
+    return click.option(
+        "-f", "--file", default=None, help="YAML or JSON file; - for standard input. Options take precedence over it."
+    )(command)
 
 
 def _config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         json_option,
-        click.option("--allow-private", is_flag=True, help="The URL may lead to a private address."),
+        click.option("--allow-private", is_flag=True, help="Allow the URL to resolve to a private address."),
         click.option("--header", "headers", multiple=True, metavar="NAME=VALUE",
-                     help="A header to send; for secrets use -f."),
-        click.option("--timeout", default=None, help="How long one request may take, as in 30s."),
-        click.option("--url", default=None, help="Where runs are posted to."),
+                     help="A header to send; repeatable. Use -f for secrets."),
+        click.option("--timeout", default=None, help="Timeout of one request, e.g. 30s."),
+        click.option("--url", default=None, help="The URL that runs are posted to."),
         _file_option,
     ):  # fmt: skip
         command = option(command)
@@ -69,43 +69,45 @@ def create_workflow(slug: str | None, as_json: bool, **options: Any) -> None:
     given = {"kind": "http"} | _given(**options) | ({} if slug is None else {"slug": slug})
     missing = [name for name in ("slug", "url") if name not in given]
     if missing:
-        raise click.UsageError("say what to create: tidegate workflows create SLUG --url URL, or -f FILE")
+        raise click.UsageError("slug and url are required: tidegate workflows create SLUG --url URL, or -f FILE")
     with client() as api, written_as(_names(options)):
-        made = api.request("POST", "/v1/workflows", given)
-    _tell(made, as_json, "created" if made["changed"] else "unchanged")
+        written = api.request("POST", "/v1/workflows", given)
+    _print_result(written, as_json, "created" if written["changed"] else "unchanged")
 
 
 @workflows.command("update")
 @click.argument("slug")
 @_config_options
 def update_workflow(slug: str, as_json: bool, **options: Any) -> None:
-    """Change where and how a workflow posts its runs; what is not named stays. Headers that are named replace all."""
+    """Update where and how a workflow posts its runs; other fields are kept. Given headers replace the existing."""
     given = _given(**options)
     if given.get("slug", slug) != slug:
-        raise click.UsageError(f"the file is about {given['slug']}, not {slug}; a workflow keeps its name")
+        raise click.UsageError(f"the file is for {given['slug']}, not {slug}; the slug of a workflow cannot change")
     given = {name: value for name, value in given.items() if name not in ("slug", "kind")}
     if not given:
-        raise click.UsageError("say what to change: --url, --timeout, --header, --allow-private, or -f FILE")
+        raise click.UsageError("nothing to change: give --url, --timeout, --header, --allow-private, or -f FILE")
     with client() as api, written_as(_names(options)):
-        made = api.request("PATCH", _path(slug), given)
-    _tell(made, as_json, "changed" if made["changed"] else "unchanged")
+        written = api.request("PATCH", _path(slug), given)
+    _print_result(written, as_json, "changed" if written["changed"] else "unchanged")
 
 
 @workflows.command("rotate")
 @click.argument("slug")
 @_file_option
 @click.option(
-    "--keep", default=None, help="How long the old secret signs too, as in 24h (the default); 0s ends it now."
+    "--keep",
+    default=None,
+    help="How long requests are signed with the old secret too, e.g. 12h (default 24h); 0s ends it now.",
 )
 @json_option
 def rotate_secret(slug: str, file: str | None, keep: str | None, as_json: bool) -> None:
-    """Sign with a new secret, which is printed once; with -f, with the `secret` in a file."""
+    """Rotate the signing secret: to a generated one, which is printed once, or to the `secret` in the file of -f."""
     given = read_object(file) if file is not None else {}
     if keep is not None:
         given["keep_ms"] = parsed(duration_ms, keep, "--keep")
     with client() as api, written_as({} if keep is None else {"keep_ms": "--keep"}):
-        made = api.request("POST", f"{_path(slug)}/rotate", given)
-    _tell(made, as_json, "rotated" if made["changed"] else "unchanged")
+        written = api.request("POST", f"{_path(slug)}/rotate", given)
+    _print_result(written, as_json, "rotated" if written["changed"] else "unchanged")
 
 
 @workflows.command("show")
@@ -115,17 +117,17 @@ def show_workflow(slug: str, as_json: bool) -> None:
     """Show one workflow, without its secrets."""
     with client() as api:
         found = api.request("GET", _path(slug))
-    _tell(found, as_json)
+    _print_result(found, as_json)
 
 
 @workflows.command("delete")
 @click.argument("slug")
 @json_option
 def delete_workflow(slug: str, as_json: bool) -> None:
-    """Delete a workflow that has no triggers and no unfinished runs. Its runs stay on record."""
+    """Delete a workflow that has no triggers and no unfinished runs. Its past runs are kept."""
     with client() as api:
         gone = api.request("DELETE", _path(slug))
-    _tell(gone, as_json, "deleted")
+    _print_result(gone, as_json, "deleted")
 
 
 def _path(slug: str) -> str:
@@ -135,7 +137,7 @@ def _path(slug: str) -> str:
 def _given(
     file: str | None, url: str | None, timeout: str | None, headers: tuple[str, ...], allow_private: bool
 ) -> dict[str, Any]:
-    """The fields in a file and in options, which win over it."""
+    """The fields from the file and the options; the options take precedence."""
     given = read_object(file) if file is not None else {}
     given = {name: value for name, value in given.items() if name not in READ_ONLY}
     if url is not None:
@@ -150,7 +152,7 @@ def _given(
 
 
 def _names(options: dict[str, Any]) -> dict[str, str]:
-    """The options that were given, by the names that the API has for them."""
+    """The API's field names, and the given options that set them."""
     known = {"url": ("url", "--url"), "timeout": ("timeout_ms", "--timeout"), "headers": ("headers", "--header")}
     return {ours: written for option, (ours, written) in known.items() if options[option]}
 
@@ -160,12 +162,12 @@ def _headers(pairs: tuple[str, ...]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
-            raise click.UsageError("--header is written NAME=VALUE")
+            raise click.UsageError("--header takes NAME=VALUE")
         found[name.strip()] = value
     return found
 
 
-def _tell(workflow: dict[str, Any], as_json: bool, done: str = "") -> None:
+def _print_result(workflow: dict[str, Any], as_json: bool, done: str = "") -> None:
     if as_json:
         print_json(workflow)
         return
@@ -174,6 +176,6 @@ def _tell(workflow: dict[str, Any], as_json: bool, done: str = "") -> None:
     words = f"{done} {workflow['slug']}" if done else workflow["slug"]
     click.echo(f"{words} ({workflow['kind']}, v{workflow['version']}){where}")
     if config.get("old_secrets_until"):
-        click.echo(f"an old secret signs too, until {short_time(max(config['old_secrets_until']))}")
+        click.echo(f"requests are signed with an old secret too, until {short_time(max(config['old_secrets_until']))}")
     if workflow.get("secret"):
-        click.echo(f"secret, shown this once: {workflow['secret']}")
+        click.echo(f"secret (shown only once): {workflow['secret']}")

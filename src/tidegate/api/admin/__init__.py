@@ -1,4 +1,4 @@
-"""`/admin`: what operators read and do. One module per resource."""
+"""`/admin`: requests of operators. One module per resource."""
 
 from tidegate.api.admin import (
     audit,

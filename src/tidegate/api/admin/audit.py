@@ -12,9 +12,9 @@ from tidegate.store import audit
 from tidegate.store.audit import AuditEntry
 
 LIST_QUERY = (
-    Query("actor", "string", "only by this actor: a token's name"),
-    Query("action", "string", "only of this kind, as in source.pause"),
-    Query("subject", "string", "only about this: a source, a workflow, or the id of anything else"),
+    Query("actor", "string", "Only changes by this actor: a token's name."),
+    Query("action", "string", "Only this action, e.g. `source.pause`."),
+    Query("subject", "string", "Only changes of this subject: a source, a workflow, or the id of any other resource."),
     *page_query("uuid"),
 )
 
@@ -41,6 +41,6 @@ async def list_audit(request: Request, services: Services) -> AuditPage:
 
 
 ROUTES = (
-    Route("GET", "/admin/audit", list_audit, "Who changed what, newest first", (AuditPage,), scope="read",
-          query=LIST_QUERY, errors=(422,)),
+    Route("GET", "/admin/audit", list_audit, "List the audit log: who changed what, newest first", (AuditPage,),
+          scope="read", query=LIST_QUERY, errors=(422,)),
 )  # fmt: skip

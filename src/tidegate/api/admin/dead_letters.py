@@ -1,4 +1,4 @@
-"""What was given up: look at it, and replay it, one or many at a rate."""
+"""Dead letters: list and show them, replay one, or many at a rate."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from tidegate.store.dead_letters import LETTER_KINDS, LETTER_STATES, DeadLetter,
 DEFAULT_RATE = 10.0
 
 LIST_QUERY = (
-    Query("kind", "string", "only of this kind", LETTER_KINDS),
-    Query("source", "string", "only of this source's events"),
-    Query("trigger_id", "uuid", "only of this trigger's deliveries and runs"),
-    Query("workflow", "string", "only of this workflow's deliveries and runs"),
-    Query("reason", "string", "only with this text in the reason, whatever its case"),
-    Query("since", "date-time", "only given up at this time or later"),
-    Query("until", "date-time", "only given up before this time"),
-    Query("state", "string", "open (nobody has replayed it or is to) unless told", LETTER_STATES),
+    Query("kind", "string", "Only dead letters of this kind.", LETTER_KINDS),
+    Query("source", "string", "Only of this source's events."),
+    Query("trigger_id", "uuid", "Only of this trigger's deliveries and runs."),
+    Query("workflow", "string", "Only of this workflow's deliveries and runs."),
+    Query("reason", "string", "Only with this text in the reason (case-insensitive)."),
+    Query("since", "date-time", "Only dead-lettered at this time or later."),
+    Query("until", "date-time", "Only dead-lettered before this time."),
+    Query(
+        "state",
+        "string",
+        "Only in this state (default `open`: neither replayed nor scheduled for replay).",
+        LETTER_STATES,
+    ),
     *page_query("uuid"),
 )
 
@@ -42,13 +47,13 @@ class DeadLetterPage(msgspec.Struct, frozen=True):
 
 
 class ReplayOne(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`force`: also when it was replayed before."""
+    """`force`: replay it even if it was replayed before."""
 
     force: bool = False
 
 
 class ReplayMany(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which open letters, `rate` of them per second. `dry_run` only counts them."""
+    """Which open dead letters to replay, `rate` of them per second. `dry_run` only counts them."""
 
     kind: LetterKind | None = None
     source: str | None = None
@@ -62,7 +67,7 @@ class ReplayMany(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LetterReplay(msgspec.Struct, frozen=True):
-    """`replayed`: into this event, delivery or run. `scheduled`: its run waits for a free slot of its trigger."""
+    """`replayed`: as the event, delivery or run `replayed_into`. `scheduled`: its run waits for a trigger slot."""
 
     id: uuid.UUID
     kind: LetterKind
@@ -71,7 +76,7 @@ class LetterReplay(msgspec.Struct, frozen=True):
 
 
 class ReplayPlan(msgspec.Struct, frozen=True):
-    """How many letters are to be replayed (or, a preview, would be), and when the first and the last of them."""
+    """How many dead letters will be replayed (in a `preview`: would be), and when the first and the last of them."""
 
     status: Literal["preview", "scheduled"]
     count: int
@@ -81,7 +86,7 @@ class ReplayPlan(msgspec.Struct, frozen=True):
 
 
 class ReplaysStopped(msgspec.Struct, frozen=True):
-    """How many replays were called off."""
+    """How many scheduled replays were cancelled."""
 
     count: int
 
@@ -122,7 +127,9 @@ async def replay_letters(request: Request, services: Services) -> Response:
         if (at := getattr(body, name)) is not None and at.tzinfo is None
     ]
     texts = (body.source, body.workflow, body.reason)
-    wrong += [FieldError("body", "holds the character U+0000")] if any("\x00" in (text or "") for text in texts) else []
+    wrong += (
+        [FieldError("body", "contains the character U+0000")] if any("\x00" in (text or "") for text in texts) else []
+    )
     if wrong:
         raise InvalidInput("the replay is not valid", wrong)
     filters = DeadLetterFilters(*(getattr(body, name) for name in DeadLetterFilters._fields))
@@ -139,16 +146,16 @@ async def stop_replays(request: Request, services: Services) -> ReplaysStopped:
 
 
 ROUTES = (
-    Route("GET", "/admin/dead-letters", list_letters, "What was given up, newest first", (DeadLetterPage,),
+    Route("GET", "/admin/dead-letters", list_letters, "List dead letters, newest first", (DeadLetterPage,),
           scope="read", query=LIST_QUERY, errors=(422,)),
     Route("POST", "/admin/dead-letters/replay", replay_letters,
-          "Replay the open letters that the filters describe, at a rate; or only count them", (ReplayPlan,),
+          "Replay the open dead letters that match the filters, at a rate; or only count them", (ReplayPlan,),
           scope="operate", status=202, also=(200,), body=bodies.schema(ReplayMany), errors=(422,)),
-    Route("POST", "/admin/dead-letters/stop", stop_replays, "Call off the replays whose time has not come",
+    Route("POST", "/admin/dead-letters/stop", stop_replays, "Cancel the scheduled replays that have not started",
           (ReplaysStopped,), scope="operate", errors=(422,)),
-    Route("GET", "/admin/dead-letters/{dead_letter_id}", show_letter, "One dead letter", (DeadLetter,),
+    Route("GET", "/admin/dead-letters/{dead_letter_id}", show_letter, "Show one dead letter", (DeadLetter,),
           scope="read", errors=(404,)),
     Route("POST", "/admin/dead-letters/{dead_letter_id}/replay", replay_letter,
-          "Replay one letter; again only when forced", (LetterReplay,), scope="operate", status=202,
-          body=bodies.schema(ReplayOne), errors=(404, 409, 422)),
+          "Replay one dead letter; one that was replayed before needs `force`", (LetterReplay,), scope="operate",
+          status=202, body=bodies.schema(ReplayOne), errors=(404, 409, 422)),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What was decided of late, about all events."""
+"""The most recent decisions, about all events."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LIST_QUERY = page_query()
 
 
 class DecisionPage(msgspec.Struct, frozen=True):
-    """Decisions, newest first; `next_cursor` is null on the last page. An event that passes its gate and triggers at
-    once leaves none: it has its deliveries and runs."""
+    """Decisions, newest first; `next_cursor` is null on the last page. An event that passes the gate and its triggers
+    at once has none: only its deliveries and runs are recorded."""
 
     decisions: list[RecentDecision]
     next_cursor: str | None
@@ -31,6 +31,6 @@ async def list_decisions(request: Request, services: Services) -> DecisionPage:
 
 
 ROUTES = (
-    Route("GET", "/admin/decisions", list_decisions, "What was decided of late, newest first", (DecisionPage,),
+    Route("GET", "/admin/decisions", list_decisions, "List recent decisions, newest first", (DecisionPage,),
           scope="read", query=LIST_QUERY, errors=(422,)),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The operator's side of the source gate: limits, pauses, breakers."""
+"""Operator requests for sources: limits, pauses, breakers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIST_QUERY = page_query()
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A source with its own limit (null: none), its pause, its breaker, and how many of its events wait."""
+    """A source with its own limit (null: none), its pause, its breaker, and how many of its events are waiting."""
 
     source: str
     limit: int | None
@@ -63,8 +63,8 @@ class LimitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class BreakerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """At least `threshold` failures within `window_ms`, which are at least `ratio` of the outcomes, open the breaker
-    for `pause_ms`. With `runs`, failed runs count, with `non_retryable` also those that ended so."""
+    """The breaker opens for `pause_ms` after at least `threshold` failures within `window_ms` that are at least `ratio`
+    of the outcomes. With `runs`, failed runs count too; with `non_retryable`, also those that raised NonRetryable."""
 
     threshold: int = SOURCE_BREAKER.threshold
     ratio: float = SOURCE_BREAKER.ratio
@@ -75,7 +75,7 @@ class BreakerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Until a time, for a duration, or (neither) until the source is resumed."""
+    """Pause until a time, for a duration, or (with neither) until resumed."""
 
     until: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     duration_ms: int | None = None
@@ -141,7 +141,7 @@ async def resume_source(request: Request, services: Services) -> Source:
 
 
 async def _done(services: Services, changed: SourceRecord) -> Source:
-    """Workers are told to act on the change at once."""
+    """The answer to a change; workers are notified to act on it at once."""
     services.queue.hint("plans")
     services.queue.hint("retries")
     async with services.database.connection() as connection:
@@ -189,16 +189,17 @@ _REFUSALS = (400, 408, 413, 415, 422)
 ROUTES = (
     Route("GET", "/admin/sources", list_sources, "List sources with a limit, a pause, a breaker or waiting events",
           (SourcePage,), scope="read", query=LIST_QUERY, errors=(422,)),
-    Route("PUT", "/admin/sources/{source:path}/limit", set_limit, "Set a source's limit (`*`: the default)", (Source,),
+    Route("PUT", "/admin/sources/{source:path}/limit", set_limit,
+          "Set a source's rate limit (`*`: the default for all others)", (Source,),
           scope="admin", body=bodies.schema(LimitBody), errors=_REFUSALS),
-    Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit, "Remove a source's limit", (Source,),
+    Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit, "Remove a source's rate limit", (Source,),
           scope="admin", errors=_REFUSALS),
-    Route("PUT", "/admin/sources/{source:path}/breaker", set_breaker, "Set the policy of a source's breaker", (Source,),
+    Route("PUT", "/admin/sources/{source:path}/breaker", set_breaker, "Set a source's breaker policy", (Source,),
           scope="admin", body=bodies.schema(BreakerBody), errors=_REFUSALS),
     Route("DELETE", "/admin/sources/{source:path}/breaker", remove_breaker,
-          "Let a source's breaker follow the settings", (Source,), scope="admin", errors=_REFUSALS),
+          "Remove a source's breaker policy: the settings apply again", (Source,), scope="admin", errors=_REFUSALS),
     Route("POST", "/admin/sources/{source:path}/pause", pause_source, "Pause a source", (Source,), scope="operate",
           body=bodies.schema(PauseBody), errors=_REFUSALS),
     Route("POST", "/admin/sources/{source:path}/resume", resume_source,
-          "Lift a source's pause and close its breaker", (Source,), scope="operate", errors=(*_REFUSALS, 404)),
+          "Resume a source: end its pause and close its breaker", (Source,), scope="operate", errors=(*_REFUSALS, 404)),
 )  # fmt: skip

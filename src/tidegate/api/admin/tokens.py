@@ -1,4 +1,4 @@
-"""API tokens: create, list, revoke. The secret is in the answer that creates a token, and nowhere after."""
+"""API tokens: create, list, revoke. The secret is only in the answer that creates a token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIST_QUERY = page_query("uuid")
 
 
 class TokenPage(msgspec.Struct, frozen=True):
-    """Tokens, newest first, revoked ones too; none with its secret. `next_cursor` is null on the last page."""
+    """Tokens, newest first, including revoked ones, without secrets. `next_cursor` is null on the last page."""
 
     tokens: list[Token]
     next_cursor: str | None
@@ -33,9 +33,9 @@ async def list_tokens(request: Request, services: Services) -> TokenPage:
 
 async def create_token(request: Request, services: Services) -> Response:
     given = await bodies.read_json(request)
-    made = await control.create_token(services.database, given, actor=bodies.actor(request))
+    created = await control.create_token(services.database, given, actor=bodies.actor(request))
     services.access.forget()
-    return json_response(made, 201)
+    return json_response(created, 201)
 
 
 async def revoke_token(request: Request, services: Services) -> Token:
@@ -51,7 +51,7 @@ _REFUSALS = (400, 408, 413, 415, 422)
 ROUTES = (
     Route("GET", "/admin/tokens", list_tokens, "List tokens, newest first, without secrets", (TokenPage,),
           scope="admin", query=LIST_QUERY, errors=(422,)),
-    Route("POST", "/admin/tokens", create_token, "Create a token; its secret is shown this once", (NewToken,),
+    Route("POST", "/admin/tokens", create_token, "Create a token; its secret is shown only once", (NewToken,),
           scope="admin", status=201, body=bodies.schema(TokenBody), errors=(*_REFUSALS, 409)),
     Route("DELETE", "/admin/tokens/{token}", revoke_token, "Revoke a token, by its name or id", (Token,),
           scope="admin", errors=(*_REFUSALS, 404)),

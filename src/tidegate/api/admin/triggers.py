@@ -1,4 +1,4 @@
-"""The operator's side of triggers: pause and resume, and every trigger with its state."""
+"""Operator requests for triggers: pause and resume, and every trigger with its state."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ _REFUSALS = (400, 404, 408, 413, 415, 422)
 ROUTES = (
     Route("GET", "/admin/triggers", list_all_triggers, "List all triggers, with pause, breaker and waiting deliveries",
           (TriggerPage,), scope="read", query=LIST_QUERY, errors=(422,)),
-    Route("GET", "/admin/triggers/{trigger_id}", show_any_trigger, "One trigger, whichever workflow it launches",
+    Route("GET", "/admin/triggers/{trigger_id}", show_any_trigger, "Show one trigger of any workflow",
           (TriggerAnswer,), scope="read", errors=(404,)),
     Route("POST", "/admin/triggers/{trigger_id}/pause", pause_trigger, "Pause a trigger", (TriggerAnswer,),
           scope="operate", body=bodies.schema(PauseBody), errors=_REFUSALS),
-    Route("POST", "/admin/triggers/{trigger_id}/resume", resume_trigger, "Lift a trigger's pause and close its breaker",
-          (TriggerAnswer,), scope="operate", errors=_REFUSALS),
+    Route("POST", "/admin/triggers/{trigger_id}/resume", resume_trigger,
+          "Resume a trigger: end its pause and close its breaker", (TriggerAnswer,), scope="operate", errors=_REFUSALS),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Webhooks of sources: set, look at, rotate, delete. A secret that we made is in the answer that made it alone."""
+"""Webhooks of sources: set, show, rotate, delete. A generated secret is only in the answer that generates it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIST_QUERY = page_query()
 
 
 class WebhookPage(msgspec.Struct, frozen=True):
-    """Webhooks, by source; none with its secrets. `next_cursor` is null on the last page."""
+    """Webhooks, by source, without secrets. `next_cursor` is null on the last page."""
 
     webhooks: list[ShownWebhook]
     next_cursor: str | None
@@ -82,14 +82,15 @@ _REFUSALS = (400, 408, 413, 415, 422)
 ROUTES = (
     Route("GET", "/admin/webhooks", list_webhooks, "List webhooks by source, without secrets", (WebhookPage,),
           scope="read", query=LIST_QUERY, errors=(422,)),
-    Route("GET", _ONE, show_webhook, "A source's webhook, without secrets", (ShownWebhook,), scope="read",
+    Route("GET", _ONE, show_webhook, "Show a source's webhook, without secrets", (ShownWebhook,), scope="read",
           errors=(404,)),
-    Route("PUT", _ONE, set_webhook, "Set a source's webhook; a secret that is made is shown this once",
+    Route("PUT", _ONE, set_webhook, "Set a source's webhook; a generated secret is shown only once",
           (WebhookWritten,), scope="admin", body=bodies.schema(WebhookBody), errors=_REFUSALS),
-    Route("POST", f"{_ONE}/rotate", rotate_webhook, "Another secret; the old one holds for a while too",
+    Route("POST", f"{_ONE}/rotate", rotate_webhook, "Rotate the secret; the old one stays valid for a while",
           (WebhookWritten,), scope="admin", body=bodies.schema(WebhookRotation), errors=(*_REFUSALS, 404)),
-    Route("DELETE", f"{_ONE}/secrets/{{fingerprint}}", retire_webhook_secret, "End a replaced secret now",
+    Route("DELETE", f"{_ONE}/secrets/{{fingerprint}}", retire_webhook_secret, "Revoke a replaced secret now",
           (WebhookWritten,), scope="admin", errors=(*_REFUSALS, 404, 409)),
-    Route("DELETE", _ONE, delete_webhook, "Take no more signed requests for a source", (ShownWebhook,), scope="admin",
+    Route("DELETE", _ONE, delete_webhook,
+          "Delete a source's webhook: its signed requests are refused from now on", (ShownWebhook,), scope="admin",
           errors=(*_REFUSALS, 404)),
 )  # fmt: skip

@@ -1,7 +1,7 @@
-// The console: reads the API every two seconds and draws what it says. Whatever an event carries is untrusted:
-// it reaches the page as text only, and every link is a fragment made here.
+// The console: polls the API every two seconds and renders the answers. Event data is untrusted: it reaches the page
+// as text only, and every link is a fragment built here.
 const [POLL_MS, TIMEOUT_MS] = [2000, 10_000];
-const SIZES = [10, 50, 200, 500]; // rows of a list, one "Show …" after the other; the API gives at most 500
+const SIZES = [10, 50, 200, 500]; // rows shown, increased by each click on "Show …"; the API returns at most 500
 const COMMAND = `tidegate publish order.created --source shop.api --data '{"id": 7, "amount": 120}'`;
 const TONES = {
   good: ["succeeded", "launched", "ok"],
@@ -21,13 +21,13 @@ function el(tag, attributes, ...children) {
 
 // Reading
 
-class Refused extends Error {} // the server answered, but not with what was asked for
+class Refused extends Error {} // the server answered with an error
 
-// Numbers that a double cannot hold keep the digits they were sent with, where the browser can do that.
+// Numbers that a double cannot represent keep their digits as sent, where the browser supports it.
 const exactly = (_, value, context) =>
   typeof value === "number" && JSON.rawJSON && String(value) !== context.source ? JSON.rawJSON(context.source) : value;
 
-// A token lives as long as the tab; no cookie, so that no other site's page can use it.
+// The token is kept for the lifetime of the tab; not in a cookie, so that pages of other sites cannot use it.
 const token = () => sessionStorage.getItem("tidegate-token");
 
 async function get(path) {
@@ -44,7 +44,7 @@ async function get(path) {
 
 // Values as text
 
-// Control and direction-changing characters are spelled out, so that text looks like what it is.
+// Control and bidirectional characters are escaped, so that text cannot disguise itself.
 const visible = (text) =>
   text.replace(/[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, (character) =>
     "\\u" + character.charCodeAt(0).toString(16).padStart(4, "0"));
@@ -123,7 +123,7 @@ const isFiltered = (...lists) => lists.some((list) => filters(list).length > 0);
 const limit = (list) => Math.max(50, list.size);
 const load = (list) => get(`/v1/${list.name}?${new URLSearchParams([...filters(list), ["limit", limit(list)]])}`);
 
-// Rows that did not change stay as they are, so that focus and selection survive.
+// Unchanged rows are not redrawn, so that focus and selection survive.
 function drawList(list, page) {
   list.items = page[list.name];
   list.hasMore = page.next_cursor !== null;
@@ -152,8 +152,8 @@ function drawList(list, page) {
   more.textContent = list.hasMore || list.items.length > next ? `Show ${next}` : `Show all ${list.items.length}`;
 }
 
-// Of everything, as health counts it; of what is filtered (or where health is not for this token), what a page shows of it:
-// 50+ says that there are more, and how many of a cut page have a status would say nothing.
+// Totals from health; with a filter (or where the token may not read all of health), counts of the page that is shown:
+// 50+ means that there are more. Counts by status are left out for an incomplete page, where they would mislead.
 function drawCounts(health) {
   if (!runs.items || !events.items) return;
   const count = (number, word, name) => el("span", { class: name }, el("b", {}, String(number)), ` ${word}`);
@@ -171,16 +171,16 @@ function drawCounts(health) {
   if (isFiltered(runs, events)) parts.push(el("i", {}, "as filtered"));
   $("#counts").replaceChildren(...parts);
   $("#counts").title = isOfAll
-    ? "Events received and runs launched since the beginning; runs that wait and that are running now"
+    ? "Events received and runs launched in total; runs that are waiting and running now"
     : `In the newest ${limit(runs)} runs and ${limit(events)} events`;
   const isEmpty = !isFiltered(runs, events) && !runs.items.length && !events.items.length;
   runs.section.hidden = events.section.hidden = isEmpty;
   $("#welcome").hidden = !isEmpty;
 }
 
-// What is wrong, since when, what to do, and where to read on; nothing is shown while nothing is
+// Problems: what, since when, what to do, and the runbook; hidden while there are none
 
-function drawCauses({ causes, warnings = [], dead_letters: letters = { total: 0 } }) { // a token for some sources is told less
+function drawCauses({ causes, warnings = [], dead_letters: letters = { total: 0 } }) { // a token bound to sources gets fewer fields
   const section = $("#causes");
   section.hidden = !causes.length && !warnings.length && !letters.total;
   const page = (where) => (/^https?:/.test(where) ? el("a", { href: where, rel: "noreferrer" }, "runbook") : code(visible(where)));
@@ -192,11 +192,11 @@ function drawCauses({ causes, warnings = [], dead_letters: letters = { total: 0 
   const fresh = el("ul", {}, ...lines);
   if (!$("ul", section).isEqualNode(fresh) && !section.contains(document.activeElement)) $("ul", section).replaceWith(fresh);
   $("#letters").textContent = letters.total
-    ? `dead letters: ${letters.total} (${letters.last_24h} of the last 24 h); tidegate dlq list shows them`
+    ? `dead letters: ${letters.total} (${letters.last_24h} in the last 24 h); list them with tidegate dlq list`
     : "";
 }
 
-// What waits, and which sources and triggers are paused; nothing is shown while nothing waits
+// Held work, and paused sources and triggers; hidden while there is none
 
 function eta(seconds) {
   if (seconds === null) return "when resumed";
@@ -205,10 +205,10 @@ function eta(seconds) {
   return minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-// Nobody can say when: a person, the end of a run, or the trial run of a breaker decides.
+// The time is unknown: it depends on an operator, the end of a run, or the trial run of a breaker.
 const OPEN_ENDED = { concurrency: "next slot", breaker_open: "after trial" };
 
-const MAX_GATES = 10; // pauses and breakers that are named; the rest is counted
+const MAX_GATES = 10; // pauses and breakers listed by name; the rest is counted
 
 function drawHeld(retries, health) {
   const until = (gate, otherwise) => (gate.until ? `until ${time(gate.until).textContent}` : otherwise);
@@ -223,9 +223,9 @@ function drawHeld(retries, health) {
     .reduce((sum, name) => sum + health[`${name}_total`], 0) - named.length;
   if (others > 0) named.push(`and ${others} more`);
   const waiting = health.retries.events.total + health.retries.deliveries.total;
-  const goesOn = (retry) => retry.eta_seconds !== null ? time(retry.next_attempt_at) : OPEN_ENDED[retry.reason] ?? "when resumed";
+  const nextAttempt = (retry) => retry.eta_seconds !== null ? time(retry.next_attempt_at) : OPEN_ENDED[retry.reason] ?? "when resumed";
   const rows = retries.map((retry) => el("tr", {},
-    cell("c-time", link("event", retry.event_id, goesOn(retry))),
+    cell("c-time", link("event", retry.event_id, nextAttempt(retry))),
     cell("c-name", visible(retry.workflow ? `${retry.type} → ${retry.workflow}/${retry.trigger}` : retry.type)),
     cell("c-source", visible(retry.source)),
     cell("c-status", pill(visible(retry.reason ?? "unknown"))),
@@ -246,7 +246,7 @@ function suggest(into, values) {
   into.append(...fresh.map((value) => el("option", { value }, value)));
 }
 
-// The panel shows what the fragment names: #event=<id> or #run=<id>
+// The panel shows what the URL's fragment names: #event=<id> or #run=<id>
 
 const part = (title, ...children) => el("section", {}, el("h3", {}, title), ...children);
 const block = (text, name) => el("pre", { class: name, tabindex: "0" }, code(text));
@@ -264,7 +264,7 @@ async function eventPanel(given) {
     line.reason && el("p", {}, visible(line.reason))));
   return [event.type, [
     el("p", { class: "summary" }, visible(story.summary.replace(/^no_trigger: /, ""))),
-    part("Story", el("ol", { class: "story" }, ...lines)),
+    part("Decisions", el("ol", { class: "story" }, ...lines)),
     part("Payload", block(json(event.payload, 2))),
     Object.keys(event.metadata).length > 0 && part("Metadata", block(json(event.metadata, 2))),
     part("Details", facts([
@@ -296,18 +296,18 @@ async function runPanel(given) {
 }
 
 const panel = $("#panel");
-let opener = null; // what had the focus before the panel opened
+let opener = null; // the element that had the focus before the panel opened
 
 async function drawPanel() {
   const asked = location.hash;
   const [, kind, given] = /^#(event|run)=(.+)$/.exec(asked) ?? [];
   const isShown = panel.dataset.shows === asked;
-  let current = asked; // the fragment of its row, which has our id where the asked one may have the producer's
+  let current = asked; // the fragment of its row: with Tidegate's id, where the URL may have the producer's
   if (kind) {
     const draw = async () => (kind === "run" ? runPanel : eventPanel)(decodeURIComponent(given));
     const sorry = (error) => [given, [el("p", { class: "error" }, visible(error.message))]];
     const [title, content, id] = await draw().catch((error) => (isShown && !(error instanceof Refused) ? [] : sorry(error)));
-    if (asked !== location.hash || !content) return; // another one is wanted by now, or what is shown is still the best
+    if (asked !== location.hash || !content) return; // another panel was opened meanwhile, or the last answer stays on show
     const fresh = el("div", { id: "panel-body" }, ...content);
     if (!$("#panel-body").isEqualNode(fresh)) $("#panel-body").replaceWith(fresh);
     $("#panel-title").textContent = visible(title);
@@ -330,7 +330,7 @@ function close() {
 
 // Polling
 
-let [timer, generation, lostAt] = [0, 0, null]; // an answer asked for in an older generation is worthless
+let [timer, generation, lostAt] = [0, 0, null]; // answers to requests of an older generation are discarded
 
 function schedule(ms) {
   generation++;
@@ -361,7 +361,7 @@ async function tick() {
   }
 }
 
-// Without a token that holds there is nothing to show but the question for one.
+// Without a valid token only the sign-in form is shown.
 function drawLogin(isLocked, why) {
   $("#main").hidden = isLocked;
   $("#login-why").textContent = isLocked && token() ? visible(why) : "";
@@ -374,9 +374,9 @@ function drawHealth(unready, health, failure) {
   drawLogin(Boolean(failure?.isLocked), failure?.message);
   const isLost = Boolean(failure) && !(failure instanceof Refused);
   lostAt = isLost ? (lostAt ?? new Date().toISOString()) : null;
-  const lost = () => `No answer from ${location.origin} since ${time(lostAt).textContent}; trying again every two seconds.`;
-  const text = isLost ? `${lost()} What you see is its last answer.` : failure?.isLocked ? "" : visible(failure?.message ?? "");
-  if ($("#banner").textContent !== text) $("#banner").textContent = text; // said once by a screen reader, not every time
+  const lost = () => `No answer from ${location.origin} since ${time(lostAt).textContent}; retrying every two seconds.`;
+  const text = isLost ? `${lost()} The page shows its last answer.` : failure?.isLocked ? "" : visible(failure?.message ?? "");
+  if ($("#banner").textContent !== text) $("#banner").textContent = text; // set only when it changes, so that a screen reader announces it once
   $("#banner").hidden = !text;
   document.body.classList.toggle("stale", Boolean(text));
   $("#dot").className = `dot ${unready ? "bad" : health ? tone(health.status) : "good"}`;

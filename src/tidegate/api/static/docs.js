@@ -43,7 +43,7 @@ const fields = (heading, schema) =>
   table(heading, Object.entries(schema.properties).map(([name, field]) =>
     [el("code", {}, name), type(field), remarks(field, schema.required?.includes(name))]));
 
-// The body's forms; an object that is written out in place is shown once, field by field.
+// The body's media types; an inline object schema is shown field by field.
 function requestBody(content) {
   const forms = Object.entries(content).map(([media, { schema }]) => [el("code", {}, media), type(schema)]);
   const shapes = Object.values(content).flatMap(({ schema }) => schema.oneOf ?? [schema]).filter((shape) => shape.properties);
@@ -60,7 +60,7 @@ function operation(method, given) {
   const scopes = (given.security ?? []).flatMap((entry) => Object.values(entry).flat());
   return el("div", { class: "operation" },
     el("p", {}, el("span", { class: `pill ${TONES[method] ?? "calm"}` }, method.toUpperCase()), el("b", {}, given.summary)),
-    el("p", {}, scopes.length ? `needs a token with the scope ${scopes.join(", ")}` : "needs no token"),
+    el("p", {}, scopes.length ? `Requires a token with the scope ${scopes.join(", ")}.` : "No token required."),
     parameters.length && table("Parameters", parameters),
     ...(given.requestBody ? requestBody(given.requestBody.content) : []),
     table("Responses", answers));
@@ -89,6 +89,6 @@ try {
   }
   if (location.hash) $(location.hash.slice(1))?.scrollIntoView();
 } catch (error) {
-  $("banner").textContent = `The description of the API could not be read: ${error.message}`;
+  $("banner").textContent = `The API description could not be loaded: ${error.message}`;
   $("banner").hidden = false;
 }

@@ -1,4 +1,4 @@
-"""CloudEvents 1.0 over HTTP, in binary, structured and batch mode, as our events.
+"""Converts CloudEvents 1.0 over HTTP (binary, structured and batch mode) to Tidegate events.
 
 `data` that is an object is the payload; another JSON value becomes `{"data": value}`, bytes `{"data_base64": "…"}`.
 `datacontenttype`, `dataschema`, `subject` and extension attributes are kept in `metadata`.
@@ -18,15 +18,15 @@ _OWN = {"id", "source", "type", "time", "specversion", "data", "data_base64", "c
 
 
 def from_structured(raw: Any, prefix: str, errors: list[FieldError]) -> tuple[Any, str | None]:
-    """An event in structured mode as the fields of one of ours, and its `traceparent`."""
+    """An event in structured mode as the fields of a Tidegate event, and its `traceparent`."""
     if not isinstance(raw, dict):
         return raw, None
-    raw = {name: value for name, value in raw.items() if value is not None}  # null means that it is not set
+    raw = {name: value for name, value in raw.items() if value is not None}  # null means: not set
     if raw.get("specversion") != "1.0":
         errors.append(FieldError(f"{prefix}specversion", "must be 1.0"))
     payload: Any
     if "data_base64" in raw and "data" in raw:
-        errors.append(FieldError(f"{prefix}data_base64", "goes without data: an event has one of them"))
+        errors.append(FieldError(f"{prefix}data_base64", "cannot be combined with data: send one of them"))
         payload = {}
     elif "data_base64" in raw:
         payload = _from_base64(raw["data_base64"], f"{prefix}data_base64", errors)
@@ -36,7 +36,7 @@ def from_structured(raw: Any, prefix: str, errors: list[FieldError]) -> tuple[An
 
 
 def from_binary(headers: dict[str, str], payload: Any, errors: list[FieldError]) -> tuple[dict[str, Any], str | None]:
-    """An event in binary mode (`ce-*` headers, the data as the body) as the fields of one of ours."""
+    """An event in binary mode (`ce-*` headers, the data as the body) as the fields of a Tidegate event."""
     attributes = {
         name[3:]: _unescaped(value, name, errors) for name, value in headers.items() if name.startswith("ce-")
     }
@@ -46,19 +46,19 @@ def from_binary(headers: dict[str, str], payload: Any, errors: list[FieldError])
 
 
 def is_json(media: str) -> bool:
-    """Whether a media type says that the data is JSON: `*/json` or `*/*+json`."""
+    """Whether a media type means JSON: `*/json` or `*/*+json`."""
     return media.endswith(("/json", "+json"))
 
 
 def binary_payload(body: bytes) -> dict[str, Any]:
-    """A body that is not JSON."""
+    """The payload for a body that is not JSON."""
     return {"data_base64": base64.b64encode(body).decode()} if body else {}
 
 
 def _fields(attributes: dict[str, Any], payload: Any) -> dict[str, Any]:
     metadata = {name: value for name, value in attributes.items() if name not in _OWN}
     return {
-        # An absent id is the producer's mistake (CloudEvents requires it): an empty one is refused by name.
+        # CloudEvents requires an id: a missing one becomes empty, which is refused with an error that names the field.
         "id": attributes.get("id", ""),
         "source": attributes.get("source"),
         "type": attributes.get("type"),
@@ -85,13 +85,13 @@ def _from_base64(text: Any, field: str, errors: list[FieldError]) -> dict[str, A
 
 
 def _unescaped(value: str, header: str, errors: list[FieldError]) -> str:
-    """An attribute as it was before it became a header: without its quotes, percent-decoded once, in UTF-8."""
+    """An attribute decoded from its header: unquoted, percent-decoded once, UTF-8."""
     if len(value) > 1 and value[0] == value[-1] == '"':
         value = re.sub(r"\\(.)", r"\1", value[1:-1])
     try:
         return unquote_to_bytes(value.encode("latin-1")).decode()
     except UnicodeDecodeError:
-        errors.append(FieldError(header, "is not UTF-8, as it is or percent-encoded"))
+        errors.append(FieldError(header, "is not valid UTF-8, neither as sent nor percent-decoded"))
         return ""
 
 

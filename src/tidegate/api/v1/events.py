@@ -17,11 +17,11 @@ from tidegate.store import events
 from tidegate.store.events import ReceiptPlace
 
 LIST_QUERY = (
-    Query("type", "string", "only events of this type"),
-    Query("source", "string", "only events of this source"),
-    Query("correlation_id", "string", "only events with this correlation id"),
-    Query("from", "date-time", "received at or after"),
-    Query("to", "date-time", "received before"),
+    Query("type", "string", "Only events of this type."),
+    Query("source", "string", "Only events of this source."),
+    Query("correlation_id", "string", "Only events with this correlation id."),
+    Query("from", "date-time", "Only events received at or after this time."),
+    Query("to", "date-time", "Only events received before this time."),
     *page_query(),
 )
 _EPOCH, _US = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
@@ -65,10 +65,10 @@ async def explain_event(request: Request, services: Services) -> Explanation:
 ROUTES = (
     Route("GET", "/v1/events", list_events, "List events, newest first", (EventPage,),
           scope="read", query=LIST_QUERY, errors=(422,)),
-    Route("GET", "/v1/events/{id:path}/explain", explain_event, "Every decision about an event", (Explanation,),
+    Route("GET", "/v1/events/{id:path}/explain", explain_event,
+          "Explain an event: every decision about it, in order", (Explanation,), scope="read", errors=(404, 409)),
+    Route("GET", "/v1/events/{id:path}", show_event, "Show one event, by its id or the producer's id", (Event,),
           scope="read", errors=(404, 409)),
-    Route("GET", "/v1/events/{id:path}", show_event, "One event, by our id or the producer's", (Event,), scope="read",
-          errors=(404, 409)),
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`POST /v1/events`, the hot path, without the framework: 202 only after the commit."""
+"""`POST /v1/events`, the hot path, which bypasses the framework. The answer is 202 only after the commit."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ BODY_SECONDS = 10
 CE_STRUCTURED = "application/cloudevents+json"
 CE_BATCH = "application/cloudevents-batch+json"
 RawHeaders = Sequence[tuple[bytes, bytes]]
-# Gives the body of a request, once its headers are known.
+# Reads the body of a request, given its headers.
 Read = Callable[[dict[str, str], AdmittedRequest], Awaitable[bytes]]
-# Made once: it is given when there is no time to lose.
+# Built once: under overload it must cost next to nothing.
 OVERLOADED = problems.response(admission.overloaded())
 
 
 class AcceptedBatch(msgspec.Struct, frozen=True):
-    """The answer to a batch, in its order."""
+    """The answer to a batch: one entry per event, in the same order."""
 
     events: list[Accepted]
 
 
 async def handle(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
-    """Answer one publish request; the status sent."""
+    """Answer one publish request; returns the status."""
     if services.admission.is_full:
         await OVERLOADED(scope, receive, send)
         return OVERLOADED.status_code
@@ -50,7 +50,7 @@ async def handle(services: Services, scope: Scope, receive: Receive, send: Send)
 
 
 async def answer(services: Services, scope: Scope, receive: Receive) -> Response:
-    """Publish what the request holds."""
+    """Publish the events in the request, reading its body as it arrives."""
     limit = services.settings.max_body_bytes
 
     def read(headers: dict[str, str], admitted: AdmittedRequest) -> Awaitable[bytes]:
@@ -62,7 +62,7 @@ async def answer(services: Services, scope: Scope, receive: Receive) -> Response
 
 
 async def answer_whole(services: Services, raw_headers: RawHeaders, body: bytes, peer: str | None) -> bytes | Response:
-    """The same for a request of which all has come: the body of the answer 202, or another answer."""
+    """The same for a request that has arrived completely: returns the body of the answer 202, or another answer."""
     if services.admission.is_full:
         return OVERLOADED
 
@@ -108,12 +108,12 @@ async def _answer(
 
 
 def has_several_traces(raw_headers: RawHeaders) -> bool:
-    """Whether it cannot be told which trace is to be continued: then none is, as W3C's Trace Context asks."""
+    """Whether there are several `traceparent` headers: then no trace is continued, as W3C Trace Context requires."""
     return sum(name == b"traceparent" for name, _ in raw_headers) > 1
 
 
 def _continued(traced: traces.Request, header: str | None, events: list[NewEvent]) -> list[NewEvent]:
-    """The events as parts of the request's trace; those that brought a trace of their own stay in it."""
+    """The events as part of the request's trace; events that carry a trace of their own stay in it."""
     given = {event.traceparent: None for event in events if event.traceparent is not None}  # in order, each once
     parent = header if trace_id(header) else next(iter(given)) if len(given) == 1 else None
     span = traced.begin(parent, [one for one in given if trace_id(one) != trace_id(parent)])
@@ -126,16 +126,18 @@ def _continued(traced: traces.Request, header: str | None, events: list[NewEvent
 
 
 def _check_sources(principal: Principal, events: list[NewEvent], is_batch: bool) -> None:
-    """Forbidden names the events of sources that the token is not for; with them the whole batch is refused."""
+    """Forbidden names the events whose source the token may not use; one such event refuses the whole batch."""
     wrong = [i for i, event in enumerate(events) if not principal.may_use(event.source)]
     if wrong:
         message = f"the token {principal.name} may not publish for this source"
         errors = [FieldError(f"[{i}].source" if is_batch else "source", message) for i in wrong[:100]]
-        raise Forbidden(f"this needs the scope publish for the source {events[wrong[0]].source}", "publish", errors)
+        raise Forbidden(
+            f"the token needs the scope publish for the source {events[wrong[0]].source}", "publish", errors
+        )
 
 
 async def read_body(receive: Receive, headers: dict[str, str], limit: int, admitted: AdmittedRequest) -> bytes:
-    """The body, counted while it comes in, so that no sender can make us hold more than the limit, nor all together."""
+    """The body, counted as it arrives: neither one client nor all together can make the server exceed the limits."""
     length = headers.get("content-length", "")
     check_head(headers, limit, int(length) if length.isdigit() else 0)
     parts, size = [], 0
@@ -144,7 +146,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int, admit
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Problem(400, "the client went away before the body was complete")
+                    raise Problem(400, "the client disconnected before the body was complete")
                 part = message.get("body", b"")
                 size += len(part)
                 if size > limit:
@@ -159,7 +161,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int, admit
 
 
 def check_head(headers: dict[str, str], limit: int, length: int) -> None:
-    """Refuse a body that is compressed, or too long, before any of it is looked at."""
+    """Refuse a body that is compressed or too large, before any of it is parsed."""
     if headers.get("content-encoding", "identity") != "identity":
         raise Problem(415, "compressed bodies are not accepted; send without Content-Encoding")
     if length > limit:
@@ -167,7 +169,9 @@ def check_head(headers: dict[str, str], limit: int, length: int) -> None:
 
 
 def _too_large(limit: int) -> Problem:
-    return Problem(413, f"the body is larger than {limit} bytes", [FieldError("body", f"at most {limit} bytes")])
+    return Problem(
+        413, f"the body is larger than {limit} bytes", [FieldError("body", f"must be at most {limit} bytes")]
+    )
 
 
 def _parse(services: Services, headers: dict[str, str], body: bytes) -> tuple[list[NewEvent], bool]:
@@ -196,10 +200,10 @@ def _parse(services: Services, headers: dict[str, str], body: bytes) -> tuple[li
     else:
         raise Problem(
             415,
-            f"the content type {media[:60]!r} is not taken; send application/json (curl --json does), "
+            f"the content type {media[:60]!r} is not supported; send application/json (curl --json does), "
             f"{CE_STRUCTURED}, {CE_BATCH}, or CloudEvents in binary mode",
         )
-    if given or media != CE_BATCH:  # where CloudEvents allows for none
+    if given or media != CE_BATCH:  # CloudEvents allows an empty batch
         _refuse_sizes(given, services.settings.max_batch_events)
     header_trace = headers.get("traceparent")
     correlation = trace_id(header_trace) or headers.get("x-request-id")
@@ -239,13 +243,13 @@ def _checked(
         if len(errors) >= 100:
             break
     if errors:
-        what = "the batch was refused as a whole" if is_batch else "the event is not valid"
+        what = "the batch is not valid; none of its events was stored" if is_batch else "the event is not valid"
         raise InvalidInput(what, errors)
     return events
 
 
 def _data(media: str, body: bytes) -> Any:
-    """The data of an event in binary mode. Without a content type it is JSON if it can be read as such, else bytes."""
+    """The data of an event in binary mode. Without a content type it is JSON if it parses as JSON, otherwise bytes."""
     if not body:
         return {}
     if cloudevents.is_json(media):
@@ -260,9 +264,9 @@ def _data(media: str, body: bytes) -> Any:
 
 def _refuse_sizes(given: list[Any], max_events: int) -> None:
     if not given:
-        raise InvalidInput("the batch is empty", [FieldError("events", "at least one is needed")])
+        raise InvalidInput("the batch is empty", [FieldError("events", "must hold at least one event")])
     if len(given) > max_events:
-        message = f"holds {len(given)} events; at most {max_events} are taken at once"
+        message = f"holds {len(given)} events; the maximum is {max_events}"
         raise InvalidInput("the batch is too large", [FieldError("events", message, too_large=True)])
 
 
@@ -278,12 +282,12 @@ def _json(body: bytes) -> Any:
 
 def _list(raw: Any) -> list[Any]:
     if not isinstance(raw, list):
-        raise InvalidInput("the batch is not valid", [FieldError("body", "a batch is an array of events")])
+        raise InvalidInput("the batch is not valid", [FieldError("body", "must be an array of events")])
     return raw
 
 
 async def _post_events(request: Request, services: Services) -> Response:
-    """Reached only under another server than ours, which passes such requests to `handle` directly."""
+    """Reached only under another ASGI setup: ours passes such requests to `handle` directly."""
     return await answer(services, request.scope, request.receive)
 
 
@@ -292,7 +296,7 @@ ROUTES = (
         "POST",
         "/v1/events",
         _post_events,
-        "Publish one event or a batch; answered after the commit",
+        "Publish one event or a batch; the answer comes after the commit",
         (Accepted, AcceptedBatch),
         scope="publish",
         status=202,

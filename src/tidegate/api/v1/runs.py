@@ -18,9 +18,9 @@ from tidegate.model.run import RUN_STATUSES, Run, Step
 from tidegate.store import runs, steps
 
 LIST_QUERY = (
-    Query("workflow", "string", "only runs of this workflow"),
-    Query("status", "string", "only runs in this status", RUN_STATUSES),
-    Query("event_id", "uuid", "only runs that this event launched"),
+    Query("workflow", "string", "Only runs of this workflow."),
+    Query("status", "string", "Only runs in this status.", RUN_STATUSES),
+    Query("event_id", "uuid", "Only runs that this event launched."),
     *page_query("uuid"),
 )
 
@@ -63,7 +63,7 @@ async def show_run(request: Request, services: Services) -> RunDetail:
 
 
 class RunCancelled(msgspec.Struct, frozen=True):
-    """`cancelled`: it waited, and has ended. `cancelling`: it is running, and stops at its next step."""
+    """`cancelled`: the run was waiting and has ended. `cancelling`: it is running, and stops at its next step."""
 
     id: uuid.UUID
     status: Literal["cancelled", "cancelling"]
@@ -88,12 +88,14 @@ ROUTES = (
         query=LIST_QUERY,
         errors=(422,),
     ),
-    Route("GET", "/v1/runs/{run_id}", show_run, "One run with its steps", (RunDetail,), scope="read", errors=(404,)),
+    Route(
+        "GET", "/v1/runs/{run_id}", show_run, "Show one run with its steps", (RunDetail,), scope="read", errors=(404,)
+    ),
     Route(
         "POST",
         "/v1/runs/{run_id}/cancel",
         cancel_run,
-        "Cancel a run: at once, or (202) at its next step",
+        "Cancel a run: a waiting one at once, a running one (202) at its next step",
         (RunCancelled,),
         scope="operate",
         also=(202,),

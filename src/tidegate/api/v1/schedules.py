@@ -29,6 +29,6 @@ async def list_schedules(request: Request, services: Services) -> SchedulePage:
 
 
 ROUTES = (
-    Route("GET", "/v1/schedules", list_schedules, "List schedules with their next ticks", (SchedulePage,), scope="read",
-          query=LIST_QUERY, errors=(422,)),
+    Route("GET", "/v1/schedules", list_schedules, "List schedules with their last and next ticks", (SchedulePage,),
+          scope="read", query=LIST_QUERY, errors=(422,)),
 )  # fmt: skip

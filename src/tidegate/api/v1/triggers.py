@@ -1,4 +1,4 @@
-"""A workflow's triggers: list, create, show, change, delete, try out; their versions and deliveries."""
+"""A workflow's triggers: list, create, show, update, delete, test; their versions and deliveries."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ MAX_SAMPLE_BYTES = 1024 * 1024
 
 LIST_QUERY = page_query("uuid")
 DELIVERIES_QUERY = (
-    Query("status", "string", "only deliveries in this status", DELIVERY_STATUSES),
+    Query("status", "string", "Only deliveries in this status.", DELIVERY_STATUSES),
     *page_query("uuid"),
 )
 VERSIONS_QUERY = page_query()
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """A trigger's pause and breaker, and how many of its deliveries wait."""
+    """A trigger's pause and breaker, and how many of its deliveries are waiting."""
 
     paused: bool
     paused_at: datetime | None
@@ -61,7 +61,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A trigger: what launches its workflow, when, and how often."""
+    """A trigger: which events launch its workflow, and its limits."""
 
     id: uuid.UUID
     workflow: str
@@ -89,14 +89,15 @@ class TriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriggerPage(msgspec.Struct, frozen=True):
-    """Triggers: of one workflow oldest first, of all by workflow and name. `next_cursor` is null on the last page."""
+    """Triggers: those of one workflow oldest first, all of them by workflow and name. `next_cursor` is null on the last
+    page."""
 
     triggers: list[TriggerAnswer]
     next_cursor: str | None
 
 
 class TriggerDeleted(msgspec.Struct, frozen=True):
-    """A trigger that is gone, and how many waiting deliveries were cancelled with it."""
+    """The deleted trigger, and how many waiting deliveries were cancelled with it."""
 
     id: uuid.UUID
     workflow: str
@@ -105,7 +106,7 @@ class TriggerDeleted(msgspec.Struct, frozen=True):
 
 
 class TestBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A sample event as it would be published, or the id (ours or the producer's) of a stored one."""
+    """A sample event as it would be published, or the id (Tidegate's or the producer's) of a stored event."""
 
     event: Any = msgspec.UNSET
     event_id: str | None = None
@@ -136,10 +137,10 @@ async def list_triggers(request: Request, services: Services) -> TriggerPage:
 
 async def create_trigger(request: Request, services: Services) -> Response:
     given = await bodies.read_json(request)
-    made = await control.create_trigger(
+    created = await control.create_trigger(
         services.database, request.path_params["slug"], given, actor=bodies.actor(request)
     )
-    return json_response(await changed(services, made), 201)
+    return json_response(await changed(services, created), 201)
 
 
 async def show_trigger(request: Request, services: Services) -> TriggerAnswer:
@@ -176,7 +177,7 @@ async def test_trigger(request: Request, services: Services) -> Trial:
     async with services.database.connection() as connection:
         trigger = await _found(connection, request)
         definition = await triggers.get_definition(connection, trigger.workflow)
-        if definition is None:  # both were deleted since the line above
+        if definition is None:  # both were deleted after the line above
             raise NotFound(f"no workflow {trigger.workflow!r}")
         if given.event_id is not None:
             event = await find_event(connection, given.event_id)
@@ -215,7 +216,7 @@ async def list_versions(request: Request, services: Services) -> VersionPage:
 
 
 async def answers(connection: Connection, found: list[Trigger]) -> list[TriggerAnswer]:
-    """Triggers with their state."""
+    """Triggers with their current state, as answers."""
     states = await triggers.states(connection, [trigger.id for trigger in found])
     now = await locks.now(connection)
     shared = [name for name in TriggerAnswer.__struct_fields__ if name != "state"]
@@ -225,14 +226,14 @@ async def answers(connection: Connection, found: list[Trigger]) -> list[TriggerA
 
 
 async def changed(services: Services, trigger: Trigger) -> TriggerAnswer:
-    """The answer to a change; workers are told to act on it at once."""
+    """The answer to a change; workers are notified to act on it at once."""
     hint(services)
     async with services.database.connection() as connection:
         return (await answers(connection, [trigger]))[0]
 
 
 def hint(services: Services) -> None:
-    """Waiting deliveries may go on or need new slots."""
+    """Notify workers: waiting deliveries may be launched now, or need new slots."""
     services.queue.hint("plans")
     services.queue.hint("deliveries")
 
@@ -263,21 +264,22 @@ _ONE = f"{_ALL}/{{trigger_id}}"
 _REFUSALS = (400, 404, 408, 413, 415, 422)
 
 ROUTES = (
-    Route("GET", _ALL, list_triggers, "A workflow's triggers", (TriggerPage,), scope="read", query=LIST_QUERY,
+    Route("GET", _ALL, list_triggers, "List a workflow's triggers", (TriggerPage,), scope="read", query=LIST_QUERY,
           errors=(404, 422)),
     Route("POST", _ALL, create_trigger, "Create a trigger", (TriggerAnswer,), scope="admin", status=201,
           body=bodies.schema(TriggerBody, ("name", "event_type")), errors=(*_REFUSALS, 409)),
-    Route("GET", _ONE, show_trigger, "One trigger", (TriggerAnswer,), scope="read", errors=(404,)),
-    Route("PATCH", _ONE, update_trigger, "Change what is given; null clears; what waits is judged anew",
-          (TriggerAnswer,), scope="admin", body=bodies.schema(TriggerPatch), errors=(*_REFUSALS, 409)),
-    Route("DELETE", _ONE, delete_trigger, "Delete a trigger and cancel what waits for it", (TriggerDeleted,),
+    Route("GET", _ONE, show_trigger, "Show one trigger", (TriggerAnswer,), scope="read", errors=(404,)),
+    Route("PATCH", _ONE, update_trigger,
+          "Update the given fields (null clears one); waiting deliveries are evaluated again", (TriggerAnswer,),
+          scope="admin", body=bodies.schema(TriggerPatch), errors=(*_REFUSALS, 409)),
+    Route("DELETE", _ONE, delete_trigger, "Delete a trigger and cancel its waiting deliveries", (TriggerDeleted,),
           scope="admin", errors=_REFUSALS),
-    Route("POST", f"{_ONE}/test", test_trigger, "What the trigger would make of an event; nothing is stored",
+    Route("POST", f"{_ONE}/test", test_trigger, "Evaluate a trigger on an event; nothing is stored or launched",
           (Trial,), scope="read", body=bodies.schema(TestBody), errors=(*_REFUSALS, 409)),
-    Route("GET", f"{_ONE}/deliveries", list_trigger_deliveries, "The deliveries of a trigger, newest first",
+    Route("GET", f"{_ONE}/deliveries", list_trigger_deliveries, "List the deliveries of a trigger, newest first",
           (DeliveryPage,), scope="read", query=DELIVERIES_QUERY, errors=(404, 422)),
-    Route("GET", f"{_ONE}/versions", list_versions, "The versions of a trigger, newest first", (VersionPage,),
+    Route("GET", f"{_ONE}/versions", list_versions, "List the versions of a trigger, newest first", (VersionPage,),
           scope="read", query=VERSIONS_QUERY, errors=(404, 422)),
-    Route("GET", "/v1/deliveries", list_deliveries, "The deliveries of all triggers, newest first", (DeliveryPage,),
-          scope="read", query=DELIVERIES_QUERY, errors=(422,)),
+    Route("GET", "/v1/deliveries", list_deliveries, "List the deliveries of all triggers, newest first",
+          (DeliveryPage,), scope="read", query=DELIVERIES_QUERY, errors=(422,)),
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""`POST /v1/webhooks/{source}`: signed requests of others become events. The signature is checked before all else.
+"""`POST /v1/webhooks/{source}`: signed requests of other services become events. The signature is checked first.
 
-Whoever has no valid signature learns nothing: a source without a webhook, an old time and a wrong signature get the
-same answer. The log says why.
+A client without a valid signature learns nothing: a source without a webhook, an expired timestamp and a wrong
+signature get the same answer. The log says why.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tidegate.model import webhook_event
 from tidegate.model.event import NewEvent, check_event, is_text_id, trace_id
 from tidegate.model.webhook import SIGNATURE_HEADERS, SVIX_HEADERS, Webhook, refusal, standard_names
 
-_UNSIGNED = "no webhook takes this request: its signature does not hold; the log of the server says why"
+_UNSIGNED = "the request is not accepted by a webhook: its signature is not valid; the server's log says why"
 
-# Given twice, what was signed and what is believed could be two things: something on the way may have added one.
+# Headers that may occur once: of two, the signed one and the one used could differ, as a proxy may have added one.
 _ONCE = [
     name.encode()
     for name in (
@@ -34,7 +34,7 @@ _ONCE = [
         "x-github-event",
     )
 ]
-# What the log says of a request that cannot be stored; the sender is told more, the log never what was sent.
+# The log's reason for a request that cannot be stored. The answer says more; the log never has what was sent.
 _REASONS = {
     400: "not_readable", 408: "too_slow", 413: "too_large", 415: "content_type", 422: "not_an_event",
     503: "unavailable",
@@ -51,7 +51,7 @@ async def receive_webhook(request: Request, services: Services) -> Response:
         webhook = await services.webhooks.find(source)
         if any(sum(name == given for given, _ in request.scope["headers"]) > 1 for name in _ONCE):
             return _unsigned(services, source, webhook, "repeated_header")
-        if not any(name in headers for name in SIGNATURE_HEADERS.values()):  # nobody makes us read a body for nothing
+        if not any(name in headers for name in SIGNATURE_HEADERS.values()):  # no body is read without one
             return _unsigned(services, source, webhook, "missing_signature")
         with services.admission.request(is_authenticated=False) as admitted:
             body = await publish.read_body(request.receive, headers, services.settings.max_body_bytes, admitted)
@@ -81,11 +81,11 @@ def _unsigned(services: Services, source: str, webhook: Webhook | None, reason: 
 
 
 def _event(services: Services, webhook: Webhook, headers: dict[str, str], body: bytes) -> NewEvent:
-    """The event in a request whose signature holds. Problem 400, 415; InvalidInput names the field."""
+    """The event in a request whose signature is valid. Problem 400, 415; InvalidInput names the field."""
     media = headers.get("content-type", "").partition(";")[0].strip().lower()
     is_form = media == webhook_event.FORM and webhook.config.scheme == "github"
     if not (is_form or media in ("", "application/json") or media.endswith("+json")):
-        raise Problem(415, f"the content type {media[:60]!r} is not taken; choose application/json at the sender")
+        raise Problem(415, f"the content type {media[:60]!r} is not supported; choose application/json at the sender")
     try:
         found = webhook_event.decode(body, media)
     except webhook_event.NotReadable as exc:
@@ -114,7 +114,7 @@ def _event(services: Services, webhook: Webhook, headers: dict[str, str], body: 
 
 ROUTES = (
     Route("POST", "/v1/webhooks/{source:path}", receive_webhook,
-          "Receive a signed request of a source's sender (Standard Webhooks, GitHub, Stripe); needs no token",
+          "Receive a signed request (Standard Webhooks, GitHub, Stripe) as an event of a source; no token is needed",
           (Accepted,), scope="public", status=202,
           body={"application/json": {"schema": {}}, webhook_event.FORM: {"schema": {"type": "object"}}},
           errors=(400, 401, 408, 413, 415, 422)),

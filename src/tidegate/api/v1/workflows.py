@@ -1,4 +1,4 @@
-"""Workflow definitions; those of kind `http` are made and changed here. (Their triggers are in `triggers`.)"""
+"""Workflow definitions; those of kind `http` are created and updated here. (Their triggers are in `triggers`.)"""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class WorkflowPage(msgspec.Struct, frozen=True):
 
 
 class WorkflowWritten(WorkflowDefinition, frozen=True, kw_only=True):
-    """A workflow as it is now; `secret` is there once, when one was made for it, `changed` when the call changed it."""
+    """The current workflow. `secret` is set only in the answer to the request that generated it; `changed` says whether
+    the request changed anything."""
 
     secret: str | None
     changed: bool
@@ -48,7 +49,7 @@ async def show_workflow(request: Request, services: Services) -> WorkflowDefinit
     async with services.database.connection() as connection:
         found = await triggers.get_definition(connection, slug)
     if found is None:
-        raise NotFound(f"no workflow {slug!r}; tidegate workflows list has those that there are")
+        raise NotFound(f"no workflow {slug!r}; tidegate workflows list shows the existing ones")
     return control.shown_workflow(found)
 
 
@@ -95,11 +96,12 @@ ROUTES = (
           errors=(422,)),
     Route("POST", _ALL, create_workflow, "Create a workflow that posts its runs to a URL", (WorkflowWritten,),
           scope="admin", status=201, also=(200,), body=bodies.schema(HttpWorkflowBody), errors=_REFUSALS),
-    Route("GET", _ONE, show_workflow, "One workflow", (WorkflowDefinition,), scope="read", errors=(404,)),
-    Route("PATCH", _ONE, update_workflow, "Change what is given; a secret of null is made anew", (WorkflowWritten,),
-          scope="admin", body=bodies.schema(HttpWorkflowPatch), errors=(*_REFUSALS, 404)),
-    Route("POST", f"{_ONE}/rotate", rotate_secret, "Sign with a new secret, and for a while with the old one too",
-          (WorkflowWritten,), scope="admin", body=bodies.schema(SecretRotation), errors=(*_REFUSALS, 404)),
+    Route("GET", _ONE, show_workflow, "Show one workflow", (WorkflowDefinition,), scope="read", errors=(404,)),
+    Route("PATCH", _ONE, update_workflow, "Update the given fields; a `secret` of null generates a new one",
+          (WorkflowWritten,), scope="admin", body=bodies.schema(HttpWorkflowPatch), errors=(*_REFUSALS, 404)),
+    Route("POST", f"{_ONE}/rotate", rotate_secret,
+          "Rotate the signing secret; requests are signed with the old one too for a while", (WorkflowWritten,),
+          scope="admin", body=bodies.schema(SecretRotation), errors=(*_REFUSALS, 404)),
     Route("DELETE", _ONE, delete_workflow, "Delete a workflow that has no triggers and no unfinished runs",
           (WorkflowDefinition,), scope="admin", errors=(*_REFUSALS, 404)),
 )  # fmt: skip
