@@ -98,7 +98,7 @@ class RefusedUnauthorized(RequestRefused, Unauthorized):
 
 
 class RefusedForbidden(RequestRefused, Forbidden):
-    """The server answered 403; `needed` is empty when no scope would help."""
+    """The server answered 403; `needed` is empty when the answer names no scope."""
 
     def __init__(self, status: int, problem: dict[str, Any], needed: str = "") -> None:
         super().__init__(status, problem)

@@ -16,11 +16,11 @@ TidegateError
 ├── AppError               the user's application cannot be loaded, or a workflow is declared wrongly
 ├── NonRetryable           raised by a workflow: do not retry
 ├── RetryAfter             raised by a workflow: retry, but not before a given time
-└── StepFailed             a step has exhausted its retries; `name` and `error` say which step, and why
+└── StepFailed             a step failed and is no longer retried; `name` and `error` say which step, and why
 
 The numbers are HTTP statuses: the API answers with them, and `Client` and `AsyncClient` turn them back into the same
 exceptions. What a client raises for a status other than 429 and 503 is a RequestRefused as well (`except Conflict` and
-`except RequestRefused` both catch a 409). A client cannot tell SecretsUnreadable from Unavailable.
+`except RequestRefused` both catch a 409). For SecretsUnreadable a client raises Unavailable.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Unavailable(TidegateError):
 class Overloaded(Unavailable):
     """The process has as much in progress as it accepts at once."""
 
-    # The `type` of its problem body, by which a client tells it from another 503.
+    # The `type` of its problem body, by which a client distinguishes it from another 503.
     PROBLEM_TYPE: ClassVar[str] = "urn:tidegate:overloaded"
 
 
@@ -170,7 +170,7 @@ def first_line(text: str) -> str:
 
 
 class StepFailed(TidegateError):
-    """A step has exhausted its retries. A workflow may catch this and continue; otherwise its run fails."""
+    """A step failed and is no longer retried. A workflow may catch this and continue; otherwise its run fails."""
 
     def __init__(self, name: str, error: str) -> None:
         super().__init__(f"step {name!r} failed: {first_line(error) or 'no reason'}")

@@ -33,7 +33,7 @@ LINGER_SECONDS = 5
 MAX_LINGER_BYTES = 64 * 1024 * 1024
 # A client with unsent answers must read at least MIN_READ_BYTES of them in each READING_SECONDS.
 READING_SECONDS, MIN_READ_BYTES = 20, 16 * 1024
-# Pipelined requests that may wait for the one before them; a client that sends more gets 400 and is disconnected.
+# Pipelined requests that may wait for the one before them. Those beyond are not answered, and the connection closes.
 MAX_PIPELINED = 64
 
 PUBLISH_URL = b"/v1/events"

@@ -78,7 +78,7 @@ def encode(position: bytes) -> str:
 
 
 def decode(cursor: str) -> bytes:
-    """The position in a cursor. ValueError when it was not made by `encode`."""
+    """The position in a cursor. ValueError when `encode` did not create it."""
     return base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tidegate.cli.output import client, json_option, plain, print_json, print_table, short_json, short_time
+from tidegate.cli.output import client, json_option, print_json, print_table, printable, short_json, short_time
 from tidegate.cli.triggers import find_trigger
 from tidegate.client import Client
 from tidegate.errors import first_line
@@ -16,7 +16,7 @@ from tidegate.errors import first_line
 
 @click.group()
 def dlq() -> None:
-    """Show and replay dead letters: events, deliveries, runs and steps whose retries are exhausted."""
+    """Show and replay dead letters: events, deliveries, runs and steps that are no longer retried."""
 
 
 def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def show_letter(letter_id: str, as_json: bool) -> None:
     for field, value in found.items():
         if value is not None and value != {}:
             text = value if isinstance(value, str) else short_json(value, 2000)
-            click.echo(f"{field:<20}{plain(short_time(text) if field.endswith('_at') else text)}")
+            click.echo(f"{field:<20}{printable(short_time(text) if field.endswith('_at') else text)}")
 
 
 @dlq.command("replay")

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import click
 
-from tidegate.cli.output import client, json_option, plain, print_json, print_table, short_json, short_time
+from tidegate.cli.output import client, json_option, print_json, print_table, printable, short_json, short_time
 
 
 @click.group()
@@ -56,15 +56,15 @@ def show_event(event_id: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    click.echo(plain(f"event {found['id']}: {found['type']} from {found['source']}"))
+    click.echo(printable(f"event {found['id']}: {found['type']} from {found['source']}"))
     for field in ("external_id", "correlation_id", "received_at", "occurred_at", "ttl_ms"):
         if found.get(field) is not None:
             click.echo(
-                f"  {field:<16}{plain(short_time(found[field]) if field.endswith('_at') else str(found[field]))}"
+                f"  {field:<16}{printable(short_time(found[field]) if field.endswith('_at') else str(found[field]))}"
             )
     for field in ("metadata", "payload"):
         if found.get(field):
-            click.echo(f"  {field:<16}{plain(short_json(found[field], 2000))}")
+            click.echo(f"  {field:<16}{printable(short_json(found[field], 2000))}")
 
 
 @click.command()
@@ -77,10 +77,10 @@ def explain(event_id: str, as_json: bool) -> None:
     if as_json:
         print_json(story)
         return
-    click.echo(plain(f"{story['type']} from {story['source']}, event {story['event_id']}"))
+    click.echo(printable(f"{story['type']} from {story['source']}, event {story['event_id']}"))
     rows = [(short_time(d.get("at")), d["stage"], d["decision"], _of(d), _why(d)) for d in story["decisions"]]
     print_table(("AT", "STAGE", "DECISION", "TRIGGER", "REASON"), rows, "No decisions yet.")
-    click.echo(plain(f"=> {story['summary']}"))
+    click.echo(printable(f"=> {story['summary']}"))
 
 
 def _of(decision: dict[str, Any]) -> str:

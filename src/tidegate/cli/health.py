@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from tidegate.cli.output import client, json_option, plain, print_json, print_table, short_eta, short_time
+from tidegate.cli.output import client, json_option, print_json, print_table, printable, short_eta, short_time
 
 _COLOURS = {"ok": "green", "degraded": "yellow", "critical": "red"}
 
@@ -77,8 +77,8 @@ def _subject(cause: dict[str, Any]) -> str:
 
 def _wrapped(text: str, indent: str, width: int | None) -> str:
     if width is None:
-        return indent + plain(text)
+        return indent + printable(text)
     hanging = f"{indent}     " if text.startswith(("do: ", "see:")) else indent or "  "
     # Words are not broken, so that commands and URLs can be copied.
-    return textwrap.fill(plain(text), max(20, width), initial_indent=indent, subsequent_indent=hanging,
+    return textwrap.fill(printable(text), max(20, width), initial_indent=indent, subsequent_indent=hanging,
                          break_long_words=False, break_on_hyphens=False)  # fmt: skip

@@ -75,7 +75,7 @@ def print_table(
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[list[str]]:
     """The lines of the heading and of each row. Nothing is truncated: ids are copied, and reasons are read in full."""
-    cells = [[plain(cell) for cell in row] for row in (columns, *rows)]
+    cells = [[printable(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(cell_len(row[place]) for row in cells) for place in range(len(columns))]
     groups = _packed(widths, width)
     return [[line for group in groups for line in _group_lines(row, widths, group, width)] for row in cells]
@@ -105,7 +105,7 @@ def _group_lines(row: Sequence[str], widths: Sequence[int], group: range, width:
     return textwrap.wrap(row[group.start], max(20, width), initial_indent=indent, subsequent_indent=_INDENT)
 
 
-def plain(cell: str) -> str:
+def printable(cell: str) -> str:
     """Text without control characters: event data may contain any, and a terminal would interpret them."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cell)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tidegate.cli.output import client, json_option, plain, print_json, print_table, short_json, short_time
+from tidegate.cli.output import client, json_option, print_json, print_table, printable, short_json, short_time
 from tidegate.errors import first_line
 from tidegate.model.run import RUN_STATUSES
 
@@ -73,7 +73,7 @@ def show_run(run_id: str, as_json: bool) -> None:
             click.echo(f"  {field:<16}{short_time(run[field]) if field.endswith('_at') else run[field]}")
     click.echo(f"  {'parameters':<16}{short_json(run['parameters'], 100)}")
     if run["error"]:
-        click.echo(f"  {'error':<16}{plain(first_line(run['error']))}")
+        click.echo(f"  {'error':<16}{printable(first_line(run['error']))}")
     elif run["output"] is not None:
         click.echo(f"  {'output':<16}{short_json(run['output'], 100)}")
     rows = [

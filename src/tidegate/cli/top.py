@@ -49,7 +49,7 @@ def top(interval: str, once: bool) -> None:
             view.sample()
             time.sleep(interval_ms / 1000)
             view.sample()
-            _print_plain(view)
+            _print_lines(view)
             return
         with contextlib.suppress(KeyboardInterrupt):
             _watch(view, interval_ms / 1000)
@@ -94,7 +94,7 @@ def _watch(view: View, seconds: float) -> None:
     if not console.is_terminal:
         while True:
             view.try_to_sample()
-            _print_plain(view)
+            _print_lines(view)
             click.echo("")
             time.sleep(seconds)
     with Live(console=console, screen=True, auto_refresh=False) as live, _keys() as pressed:
@@ -145,6 +145,6 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(file, termios.TCSADRAIN, before)
 
 
-def _print_plain(view: View) -> None:
+def _print_lines(view: View) -> None:
     for line in view.lines(10_000, None):
         click.echo(line.plain)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from tidegate.cli.output import plain, short_eta, short_time
+from tidegate.cli.output import printable, short_eta, short_time
 
 STATUS_STYLES = {"ok": "bold green", "degraded": "bold yellow", "critical": "bold red"}
 # Maximum number of lines for long lists; the rest is counted.
@@ -96,7 +96,7 @@ def _held(found: dict[str, Any]) -> list[Text]:
     for kind, summary in found["retries"].items():
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(summary["by_reason"].items()))
         overdue = f"  ({summary['overdue']} overdue)" if summary["overdue"] else ""
-        lines.append(Text(plain(f"  {kind:<13}{summary['total']:>6}  {reasons}{overdue}").rstrip()))
+        lines.append(Text(printable(f"  {kind:<13}{summary['total']:>6}  {reasons}{overdue}").rstrip()))
     letters = found["dead_letters"]
     lines.append(Text(f"  {'dead letters':<13}{letters['total']:>6}  {letters['last_24h']} in the last 24 h"))
     return lines
@@ -112,7 +112,7 @@ def _paused(found: dict[str, Any], now: datetime) -> list[Text]:
         by = f" by {one['paused_by']}" if one["paused_by"] else ""
         left = f", {_apart(one['until'], now)} left" if one["until"] else ""
         why = f": {one['reason']}" if one["reason"] else ""
-        lines.append(Text(plain(f"  {name}{by} for {_apart(one['since'], now)}{left}{why}")))
+        lines.append(Text(printable(f"  {name}{by} for {_apart(one['since'], now)}{left}{why}")))
     return [*lines, *_more(len(rows) - MAX_PAUSED)]
 
 
@@ -126,7 +126,7 @@ def _causes(title: str, causes: Sequence[dict[str, Any]], now: datetime) -> list
         code = "" if one["code"] in _BREAKERS else f"{one['code']} "
         since = f" (for {_apart(one['since'], now)})" if one["since"] else ""
         severity = (one["severity"], STATUS_STYLES[one["severity"]])
-        lines.append(Text.assemble("  ", severity, plain(f"{since} {code}{name}{one['message']}")))
+        lines.append(Text.assemble("  ", severity, printable(f"{since} {code}{name}{one['message']}")))
     return [*lines, *_more(len(causes) - MAX_CAUSES)]
 
 
@@ -136,7 +136,7 @@ def _decision(one: dict[str, Any]) -> Text:
     reason = f": {one['reason']}" if one["reason"] else ""
     by = f" by {one['actor']}" if one["actor"] and not reason.endswith(f"by {one['actor']}") else ""
     what = f"{one['stage']:<8}{one['decision']:<12}"
-    return Text(plain(f"  {short_time(one['at'])[11:]} {what} {who} {event}{by}{reason}"))
+    return Text(printable(f"  {short_time(one['at'])[11:]} {what} {who} {event}{by}{reason}"))
 
 
 def _title(text: str) -> Text:

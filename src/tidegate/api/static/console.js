@@ -52,7 +52,7 @@ const json = (value, indent) => visible(JSON.stringify(value, null, indent));
 const oneLine = (text) => text.replace(/(?<=[[{])\n\s*|\n\s*(?=[\]}])/g, "").replace(/\n\s*/g, " ");
 const preview = (value) => (value === null ? "" : oneLine(json(value, 1)).slice(0, 240));
 const firstLine = (text) => visible(text.trimStart().split("\n")[0]).slice(0, 240);
-const tone = (word) => Object.keys(TONES).find((name) => TONES[name].includes(word)) ?? "calm";
+const tone = (word) => Object.keys(TONES).find((name) => TONES[name].includes(word)) ?? "muted";
 const pill = (word) => el("span", { class: `pill ${tone(word)}` }, word.replaceAll("_", " "));
 const code = (text) => el("code", {}, text);
 const link = (kind, id, child) => el("a", { href: `#${kind}=${encodeURIComponent(id)}` }, child);
@@ -285,7 +285,7 @@ async function runPanel(given) {
   return [run.workflow, [
     el("p", { class: "summary" }, pill(run.status), " ", duration(run), run.attempts > 1 && `, attempt ${run.attempts}`),
     run.error && part("Error", block(visible(run.error), "error")),
-    part("Steps", steps.length ? el("ol", { class: "story" }, ...lines) : el("p", { class: "calm" }, "This run has no steps.")),
+    part("Steps", steps.length ? el("ol", { class: "story" }, ...lines) : el("p", { class: "muted" }, "This run has no steps.")),
     part("Parameters", block(json(run.parameters, 2))),
     run.output !== null && part("Output", block(json(run.output, 2))),
     part("Details", facts([

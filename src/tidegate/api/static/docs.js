@@ -59,7 +59,7 @@ function operation(method, given) {
     [el("code", {}, parameter.name), type(parameter.schema), [`in ${parameter.in}`, remarks(parameter, parameter.required)].filter(Boolean).join("; ")]);
   const scopes = (given.security ?? []).flatMap((entry) => Object.values(entry).flat());
   return el("div", { class: "operation" },
-    el("p", {}, el("span", { class: `pill ${TONES[method] ?? "calm"}` }, method.toUpperCase()), el("b", {}, given.summary)),
+    el("p", {}, el("span", { class: `pill ${TONES[method] ?? "muted"}` }, method.toUpperCase()), el("b", {}, given.summary)),
     el("p", {}, scopes.length ? `Requires a token with the scope ${scopes.join(", ")}.` : "No token required."),
     parameters.length && table("Parameters", parameters),
     ...(given.requestBody ? requestBody(given.requestBody.content) : []),
