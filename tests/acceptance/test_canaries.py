@@ -214,7 +214,7 @@ def test_the_welcome_of_dev(database_url: str) -> None:
     env = {"TIDEGATE_DATABASE_URL": with_password(database_url, DATABASE)}
     with tidegate("dev", "--port", "0", **env) as process:
         line = process.wait_for_line("database:").string
-        process.wait_for_line("Ctrl-C stops it")
+        process.wait_for_line("Press Ctrl-C to stop")
         assert ":[hidden]@" in line and DATABASE not in process.output
 
 

@@ -52,7 +52,7 @@ def wait_until_ended(processes: set[int]) -> None:
 
 def started(process: Process) -> str:
     address = process.wait_for_line(r"API and console on (http://\S+)")[1]
-    process.wait_for_line("Ctrl-C stops it")
+    process.wait_for_line("Press Ctrl-C to stop")
     return address
 
 

@@ -140,13 +140,13 @@ def test_who_is_answered_so_many_is_closed(address: str) -> None:
         with contextlib.suppress(ConnectionError):
             while part := one.recv(65536):
                 answer += part
-    found = [int(n) for n in re.findall(rb"nothing at /nowhere/(\d+)", answer)]
+    found = [int(n) for n in re.findall(rb"no resource at /nowhere/(\d+)", answer)]
     assert found == list(range(len(found)))
     assert 0 < len(found) < 1000 and answer.count(b"connection: close") == 1
 
 
 async def test_what_cannot_be_read_is_not_logged(database_url: str) -> None:
-    """The log is not for strangers to fill: neither lines nor tracebacks."""
+    """Unauthenticated clients cannot fill the log, neither with lines nor with tracebacks."""
     with api(database_url) as (process, address):
         port = int(address.rpartition(":")[2])
         before = len(process.lines)

@@ -1,4 +1,4 @@
-"""Requests of those who have shown nothing yet: web pages against an open API, endless heads, who sees what."""
+"""Unauthenticated clients: web pages against an API without tokens, endless heads, and what they can see."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_bodies_fill_it_from_their_first_byte() -> None:
         again.hold_bytes(admission.MAX_HELD_BYTES)  # all of it is free again
 
 
-def test_strangers_take_nothing_from_those_who_are_known() -> None:
+def test_unauthenticated_clients_take_no_capacity_from_authenticated_ones() -> None:
     gate = Admission(10)
     with (
         gate.request(is_authenticated=False) as first,

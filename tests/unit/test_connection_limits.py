@@ -1,4 +1,4 @@
-"""Who may come in, and who has to leave for them."""
+"""Which connections are admitted, and which idle ones are closed for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LimitedConnection:
         self._limits.remove(self)
 
 
-def test_who_has_been_quiet_for_longest_leaves() -> None:
+def test_the_connection_idle_for_longest_is_closed() -> None:
     here = ConnectionLimits(3)
     connections = [LimitedConnection(here, since) for since in (2.0, 1.0, 3.0)]
     assert all(here.add(connection, "192.0.2.1") for connection in connections)
@@ -30,7 +30,7 @@ def test_who_has_been_quiet_for_longest_leaves() -> None:
     assert [connection.is_ended for connection in connections] == [False, True, False]
 
 
-def test_nobody_busy_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_connection_is_never_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, object]] = []
     monkeypatch.setattr(
         connection_limits._log, "_lines", type("Lines", (), {"warning": lambda _, __, **fields: told.append(fields)})()

@@ -36,7 +36,7 @@ def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="ID",
             help="Only deliveries and runs of this trigger: its id, or WORKFLOW/NAME.",
         ),
-        click.option("--source", default=None, help="Only of events of this source."),
+        click.option("--source", default=None, help="Only dead letters of this source's events."),
         click.option("--kind", default=None, type=click.Choice(("event", "delivery", "run", "step"))),
     ):
         command = option(command)

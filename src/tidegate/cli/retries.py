@@ -34,7 +34,7 @@ def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Only deliveries and steps of this trigger: its id, or WORKFLOW/NAME."),
         click.option("--reason", default=None,
                      help="Only with this reason: rate_limit, throttle, concurrency, paused, failed, …"),
-        click.option("--source", default=None, help="Only of events of this source."),
+        click.option("--source", default=None, help="Only items of this source's events."),
         click.option("--kind", default="events", show_default=True, type=click.Choice(KINDS)),
     ):  # fmt: skip
         command = option(command)
