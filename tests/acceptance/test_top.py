@@ -128,7 +128,7 @@ def test_one_frame_for_a_pipe(database_url: str, app: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     for part in ("degraded  tidegate at", "events/s   received 0.0  decided 0.0", "runs/s     launched 0.0  ended 0.0",
-                 "  events          1  paused 1", "moving house", "gate    held         shop.b b-1"):  # fmt: skip
+                 "  events            1  paused 1", "moving house", "gate    held         shop.b b-1"):  # fmt: skip
         assert part in done.stdout, done.stdout
 
 
