@@ -373,9 +373,9 @@ def test_the_command(server: str, tmp_path: Path) -> None:
     changed = run("workflows", "update", "cli", "--url", f"{URL}/2", env=env)
     assert changed.stdout == "changed cli (http, v2): POST https://example.com/hook/2, 20s\n"
     assert run("workflows", "update", "cli", env=env).returncode == 2
-    assert "is about from-file, not cli" in run("workflows", "update", "cli", "-f", str(file), env=env).stderr
+    assert "is for from-file, not cli" in run("workflows", "update", "cli", "-f", str(file), env=env).stderr
     rotated = run("workflows", "rotate", "cli", "--keep", "2h", env=env)
-    assert "rotated cli (http, v3)" in rotated.stdout and "an old secret signs too, until 20" in rotated.stdout
+    assert "rotated cli (http, v3)" in rotated.stdout and "signed with an old secret too, until 20" in rotated.stdout
     assert re.search(r"secret \(shown only once\): whsec_\S{44}\n", rotated.stdout)
     assert "old secret" not in run("workflows", "rotate", "cli", "--keep", "0s", env=env).stdout
     refused = run("workflows", "rotate", "cli", "--keep", "31d", env=env)
