@@ -18,7 +18,7 @@ from tests.flow.trigger_worker import BREAKER, TriggerWorker, make_trigger, stat
 from tests.processes import worker as worker_process
 from tidegate import failpoints
 from tidegate.flow import control
-from tidegate.flow.decide import slices
+from tidegate.flow.decide import time_slice
 from tidegate.flow.look.explain import explain
 from tidegate.flow.look.health import snapshot
 from tidegate.model.predicate import Predicate
@@ -137,8 +137,8 @@ async def test_matching_lets_others_go_on(database: Database, connection: Connec
 async def test_a_batch_that_takes_too_long_is_decided_in_smaller_ones(
     database: Database, connection: Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(slices, "LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(time_slice, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(time_slice, "MAX_WORK_SECONDS", 0.0)
     trigger_id = await make_trigger(database, **fields)
     if fields:
         await control.pause_trigger(database, trigger_id, actor="ann")

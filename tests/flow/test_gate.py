@@ -15,7 +15,7 @@ from tidegate.app import Tidegate
 from tidegate.errors import Conflict, InvalidInput, NotFound
 from tidegate.flow import control
 from tidegate.flow.decide.dispatch import Dispatch, DispatchCounts
-from tidegate.flow.hold.event_replan import Replan
+from tidegate.flow.hold.event_plan import EventPlans, EventReplan
 from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.flow.look.explain import explain
 from tidegate.model.retry import RetryPolicy
@@ -33,7 +33,7 @@ class Worker:
     def __init__(self, database: Database, retry: RetryPolicy = POLICY) -> None:
         self.dispatch = Dispatch(database, batch_size=500, after_launch=lambda: None, breaker=BREAKER)
         self.retry = EventRetry(database, batch_size=500, after_launch=lambda: None, breaker=BREAKER)
-        self.replan = Replan(database, policy=retry)
+        self.replan = EventReplan(database, EventPlans(retry))
 
     async def turn(self) -> DispatchCounts:
         """One look at everything."""
@@ -387,7 +387,7 @@ async def test_too_many_refused_attempts_are_given_up_as_a_dead_letter(
     assert await states(connection) == {"exhausted": 1}
     letter = await connection.fetchrow("select kind, subject_id::text, reason from tidegate.dead_letters")
     assert letter is not None and tuple(letter)[:2] == ("event", event_id)
-    assert letter["reason"] == "given up after 3 attempts: waits for its turn"
+    assert letter["reason"] == "retries exhausted (3 attempts): waiting in line for the rate limit"
 
 
 async def test_refused_retries_count_their_attempts(

@@ -34,8 +34,8 @@ from tidegate.app import Tidegate
 from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.flow import control
 from tidegate.flow.decide.dispatch import Dispatch
-from tidegate.flow.hold import event_replan as replan
-from tidegate.flow.hold.event_replan import Replan
+from tidegate.flow.hold import replan
+from tidegate.flow.hold.event_plan import EventPlans, EventReplan
 from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import Breaker, RateLimit, SourceBreakerPolicy
@@ -119,7 +119,7 @@ class Worker:
     def __init__(self, database: Database) -> None:
         self.dispatch = Dispatch(database, batch_size=7, after_launch=lambda: None, breaker=BREAKER)
         self.retry = EventRetry(database, batch_size=5, after_launch=lambda: None, breaker=BREAKER)
-        self.replan = Replan(database, policy=POLICY)
+        self.replan = EventReplan(database, EventPlans(POLICY))
 
 
 class GateMachine(RuleBasedStateMachine):

@@ -20,8 +20,8 @@ from tidegate.app import Tidegate
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
 from tidegate.flow.decide.dispatch import Dispatch
-from tidegate.flow.hold import event_replan as replan
-from tidegate.flow.hold.event_replan import Replan
+from tidegate.flow.hold import replan
+from tidegate.flow.hold.event_plan import EventPlans, EventReplan
 from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.model.retry import EVENT_RETRY
 from tidegate.model.source import Breaker, RateLimit, SourceBreakerPolicy
@@ -39,7 +39,7 @@ class Worker:
         self.database = Database(url, "worker", size=4)
         self.dispatch = Dispatch(self.database, batch_size=batch_size, after_launch=lambda: None, breaker=BREAKER)
         self.retry = EventRetry(self.database, batch_size=batch_size, after_launch=lambda: None, breaker=BREAKER)
-        self.replan = Replan(self.database, policy=EVENT_RETRY)
+        self.replan = EventReplan(self.database, EventPlans(EVENT_RETRY))
 
     async def turn(self) -> None:
         await asyncio.gather(self.dispatch.run_once(), self.replan.run_once(), self.retry.run_once())

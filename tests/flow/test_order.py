@@ -16,8 +16,7 @@ from tests.flow.conftest import eventually
 from tests.flow.test_trigger_workers import APP, SUCCEEDED, Effects, all_runs, fleet
 from tests.flow.trigger_worker import TriggerWorker, held, make_trigger, statuses
 from tidegate.flow import control
-from tidegate.flow.hold import delivery_replan
-from tidegate.flow.hold import event_replan as replan
+from tidegate.flow.hold import replan
 from tidegate.model.source import RateLimit
 from tidegate.store.db import Connection, Database
 
@@ -77,7 +76,6 @@ async def test_a_plan_that_changes_midway_begins_again_at_the_front(
     side: str,
     edited_after: tuple[int, ...],
 ) -> None:
-    monkeypatch.setattr(delivery_replan, "BATCH", 10)
     monkeypatch.setattr(replan, "BATCH", 10)
     worker = TriggerWorker(database)
     trigger_id = await make_trigger(database)

@@ -69,10 +69,10 @@ async def test_a_worker_that_comes_late_gives_up_no_other_event(
     faster = retry(database)
 
     class Slower(EventRetry):
-        async def _give_up(self, connection: Connection, **given: Any) -> int:
+        async def _dead_letter(self, connection: Connection, **given: Any) -> Any:
             while "exhausted" not in (await states(connection)).values():
                 await faster.run_once()
-            return await super()._give_up(connection, **given)
+            return await super()._dead_letter(connection, **given)
 
     slower = Slower(database, batch_size=100, after_launch=lambda: None)
     await slower.run_once()

@@ -552,7 +552,7 @@ async def test_a_commit_whose_answer_was_lost(
 
     runner = await world.runner()
     told: list[str] = []
-    monkeypatch.setattr("tidegate.flow.run.executions.tell_ended", lambda _, __, run, ___: told.append(run.status))
+    monkeypatch.setattr("tidegate.flow.run.executions.report_ended", lambda _, __, run, ___: told.append(run.status))
     real, lost = runner._database.run, []
 
     async def run(work: Any, attempts: int = 5) -> Any:

@@ -53,7 +53,7 @@ from tests.flow.trigger_worker import BREAKER, POLICY, TriggerWorker
 from tidegate import failpoints
 from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.flow import control
-from tidegate.flow.hold import delivery_replan
+from tidegate.flow.hold import replan
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Freed
 from tidegate.model.run import ClaimedRun, FinishedRun, RunStatus
@@ -660,7 +660,7 @@ class TriggerMachine(RuleBasedStateMachine):
 
 @pytest.fixture
 def world(postgres: EmbeddedPostgres, template: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(delivery_replan, "BATCH", 3)
+    monkeypatch.setattr(replan, "BATCH", 3)
     name = "trigger_machine"
 
     async def admin(statement: str) -> None:

@@ -615,7 +615,7 @@ async def test_an_edited_trigger_decides_its_waiting_deliveries_by_the_new_versi
     )
     assert [(r["status"], r["trigger_version"]) for r in rows] == [("launched", 1), ("launched", 2), ("skipped", 2)]
     assert rows[1]["parameters"] == {"edited": True}
-    assert "does not take the event any more: where is false" in rows[2]["last_error"]
+    assert "no longer matches the event: where is false" in rows[2]["last_error"]
 
 
 @pytest.mark.parametrize("how", ["disabled", "deleted"])
@@ -695,7 +695,7 @@ async def test_attempts_are_used_up(database: Database, connection: Connection, 
     row = await connection.fetchrow("select * from tidegate.workflow_trigger_deliveries where status = 'exhausted'")
     assert row is not None
     assert (row["retry_state"], row["retry_attempts"], row["next_attempt_at"]) == ("exhausted", 3, None)
-    assert row["last_error"] == "given up after 3 attempts: waits for its turn"
+    assert row["last_error"] == "retries exhausted (3 attempts): waiting in line for the throttle"
     letter = await connection.fetchrow("select kind, subject_id, event_id::text, reason from tidegate.dead_letters")
     assert letter is not None and tuple(letter) == ("delivery", row["id"], ids[1], row["last_error"])
 

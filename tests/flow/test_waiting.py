@@ -114,7 +114,7 @@ async def test_an_age_that_someone_sets_ends_the_wait_for_a_slot(
         await worker.turn()
     assert await statuses(connection) == {"launched": 1, "exhausted": 1}
     reason = await connection.fetchval("select reason from tidegate.dead_letters")
-    assert reason == "given up after older than 1:00:00: 1 of 1 slots are in use"
+    assert reason == "retries exhausted (older than 1:00:00): 1 of 1 slots are in use"
 
 
 async def test_looks_at_who_waits_for_a_slot_become_rare_and_leave_no_lines(

@@ -10,9 +10,9 @@ from typing import Any
 from tidegate.flow.decide.batch import Batch
 from tidegate.flow.decide.dispatch import Dispatch, DispatchCounts
 from tidegate.flow.decide.match import Matcher
-from tidegate.flow.hold.delivery_replan import DeliveryReplan
+from tidegate.flow.hold.delivery_plan import DeliveryPlans, DeliveryReplan
 from tidegate.flow.hold.delivery_retry import DeliveryRetry
-from tidegate.flow.hold.event_replan import Replan
+from tidegate.flow.hold.event_plan import EventPlans, EventReplan
 from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.flow.run import finish
 from tidegate.model.retry import RetryPolicy
@@ -36,11 +36,11 @@ class TriggerWorker:
         batch = Batch(BREAKER, matcher=matcher, trigger_breaker=BREAKER, trigger_retry=policy)
         self.dispatch = Dispatch(database, batch_size=batch_size, after_launch=lambda: None, batch=batch)
         self.retry = EventRetry(database, batch_size=batch_size, after_launch=lambda: None, batch=batch)
-        self.replan = Replan(database, policy=policy)
+        self.replan = EventReplan(database, EventPlans(policy))
         self.delivery_retry = DeliveryRetry(
             database, batch_size=batch_size, after_launch=lambda: None, matcher=matcher, breaker=BREAKER, policy=policy
         )
-        self.delivery_replan = DeliveryReplan(database, policy=policy)
+        self.delivery_replan = DeliveryReplan(database, DeliveryPlans(policy))
 
     async def turn(self) -> DispatchCounts:
         outcome = await self.dispatch.run_once()

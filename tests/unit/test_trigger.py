@@ -257,5 +257,5 @@ def test_the_payload_alone_gives_the_same_as_the_whole_event() -> None:
 def test_what_nothing_limits_is_decided_the_same_in_short() -> None:
     one = trigger(parameters=["amount"])
     candidate = deliver.render(uuid.uuid4(), event(amount=7), one, {})
-    board = deliver.Board(now=NOW, policy=TRIGGER_RETRY)
-    assert deliver.decide(board, [candidate], are_newcomers=True) == [deliver.launched(candidate)]
+    state = deliver.DeliveryState(now=NOW, policy=TRIGGER_RETRY)
+    assert deliver.decide(state, [candidate], are_newcomers=True) == [deliver.launched(candidate)]

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 from tidegate.flow.decide.batch import Batch
 from tidegate.flow.decide.dispatch import Dispatch
 from tidegate.flow.decide.match import Matcher
-from tidegate.flow.hold.delivery_replan import DeliveryReplan
+from tidegate.flow.hold.delivery_plan import DeliveryPlans, DeliveryReplan
 from tidegate.flow.hold.delivery_retry import DeliveryRetry, DeliveryTurn
-from tidegate.flow.hold.event_replan import Replan
+from tidegate.flow.hold.event_plan import EventPlans, EventReplan
 from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.flow.keep import secrets
 from tidegate.flow.keep.prune import Prune, Retention
@@ -107,7 +107,7 @@ class Worker:
         self._workflows = sorted(workflows)
         self._stopping = asyncio.Event()
 
-    def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, EventRetry, Replan]:
+    def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, EventRetry, EventReplan]:
         settings, queue = self.settings, self._queue
         new_batch = partial(
             Batch,
@@ -134,12 +134,8 @@ class Worker:
             after_plan=lambda: queue.hint("plans"),
             batch=batch,
         )
-        replan = Replan(
-            self._database,
-            policy=settings.event_retry,
-            after_move=lambda moved: queue.schedule(event_wakeups(moved)),
-        )
-        return dispatch, retry, replan
+        plans = EventPlans(settings.event_retry, after_move=lambda moved: queue.schedule(event_wakeups(moved)))
+        return dispatch, retry, EventReplan(self._database, plans)
 
     def _delivery_stages(self, matcher: Matcher) -> tuple[DeliveryRetry, DeliveryReplan]:
         settings, queue = self.settings, self._queue
@@ -154,12 +150,8 @@ class Worker:
             breaker=settings.trigger_error,
             policy=settings.trigger_retry,
         )
-        replan = DeliveryReplan(
-            self._database,
-            policy=settings.trigger_retry,
-            after_move=lambda moved: queue.schedule(delivery_wakeups(moved)),
-        )
-        return retry, replan
+        plans = DeliveryPlans(settings.trigger_retry, after_move=lambda moved: queue.schedule(delivery_wakeups(moved)))
+        return retry, DeliveryReplan(self._database, plans)
 
     def stop(self) -> None:
         """Start the shutdown; `run` returns when all runs are finished or released."""
@@ -224,13 +216,13 @@ class Worker:
         await self._runner.idle()
         waits = [
             await self._runner.next_due_seconds(),
-            await self._retry.next_look_seconds(),
-            await self._delivery_retry.next_look_seconds(),
-            await self._replay.next_look_seconds(),
+            await self._retry.next_due_seconds(),
+            await self._delivery_retry.next_due_seconds(),
+            await self._replay.next_due_seconds(),
             ticks.next_seconds,
         ]
         # When a limit has room again for due items that found none, and when the next item or tick is due.
-        times = [at for at in (events.look_at, deliveries.look_at) if at is not None]
+        times = [at for at in (events.room_at, deliveries.room_at) if at is not None]
         times += [now + timedelta(seconds=seconds) for seconds in waits if seconds is not None]
         return LoopTurn(done, min((at for at in times if at > now), default=None))
 
@@ -249,7 +241,7 @@ class Worker:
     async def _dispatch_more(self) -> int:
         """Decide a second batch while the first is in progress, so that worker and database do not wait for each other.
         Not needed while runs are claimed as they are created: then the worker is busy with them."""
-        if not self._dispatch.is_behind or not self._runner.claims_nothing:
+        if not self._dispatch.allows_second_batch or not self._runner.claims_nothing:
             return 0
         return (await self._second_dispatch.run_once()).events
 
@@ -259,7 +251,7 @@ class Worker:
         async def once() -> int:
             turn = await retry.run_once()
             if turn.due == 0 and not turn.replanned:
-                self._waits[topic] = await self._until_next_slot(retry, turn.look_at, turn.now)
+                self._waits[topic] = await self._until_next_slot(retry, turn.room_at, turn.now)
             else:
                 # Slots of a draining backlog are close together: wait for several, so that each iteration is a batch.
                 self._waits[topic] = 0 if turn.due >= self.settings.batch_size else DRAIN_SECONDS
@@ -268,12 +260,12 @@ class Worker:
         return Loop(topic, once, wait_seconds=lambda: self._waits[topic], wake=self._queue.wake(topic))
 
     async def _until_next_slot(
-        self, retry: EventRetry | DeliveryRetry, look_at: datetime | None, now: datetime | None
+        self, retry: EventRetry | DeliveryRetry, room_at: datetime | None, now: datetime | None
     ) -> float:
         poll = self.settings.poll_ms / 1000
-        if look_at is not None and now is not None:
-            return min(poll, max(DRAIN_SECONDS, (look_at - now).total_seconds()))
-        seconds = await retry.next_look_seconds()
+        if room_at is not None and now is not None:
+            return min(poll, max(DRAIN_SECONDS, (room_at - now).total_seconds()))
+        seconds = await retry.next_due_seconds()
         return poll if seconds is None else min(poll, max(DRAIN_SECONDS, seconds))
 
     async def _replan_once(self) -> int:
@@ -325,7 +317,7 @@ class Worker:
     async def _replay_once(self) -> int:
         done = await self._replay.run_once()
         if done == 0:
-            seconds = await self._replay.next_look_seconds()
+            seconds = await self._replay.next_due_seconds()
             poll = self.settings.poll_ms / 1000
             self._waits["replays"] = poll if seconds is None else min(poll, max(DRAIN_SECONDS, seconds))
         return done

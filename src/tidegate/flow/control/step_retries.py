@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow.control.verbs import DONE, RetryVerb
-from tidegate.flow.decide.reporting import tell_moves
+from tidegate.flow.decide.reporting import log_trigger_moves
 from tidegate.flow.run import finish
 from tidegate.model.source import BreakerPolicy
 from tidegate.model.trigger_gate import TriggerMove
@@ -85,7 +85,7 @@ async def change_steps(
 
 def told(done: StepsChanged, verb: RetryVerb, actor: str) -> None:
     """Count and log, after the commit, what was done."""
-    tell_moves(done.moves)
+    log_trigger_moves(done.moves)
     if verb == "cancel":
         # A worker that stops a run counts it, and what waited in it.
         metrics.STEP_RETRIES.labels("cancelled").inc(done.cancelled_retries)

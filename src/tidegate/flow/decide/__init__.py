@@ -1,1 +1,1 @@
-"""Decide: what becomes of each event, in one transaction per batch: gate → match → deliver."""
+"""Decide: what happens to each event, in one transaction per batch: gate → match → deliver."""

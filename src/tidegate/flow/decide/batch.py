@@ -1,4 +1,4 @@
-"""Batch: what new events and retried ones share once the gate has let them pass: match, deliver, create runs."""
+"""Batch: what happens to admitted events, new or retried: match triggers, decide deliveries, create runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from typing import Any, NamedTuple
 from tidegate import failpoints
 from tidegate.clock import epoch_ns, uuid7
 from tidegate.flow.decide import deliver, gate
-from tidegate.flow.decide.board import close_board, open_board
-from tidegate.flow.decide.board import count as count_triggers
 from tidegate.flow.decide.deliver import Candidate
+from tidegate.flow.decide.delivery_state import count as count_triggers
+from tidegate.flow.decide.delivery_state import load_state, save_state
 from tidegate.flow.decide.gate import OpenGates
 from tidegate.flow.decide.match import Filtered, Match, Matcher, match
-from tidegate.flow.decide.reporting import held_line, tell, tell_moves, tell_source_moves, trigger_name
-from tidegate.flow.decide.slices import Slices
+from tidegate.flow.decide.reporting import (
+    held_line,
+    log_source_moves,
+    log_trigger_moves,
+    report_deliveries,
+    trigger_name,
+)
+from tidegate.flow.decide.source_failures import SourceMove
+from tidegate.flow.decide.time_slice import TimeSlice
 from tidegate.model.event import Event
 from tidegate.model.ids import DeliveryId
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
@@ -32,17 +39,14 @@ from tidegate.store.deliveries import NOBODY, Claim, Created, Decided
 from tidegate.store.sources import SourceMetrics
 from tidegate.store.totals import BatchTotals, TriggerTotals
 from tidegate.telemetry import metrics
-from tidegate.telemetry.logs import logger
 
-_log = logger("dispatch")
-
-# So many of the triggers that an event did not fire are recorded with the reason.
+# Of the triggers that an event did not fire, at most MAX_FILTERED are recorded with the reason.
 MAX_FILTERED = 20
 
 
 class Delivered(NamedTuple):
-    """What became of the events that passed; `failures` by source, `matching_ns` from when until when they were
-    matched, `lags` by source the seconds since their receipt."""
+    """The outcome for admitted events: `failures` counted by source, `moves` and `source_moves` of breakers,
+    `matching_ns` the start and end of matching, `lags` the seconds since receipt by source."""
 
     launched: int = 0
     failed: int = 0
@@ -54,13 +58,14 @@ class Delivered(NamedTuple):
     claimed: Sequence[tuple[ClaimedRun, Event]] = ()
     matching_ns: tuple[int, int] | None = None
     lags: Mapping[str, Sequence[float]] = {}
+    source_moves: Sequence[SourceMove] = ()
 
 
 NOTHING = Delivered()
 
 
 class MatchedBatch(NamedTuple):
-    """What events fire by the triggers of a version of the registry."""
+    """The triggers that events fire, by one version of the trigger registry."""
 
     triggers: TriggerIndex
     version: int
@@ -71,12 +76,13 @@ class MatchedBatch(NamedTuple):
 
     @property
     def is_limited(self) -> bool:
-        """Whether the order in which they are decided decides who goes first."""
+        """Whether the order of decisions matters: a fired trigger has a limit."""
         return any(c.trigger.trigger.is_limited for c in self.candidates)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether nothing but the state of a source or a trigger could keep them from being launched."""
+    def is_unrestricted(self) -> bool:
+        """Whether only the state of a source or trigger (hold, breaker) could prevent a launch: no candidate has an
+        error, an idempotency key or a limited trigger."""
         return not any(
             c.error is not None or c.keys.dedupe_key is not None or c.trigger.trigger.is_limited
             for c in self.candidates
@@ -84,8 +90,9 @@ class MatchedBatch(NamedTuple):
 
 
 class Batch:
-    """Delivers admitted events inside the caller's transaction. `claim` says which runs this worker takes as they are
-    created. After the commit `after_hold` hears who waits, `after_claim` gets the runs."""
+    """Delivers admitted events inside the caller's transaction. `claim` says which of the new runs this worker claims
+    at their creation. After the commit `after_hold` is called with the held deliveries, `after_claim` with the claimed
+    runs."""
 
     def __init__(
         self,
@@ -107,26 +114,26 @@ class Batch:
         self._after_claim = after_claim
 
     def forget_triggers(self) -> None:
-        """Have the triggers read again before anything else is matched."""
+        """Read the triggers again before the next match."""
         self._matcher.forget()
 
     async def match(self, events: Sequence[Event]) -> MatchedBatch | None:
-        """What the events fire by the triggers as this process knows them; None while it knows none."""
+        """Match against the triggers that this process has loaded; None before the first load."""
         index, version = self._matcher.known
         return None if version < 0 else await _matched(index, version, events)
 
     async def match_at(
         self, connection: Connection, gates: OpenGates, events: Sequence[Event], matched: MatchedBatch | None = None
     ) -> MatchedBatch:
-        """What the events fire by the triggers as they are under the locks; `matched` again, if it still holds."""
+        """Match against the triggers as they are under this transaction's locks; `matched` is reused if still valid."""
         index = await self._matcher.at(connection, gates.registry_version)
         if matched is None or matched.triggers is not index or len(matched.events) != len(events):
             matched = await _matched(index, gates.registry_version, events)
         return matched
 
     async def launch(self, connection: Connection, now: datetime, matched: MatchedBatch) -> Delivered | None:
-        """Launch and count all that is fired, in one statement; None, and nothing is written, when it finds that the
-        triggers have changed or that any of them, or of the sources, has a state. `matched` is plain."""
+        """The fast path for a batch that is unrestricted: launch and count everything in one statement. Returns None,
+        and writes nothing, when the triggers have changed or a trigger or source has a state: then use `deliver`."""
         candidates, filtered = matched.candidates, matched.filtered
         decided = list(map(deliver.launched, candidates))
         events = matched.events
@@ -146,61 +153,68 @@ class Batch:
     async def deliver(
         self, connection: Connection, gates: OpenGates, events: Sequence[Event], matched: MatchedBatch | None = None
     ) -> Delivered:
-        """Match (or go by what is matched already), decide and launch; the breakers hear how it went."""
+        """The general path: match (unless `matched` is still valid), decide, launch or hold, update the breakers."""
         if not events:
             return Delivered()
         matched = await self.match_at(connection, gates, events, matched)
         failpoints.hit("dispatch.after_match")
         candidates, filtered = matched.candidates, matched.filtered
-        board = await open_board(connection, candidates, policy=self._trigger_retry, now=gates.now)
-        if board.now > gates.now:
-            gate.launched_later(gates, Counter(event.source for event in events), board.now)
-        decided = deliver.decide(board, candidates, are_newcomers=True)
+        state = await load_state(connection, candidates, policy=self._trigger_retry, now=gates.now)
+        if state.now > gates.now:
+            gate.launched_later(gates, Counter(event.source for event in events), state.now)
+        decided = deliver.decide(state, candidates, are_newcomers=True)
         held = [d for d in decided if d.retry_state == "scheduled"]
         settled = [d for d in decided if d.retry_state != "scheduled"]
-        launched = await deliveries.launch(connection, settled, board.now, self._claim())
-        await deliveries.hold(connection, held, board.now)
-        await deliveries.bury(connection, deliver.given_up(settled))
-        await decisions.insert(connection, [*_why_not(filtered, board.now), *(held_line(d, board.now) for d in held)])
-        moves = await close_board(connection, board, candidates, decided, breaker=self._trigger_breaker)
-        failures = await self._tell_sources(connection, gates, events, decided)
+        launched = await deliveries.launch(connection, settled, state.now, self._claim())
+        await deliveries.hold(connection, held, state.now)
+        await deliveries.bury(connection, deliver.dead_letters(settled))
+        await decisions.insert(connection, [*_why_not(filtered, state.now), *(held_line(d, state.now) for d in held)])
+        moves = await save_state(connection, state, candidates, decided, breaker=self._trigger_breaker)
+        failures, source_moves = await self._record_sources(connection, gates, events, decided)
         failed = sum(d.status == "failed" for d in decided)
-        claimed = _claimed(candidates, decided, launched, board.now)
+        claimed = _claimed(candidates, decided, launched, state.now)
         names, took = _names(candidates), matched.matching_ns
         late = lags(gates.now, events)
-        return Delivered(len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late)
+        return Delivered(
+            len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late, source_moves
+        )
 
     def begin(self, delivered: Delivered) -> None:
-        """Begin, after the commit, the runs that were claimed as they were created."""
+        """Start, after the commit, the runs that were claimed at their creation."""
         if delivered.claimed:
             self._after_claim(delivered.claimed)
 
     def committed(self, delivered: Delivered) -> None:
         """Count and log, after the commit, what was decided."""
-        tell(delivered.decided, delivered.names, are_newcomers=True)
-        tell_moves(delivered.moves)
+        report_deliveries(delivered.decided, delivered.names, are_newcomers=True)
+        log_trigger_moves(delivered.moves)
+        log_source_moves(delivered.source_moves)
         for one in delivered.filtered:
             metrics.evaluated(trigger_name(one.trigger), "filtered")
         held = [d for d in delivered.decided if d.retry_state == "scheduled"]
         if held:
             self._after_hold(held)
 
-    async def _tell_sources(
+    async def _record_sources(
         self, connection: Connection, gates: OpenGates, events: Sequence[Event], decided: Sequence[Decided]
-    ) -> Counter[str]:
-        """An event of which every delivery failed is a failure of its source; one bad trigger among others is not, nor
-        one that asks for too much."""
+    ) -> tuple[Counter[str], list[SourceMove]]:
+        """Update the sources' breakers: failures by source, and the breakers that moved.
+
+        An event counts as a failure of its source when every delivery failed, and none of them because the trigger
+        exceeded its work budget."""
         failed = {d.event_id for d in decided if d.status == "failed"}
         failed -= {d.event_id for d in decided if d.status != "failed" or d.reason == deliver.OVER_BUDGET}
         failures = Counter(event.source for event in events if event.id in failed)
         last = {d.source: d for d in decided if d.event_id in failed}
-        await self._record(connection, gates, Counter(event.source for event in events), failures, last)
-        return failures
+        admitted = Counter(event.source for event in events)
+        return failures, await self._record(connection, gates, admitted, failures, last)
 
-    async def record_failure(self, connection: Connection, gates: OpenGates, source: str) -> None:
-        """An event of the source could not be processed at all."""
-        await self._record(connection, gates, Counter([source]), Counter([source]), {})
+    async def record_failure(self, connection: Connection, gates: OpenGates, source: str) -> list[SourceMove]:
+        """Count an event of the source that could not be processed at all; the breakers that moved, to be logged after
+        the commit."""
+        moves = await self._record(connection, gates, Counter([source]), Counter([source]), {})
         await count(connection, [SourceMetrics(source=source, total=1, dropped=1, failures=1, last_event_at=gates.now)])
+        return moves
 
     async def _record(
         self,
@@ -208,15 +222,15 @@ class Batch:
         gates: OpenGates,
         admitted: Counter[str],
         failures: Counter[str],
-        blamed: Mapping[str, Decided],
-    ) -> None:
+        last_failed: Mapping[str, Decided],
+    ) -> list[SourceMove]:
         moves = await gate.record(connection, gates, admitted=admitted, failures=failures, policy=self._breaker)
-        told = []
+        found = []
         for move in moves:
-            by = blamed.get(move.source)
-            told.append(move if by is None else move._replace(
+            by = last_failed.get(move.source)
+            found.append(move if by is None else move._replace(
                 event_id=by.event_id, correlation_id=by.correlation_id, trigger_id=by.trigger_id))  # fmt: skip
-        tell_source_moves(told)
+        return found
 
 
 def measure(
@@ -228,7 +242,7 @@ def measure(
     dropped: Counter[str],
     failures: Mapping[str, int] | None = None,
 ) -> list[SourceMetrics]:
-    """What a batch saw of each source, for the totals; `lags` are of those that passed."""
+    """The counts of a batch by source, for the totals; `lags` are those of admitted events."""
     total = Counter(event.source for event in newcomers)
     return [
         SourceMetrics(
@@ -248,7 +262,7 @@ def measure(
 
 
 def lags(now: datetime, passed: Sequence[Event]) -> dict[str, list[float]]:
-    """The seconds since the receipt of each event that passed, by source."""
+    """Seconds since receipt of each admitted event, by source."""
     found: dict[str, list[float]] = {}
     for event in passed:
         seconds = (now - event.counted_from).total_seconds()
@@ -257,7 +271,7 @@ def lags(now: datetime, passed: Sequence[Event]) -> dict[str, list[float]]:
 
 
 async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered: Delivered = NOTHING) -> None:
-    """Add to the totals of sources and triggers; last in a transaction, since the rows are shared."""
+    """Add to the totals of sources and triggers. Call it last in a transaction: all workers update the same rows."""
     await totals.add(connection, BatchTotals(_count_triggers(delivered.decided, delivered.filtered), seen))
 
 
@@ -266,14 +280,14 @@ def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) ->
 
 
 async def _matched(index: TriggerIndex, version: int, events: Sequence[Event]) -> MatchedBatch:
-    began_ns, slices = epoch_ns(), Slices()
-    fired, filtered = await match(index, events, slices)
+    began_ns, time_slice = epoch_ns(), TimeSlice()
+    fired, filtered = await match(index, events, time_slice)
     candidates: list[Candidate] = []
     for one in fired:
         candidates.append(_candidate(one))
-        if slices.is_over:
-            await slices.next()
-            slices.check(len({c.event.id for c in candidates}) - 1, len(events))
+        if time_slice.is_over:
+            await time_slice.next()
+            time_slice.check(len({c.event.id for c in candidates}) - 1, len(events))
     return MatchedBatch(index, version, events, candidates, filtered, (began_ns, epoch_ns()))
 
 
@@ -301,7 +315,7 @@ def _candidate(one: Match) -> Candidate:
 
 
 def _why_not(filtered: Sequence[Filtered], now: datetime) -> list[NewDecision]:
-    """One line for each event that some of its type's triggers did not take."""
+    """One decision for each event that some triggers of its type and source did not match, with the reasons."""
     by_event: dict[uuid.UUID, list[dict[str, Any]]] = {}
     for event, trigger, reason in filtered:
         found = by_event.setdefault(event.id, [])

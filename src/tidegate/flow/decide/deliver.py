@@ -1,7 +1,7 @@
 """Deliver: one decision for each event and trigger that match: launch a run, wait for a reason, skip, or fail.
 
-Pure: everything it asks lies on the `Board`, which the caller has read under the triggers' locks. In this order: the
-idempotency key, the trigger's pause and breaker, its throttle, its concurrency.
+Pure: everything it depends on is in the `DeliveryState`, which the caller has loaded under the triggers' locks. Checked
+in this order: idempotency key, the trigger's pause and breaker, its throttle, its concurrency.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tidegate.store.deliveries import Created, Decided
 from tidegate.store.trigger_gates import LockedTrigger, Slots
 
 MAX_PARAMETER_BYTES = 256 * 1024
-# A newcomer that comes while the waiting deliveries of its trigger are being given new times gets its own in a moment.
+# The time of a delivery that is added while its trigger is being replanned; the replan gives it its own soon after.
 PROVISIONAL = timedelta(minutes=1)
 
-# The reason of a delivery that failed because its trigger asked for more work on the event than it may.
+# The reason of a delivery that failed because its trigger exceeded its work budget on the event.
 OVER_BUDGET = "over_budget"
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 class Candidate(NamedTuple):
-    """An event that fires a trigger, with what its templates gave, or the trigger's `error` on it. `attempts` counts
-    how often its time had come in vain, `waited_for` is the reason it waited last."""
+    """An event that fires a trigger, with its rendered templates, or the trigger's `error`. `attempts` counts how often
+    it was due and refused; `waited_for` is the reason it waited last."""
 
     id: DeliveryId
     event: Event
@@ -63,16 +63,16 @@ class Candidate(NamedTuple):
 
     @property
     def slot(self) -> tuple[uuid.UUID, str] | None:
-        """Whose concurrency slots it needs one of."""
+        """The trigger and key of which it needs a concurrency slot; None without a limit."""
         return None if self.trigger.trigger.max_concurrency is None else (self.trigger_id, self.keys.concurrency_key)
 
 
 @dataclass(slots=True)
-class Board:
-    """What the decisions of one transaction depend on, and change: read under the triggers' locks.
+class DeliveryState:
+    """What the decisions of one transaction depend on and change, loaded under the triggers' locks.
 
-    `keys` says which run holds an idempotency key (None: nobody, and this transaction has it `taken`); `lines` are the
-    triggers whose deliveries stand in line, with the last of them; read for newcomers.
+    `keys` maps an idempotency key to the run that holds it (None: this transaction has claimed it, see `taken`);
+    `lines` maps triggers with waiting deliveries to the last one's ingress sequence; loaded for newcomers only.
     """
 
     now: datetime
@@ -106,8 +106,7 @@ def render(
     attempts: int = 0,
     waited_for: str | None = None,
 ) -> Candidate:
-    """The candidate with its parameters and keys; a template that fails on the event is that delivery's failure, nobody
-    else's."""
+    """The candidate with its parameters and keys; a template that fails on the event fails this delivery only."""
     parameters, keys, error, is_over_budget = "{}", NO_KEYS, None, False
     budget = Budget()
     try:
@@ -125,13 +124,13 @@ def render(
 
 
 def claimed_with(one: Decided, created: Created) -> dict[str, Any] | None:
-    """The parameters of the run that a delivery has created and that is claimed. One that was skipped names the run
-    that another has created: it has none of its own."""
+    """The parameters of the claimed run that this delivery created, or None. A skipped delivery names the run of
+    another delivery: it has none of its own."""
     return created.get(one.id)
 
 
 def claimed_run(one: Decided, trigger: CompiledTrigger, parameters: dict[str, Any], now: datetime) -> ClaimedRun:
-    """The run of a launched delivery, as the worker that claimed it with its creation holds it."""
+    """The run of a launched delivery, claimed by this worker at its creation."""
     assert one.status == "launched" and one.run_id is not None, f"delivery {one.id} is {one.status}"
     return ClaimedRun(
         id=one.run_id,
@@ -149,13 +148,13 @@ def claimed_run(one: Decided, trigger: CompiledTrigger, parameters: dict[str, An
     )
 
 
-def decide(board: Board, candidates: Sequence[Candidate], *, are_newcomers: bool) -> list[Decided]:
-    """The deliveries of a batch, in order. Newcomers stand behind those that wait already."""
-    return [_decide(board, candidate, are_newcomers) for candidate in candidates]
+def decide(state: DeliveryState, candidates: Sequence[Candidate], *, are_newcomers: bool) -> list[Decided]:
+    """The deliveries of a batch, in order. New deliveries queue behind those that already wait."""
+    return [_decide(state, candidate, are_newcomers) for candidate in candidates]
 
 
 def launched(candidate: Candidate) -> Decided:
-    """The decision about a new one that nothing limits and that has no key. Spelled out, as it is made for most."""
+    """The decision for a new candidate without limits and keys. Spelled out for speed: most deliveries take it."""
     event, trigger = candidate.event, candidate.trigger.trigger
     return Decided(
         candidate.id, trigger.id, event.id, trigger.version, "launched", None, RunId(candidate.id),
@@ -164,8 +163,8 @@ def launched(candidate: Candidate) -> Decided:
     )  # fmt: skip
 
 
-def given_up(all_decided: Sequence[Decided]) -> list[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]:
-    """The dead letters of those that do not go on by themselves: a person may mend the cause and replay them."""
+def dead_letters(all_decided: Sequence[Decided]) -> list[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]:
+    """The dead letters of deliveries that are not retried: an operator may fix the cause and replay them."""
     return [
         (d.id, d.event_id, d.last_error or "", {"attempts": d.retry_attempts})
         for d in all_decided
@@ -173,90 +172,92 @@ def given_up(all_decided: Sequence[Decided]) -> list[tuple[uuid.UUID, uuid.UUID,
     ]
 
 
-def _decide(board: Board, candidate: Candidate, is_newcomer: bool) -> Decided:
+def _decide(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> Decided:
     if candidate.error is not None:
-        held = _why_held(board, candidate)
+        held = _why_held(state, candidate)
         if held is not None:
-            return _wait(board, candidate, held, is_newcomer)
+            return _wait(state, candidate, held, is_newcomer)
         reason = OVER_BUDGET if candidate.is_over_budget else None
         return decided(candidate, "failed", last_error=candidate.error, reason=reason)
-    holder = board.keys.get(candidate.dedupe) if candidate.dedupe else None
+    holder = state.keys.get(candidate.dedupe) if candidate.dedupe else None
     if holder is not None:
         message = f"run {holder} was launched with the same idempotency key"
         return decided(candidate, "skipped", last_error=message, run_id=holder, reason="idempotency")
-    gate = board.gates[candidate.trigger_id].gate if candidate.trigger_id in board.gates else None
+    gate = state.gates[candidate.trigger_id].gate if candidate.trigger_id in state.gates else None
     is_unlimited = gate is None and candidate.slot is None
-    wait = None if is_unlimited else _why_wait(board, candidate, is_newcomer)
+    wait = None if is_unlimited else _why_wait(state, candidate, is_newcomer)
     if wait is not None:
-        return _wait(board, candidate, wait, is_newcomer)
-    run_id = RunId(candidate.id)  # so that a delivery cannot launch twice, whatever else goes wrong
-    is_probe = gate is not None and gate.is_probing(board.now)
+        return _wait(state, candidate, wait, is_newcomer)
+    run_id = RunId(candidate.id)  # the primary key of runs then prevents a second launch
+    is_probe = gate is not None and gate.is_probing(state.now)
     if gate is not None:
-        gate.spend(board.now, 1)
+        gate.spend(state.now, 1)
         if is_probe:
             gate.begin_probe(run_id)
     if candidate.slot is not None:
-        slots = board.slots[candidate.slot]
-        board.slots[candidate.slot] = slots._replace(in_use=slots.in_use + 1)
+        slots = state.slots[candidate.slot]
+        state.slots[candidate.slot] = slots._replace(in_use=slots.in_use + 1)
     if candidate.dedupe is not None:
-        board.keys[candidate.dedupe] = run_id
+        state.keys[candidate.dedupe] = run_id
     done: RetryState = "none" if is_newcomer else "completed"
     return decided(candidate, "launched", run_id=run_id, is_probe=is_probe, retry_state=done)
 
 
-def _why_held(board: Board, candidate: Candidate) -> Wait | None:
+def _why_held(state: DeliveryState, candidate: Candidate) -> Wait | None:
     """A pause or an open breaker."""
-    locked = board.gates.get(candidate.trigger_id)
-    hold = locked.gate.hold(board.now) if locked is not None else None
+    locked = state.gates.get(candidate.trigger_id)
+    hold = locked.gate.hold(state.now) if locked is not None else None
     return None if hold is None else Wait(hold.reason, hold.message, {hold.reason: {"until": hold.until}})
 
 
-def _why_wait(board: Board, candidate: Candidate, is_newcomer: bool) -> Wait | None:
-    held = _why_held(board, candidate)
+def _why_wait(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> Wait | None:
+    held = _why_held(state, candidate)
     if held is not None:
         return held
-    locked = board.gates.get(candidate.trigger_id)
+    locked = state.gates.get(candidate.trigger_id)
     if locked is not None:
         gate, limit = locked.gate, locked.gate.limit
-        if is_newcomer and candidate.trigger_id in board.lines:
-            message = "waits behind earlier deliveries of the same trigger"
-            return Wait("throttle", message, {"throttle": {"behind": board.lines[candidate.trigger_id]}})
-        if limit is not None and gate.room(board.now) == 0:
+        if is_newcomer and candidate.trigger_id in state.lines:
+            message = "waiting behind earlier deliveries of the same trigger"
+            return Wait("throttle", message, {"throttle": {"behind": state.lines[candidate.trigger_id]}})
+        if limit is not None and gate.room(state.now) == 0:
             message = f"over the throttle of {written_rate(limit.limit, limit.interval_ms)}"
             return Wait("throttle", message, {"throttle": {"count": limit.limit, "window_ms": limit.interval_ms}})
     most = candidate.trigger.trigger.max_concurrency
     if candidate.slot is None or most is None:
         return None
-    slots, key = board.slots[candidate.slot], candidate.keys.concurrency_key
+    slots, key = state.slots[candidate.slot], candidate.keys.concurrency_key
     if slots.closed_until is not None:
         waits_for = {"retry_after": {"key": key, "until": slots.closed_until}}
         return Wait("retry_after", slots.closed_reason or "", waits_for, slots.closed_until)
-    # A newcomer leaves a free slot to each of those that wait for one already.
+    # A new delivery leaves a free slot for each delivery that is already waiting for one.
     if slots.in_use + (slots.waiting if is_newcomer else 0) >= most:
-        board.slots[candidate.slot] = slots._replace(waiting=slots.waiting + 1)
+        state.slots[candidate.slot] = slots._replace(waiting=slots.waiting + 1)
         of_key = f" of key {key}" if key else ""
         is_full = slots.in_use >= most
-        message = f"{slots.in_use} of {most} slots{of_key} are in use" if is_full else f"stands in line{of_key}"
+        message = (
+            f"{slots.in_use} of {most} slots{of_key} are in use" if is_full else f"waiting in line for a slot{of_key}"
+        )
         return Wait("concurrency", message, {"concurrency": {"max": most, "key": key or None}})
     return None
 
 
-def _wait(board: Board, candidate: Candidate, wait: Wait, is_newcomer: bool) -> Decided:
-    policy, now = board.policy_of(candidate), board.now
-    # Only a throttle that has no room for it at its time uses an attempt. Waiting for something to end (a pause, a
+def _wait(state: DeliveryState, candidate: Candidate, wait: Wait, is_newcomer: bool) -> Decided:
+    policy, now = state.policy_of(candidate), state.now
+    # Only a refusal by the throttle at its scheduled time uses an attempt. Waiting for something to end (a pause, a
     # breaker, the run that holds its slot) uses none, however long it takes.
     is_refused = wait.reason == candidate.waited_for == "throttle"
     attempts_used = candidate.attempts if is_refused else 0
     why = why_given_up(policy, attempts_used, now - candidate.event.counted_from)
     if why and not is_newcomer and wait.reason != "paused":
-        text = f"given up after {why}: {wait.message}"
+        text = f"retries exhausted ({why}): {wait.message}"
         return decided(candidate, "exhausted", last_error=text, retry_state="exhausted", reason=wait.reason)
     attempts = candidate.attempts + int(is_newcomer or is_refused)
-    locked = board.gates.get(candidate.trigger_id)
+    locked = state.gates.get(candidate.trigger_id)
     plan_version = locked.plan_version if locked else 0
     if wait.until is not None:
         at = wait.until
-    elif wait.reason == "concurrency":  # the end of a run wakes it; this is for when that is lost
+    elif wait.reason == "concurrency":  # the end of a run wakes it; this time is the fallback
         at = next_look_at(policy, now - candidate.event.counted_from, now)
     elif locked is not None and not locked.is_replanning:
         at = locked.gate.slots(now, 1)[0]

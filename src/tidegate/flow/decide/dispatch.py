@@ -1,6 +1,9 @@
-"""Dispatch: new events. In one transaction: take them from the inbox, gate, match, deliver, create runs.
+"""Dispatch: decide new events. One transaction per batch: claim from the inbox, gate, match, deliver, create runs.
 
-A crash anywhere before the commit leaves everything as it was; after it, everything is done. Nothing in between exists.
+A crash before the commit leaves everything as it was; after the commit everything is done. There is no state between.
+
+Two paths give the same rows. The fast path (`_launch`) takes a batch that no limit, hold, breaker or idempotency key
+can affect and writes it in one statement; everything else takes the general path (`_decide`).
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ from tidegate import failpoints
 from tidegate.errors import Unavailable
 from tidegate.flow.decide import batch, gate
 from tidegate.flow.decide.batch import Batch, Delivered, MatchedBatch
-from tidegate.flow.decide.slices import LONGEST_SECONDS, TooLong
+from tidegate.flow.decide.one_by_one import one_by_one
+from tidegate.flow.decide.reporting import log_source_moves
+from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.flow.decide.spans import EventSpans, newcomers_gated
+from tidegate.flow.decide.time_slice import MAX_WORK_SECONDS, TooLong
 from tidegate.model.event import Event
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.source import SOURCE_BREAKER, SourceBreakerPolicy
@@ -29,14 +35,14 @@ from tidegate.store.events import Quarantined
 from tidegate.telemetry import metrics, traces
 from tidegate.telemetry.logs import logger
 
-# A transaction decides about so many deliveries; when each event fires many triggers, it takes fewer events.
+# A transaction decides at most about MAX_DELIVERIES deliveries: when events fire many triggers, it takes fewer events.
 MAX_DELIVERIES = 2000
 
 _log = logger("dispatch")
 
 
 class OutOfTurn(Exception):
-    """The order matters to a batch, and events that came before it are still undecided."""
+    """The order of events matters to a batch, and earlier events are still undecided."""
 
 
 class DispatchCounts(NamedTuple):
@@ -51,7 +57,7 @@ class DispatchCounts(NamedTuple):
 
 
 class DecidedBatch(NamedTuple):
-    """What one batch decided: the numbers, who waits, what became of those that passed, and who came too late."""
+    """What one batch decided: the counts, held events, the outcome of admitted events, and expired events."""
 
     outcome: DispatchCounts = DispatchCounts()
     held: Sequence[IngressRetry] = ()
@@ -62,8 +68,9 @@ class DecidedBatch(NamedTuple):
 
 
 class Dispatch:
-    """Decides what is in the inbox. The callbacks hear, after the commit, of new runs and of events that wait; and, as
-    soon as it is known, that there is more in the inbox than one batch takes, and nothing that the order matters to."""
+    """Decides the events in the inbox. `after_launch` and `after_hold` are called after the commit. `after_full` is
+    called as soon as a batch is full and unrestricted: a second dispatcher may then decide the next batch at the same
+    time."""
 
     def __init__(
         self,
@@ -83,33 +90,36 @@ class Dispatch:
         self._after_full = after_full
         self._batch = batch or Batch(breaker)
         self._fan_out = 1.0
-        self._most = batch_size
-        self._is_calm = True
-        self._is_plain = False
+        self._max_events = batch_size
+        self._expects_no_state = True
+        self._was_unrestricted = False
         self._has_more = False
         self._takes_turn = False
 
     async def run_once(self) -> DispatchCounts:
-        """Decide one batch; an outcome of 0 events means that nothing was waiting."""
+        """Decide one batch; an outcome of 0 events means that the inbox was empty."""
         try:
             decided = await self._in_order()
         except TooLong as exc:
-            self._most = exc.done
-            _log.warning("dispatch.batch_shrunk", error=exc, reason="a smaller batch is decided in its place")
+            self._max_events = exc.done
+            _log.warning("dispatch.batch_shrunk", error=exc, reason="retrying with a smaller batch")
             return await self.run_once()
         except Unavailable:
-            self._batch.forget_triggers()  # a batch that outlived its transaction was matched by them
+            self._batch.forget_triggers()  # the transaction may have ended while they were in use
             raise
-        except Exception as exc:  # noqa: BLE001 - whatever the batch failed with, its events are tried one by one
+        except Exception as exc:  # noqa: BLE001 - whatever the batch failed with, its events are processed one by one
             self._batch.forget_triggers()
-            _log.warning("dispatch.batch_failed", error=exc, reason="taking it apart to find the event at fault")
+            _log.warning(
+                "dispatch.batch_failed", error=exc, reason="processing its events one by one to isolate the failing one"
+            )
             return await self._one_by_one()
         await self._committed(decided)
         return decided.outcome
 
     async def _in_order(self) -> DecidedBatch:
-        """One batch. Batches are decided side by side, unless one is limited: then whoever came first goes first, so it
-        is claimed anew, behind all that others are deciding. Where that was so, the next waits for its turn at once."""
+        """One batch. Workers decide batches concurrently, unless the order of events matters (a limit or a hold). Then
+        the batch is claimed again while holding the turn, an advisory lock that waits for all earlier batches. The next
+        batch then takes the turn from the start."""
         if not self._takes_turn:
             try:
                 return await self._database.run(partial(self._oldest, has_turn=False))
@@ -119,23 +129,23 @@ class Dispatch:
 
     @property
     def has_more(self) -> bool:
-        """Whether the last batch was full. If not, whatever came since is announced, or found by the next look."""
+        """Whether the last batch was full. If not, later events are announced by a hint, or found by the next poll."""
         return self._has_more
 
     @property
-    def is_behind(self) -> bool:
-        """Whether a second batch may be decided at the same time: there is more, and nothing limited the last one, so
-        that the order does not matter."""
-        return self._has_more and self._is_plain
+    def allows_second_batch(self) -> bool:
+        """Whether a second batch may be decided at the same time: the last one was full and unrestricted, so that the
+        order does not matter."""
+        return self._has_more and self._was_unrestricted
 
     async def _committed(self, decided: DecidedBatch) -> None:
         failpoints.hit("dispatch.after_commit")
         if decided.delivered.claimed:
             self._batch.begin(decided.delivered)
-            await asyncio.sleep(0)  # the runs begin before anything is told about them
+            await asyncio.sleep(0)  # the runs start before metrics and logs are written
         if decided.outcome.events:
-            if self._most < self._batch_size and not _took_long(decided.delivered):
-                self._most = min(self._batch_size, self._most * 2)
+            if self._max_events < self._batch_size and not _took_long(decided.delivered):
+                self._max_events = min(self._batch_size, self._max_events * 2)
             self._fan_out = max(1.0, len(decided.delivered.decided) / decided.outcome.events)
         if decided.outcome.launched > len(decided.delivered.claimed):
             self._after_launch()
@@ -163,7 +173,7 @@ class Dispatch:
             decided.spans.record(gated, decided.delivered)
 
     async def _oldest(self, connection: Connection, has_turn: bool) -> DecidedBatch:
-        limit = max(1, min(self._most, int(MAX_DELIVERIES / self._fan_out)))
+        limit = max(1, min(self._max_events, int(MAX_DELIVERIES / self._fan_out)))
         if has_turn:
             await locks.take_turn(connection, limit)
         newcomers, now = await events.claim_inbox(connection, limit)
@@ -176,22 +186,22 @@ class Dispatch:
     async def _pass(
         self, connection: Connection, now: datetime, has_turn: bool, newcomers: Sequence[Event]
     ) -> DecidedBatch:
-        # Where no source had any state last time, none is expected; the statement that launches makes sure.
-        matched = await self._batch.match(newcomers) if self._is_calm else None
-        is_late = any(event.ttl_ms is not None and gate.is_expired(event, now) for event in newcomers)
-        if matched is not None and matched.is_plain and not is_late:
-            self._is_plain = True
+        # If no source had a state last time, none is expected now; the statement of the fast path verifies it.
+        matched = await self._batch.match(newcomers) if self._expects_no_state else None
+        has_expired = any(event.ttl_ms is not None and gate.is_expired(event, now) for event in newcomers)
+        if matched is not None and matched.is_unrestricted and not has_expired:
+            self._was_unrestricted = True
             if self._has_more:
                 self._after_full()
             decided = await self._launch(connection, now, matched)
             if decided is not None:
                 self._takes_turn = False
                 return decided
-        self._is_plain = False
+        self._was_unrestricted = False
         return await self._decide(connection, newcomers, matched, has_turn=has_turn)
 
     async def _launch(self, connection: Connection, now: datetime, matched: MatchedBatch) -> DecidedBatch | None:
-        """The short way, when nothing limits or holds the batch; None: it must be decided."""
+        """The fast path, for a batch that nothing limits or holds; None: it needs the general path."""
         failpoints.hit("dispatch.after_gate")
         failpoints.hit("dispatch.after_match")
         delivered = await self._batch.launch(connection, now, matched)
@@ -210,7 +220,7 @@ class Dispatch:
         has_turn: bool,
     ) -> DecidedBatch:
         gates = await gate.open_shared(connection, (event.source for event in newcomers))
-        self._is_calm = not gates.sources
+        self._expects_no_state = not gates.sources
         verdict = gate.decide(gates, newcomers)
         failpoints.hit("dispatch.after_gate")
         matched = await self._batch.match_at(connection, gates, verdict.admitted, matched)
@@ -240,26 +250,21 @@ class Dispatch:
             held=len(verdict.held),
             expired=len(verdict.expired),
         )
-        told: dict[uuid.UUID, str] = {event.id: event.correlation_id for event in newcomers} if waiting else {}
-        return DecidedBatch(outcome, verdict.held, delivered, verdict.expired, told)
+        correlation_ids: dict[uuid.UUID, str] = {event.id: event.correlation_id for event in newcomers} if waiting else {}
+        return DecidedBatch(outcome, verdict.held, delivered, verdict.expired, correlation_ids)
 
     async def _one_by_one(self) -> DispatchCounts:
-        """The oldest events, each in a transaction of its own; one that still fails goes to the dead letters."""
+        """The oldest events, each in its own transaction; an event that still fails is dead-lettered."""
         async with self._database.connection() as connection:
             sequences = await events.list_inbox(connection, self._batch_size)
         self._has_more = True
-        total = DispatchCounts()
-        for sequence in sequences:
-            try:
-                decided = await self._single_in_order(sequence)
-                await self._committed(decided)
-                one = decided.outcome
-            except Unavailable:
-                raise
-            except Exception as exc:  # noqa: BLE001 - whatever it is, this event goes to the dead letters and the others continue
-                one = await self._quarantine(sequence, exc)
-            total = DispatchCounts(*(a + b for a, b in zip(total, one, strict=True)))
-        return total
+        counts = await one_by_one(sequences, self._decide_one, self._quarantine)
+        return DispatchCounts(*map(sum, zip(DispatchCounts(), *counts, strict=True)))
+
+    async def _decide_one(self, sequence: int) -> DispatchCounts:
+        decided = await self._single_in_order(sequence)
+        await self._committed(decided)
+        return decided.outcome
 
     async def _single_in_order(self, sequence: int) -> DecidedBatch:
         try:
@@ -271,34 +276,37 @@ class Dispatch:
         if has_turn:
             await locks.take_turn(connection, self._batch_size)
             if await events.list_inbox(connection, 1) != [sequence]:
-                return DecidedBatch()  # who came before was let go of undecided, or it is decided
+                return DecidedBatch()  # an earlier event is undecided again, or this one is decided
         claimed = await events.claim_inbox_one(connection, sequence)
         if not claimed:
             return DecidedBatch()
         await locks.share(connection, [event.source for event in claimed])
         return await _traced(connection, claimed, partial(self._decide, connection, has_turn=has_turn))
 
-    async def _quarantine(self, sequence: int, exc: Exception) -> DispatchCounts:
-        reason = f"{type(exc).__name__}: {exc}"[:1000]
-        buried = await self._database.run(partial(self._bury, sequence=sequence, reason=reason))
-        if buried is not None:
-            _log.error("event.quarantined", event_id=buried.event_id, correlation_id=buried.correlation_id,
-                       source=buried.source, reason=reason)  # fmt: skip
-        return DispatchCounts(events=1, quarantined=int(buried is not None))
+    async def _quarantine(self, sequence: int, reason: str) -> DispatchCounts:
+        found, moves = await self._database.run(partial(self._dead_letter, sequence=sequence, reason=reason))
+        if found is not None:
+            _log.error("event.quarantined", event_id=found.event_id, correlation_id=found.correlation_id,
+                       source=found.source, reason=reason)  # fmt: skip
+        log_source_moves(moves)
+        return DispatchCounts(events=1, quarantined=int(found is not None))
 
-    async def _bury(self, connection: Connection, sequence: int, reason: str) -> Quarantined | None:
-        buried = await events.quarantine(connection, sequence, reason)
-        if buried is not None:  # a failure of its source
-            gates = await gate.open_gates(connection, [buried.source])
-            await self._batch.record_failure(connection, gates, buried.source)
-            await gate.close_gates(connection, gates)
-        return buried
+    async def _dead_letter(
+        self, connection: Connection, sequence: int, reason: str
+    ) -> tuple[Quarantined | None, Sequence[SourceMove]]:
+        found = await events.quarantine(connection, sequence, reason)
+        if found is None:
+            return None, ()
+        gates = await gate.open_gates(connection, [found.source])
+        moves = await self._batch.record_failure(connection, gates, found.source)  # a failure of its source
+        await gate.close_gates(connection, gates)
+        return found, moves
 
 
 async def _traced(
     connection: Connection, newcomers: Sequence[Event], decide: Callable[[Sequence[Event]], Awaitable[DecidedBatch]]
 ) -> DecidedBatch:
-    """Decide, and when tracing is on, store the traces that begin here, so that whoever goes on continues them."""
+    """Decide; when tracing is on, also store the traces that begin here, so that later stages continue them."""
     if not traces.is_on:
         return await decide(newcomers)
     spans = EventSpans(newcomers)
@@ -310,7 +318,7 @@ async def _traced(
 def _took_long(delivered: Delivered) -> bool:
     """Whether a batch of twice the size might take too long to match."""
     began, ended = delivered.matching_ns or (0, 0)
-    return (ended - began) / 1e9 > LONGEST_SECONDS / 4
+    return (ended - began) / 1e9 > MAX_WORK_SECONDS / 4
 
 
 def _recorded(retry: IngressRetry) -> NewDecision:

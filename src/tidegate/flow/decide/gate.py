@@ -1,7 +1,7 @@
-"""Gate: may an event of this source go on now? If not, why, and when will it be let through?
+"""Gate: may an event of this source pass now? If not, why, and when will it be admitted?
 
 Per batch: lock the sources (one short row lock each), decide in memory, write back. Limits are exact because every
-admission of a source is decided under its row lock and stamped with the database's time read after the lock.
+admission of a source is decided under its row lock and stamped with the database's time, read after the lock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidegate.store import sources as store
 from tidegate.store.db import Connection
 from tidegate.store.sources import LockedSource
 
-# A newcomer that arrives while its source's waiting events are being given new slots gets its own in a moment.
+# The slot of an event that arrives while its source is being replanned; the replan gives it its own soon after.
 PROVISIONAL = timedelta(minutes=1)
 
 EXPIRED = "expired"
@@ -30,8 +30,8 @@ EXPIRED = "expired"
 class OpenGates(NamedTuple):
     """The sources of one batch under their locks, and the database's time at the decision.
 
-    `overtaken` is filled by the decision: sources in whose line later events stand already, and who came late. The
-    triggers of `registry_version` are current until the commit.
+    `overtaken` is filled by the decision: sources whose line already holds later events, with the ingress sequence of
+    the first event that joined late. `registry_version` of the triggers stays current until the commit.
     """
 
     now: datetime
@@ -45,7 +45,7 @@ class OpenGates(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the gate says about newcomers."""
+    """What the gate decided about new events."""
 
     admitted: list[Event]
     held: list[IngressRetry]
@@ -60,8 +60,8 @@ async def open_gates(connection: Connection, names: Iterable[str]) -> OpenGates:
 
 
 async def open_shared(connection: Connection, names: Iterable[str]) -> OpenGates:
-    """The same for a transaction that has said already that it may launch for the sources; nothing is locked where none
-    of them has a state."""
+    """`open_gates` for a transaction that already shares the sources' advisory locks; no row is locked when none of the
+    sources has a state."""
     wanted = sorted(set(names))
     seen = await store.look(connection, wanted)
     if seen.has_states:
@@ -77,7 +77,7 @@ async def close_gates(connection: Connection, gates: OpenGates) -> None:
 
 
 def decide(gates: OpenGates, newcomers: Sequence[Event]) -> Verdict:
-    """Split newcomers, in order of arrival, into those that pass, those that wait, and those that came too late."""
+    """Split new events, in arrival order, into admitted, held and expired."""
     verdict = Verdict([], [], [])
     by_source: dict[str, list[Event]] = {}
     for event in newcomers:
@@ -93,7 +93,7 @@ def decide(gates: OpenGates, newcomers: Sequence[Event]) -> Verdict:
         verdict.admitted.extend(admitted)
         verdict.held.extend(held)
         if held and locked.last_waiting is not None and held[0].ingress_sequence < locked.last_waiting:
-            gates.overtaken[source] = held[0].ingress_sequence  # two workers took batches at once, the later one first
+            gates.overtaken[source] = held[0].ingress_sequence  # two workers decided at once, the later batch first
     return verdict
 
 
@@ -103,7 +103,7 @@ def is_expired(event: Event, now: datetime) -> bool:
 
 
 def launched_later(gates: OpenGates, admitted: Counter[str], now: datetime) -> None:
-    """The batch's admitted events had to wait for a trigger, and are launched at `now`: limits count from there."""
+    """The admitted events had to wait for a trigger's lock and launch at `now`: count them against the limit then."""
     for source, count in admitted.items():
         gate = gates.gate(source)
         if gate is not None:
@@ -118,7 +118,7 @@ async def record(
     failures: Counter[str],
     policy: SourceBreakerPolicy,
 ) -> list[SourceMove]:
-    """Count how admitted events fared, by source; the breakers that moved."""
+    """Count successes and failures of admitted events by source; the breakers that moved."""
     unknown = sorted(source for source in failures if source not in gates.sources)
     if unknown:  # a source without limit or pause gets a row with its first failure
         gates.sources.update(await store.create(connection, unknown))
@@ -135,13 +135,13 @@ async def record(
             move = gate.record(gates.now, failures=failed, admitted=count, policy=own)
         if move:
             moves.append(SourceMove(source, move, gate.breaker_reason))
-            if move != "closed":  # whoever waits gets a slot behind the breaker's pause
+            if move != "closed":  # waiting events get a slot after the breaker's pause
                 await begin_plan(connection, gates, source, is_refusal=False)
     return moves
 
 
 async def begin_plan(connection: Connection, gates: OpenGates, source: str, *, is_refusal: bool) -> None:
-    """Every waiting event of the source is to get a new slot."""
+    """Request a replan: every waiting event of the source gets a new slot."""
     await store.begin_plan(connection, source, gates.now if is_refusal else None)
     locked = gates.sources.get(source)
     if locked is not None:
@@ -191,12 +191,12 @@ def _decide(locked: LockedSource, now: datetime, group: list[Event]) -> tuple[li
 
 def _limit_message(gate: Gate) -> str:
     if gate.limit is None:
-        return "waits behind events of the same source"
+        return "waiting behind earlier events of the same source"
     return f"over the limit of {written_rate(gate.limit.limit, gate.limit.interval_ms)}"
 
 
 def _expired(event: Event) -> IngressRetry:
-    message = f"its ttl_ms of {event.ttl_ms} was over before it could be decided"
+    message = f"expired: its ttl_ms of {event.ttl_ms} passed before it could be decided"
     return IngressRetry(
         event_id=event.id,
         source=event.source,

@@ -1,4 +1,4 @@
-"""Match: which triggers does an event fire? Triggers are compiled once and kept until the registry changes."""
+"""Match: which triggers does an event fire? Triggers are compiled once and cached until the registry changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tidegate.errors import InvalidInput
-from tidegate.flow.decide.slices import Slices
+from tidegate.flow.decide.time_slice import TimeSlice
 from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.event import Event
 from tidegate.model.ids import TriggerId
@@ -19,8 +19,9 @@ _log = logger("match")
 
 
 class Match(NamedTuple):
-    """An event that fires a trigger, with its envelope, or as much of it as the trigger needs; `error` when the trigger
-    failed on it, by its own fault alone when it is over budget."""
+    """An event that fires a trigger, with its envelope or the part of it that the trigger needs. `error`: evaluating
+    the trigger failed. `is_over_budget`: it exceeded its work budget, which is the trigger's fault, not the
+    source's."""
 
     event: Event
     envelope: dict[str, Any]
@@ -30,7 +31,7 @@ class Match(NamedTuple):
 
 
 class Filtered(NamedTuple):
-    """A trigger of the event's type and source that does not fire, and the check that stops it."""
+    """A trigger of the event's type and source that does not fire, and the predicate that failed."""
 
     event: Event
     trigger: CompiledTrigger
@@ -38,7 +39,7 @@ class Filtered(NamedTuple):
 
 
 class Matcher:
-    """The compiled triggers of the registry, compiled anew only where something changed."""
+    """The compiled triggers of the registry; only changed triggers are compiled again."""
 
     def __init__(self) -> None:
         self._version = -1
@@ -47,21 +48,21 @@ class Matcher:
 
     @property
     def known(self) -> tuple[TriggerIndex, int]:
-        """The active triggers as they were when someone last asked, and the registry's version then."""
+        """The active triggers as of the last `at` call, and the registry version they belong to."""
         return self._index, self._version
 
     async def at(self, connection: Connection, registry_version: int) -> TriggerIndex:
-        """The active triggers as of that version, which is current while the caller's transaction lasts."""
+        """The active triggers of that version; the caller's transaction keeps it current."""
         if registry_version != self._version:
             listed = await store.list_active(connection)
             found: dict[TriggerId, tuple[int, list[str], CompiledTrigger | None]] = {}
-            slices = Slices()
+            time_slice = TimeSlice()
             for trigger, names in listed:
                 version, old_names, compiled = self._compiled.get(trigger.id, (0, [], None))
                 if version != trigger.version or old_names != names:
                     compiled = _compile(trigger, names)
-                    if slices.is_over:
-                        await slices.next()
+                    if time_slice.is_over:
+                        await time_slice.next()
                 found[trigger.id] = (trigger.version, names, compiled)
             sound = [one for _, _, one in found.values() if one is not None]
             invalid = frozenset(i for i, (_, _, one) in found.items() if one is None)
@@ -71,13 +72,15 @@ class Matcher:
         return self._index
 
     def forget(self) -> None:
-        """Have the triggers read again: with those that are known, something went wrong."""
+        """Load the triggers again at the next `at`: a batch failed with the cached ones."""
         self._version = -1
 
 
-async def match(index: TriggerIndex, events: Sequence[Event], slices: Slices) -> tuple[list[Match], list[Filtered]]:
-    """Every trigger that every event fires, in order; and those of its type and source that it does not. A trigger that
-    fails on an event, or would take too long, is that trigger's failure. Raises TooLong."""
+async def match(
+    index: TriggerIndex, events: Sequence[Event], time_slice: TimeSlice
+) -> tuple[list[Match], list[Filtered]]:
+    """Every trigger that each event fires, in order, and those of its type and source that it does not. A trigger that
+    fails on an event, or exceeds its work budget, is a Match with an error. Raises TooLong."""
     fired: list[Match] = []
     filtered: list[Filtered] = []
     budget = Budget()
@@ -93,24 +96,24 @@ async def match(index: TriggerIndex, events: Sequence[Event], slices: Slices) ->
                 reason = trigger.reason(envelope, budget)
             except OverBudget as exc:
                 fired.append(Match(event, envelope, trigger, str(exc), is_over_budget=True))
-            except Exception as exc:  # noqa: BLE001 - that trigger's failure; the others go on
+            except Exception as exc:  # noqa: BLE001 - that trigger's failure; the others continue
                 fired.append(Match(event, envelope, trigger, f"{type(exc).__name__}: {exc}"[:1000]))
             else:
                 if reason is None:
                     fired.append(Match(event, envelope, trigger))
                 else:
                     filtered.append(Filtered(event, trigger, reason))
-            if not trigger.is_light and slices.is_over:
-                await slices.next()
-        if slices.is_over:
-            await slices.next()
-            slices.check(number + 1, len(events))
+            if not trigger.is_light and time_slice.is_over:
+                await time_slice.next()
+        if time_slice.is_over:
+            await time_slice.next()
+            time_slice.check(number + 1, len(events))
     return fired, filtered
 
 
 def _compile(trigger: Any, parameter_names: list[str]) -> CompiledTrigger | None:
     try:
         return CompiledTrigger(trigger, parameter_names)
-    except InvalidInput as exc:  # written past our checks; the others go on
+    except InvalidInput as exc:  # stored without passing our validation; the others continue
         _log.error("match.trigger_invalid", trigger_id=str(trigger.id), workflow=trigger.workflow, error=exc)
         return None

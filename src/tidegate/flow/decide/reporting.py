@@ -1,4 +1,4 @@
-"""Tell: the lines, counters and log entries about deliveries and runs, the same whichever stage decided them."""
+"""Reporting: metrics, log lines and decision rows about deliveries, runs and breakers, the same for every stage."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _of_runs = logger("run")
 
 
 def trigger_name(trigger: CompiledTrigger) -> str:
-    """A trigger as metrics call it."""
+    """The trigger's name in metrics and logs."""
     return f"{trigger.trigger.workflow}/{trigger.trigger.name}"
 
 
 def held_line(one: Decided, now: datetime) -> NewDecision:
-    """The line of the event's story about a delivery that waits, or waits no more."""
+    """The decision row of a delivery that waits, or has stopped waiting."""
     decision = "rescheduled" if one.retry_state == "scheduled" and one.retry_attempts > 1 else one.status
     return NewDecision(
         one.event_id,
@@ -43,14 +43,14 @@ def held_line(one: Decided, now: datetime) -> NewDecision:
     )
 
 
-def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newcomers: bool) -> None:
+def report_deliveries(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newcomers: bool) -> None:
     """Count and log, after the commit, what was decided about deliveries."""
     for (trigger_id, status), count in Counter((d.trigger_id, d.status) for d in decided).items():
         name = names.get(trigger_id, str(trigger_id))
         metrics.evaluated(name, status, count)
         if are_newcomers:
             metrics.evaluated(name, "matched", count)
-    if are_newcomers and not _log.is_debug:  # of those that are launched at once, the run itself tells
+    if are_newcomers and not _log.is_debug:  # the run of an immediate launch has its own log lines
         decided = [d for d in decided if d.status != "launched"]
     outcomes = Counter(_outcome(d, are_newcomers) for d in decided)
     for outcome, count in outcomes.items():
@@ -75,7 +75,7 @@ def tell(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newc
         )
 
 
-def tell_moves(moves: Iterable[TriggerMove]) -> None:
+def log_trigger_moves(moves: Iterable[TriggerMove]) -> None:
     """Log, after the commit, the triggers whose breaker moved, and the delivery or run that moved it."""
     for one in moves:
         log = _level(one.move)
@@ -83,8 +83,8 @@ def tell_moves(moves: Iterable[TriggerMove]) -> None:
                          correlation_id=one.correlation_id, run_id=one.run_id, reason=one.reason)  # fmt: skip
 
 
-def tell_source_moves(moves: Iterable[SourceMove]) -> None:
-    """The same for sources."""
+def log_source_moves(moves: Iterable[SourceMove]) -> None:
+    """Log, after the commit, the sources whose breaker moved, and the event or run that moved it."""
     for one in moves:
         log = _level(one.move)
         log(f"source.breaker_{one.move}", source=one.source, event_id=one.event_id,
@@ -97,14 +97,14 @@ def _level(move: str) -> Callable[..., None]:
 
 
 def run_fields(run: ClaimedRun, event: Event | None) -> dict[str, Any]:
-    """What every line about a run says of it."""
+    """The fields of every log line about a run."""
     source = None if event is None else event.source
     return {"run_id": run.id, "workflow": run.workflow, "event_id": run.event_id, "correlation_id": run.correlation_id,
             "source": source, "attempt": run.attempts}  # fmt: skip
 
 
-def tell_ended(run: ClaimedRun, event: Event | None, ended: FinishedRun, held_seconds: float) -> None:
-    """Count and log, after the commit, how a run ended that its worker held for so long."""
+def report_ended(run: ClaimedRun, event: Event | None, ended: FinishedRun, held_seconds: float) -> None:
+    """Count and log, after the commit, how a run ended; its worker held it for `held_seconds`."""
     metrics.ran(run.workflow, ended.status, (run.now - run.started_at).total_seconds() + held_seconds)
     if ended.status == "succeeded" and not _of_runs.is_info:
         return
@@ -113,8 +113,8 @@ def tell_ended(run: ClaimedRun, event: Event | None, ended: FinishedRun, held_se
     log(f"run.{ended.status}", **run_fields(run, event), **reason)
 
 
-def tell_left(run: ClaimedRun, event: Event | None, error: BaseException) -> None:
-    """Log that nothing is written of a run here, by no fault of its own."""
+def log_left(run: ClaimedRun, event: Event | None, error: BaseException) -> None:
+    """Log that this worker writes no outcome for a run, through no fault of the run."""
     log = _of_runs.error
     log("run.left", **run_fields(run, event), error=error, exc_info=error)
 

@@ -1,6 +1,6 @@
-"""Failed runs that count for the breaker of their source, where its policy says so.
+"""Source failures: failed runs that count for the breaker of their source, if its policy says so.
 
-Their events were counted as successes when they were delivered: a run that fails turns one of them into a failure.
+Their events were counted as successes when they were delivered; each failed run turns one of them into a failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tidegate.store.sources import LockedSource
 
 
 class SourceMove(NamedTuple):
-    """A source's breaker that moved: `opened`, `closed`, `reopened` or `trial_failed`; and by whom."""
+    """A source's breaker that moved: `opened`, `closed`, `reopened` or `trial_failed`; and the event or run that moved
+    it."""
 
     source: str
     move: str
@@ -29,7 +30,7 @@ class SourceMove(NamedTuple):
 
 
 class Blamed(NamedTuple):
-    """The sources of runs that failed, under their locks, as far as these count them."""
+    """The sources that count the failed runs, under their row locks."""
 
     source_of: dict[uuid.UUID, str]
     locked: dict[str, LockedSource]
@@ -37,7 +38,7 @@ class Blamed(NamedTuple):
 
 
 async def lock(connection: Connection, failed: Sequence[uuid.UUID], default: SourceBreakerPolicy) -> Blamed | None:
-    """Lock the sources that count these runs, before any trigger is locked; None when none does."""
+    """Lock the sources that count these runs; None when no source does. Call it before locking any trigger."""
     source_of = await sources.counting_runs(connection, failed, default)
     if not source_of:
         return None
@@ -48,10 +49,10 @@ async def lock(connection: Connection, failed: Sequence[uuid.UUID], default: Sou
     return Blamed(source_of, locked, default)
 
 
-async def tell(
+async def count_failed(
     connection: Connection, blamed: Blamed, ended: Sequence[EndedRun], non_retryable: Collection[uuid.UUID]
 ) -> list[SourceMove]:
-    """Count the runs that have ended as failed; the breakers that opened."""
+    """Count the runs that ended as failed; the breakers that moved."""
     now = await locks.now(connection)
     moves = []
     for source, locked in blamed.locked.items():
@@ -66,9 +67,9 @@ async def tell(
         await sources.gather_outcomes(connection, gate, now, policy)
         if move := gate.count(now, failed=len(bad), succeeded=-len(bad), policy=policy):
             by = bad[-1]
-            told = by.event_id, by.correlation_id, by.trigger_id, by.id
-            moves.append(SourceMove(source, move, gate.breaker_reason, *told))
+            cause = by.event_id, by.correlation_id, by.trigger_id, by.id
+            moves.append(SourceMove(source, move, gate.breaker_reason, *cause))
     await sources.save(connection, [locked.gate for locked in blamed.locked.values()])
-    for one in moves:  # whoever waits gets a slot behind the breaker's pause
+    for one in moves:  # waiting events get a slot after the breaker's pause
         await sources.begin_plan(connection, one.source, None)
     return moves

@@ -1,7 +1,7 @@
 """Event spans: what one transaction decided about events and deliveries, as spans of their traces.
 
-They are made after the commit. All are children of the span that the event's `traceparent` names, which is stored: so
-whoever goes on with the event, after any crash, finds the same trace. An event without one gets its root here.
+Spans are created after the commit. Each is a child of the span in the event's stored `traceparent`, so that a worker
+that continues after a crash uses the same trace. An event without a `traceparent` gets its root span here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tidegate.telemetry import traces
 
 
 class Gated(NamedTuple):
-    """What the gate said of an event: allowed, held or expired; `attempt` is how often it was held before."""
+    """The gate's decision about an event: allowed, held or expired; `attempt` is how often it was held before."""
 
     event: Event
     decision: str = "allowed"
@@ -33,7 +33,7 @@ class Gated(NamedTuple):
 
 
 class EventSpans:
-    """The spans of the events of one transaction. `events` are they, each with a `traceparent`."""
+    """The spans of one transaction's events. `events` are the same events, each with a `traceparent`."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._began_ns = epoch_ns()
@@ -42,11 +42,11 @@ class EventSpans:
 
     @property
     def started(self) -> dict[uuid.UUID, str]:
-        """The `traceparent` of the traces that begin here, by event: to be stored by the same transaction."""
+        """The `traceparent` of the traces that begin here, by event; the same transaction must store them."""
         return {event_id: root.traceparent for event_id, root in self._roots.items()}
 
     def record(self, gated: Sequence[Gated], delivered: Delivered) -> None:
-        """The transaction is committed."""
+        """Create the spans; call it after the commit."""
         ended_ns = epoch_ns()
         matching = delivered.matching_ns or (ended_ns, ended_ns)
         fired = Counter(one.event_id for one in delivered.decided)
@@ -84,7 +84,7 @@ class EventSpans:
 def newcomers_gated(
     events: Iterable[Event], held: Sequence[IngressRetry], expired: Sequence[IngressRetry]
 ) -> list[Gated]:
-    """What the gate said of new events."""
+    """The gate's decisions about new events."""
     waiting = {one.event_id: ("held", one) for one in held} | {one.event_id: ("expired", one) for one in expired}
     gated = []
     for event in events:

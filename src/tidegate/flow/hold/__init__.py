@@ -1,1 +1,1 @@
-"""Hold: events and deliveries that wait: tried again when their time comes, given new times when a plan changes."""
+"""Hold: waiting events and deliveries: retried when they are due, given new times when a plan changes."""

@@ -1,8 +1,8 @@
-"""Delivery retry: deliveries whose time has come. Event and trigger are read again, predicates and limits asked again.
+"""Delivery retry: due deliveries are decided again by the event and the trigger as they are now.
 
-Its own earlier record counts nowhere: throttles count launches, concurrency counts unfinished runs. Only as many are
-taken as the throttle has room for, so late workers cannot bunch over it; when there is none and none comes soon, the
-trigger's deliveries get new times: `delivery_replan`.
+A waiting delivery counts against no limit: throttles count launches, concurrency counts unfinished runs. A batch takes
+only as many as the throttle has room for, so that late workers cannot exceed it. When there is no room and none comes
+soon, it requests a replan of the trigger.
 """
 
 from __future__ import annotations
@@ -10,49 +10,47 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tidegate import failpoints
 from tidegate.clock import epoch_ns
 from tidegate.errors import Unavailable
-from tidegate.flow.decide import board as boards
-from tidegate.flow.decide import deliver, gate
+from tidegate.flow.decide import deliver, delivery_state
 from tidegate.flow.decide.deliver import Candidate
 from tidegate.flow.decide.match import Matcher
-from tidegate.flow.decide.reporting import held_line, tell, tell_moves, trigger_name
-from tidegate.flow.decide.slices import Slices
+from tidegate.flow.decide.one_by_one import one_by_one
+from tidegate.flow.decide.reporting import held_line, log_trigger_moves, report_deliveries, trigger_name
 from tidegate.flow.decide.spans import record_deliveries
+from tidegate.flow.decide.time_slice import TimeSlice
+from tidegate.flow.hold.delivery_check import DeliveryFacts, claimed_run, recheck
 from tidegate.flow.run.finish import Gates
-from tidegate.model.budget import OverBudget
-from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
-from tidegate.model.source import OPEN_PAUSE, TRIGGER_BREAKER, BreakerPolicy, Hold, room_soon
-from tidegate.model.trigger import TriggerIndex
+from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy, room_soon
 from tidegate.model.trigger_gate import TriggerMove
 from tidegate.store import decisions, deliveries, events, locks, sources, totals, trigger_gates
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import NOBODY, Claim, Decided, DueDelivery, Taken
 from tidegate.store.locks import Unlocked
 from tidegate.store.totals import BatchTotals
-from tidegate.store.trigger_gates import LockedTrigger, NextInLine, Slots
+from tidegate.store.trigger_gates import NextInLine, Slots
 from tidegate.telemetry import metrics, traces
 from tidegate.telemetry.logs import logger
 
 MAX_TRIGGERS = 50
-FEW = 3
-UNREADABLE = timedelta(seconds=30)
+# At most this many deliveries that change from a concurrency slot's line to the throttle's do so without a replan.
+MAX_WITHOUT_REPLAN = 3
 
 _log = logger("retry")
 
 
 class DeliveryTurn(NamedTuple):
-    """What one look at the due deliveries did; `look_at` is when room returns for those that found none."""
+    """What one pass over the due deliveries did; `room_at` is when the throttle has room for those that were
+    refused."""
 
     due: int = 0
     launched: int = 0
@@ -62,26 +60,14 @@ class DeliveryTurn(NamedTuple):
     names: Mapping[uuid.UUID, str] = MappingProxyType({})
     moves: Sequence[TriggerMove] = ()
     replanned: tuple[uuid.UUID, ...] = ()
-    look_at: datetime | None = None
+    room_at: datetime | None = None
     now: datetime | None = None
     events: Mapping[uuid.UUID, Event] = MappingProxyType({})
     began_ns: int = 0
 
 
-@dataclass(slots=True)
-class _Look:
-    """One transaction's view: what it may decide by, under the locks."""
-
-    now: datetime
-    index: TriggerIndex
-    gates: dict[uuid.UUID, LockedTrigger]
-    paused_sources: dict[str, Hold]
-    replanned: list[uuid.UUID] = field(default_factory=list)
-    look_at: datetime | None = None
-
-
 class DeliveryRetry:
-    """Launches deliveries whose time has come, or gives them another; `after_hold` hears of those after the commit."""
+    """Launches due deliveries, or holds them again; `after_hold` is called with those after the commit."""
 
     def __init__(
         self,
@@ -115,14 +101,18 @@ class DeliveryRetry:
             turn = await self._locking(due)
         except Unavailable:
             raise
-        except Exception as exc:  # noqa: BLE001 - whatever the batch failed with, its deliveries are tried one by one
-            _log.warning("retry.batch_failed", error=exc, reason="taking it apart to find the delivery at fault")
+        except Exception as exc:  # noqa: BLE001 - whatever the batch failed with, its deliveries are processed one by one
+            _log.warning(
+                "retry.batch_failed",
+                error=exc,
+                reason="processing its deliveries one by one to isolate the failing one",
+            )
             return await self._one_by_one(due)
         self.committed(turn)
         return turn
 
     async def _locking(self, due: Sequence[DueDelivery], *, are_named: bool = False) -> DeliveryTurn:
-        """A turn; begun again when a trigger that was not locked turns out to matter."""
+        """A turn; repeated when it needs the lock of a trigger that it has not locked."""
         always: frozenset[uuid.UUID] = frozenset()
         while True:
             try:
@@ -130,17 +120,17 @@ class DeliveryRetry:
             except Unlocked as exc:
                 always |= exc.trigger_ids
 
-    async def next_look_seconds(self) -> float | None:
-        """Seconds until the next delivery is due, or None when nobody waits."""
+    async def next_due_seconds(self) -> float | None:
+        """Seconds until the next delivery is due, or None when none waits."""
         async with self._database.connection() as connection:
             return await deliveries.next_due_seconds(connection)
 
     async def fill(self, connection: Connection, gates: Gates, line: NextInLine, claim: Claim) -> DeliveryTurn:
         """Decide deliveries for which a slot has just become free, in the transaction that freed it: it has locked them
-        and their triggers, and shares every source. `committed` is to be called afterwards."""
+        and their triggers, and shares every source's advisory lock. Call `committed` after the commit."""
         index = await self._matcher.at(connection, line.registry_version)
-        look = _Look(line.now, index, gates, line.paused_sources)
-        return await self._decide(connection, look, line.taken, line.slots, claim)
+        facts = DeliveryFacts(line.now, index, gates, line.paused_sources)
+        return await self._decide(connection, facts, line.taken, line.slots, claim)
 
     async def _due(self) -> list[DueDelivery]:
         async with self._database.connection() as connection:
@@ -150,11 +140,11 @@ class DeliveryRetry:
             return await deliveries.list_due(connection, triggers, max(1, self._batch_size // len(triggers)))
 
     def committed(self, turn: DeliveryTurn) -> None:
-        """Count, log and pass on, after the commit, what was decided."""
+        """Count, log and announce, after the commit, what was decided."""
         failpoints.hit("delivery_retry.after_commit")
         metrics.DELIVERY_RETRIES.labels("due").inc(turn.due)
-        tell(turn.decided, turn.names, are_newcomers=False)
-        tell_moves(turn.moves)
+        report_deliveries(turn.decided, turn.names, are_newcomers=False)
+        log_trigger_moves(turn.moves)
         if traces.is_on:
             record_deliveries(turn.decided, turn.names, turn.events, turn.began_ns, epoch_ns())
         if turn.launched > len(turn.claimed):
@@ -169,13 +159,15 @@ class DeliveryRetry:
     async def _turn(
         self, connection: Connection, due: Sequence[DueDelivery], always: frozenset[uuid.UUID], are_named: bool
     ) -> DeliveryTurn:
-        look = await self._look(connection, due, always)
+        facts = await self._facts(connection, due, always)
         if not are_named:
-            due = await self._due_now(connection, look, due)
-        taken = await deliveries.take(connection, await self._with_room(connection, look, due), look.now)
-        return await self._decide(connection, look, taken)
+            due = await self._due_now(connection, facts, due)
+        taken = await deliveries.take(connection, await self._with_room(connection, facts, due), facts.now)
+        return await self._decide(connection, facts, taken)
 
-    async def _look(self, connection: Connection, due: Sequence[DueDelivery], always: frozenset[uuid.UUID]) -> _Look:
+    async def _facts(
+        self, connection: Connection, due: Sequence[DueDelivery], always: frozenset[uuid.UUID]
+    ) -> DeliveryFacts:
         names = sorted({one.source for one in due if one.source})
         await locks.share(connection, names)
         now, version = await locks.moment(connection)
@@ -184,18 +176,20 @@ class DeliveryRetry:
         wanted = {one.trigger_id for one in due}
         limited = {t for t in wanted if (found := index.get(t)) is not None and found.trigger.is_limited} | always
         gates = await trigger_gates.lock(connection, always=limited, others=wanted - limited)
-        return _Look(await locks.now(connection) if gates else now, index, gates, paused)
+        return DeliveryFacts(await locks.now(connection) if gates else now, index, gates, paused)
 
-    async def _due_now(self, connection: Connection, look: _Look, due: Sequence[DueDelivery]) -> list[DueDelivery]:
-        """The due deliveries as they are now that their triggers are locked: someone who came first may have got an
-        earlier time meanwhile. Of a source that this transaction has not said it launches for, and behind it, none."""
-        if not look.gates:
+    async def _due_now(
+        self, connection: Connection, facts: DeliveryFacts, due: Sequence[DueDelivery]
+    ) -> list[DueDelivery]:
+        """The due deliveries as they are now that their triggers are locked: an earlier arrival may have become due
+        meanwhile. A trigger's deliveries end before the first of a source that this transaction does not share."""
+        if not facts.gates:
             return list(due)
         of_each = max(Counter(one.trigger_id for one in due).values())
         shared = {one.source for one in due}
-        found = [one for one in due if one.trigger_id not in look.gates]
+        found = [one for one in due if one.trigger_id not in facts.gates]
         closed: set[uuid.UUID] = set()
-        for one in await deliveries.list_due(connection, list(look.gates), of_each, look.now):
+        for one in await deliveries.list_due(connection, list(facts.gates), of_each, facts.now):
             if one.source not in shared:
                 closed.add(one.trigger_id)
             if one.trigger_id not in closed:
@@ -205,7 +199,7 @@ class DeliveryRetry:
     async def _decide(
         self,
         connection: Connection,
-        look: _Look,
+        facts: DeliveryFacts,
         taken: Sequence[Taken],
         slots: dict[tuple[uuid.UUID, str], Slots] | None = None,
         claim: Claim = NOBODY,
@@ -214,38 +208,38 @@ class DeliveryRetry:
         found = await events.get_many(connection, {row.event_id for row in taken})
         candidates: list[Candidate] = []
         decided: list[Decided] = []
-        slices = Slices()
+        time_slice = TimeSlice()
         for number, row in enumerate(taken):
-            judged = _judge(look, row, found[row.event_id])
+            judged = recheck(facts, row, found[row.event_id])
             candidates.append(judged) if isinstance(judged, Candidate) else decided.append(judged)
-            if slices.is_over:
-                await slices.next()
-                if not slots:  # what a run's end has freed is decided with it, however long it takes
-                    slices.check(number + 1, len(taken))
-        board = await boards.open_board(
+            if time_slice.is_over:
+                await time_slice.next()
+                if not slots:  # a slot that a run's end has freed is filled in its transaction, however long it takes
+                    time_slice.check(number + 1, len(taken))
+        state = await delivery_state.load_state(
             connection,
             candidates,
             policy=self._policy,
-            now=look.now,
+            now=facts.now,
             are_newcomers=False,
-            gates=look.gates,
+            gates=facts.gates,
             slots=slots,
         )
-        decided += deliver.decide(board, candidates, are_newcomers=False)
-        launched = await deliveries.settle(connection, decided, board.now, claim)
-        woken = await self._pass_on(connection, taken, decided)
-        await deliveries.bury(connection, deliver.given_up(decided))
-        before = {row.id: row.reason for row in taken}  # who waits for a slot still, and was looked at, has no news
+        decided += deliver.decide(state, candidates, are_newcomers=False)
+        launched = await deliveries.settle(connection, decided, state.now, claim)
+        woken = await self._wake_next(connection, taken, decided)
+        await deliveries.bury(connection, deliver.dead_letters(decided))
+        before = {row.id: row.reason for row in taken}  # still waiting for a slot is no new decision
         news = [d for d in decided if not d.reason == before[d.id] == "concurrency"]
-        await decisions.insert(connection, [held_line(d, board.now) for d in news])
-        moves = await boards.close_board(connection, board, candidates, decided, breaker=self._breaker)
-        await totals.add(connection, BatchTotals(boards.count(decided, are_newcomers=False)))
+        await decisions.insert(connection, [held_line(d, state.now) for d in news])
+        moves = await delivery_state.save_state(connection, state, candidates, decided, breaker=self._breaker)
+        await totals.add(connection, BatchTotals(delivery_state.count(decided, are_newcomers=False)))
         failpoints.hit("delivery_retry.before_commit")
         return DeliveryTurn(
             due=len(taken),
             launched=len(launched),
             claimed=[
-                (_claimed(d, parameters, look), found[d.event_id])
+                (claimed_run(d, parameters, facts), found[d.event_id])
                 for d in decided
                 if (parameters := deliver.claimed_with(d, launched)) is not None
             ],
@@ -253,39 +247,41 @@ class DeliveryRetry:
             decided=decided,
             names={c.trigger_id: trigger_name(c.trigger) for c in candidates},
             moves=moves,
-            replanned=tuple(look.replanned),
-            look_at=look.look_at,
-            now=board.now,
+            replanned=tuple(facts.replanned),
+            room_at=facts.room_at,
+            now=state.now,
             events=found,
             began_ns=began_ns,
         )
 
-    async def _with_room(self, connection: Connection, look: _Look, due: Sequence[DueDelivery]) -> list[uuid.UUID]:
-        """Those of the due deliveries that may be taken now; the triggers of the others get new times, if need be."""
+    async def _with_room(
+        self, connection: Connection, facts: DeliveryFacts, due: Sequence[DueDelivery]
+    ) -> list[uuid.UUID]:
+        """The due deliveries that may be taken now; for triggers without room, a replan is requested if needed."""
         by_trigger: dict[uuid.UUID, list[DueDelivery]] = {}
         for one in due:
             by_trigger.setdefault(one.trigger_id, []).append(one)
         chosen: list[uuid.UUID] = []
         for trigger_id, mine in by_trigger.items():
-            locked, ids = look.gates.get(trigger_id), [one.id for one in mine]
+            locked, ids = facts.gates.get(trigger_id), [one.id for one in mine]
             if locked is None:
                 chosen += ids
             elif not locked.is_replanning:
-                room = locked.gate.room(look.now)
+                room = locked.gate.room(facts.now)
                 if room != 0:
                     chosen += ids if room is None else ids[:room]
-                elif opens := room_soon(locked.gate, look.now):
-                    look.look_at = min(look.look_at, opens) if look.look_at else opens
-                elif _are_few_new(mine) and locked.gate.hold(look.now) is None:
-                    chosen += ids  # they take their places in the line; not worth a new plan for everyone
+                elif opens := room_soon(locked.gate, facts.now):
+                    facts.room_at = min(facts.room_at, opens) if facts.room_at else opens
+                elif _need_no_replan(mine) and locked.gate.hold(facts.now) is None:
+                    chosen += ids  # they join the throttle's line; not worth a replan of all that wait
                 else:
-                    await trigger_gates.begin_plan(connection, trigger_id, look.now)
+                    await trigger_gates.begin_plan(connection, trigger_id, facts.now)
                     locked.gate.forget_plan()
-                    look.replanned.append(trigger_id)
+                    facts.replanned.append(trigger_id)
         return chosen
 
-    async def _pass_on(self, connection: Connection, taken: Sequence[Taken], decided: Sequence[Decided]) -> int:
-        """Wake the next in line for slots that were offered to deliveries which did not take them; how many."""
+    async def _wake_next(self, connection: Connection, taken: Sequence[Taken], decided: Sequence[Decided]) -> int:
+        """Wake the next in line for slots that were offered to deliveries that did not use them; how many."""
         used = {d.id for d in decided if d.status == "launched" or d.reason == "concurrency"}
         return await trigger_gates.wake(
             connection,
@@ -293,23 +289,27 @@ class DeliveryRetry:
         )
 
     async def _one_by_one(self, due: Sequence[DueDelivery]) -> DeliveryTurn:
-        """The due deliveries, each in a transaction of its own; one that still fails is that delivery's failure."""
-        total = 0
-        for one in due:
-            try:
-                turn = await self._locking([one], are_named=True)
-                self.committed(turn)
-            except Unavailable:
-                raise
-            except Exception as exc:  # noqa: BLE001 - whatever it is, this delivery goes to the dead letters and the others continue
-                await self._database.run(partial(self._give_up, one=one, exc=exc))
-            total += 1
-        return DeliveryTurn(due=total)
+        """The due deliveries, each in its own transaction; one that still fails is dead-lettered."""
+        return DeliveryTurn(due=len(await one_by_one(due, self._retry_one, self._fail)))
 
-    async def _give_up(self, connection: Connection, one: DueDelivery, exc: Exception) -> None:
-        reason = f"{type(exc).__name__}: {exc}"[:1000]
+    async def _retry_one(self, one: DueDelivery) -> None:
+        self.committed(await self._locking([one], are_named=True))
+
+    async def _fail(self, one: DueDelivery, reason: str) -> None:
+        for row, correlation_id in await self._database.run(partial(self._dead_letter, one=one, reason=reason)):
+            metrics.DELIVERY_RETRIES.labels("exhausted").inc()
+            _log.error(
+                "delivery.failed", delivery_id=row.id, event_id=row.event_id, trigger_id=row.trigger_id,
+                source=row.source, correlation_id=correlation_id, attempt=row.retry_attempts, reason=reason,
+            )  # fmt: skip
+
+    async def _dead_letter(
+        self, connection: Connection, one: DueDelivery, reason: str
+    ) -> list[tuple[Taken, str | None]]:
+        """Dead-letter the delivery if it is still due; the row and its correlation id."""
         await trigger_gates.lock(connection, always=[one.trigger_id])
         now = await locks.now(connection)
+        found = []
         for row in await deliveries.take(connection, [one.id], now):
             failed = deliveries.Moved(
                 row.id, "failed", "exhausted", None, row.retry_attempts, "failed", reason, {"reason": "failed"}, 0
@@ -320,81 +320,11 @@ class DeliveryRetry:
                                       trigger_id=row.trigger_id)  # fmt: skip
             await decisions.insert(connection, [line])
             await trigger_gates.wake(connection, [(row.trigger_id, row.concurrency_key or "")])
-            metrics.DELIVERY_RETRIES.labels("exhausted").inc()
-            # The event itself is not read: that it cannot be may be why it is given up.
-            correlation_id = await events.correlation_id(connection, row.event_id)
-            _log.error(
-                "delivery.failed", delivery_id=row.id, event_id=row.event_id, trigger_id=row.trigger_id,
-                source=row.source, correlation_id=correlation_id, attempt=row.retry_attempts, reason=reason,
-            )  # fmt: skip
+            # The event itself is not read: an unreadable event may be the cause of the failure.
+            found.append((row, await events.correlation_id(connection, row.event_id)))
+        return found
 
 
-def _are_few_new(mine: Sequence[DueDelivery]) -> bool:
-    """Whether a few stand in the throttle's line for the first time: they waited for a slot of their key."""
-    return len(mine) <= FEW and all(one.reason == "concurrency" for one in mine)
-
-
-def _judge(look: _Look, row: Taken, event: Event) -> Candidate | Decided:
-    """Whether the delivery still stands, by the trigger and the event as they are now."""
-    compiled = look.index.get(row.trigger_id)
-    if compiled is None and row.trigger_id in look.index.invalid:
-        return _without_trigger(row, event, look, "paused", "trigger_invalid", "this worker cannot read the trigger")
-    if compiled is None:
-        return _without_trigger(row, event, look, "cancelled", "trigger_gone", "the trigger is disabled or deleted")
-    bare = Candidate(row.id, event, compiled, attempts=row.retry_attempts, waited_for=row.reason)
-    paused = look.paused_sources.get(event.source)
-    if paused is not None:
-        until = paused.until or look.now + OPEN_PAUSE
-        metadata = {"reason": "source_paused", "message": paused.message, "until": until,
-                    "waits_for": {"source": event.source}}  # fmt: skip
-        return deliver.decided(
-            bare, "paused", last_error=paused.message, retry_state="scheduled", next_attempt_at=until,
-            reason="source_paused", metadata=metadata, plan_version=_plan_version(look, row),
-        )  # fmt: skip
-    if gate.is_expired(event, look.now):
-        text = "its event's ttl_ms was over before it could be launched"
-        return deliver.decided(bare, "exhausted", last_error=text, retry_state="exhausted", reason=gate.EXPIRED)
-    envelope = event.envelope()
-    try:
-        reason = compiled.why_not(event, envelope)
-    except OverBudget as exc:
-        return bare._replace(error=str(exc), is_over_budget=True)
-    if reason is not None:
-        text = f"the trigger (version {compiled.trigger.version}) does not take the event any more: {reason}"
-        return deliver.decided(bare, "skipped", last_error=text, reason="filtered")
-    return deliver.render(row.id, event, compiled, envelope, attempts=row.retry_attempts, waited_for=row.reason)
-
-
-def _claimed(one: Decided, parameters: dict[str, Any], look: _Look) -> ClaimedRun:
-    compiled = look.index.get(one.trigger_id)
-    assert compiled is not None, "it was launched by this trigger"
-    return deliver.claimed_run(one, compiled, parameters, look.now)
-
-
-def _plan_version(look: _Look, row: Taken) -> int:
-    locked = look.gates.get(row.trigger_id)
-    return locked.plan_version if locked else 0
-
-
-def _without_trigger(row: Taken, event: Event, look: _Look, status: DeliveryStatus, reason: str, text: str) -> Decided:
-    """A delivery whose trigger is gone, or is one that only a newer worker understands: that one waits for it."""
-    is_waiting = status == "paused"
-    return Decided(
-        id=row.id,
-        trigger_id=row.trigger_id,
-        event_id=row.event_id,
-        trigger_version=row.trigger_version,
-        status=status,
-        last_error=text,
-        run_id=None,
-        workflow_definition_id=uuid.UUID(int=0),
-        correlation_id=event.correlation_id,
-        parameters="{}",
-        concurrency_key=row.concurrency_key,
-        retry_state="scheduled" if is_waiting else "cancelled",
-        next_attempt_at=look.now + UNREADABLE if is_waiting else None,
-        retry_attempts=row.retry_attempts,
-        reason=reason,
-        metadata={"reason": reason, "message": text},
-        source=event.source,
-    )
+def _need_no_replan(mine: Sequence[DueDelivery]) -> bool:
+    """Whether few deliveries join the throttle's line, all for the first time: they waited for a concurrency slot."""
+    return len(mine) <= MAX_WITHOUT_REPLAN and all(one.reason == "concurrency" for one in mine)

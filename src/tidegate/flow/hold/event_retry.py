@@ -1,7 +1,7 @@
-"""Retry: events whose slot has come. They are read from Postgres and the gate is asked again, in order of arrival.
+"""Event retry: held events whose slot has come pass the gate again, in arrival order.
 
-Only as many are taken as there is room for, so late workers cannot bunch over the limit. When there is no room and none
-comes soon (the source was paused meanwhile, or we are late), the source's waiting events get new slots: `replan`.
+A batch takes only as many events as the limit has room for, so that late workers cannot exceed it. When there is no
+room and none comes soon (the source was paused meanwhile, or this worker is late), it requests a replan of the source.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tidegate.errors import Unavailable
 from tidegate.flow.decide import batch, gate
 from tidegate.flow.decide.batch import Batch, Delivered
 from tidegate.flow.decide.gate import OpenGates
+from tidegate.flow.decide.one_by_one import one_by_one
 from tidegate.flow.decide.spans import EventSpans, Gated
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId
@@ -38,32 +39,42 @@ _log = logger("retry")
 Spans = tuple[EventSpans, Sequence[Gated], Delivered]
 
 
+class RetriedEvent(NamedTuple):
+    """A due event that was let through or had expired, for the log."""
+
+    row: DueEvent
+    source: str
+    correlation_id: str
+    is_expired: bool
+
+
 class EventTurn(NamedTuple):
-    """What one look at the due events did; `look_at` is when room returns for those that found none."""
+    """What one pass over the due events did; `room_at` is when the limit has room for those that were refused."""
 
     due: int = 0
     delivered: int = 0
     launched: int = 0
     expired: int = 0
     replanned: tuple[str, ...] = ()
-    look_at: datetime | None = None
+    room_at: datetime | None = None
     now: datetime | None = None
     batches: Sequence[Delivered] = ()
     spans: Sequence[Spans] = ()
+    retried: Sequence[RetriedEvent] = ()
 
     def plus(self, other: EventTurn) -> EventTurn:
-        """Both together; the times are the later turn's, and the look is the sooner one."""
-        looks = [at for at in (self.look_at, other.look_at) if at is not None]
+        """Both together, with the time of the later turn and the earlier `room_at`."""
+        times = [at for at in (self.room_at, other.room_at) if at is not None]
         return EventTurn(
             self.due + other.due, self.delivered + other.delivered, self.launched + other.launched,
-            self.expired + other.expired, (*self.replanned, *other.replanned), min(looks, default=None),
+            self.expired + other.expired, (*self.replanned, *other.replanned), min(times, default=None),
             other.now or self.now, (*self.batches, *other.batches),
-            (*self.spans, *other.spans),
+            (*self.spans, *other.spans), (*self.retried, *other.retried),
         )  # fmt: skip
 
 
 class EventRetry:
-    """Lets events through whose slot has come."""
+    """Lets held events through when their slot has come."""
 
     def __init__(
         self,
@@ -87,9 +98,19 @@ class EventRetry:
             turn = await self._database.run(self._turn)
         except Unavailable:
             raise
-        except Exception as exc:  # noqa: BLE001 - whatever the batch failed with, its events are tried one by one
-            _log.warning("retry.batch_failed", error=exc, reason="taking it apart to find the event at fault")
+        except Exception as exc:  # noqa: BLE001 - whatever the batch failed with, its events are processed one by one
+            _log.warning(
+                "retry.batch_failed",
+                error=exc,
+                reason="processing the first event of each source by itself to isolate the failing one",
+            )
             turn = await self._one_by_one()
+        self._committed(turn)
+        return turn
+
+    def _committed(self, turn: EventTurn) -> None:
+        """Count, log and announce, after the commit, what was done."""
+        _log_retried(turn.retried)
         metrics.EVENT_RETRIES.labels("due").inc(turn.due)
         metrics.EVENT_RETRIES.labels("completed").inc(turn.delivered)
         metrics.EVENT_RETRIES.labels("exhausted").inc(turn.expired)
@@ -103,50 +124,55 @@ class EventRetry:
             self._after_launch()
         if turn.replanned:
             self._after_plan()
-        return turn
 
-    async def next_look_seconds(self) -> float | None:
-        """Seconds until the next slot, or None when nobody waits."""
+    async def next_due_seconds(self) -> float | None:
+        """Seconds until the next slot, or None when no event waits."""
         async with self._database.connection() as connection:
             return await ingress_retries.next_due_seconds(connection)
 
     async def _one_by_one(self) -> EventTurn:
-        """The next due event of each source in a transaction of its own; one that still fails is given up.
+        """The next due event of each source, each in its own transaction; one that still fails is dead-lettered.
 
-        It is named: another worker may have failed at it too and given it up, and whoever is next is not at fault.
+        Each event is addressed by id: another worker may have failed at it too and dead-lettered it, and then the next
+        event in line is not at fault.
         """
         async with self._database.connection() as connection:
             names = await ingress_retries.due_sources(connection, MAX_SOURCES)
             firsts = {name: await ingress_retries.first_due(connection, name) for name in names}
+        due = [(name, first) for name, first in firsts.items() if first is not None]
         total = EventTurn()
-        for name, first in firsts.items():
-            if first is None:
-                continue
-            try:
-                one = await self._database.run(partial(self._take, names=[name], batch_size=1, only=first))
-            except Unavailable:
-                raise
-            except Exception as exc:  # noqa: BLE001 - whatever it is, this event goes to the dead letters and the others continue
-                given_up = await self._database.run(partial(self._give_up, name=name, event_id=first, exc=exc))
-                one = EventTurn(due=given_up, expired=given_up)
-            total = total.plus(one)
+        for turn in await one_by_one(due, self._retry_one, self._exhaust):
+            total = total.plus(turn)
         return total
 
-    async def _give_up(self, connection: Connection, name: str, event_id: uuid.UUID, exc: Exception) -> int:
-        gates = await gate.open_gates(connection, [name])
-        reason = f"{type(exc).__name__}: {exc}"[:1000]
-        rows = await ingress_retries.take_due(connection, name, now=gates.now, limit=1, only=event_id)
+    async def _retry_one(self, due: tuple[str, uuid.UUID]) -> EventTurn:
+        source, event_id = due
+        return await self._database.run(partial(self._take, names=[source], batch_size=1, only=event_id))
+
+    async def _exhaust(self, due: tuple[str, uuid.UUID], reason: str) -> EventTurn:
+        source, event_id = due
+        found = await self._database.run(partial(self._dead_letter, source=source, event_id=event_id, reason=reason))
+        for row, correlation_id in found:
+            _log.error("event.retry_failed", event_id=row.event_id, correlation_id=correlation_id, source=source,
+                       attempt=row.attempts, reason=reason)  # fmt: skip
+        return EventTurn(due=len(found), expired=len(found))
+
+    async def _dead_letter(
+        self, connection: Connection, source: str, event_id: uuid.UUID, reason: str
+    ) -> list[tuple[DueEvent, str | None]]:
+        """Dead-letter the event if it is still due; the row and its correlation id."""
+        gates = await gate.open_gates(connection, [source])
+        rows = await ingress_retries.take_due(connection, source, now=gates.now, limit=1, only=event_id)
+        found = []
         for row in rows:
-            given_up = Settled(row.event_id, "exhausted", row.attempts, None, FAILED, reason, {"reason": FAILED}, 0)
-            await ingress_retries.settle(connection, [given_up])
+            exhausted = Settled(row.event_id, "exhausted", row.attempts, None, FAILED, reason, {"reason": FAILED}, 0)
+            await ingress_retries.settle(connection, [exhausted])
             await ingress_retries.bury(connection, [(row.event_id, reason, {"attempts": row.attempts})])
             decided = NewDecision(row.event_id, gates.now, "gate", "exhausted", reason, None, row.attempts)
             await decisions.insert(connection, [decided])
-            # The event itself is not read: that it cannot be may be why it is given up.
-            correlation_id = await events.correlation_id(connection, row.event_id)
-            _log.error("event.retry_failed", event_id=row.event_id, correlation_id=correlation_id, source=name,
-                       attempt=row.attempts, reason=reason)  # fmt: skip
-        return len(rows)
+            # The event itself is not read: an unreadable event may be the cause of the failure.
+            found.append((row, await events.correlation_id(connection, row.event_id)))
+        return found
 
     async def _turn(self, connection: Connection) -> EventTurn:
         names = await ingress_retries.due_sources(connection, MAX_SOURCES)
@@ -158,11 +184,11 @@ class EventRetry:
         gates = await gate.open_gates(connection, names)
         taken: dict[str, list[DueEvent]] = {}
         replanned: list[str] = []
-        look_at: datetime | None = None
+        room_at: datetime | None = None
         left = batch_size
-        # Each source may take its part of what is left, the longest due last: a long line takes what the others leave.
+        # Each source takes its share of the rest of the batch, the longest due last: it takes what the others leave.
         for others, name in reversed(list(enumerate(names))):
-            # A source without a state has no row, and gets one with its first failure: it must stay unknown here.
+            # A source without a state has no row; its first failure creates one. It must stay without a row here.
             locked = gates.sources.get(name)
             if locked is not None and locked.is_replanning:
                 continue
@@ -174,26 +200,27 @@ class EventRetry:
                     await gate.begin_plan(connection, gates, name, is_refusal=True)
                     replanned.append(name)
                 else:
-                    look_at = min(look_at, opens) if look_at else opens
+                    room_at = min(room_at, opens) if room_at else opens
                 continue
             limit = share if room is None else min(share, room)
             found = await ingress_retries.take_due(connection, name, now=gates.now, limit=limit, only=only)
             taken[name] = found
             left -= len(found)
         due = [row for rows in taken.values() for row in rows]
-        passed, delivered, expired, spans = await self._let_through(connection, gates, due)
+        delivered, retried, spans = await self._let_through(connection, gates, due)
         await gate.close_gates(connection, gates)
         failpoints.hit("retry.before_commit")
+        expired = sum(one.is_expired for one in retried)
         return EventTurn(
-            len(due), len(passed), delivered.launched, expired, tuple(replanned), look_at, gates.now,
-            (delivered,), spans,
+            len(due), len(due) - expired, delivered.launched, expired, tuple(replanned), room_at, gates.now,
+            (delivered,), spans, retried,
         )  # fmt: skip
 
     async def _let_through(
         self, connection: Connection, gates: OpenGates, due: list[DueEvent]
-    ) -> tuple[list[Event], Delivered, int, Sequence[Spans]]:
+    ) -> tuple[Delivered, Sequence[RetriedEvent], Sequence[Spans]]:
         if not due:
-            return [], Delivered(), 0, ()
+            return Delivered(), (), ()
         found = await events.get_many(connection, (row.event_id for row in due))
         in_order = [found[row.event_id] for row in due]
         spans = EventSpans(in_order) if traces.is_on else None
@@ -216,17 +243,20 @@ class EventRetry:
             failures=delivered.failures,
         )
         await batch.count(connection, seen, delivered)
-        _log_lines(due, found, expired)
+        retried = [
+            RetriedEvent(row, event.source, event.correlation_id, event.id in expired)
+            for row, event in zip(due, in_order, strict=True)
+        ]
         if spans is None:
-            return passing, delivered, len(expired), ()
+            return delivered, retried, ()
         await events.set_traceparents(connection, spans.started)
         gated = [_gated(row, event, event.id in expired) for row, event in zip(due, in_order, strict=True)]
-        return passing, delivered, len(expired), [(spans, gated, delivered)]
+        return delivered, retried, [(spans, gated, delivered)]
 
 
 def _settled(row: DueEvent, is_expired: bool, gates: OpenGates) -> Settled:
     if is_expired:
-        message = "its ttl_ms was over before it could be let through"
+        message = "expired: its ttl_ms passed before it could be let through"
         return Settled(
             row.event_id, "exhausted", row.attempts, None, gate.EXPIRED, message, {"reason": gate.EXPIRED}, 0
         )
@@ -240,18 +270,17 @@ def _gated(row: DueEvent, event: Event, is_expired: bool) -> Gated:
 
 def _recorded(row: DueEvent, is_expired: bool, now: datetime) -> NewDecision:
     if is_expired:
-        return NewDecision(row.event_id, now, "gate", "expired", "its ttl_ms was over", None, row.attempts)
+        return NewDecision(row.event_id, now, "gate", "expired", "its ttl_ms has passed", None, row.attempts)
     return NewDecision(row.event_id, now, "gate", "allowed", "its slot has come", None, row.attempts)
 
 
-def _log_lines(due: list[DueEvent], found: dict[uuid.UUID, Event], expired: set[EventId]) -> None:
-    for row in due:
-        event = found[row.event_id]
+def _log_retried(retried: Sequence[RetriedEvent]) -> None:
+    for row, source, correlation_id, is_expired in retried:
         _log.info(
-            "event.retry_expired" if row.event_id in expired else "event.retry_completed",
+            "event.retry_expired" if is_expired else "event.retry_completed",
             event_id=row.event_id,
-            source=event.source,
-            correlation_id=event.correlation_id,
+            source=source,
+            correlation_id=correlation_id,
             attempt=row.attempts,
             reason=row.reason,
         )

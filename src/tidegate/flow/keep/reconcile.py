@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tidegate import failpoints
 from tidegate.clock import monotonic
-from tidegate.flow.decide.reporting import tell_moves, tell_source_moves
+from tidegate.flow.decide.reporting import log_source_moves, log_trigger_moves
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Freed
 from tidegate.model.ids import RunId
@@ -94,8 +94,8 @@ class Reconcile:
                 "run.given_up", run_id=run_id, workflow=run.workflow, event_id=run.event_id,
                 correlation_id=run.correlation_id, attempt=run.attempts, reason=GIVEN_UP,
             )  # fmt: skip
-            tell_moves(freed.moves)
-            tell_source_moves(freed.source_moves)
+            log_trigger_moves(freed.moves)
+            log_source_moves(freed.source_moves)
 
     async def _give_up_one(
         self, connection: Connection, *, run_id: uuid.UUID, trigger_id: uuid.UUID | None

@@ -101,7 +101,7 @@ class Replay:
         async with self._database.connection() as connection:
             return await dead_letters.list_due(connection, self._batch_size)
 
-    async def next_look_seconds(self) -> float | None:
+    async def next_due_seconds(self) -> float | None:
         """Seconds until the next letter is to be replayed, or None."""
         async with self._database.connection() as connection:
             return await dead_letters.next_due_seconds(connection)

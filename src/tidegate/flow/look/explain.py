@@ -12,7 +12,7 @@ import msgspec
 
 from tidegate.errors import Conflict, FieldError, NotFound, first_line
 from tidegate.flow.decide.match import Matcher
-from tidegate.flow.decide.slices import Slices
+from tidegate.flow.decide.time_slice import TimeSlice
 from tidegate.model.budget import OverBudget
 from tidegate.model.delivery import Delivery
 from tidegate.model.event import Event
@@ -177,13 +177,13 @@ async def _filtered(
         for one in line.detail or []
     }
     index = await Matcher().at(connection, await triggers.registry_version(connection))
-    envelope, slices = event.envelope(), Slices()
+    envelope, time_slice = event.envelope(), TimeSlice()
     for compiled in index.candidates(event.type, event.source):
         trigger = compiled.trigger
         if trigger.id not in known and trigger.id not in found:
             text = _as_it_is_now(compiled, envelope)
-            if slices.is_over:
-                await slices.next()
+            if time_slice.is_over:
+                await time_slice.next()
             found[trigger.id] = _filtered_line(trigger.id, trigger.name, trigger.workflow, None, text)
     return list(found.values())
 

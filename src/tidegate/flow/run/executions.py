@@ -19,7 +19,7 @@ from typing import Any
 
 from tidegate import failpoints
 from tidegate.clock import monotonic
-from tidegate.flow.decide.reporting import run_fields, tell_ended, tell_left
+from tidegate.flow.decide.reporting import log_left, report_ended, run_fields
 from tidegate.flow.run.claiming import Claims, Prefetch
 from tidegate.flow.run.endings import End
 from tidegate.flow.run.execution import Execution
@@ -185,7 +185,7 @@ class Executions:
         if not isinstance(written, Written) or not written.is_kept:
             self._lose(execution)
             if isinstance(written, Exception):
-                tell_left(execution.run, execution.event, written)
+                log_left(execution.run, execution.event, written)
             elif isinstance(written, Written):
                 fields = run_fields(execution.run, execution.event)
                 _log.warning("run.result_discarded", **fields, reason="the lease was lost")
@@ -194,7 +194,7 @@ class Executions:
             execution.spans.end(end, is_kept=True)
         if isinstance(end, FinishedRun):
             self._move(execution, FINISHED)
-            tell_ended(execution.run, execution.event, end, monotonic() - execution.claimed_at)
+            report_ended(execution.run, execution.event, end, monotonic() - execution.claimed_at)
         else:
             self._move(execution, SUSPENDED)
 
@@ -208,7 +208,7 @@ class Executions:
         if isinstance(error, LeaseLost):
             _log.warning("run.lease_lost", **run_fields(execution.run, execution.event))
         elif error is not None:
-            tell_left(execution.run, execution.event, error)
+            log_left(execution.run, execution.event, error)
 
     def _lose(self, execution: Execution) -> None:
         """Nothing more is written of the execution here."""

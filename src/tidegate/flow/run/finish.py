@@ -93,7 +93,7 @@ async def end_held(
     written = frozenset(run.id for run in ended)
     non_retryable = {run.id for run in failed if run.is_non_retryable}
     moves = await _update_breakers(connection, locked, ended, breaker, non_retryable)
-    source_moves = await source_failures.tell(connection, blamed, ended, non_retryable) if blamed else ()
+    source_moves = await source_failures.count_failed(connection, blamed, ended, non_retryable) if blamed else ()
     done = Freed(written, moves=moves, source_moves=source_moves)
     if not freed:
         return done
@@ -141,7 +141,7 @@ async def fail_waiting(
     freed = await end_waiting(connection, trigger_id, fail, breaker)
     if freed is None or blamed is None:
         return freed
-    return freed._replace(source_moves=await source_failures.tell(connection, blamed, ended, ()))
+    return freed._replace(source_moves=await source_failures.count_failed(connection, blamed, ended, ()))
 
 
 async def end_all_waiting(

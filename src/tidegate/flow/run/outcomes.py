@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tidegate import failpoints
 from tidegate.errors import Unavailable
-from tidegate.flow.decide.reporting import tell_moves, tell_source_moves
+from tidegate.flow.decide.reporting import log_source_moves, log_trigger_moves
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Fill, Freed
 from tidegate.flow.run.journal import RecordedOutcome, Written
@@ -216,8 +216,8 @@ class OutcomeWriter:
         return [recorded(item) for item in items], freed._replace(cancelled_retries=cancelled)
 
     def _committed(self, items: list[RunOutcome], recorded: list[RecordedOutcome], freed: Freed) -> None:
-        tell_moves(freed.moves)
-        tell_source_moves(freed.source_moves)
+        log_trigger_moves(freed.moves)
+        log_source_moves(freed.source_moves)
         metrics.STEP_RETRIES.labels("cancelled").inc(freed.cancelled_retries)
         if freed.woken or freed.filled or freed.moves:
             self._after_free(freed)

@@ -1,5 +1,7 @@
-"""Board: what new events and waiting deliveries share around the decision: read under the triggers' locks what it
-depends on, and write back what it changed. Both inside the caller's transaction."""
+"""Delivery state: load what `deliver.decide` depends on, under the triggers' locks, and save what it changed.
+
+Shared by new events (`batch`) and waiting deliveries (`hold.delivery_retry`), inside the caller's transaction.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from tidegate.flow.decide.deliver import Board, Candidate
+from tidegate.flow.decide.deliver import Candidate, DeliveryState
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy
 from tidegate.model.trigger_gate import TriggerMove
@@ -21,7 +23,7 @@ from tidegate.store.totals import TriggerTotals
 from tidegate.store.trigger_gates import LockedTrigger, Slots
 
 
-async def open_board(
+async def load_state(
     connection: Connection,
     candidates: Sequence[Candidate],
     *,
@@ -30,8 +32,8 @@ async def open_board(
     are_newcomers: bool = True,
     gates: dict[uuid.UUID, LockedTrigger] | None = None,
     slots: dict[tuple[uuid.UUID, str], Slots] | None = None,
-) -> Board:
-    """Lock the triggers where a limit, a pause, a breaker or a failure makes it matter, and read what decides."""
+) -> DeliveryState:
+    """Lock the triggers that have a limit, a pause, a breaker state or a failure, and read lines, slots and keys."""
     if gates is None:
         limited = {c.trigger_id for c in candidates if c.error is not None or c.trigger.trigger.is_limited}
         others = {c.trigger_id for c in candidates} - limited
@@ -41,65 +43,66 @@ async def open_board(
     elif missing := {c.trigger_id for c in candidates if c.error is not None} - gates.keys():
         raise Unlocked(missing)
     sound = [c for c in candidates if c.error is None]
-    board = Board(now=now, policy=policy, gates=gates, are_newcomers=are_newcomers)
+    state = DeliveryState(now=now, policy=policy, gates=gates, are_newcomers=are_newcomers)
     if gates and are_newcomers:
-        board.lines = await trigger_gates.lines(connection, gates)
+        state.lines = await trigger_gates.lines(connection, gates)
         for trigger_id, locked in gates.items():
-            if trigger_id not in board.lines and not locked.is_replanning:
+            if trigger_id not in state.lines and not locked.is_replanning:
                 locked.gate.forget_backlog()
     if wanted := {c.slot for c in sound if c.slot is not None} - (slots or {}).keys():
-        board.slots = await trigger_gates.slots(connection, wanted)
-    board.slots |= slots or {}
+        state.slots = await trigger_gates.slots(connection, wanted)
+    state.slots |= slots or {}
     if keys := {c.dedupe for c in sound if c.dedupe is not None}:
-        board.keys = await idempotency.claim(connection, keys)
-        board.taken = {key for key, holder in board.keys.items() if holder is None}
-        board.now = await locks.now(connection)  # the claim may have waited for another's launch
-    return board
+        state.keys = await idempotency.claim(connection, keys)
+        state.taken = {key for key, holder in state.keys.items() if holder is None}
+        state.now = await locks.now(connection)  # the claim may have waited for another transaction
+    return state
 
 
-async def close_board(
+async def save_state(
     connection: Connection,
-    board: Board,
+    state: DeliveryState,
     candidates: Iterable[Candidate],
     decided: Sequence[Decided],
     *,
     breaker: BreakerPolicy,
 ) -> list[TriggerMove]:
-    """Keep the keys of what was launched, tell the breakers what failed, write the gates; the breakers that moved."""
-    if board.taken:
+    """Store the idempotency keys of launches, count failures for the breakers, write the gates; the breakers that
+    moved."""
+    if state.taken:
         windows = {c.id: c.trigger.trigger.idempotency_window_ms for c in candidates}
         kept = [
             Kept(d.trigger_id, d.dedupe_key, d.id, d.run_id, windows[d.id])
             for d in decided
             if d.status == "launched" and d.dedupe_key is not None and d.run_id is not None
         ]
-        await idempotency.keep(connection, kept, board.now)
-        await idempotency.release(connection, board.taken - {(k.trigger_id, k.dedupe_key) for k in kept})
+        await idempotency.keep(connection, kept, state.now)
+        await idempotency.release(connection, state.taken - {(k.trigger_id, k.dedupe_key) for k in kept})
     moves = []
     failed = [d for d in decided if d.status == "failed"]
     last = {d.trigger_id: d for d in failed}
     for trigger_id, count in Counter(d.trigger_id for d in failed).items():
-        gate, policy = board.gates[trigger_id].gate, board.gates[trigger_id].breaker or breaker
+        gate, policy = state.gates[trigger_id].gate, state.gates[trigger_id].breaker or breaker
         if gate.breaker_state == "closed":
-            await trigger_gates.gather_outcomes(connection, gate, board.now, policy)
-        move = gate.count_failures(board.now, count, policy)
+            await trigger_gates.gather_outcomes(connection, gate, state.now, policy)
+        move = gate.count_failures(state.now, count, policy)
         if move:
             by = last[trigger_id]
             moves.append(TriggerMove(trigger_id, move, gate.breaker_reason, by.event_id, by.correlation_id))
-    await trigger_gates.save(connection, (locked.gate for locked in board.gates.values()))
-    await held_deliveries.keep_order(connection, _overtaken(board, decided))
-    for moved in moves:  # whoever waits gets a time behind the breaker's pause
+    await trigger_gates.save(connection, (locked.gate for locked in state.gates.values()))
+    await held_deliveries.keep_order(connection, _overtaken(state, decided))
+    for moved in moves:  # waiting deliveries get a time after the breaker's pause
         await trigger_gates.begin_plan(connection, moved.trigger_id, None)
     return moves
 
 
-def _overtaken(board: Board, decided: Sequence[Decided]) -> dict[uuid.UUID, int]:
-    """The triggers in whose line later arrivals stand already, and who came late: a newcomer that its source had held,
-    or one that had waited for something else."""
+def _overtaken(state: DeliveryState, decided: Sequence[Decided]) -> dict[uuid.UUID, int]:
+    """The triggers whose line already holds later arrivals, with the earliest sequence that joined late: a new delivery
+    whose event its source had held, or a delivery that had waited for something else."""
     found: dict[uuid.UUID, int] = {}
     for one in decided:
         is_in_line = one.retry_state == "scheduled" and one.reason in held_deliveries.IN_LINE
-        if is_in_line and (not board.are_newcomers or one.ingress_sequence < board.lines.get(one.trigger_id, 0)):
+        if is_in_line and (not state.are_newcomers or one.ingress_sequence < state.lines.get(one.trigger_id, 0)):
             found[one.trigger_id] = min(found.get(one.trigger_id, one.ingress_sequence), one.ingress_sequence)
     return found
 
@@ -107,7 +110,7 @@ def _overtaken(board: Board, decided: Sequence[Decided]) -> dict[uuid.UUID, int]
 def count(
     decided: Sequence[Decided], filtered: Iterable[uuid.UUID] = (), *, are_newcomers: bool
 ) -> list[TriggerTotals]:
-    """What a batch saw of each trigger, for the totals."""
+    """The counts of a batch by trigger, for the totals."""
     counts: dict[uuid.UUID, Counter[str]] = {}
     for trigger_id, number in Counter(filtered).items():
         counts.setdefault(trigger_id, Counter())["filtered"] += number

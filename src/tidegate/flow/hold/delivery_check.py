@@ -1,0 +1,102 @@
+"""Delivery check: does a due delivery still stand, by the event and the trigger as they are now? Pure."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from tidegate.flow.decide import deliver, gate
+from tidegate.flow.decide.deliver import Candidate
+from tidegate.model.budget import OverBudget
+from tidegate.model.delivery import DeliveryStatus
+from tidegate.model.event import Event
+from tidegate.model.run import ClaimedRun
+from tidegate.model.source import OPEN_PAUSE, Hold
+from tidegate.model.trigger import TriggerIndex
+from tidegate.store.deliveries import Decided, Taken
+from tidegate.store.trigger_gates import LockedTrigger
+
+# When a delivery is due again whose trigger this worker cannot read.
+UNREADABLE = timedelta(seconds=30)
+
+
+@dataclass(slots=True)
+class DeliveryFacts:
+    """What one transaction decides by, read under its locks."""
+
+    now: datetime
+    index: TriggerIndex
+    gates: dict[uuid.UUID, LockedTrigger]
+    paused_sources: dict[str, Hold]
+    replanned: list[uuid.UUID] = field(default_factory=list)
+    room_at: datetime | None = None
+
+
+def recheck(facts: DeliveryFacts, row: Taken, event: Event) -> Candidate | Decided:
+    """Check the delivery against the trigger and the event as they are now: a decision, or a candidate to decide."""
+    compiled = facts.index.get(row.trigger_id)
+    if compiled is None and row.trigger_id in facts.index.invalid:
+        return _without_trigger(row, event, facts, "paused", "trigger_invalid", "this worker cannot read the trigger")
+    if compiled is None:
+        return _without_trigger(row, event, facts, "cancelled", "trigger_gone", "the trigger is disabled or deleted")
+    bare = Candidate(row.id, event, compiled, attempts=row.retry_attempts, waited_for=row.reason)
+    paused = facts.paused_sources.get(event.source)
+    if paused is not None:
+        until = paused.until or facts.now + OPEN_PAUSE
+        metadata = {"reason": "source_paused", "message": paused.message, "until": until,
+                    "waits_for": {"source": event.source}}  # fmt: skip
+        return deliver.decided(
+            bare, "paused", last_error=paused.message, retry_state="scheduled", next_attempt_at=until,
+            reason="source_paused", metadata=metadata, plan_version=_plan_version(facts, row),
+        )  # fmt: skip
+    if gate.is_expired(event, facts.now):
+        text = "expired: its event's ttl_ms passed before it could be launched"
+        return deliver.decided(bare, "exhausted", last_error=text, retry_state="exhausted", reason=gate.EXPIRED)
+    envelope = event.envelope()
+    try:
+        reason = compiled.why_not(event, envelope)
+    except OverBudget as exc:
+        return bare._replace(error=str(exc), is_over_budget=True)
+    if reason is not None:
+        text = f"the trigger (version {compiled.trigger.version}) no longer matches the event: {reason}"
+        return deliver.decided(bare, "skipped", last_error=text, reason="filtered")
+    return deliver.render(row.id, event, compiled, envelope, attempts=row.retry_attempts, waited_for=row.reason)
+
+
+def claimed_run(one: Decided, parameters: dict[str, Any], facts: DeliveryFacts) -> ClaimedRun:
+    compiled = facts.index.get(one.trigger_id)
+    assert compiled is not None, "it was launched by this trigger"
+    return deliver.claimed_run(one, compiled, parameters, facts.now)
+
+
+def _plan_version(facts: DeliveryFacts, row: Taken) -> int:
+    locked = facts.gates.get(row.trigger_id)
+    return locked.plan_version if locked else 0
+
+
+def _without_trigger(
+    row: Taken, event: Event, facts: DeliveryFacts, status: DeliveryStatus, reason: str, text: str
+) -> Decided:
+    """A delivery whose trigger is gone is cancelled; one whose trigger only a newer worker can read waits for it."""
+    is_waiting = status == "paused"
+    return Decided(
+        id=row.id,
+        trigger_id=row.trigger_id,
+        event_id=row.event_id,
+        trigger_version=row.trigger_version,
+        status=status,
+        last_error=text,
+        run_id=None,
+        workflow_definition_id=uuid.UUID(int=0),
+        correlation_id=event.correlation_id,
+        parameters="{}",
+        concurrency_key=row.concurrency_key,
+        retry_state="scheduled" if is_waiting else "cancelled",
+        next_attempt_at=facts.now + UNREADABLE if is_waiting else None,
+        retry_attempts=row.retry_attempts,
+        reason=reason,
+        metadata={"reason": reason, "message": text},
+        source=event.source,
+    )
