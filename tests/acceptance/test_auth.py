@@ -353,7 +353,7 @@ def test_a_token_for_networks(http: httpx.Client, database_url: str) -> None:
             published = http.post(f"{url}/v1/events", headers=headers, json=BODIES["/v1/events"])
             assert published.status_code == (202 if expected == 200 else 401)
             if expected == 401:
-                assert "does not hold from this address" in answer.json()["detail"]
+                assert "is not valid from this address" in answer.json()["detail"]
 
 
 def test_a_token_with_a_rate(http: httpx.Client, url: str, shared_url: str) -> None:
@@ -362,7 +362,7 @@ def test_a_token_with_a_rate(http: httpx.Client, url: str, shared_url: str) -> N
     answers += [http.post(f"{url}/v1/events", headers=slow, json=BODIES["/v1/events"]) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [200, 200, 202, 429]
     assert 1000 < int(answers[-1].headers["retry-after"]) <= 1200
-    assert "slow has been used as often as its rate allows" in answers[-1].json()["detail"]
+    assert "slow has reached its rate limit" in answers[-1].json()["detail"]
     other = bearer(create(shared_url, "other-one", "--scope", "read"))
     assert http.get(f"{url}/v1/runs", headers=other).status_code == 200
 

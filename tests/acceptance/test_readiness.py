@@ -106,7 +106,7 @@ def test_a_database_that_is_stopped_and_started(own_postgres: EmbeddedPostgres, 
         own_postgres.stop()
         try:
             found = until(addresses, lambda code, found: code == 503 and found["status"] == "unavailable")
-            assert found["checks"]["database"] not in ("ok", "") and found["checks"]["schema"].startswith("not known")
+            assert found["checks"]["database"] not in ("ok", "") and found["checks"]["schema"].startswith("unknown")
             assert str(own_postgres.data) not in str(found)
         finally:
             own_postgres.start()

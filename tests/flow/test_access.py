@@ -21,7 +21,7 @@ from tidegate.errors import (
 )
 from tidegate.flow import control
 from tidegate.flow.accept import access as module
-from tidegate.flow.accept import lookups as strangers
+from tidegate.flow.accept import lookups
 from tidegate.flow.accept.access import Access
 from tidegate.model.token import Scope, secret_of
 from tidegate.settings import Settings
@@ -112,8 +112,8 @@ async def test_one_look_serves_many_and_ends(database: Database, monkeypatch: py
     await asyncio.gather(*(access.check(f"Bearer {secret}", "read") for _ in range(50)))
     assert looks == 1
     await control.revoke_token(database, "ci", actor="ann")
-    assert module.KEEP_SECONDS == 1
-    monkeypatch.setattr(module, "KEEP_SECONDS", -1)
+    assert lookups.KEEP_SECONDS == 1
+    monkeypatch.setattr(lookups, "KEEP_SECONDS", -1)
     access.forget()
     await refusal(access, f"Bearer {secret}")
     await refusal(access, f"Bearer {secret}")
@@ -122,7 +122,7 @@ async def test_one_look_serves_many_and_ends(database: Database, monkeypatch: py
 
 async def test_a_database_that_is_away(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was known stands (metrics must be readable then); what was not is refused."""
-    monkeypatch.setattr(module, "KEEP_SECONDS", -1)
+    monkeypatch.setattr(lookups, "KEEP_SECONDS", -1)
     open_access, access = Access(Settings(auth="off"), database), Access(ON, database)
     secret, unknown = await create(database), await create(database, "new")
     await access.check(f"Bearer {secret}", "read")
@@ -226,7 +226,7 @@ async def test_strangers_do_not_hold_up_those_who_are_known(
         return await by_hash(connection, hashed)
 
     monkeypatch.setattr(module.tokens, "by_hash", slow)
-    monkeypatch.setattr(module, "KEEP_SECONDS", -1)
+    monkeypatch.setattr(lookups, "KEEP_SECONDS", -1)
     invented = [secret_of(f"{i:043}") for i in range(300)]
     asking = [asyncio.create_task(access.check(f"Bearer {one}", "read")) for one in invented]
     for _ in range(5):
@@ -234,21 +234,21 @@ async def test_strangers_do_not_hold_up_those_who_are_known(
     go_on.set()
     answers = await asyncio.gather(*asking, return_exceptions=True)
     kinds = [type(answer) for answer in answers]
-    assert 0 < most <= strangers.AT_ONCE
+    assert 0 < most <= lookups.AT_ONCE
     assert set(kinds) == {Unauthorized, Overloaded}
-    assert kinds.count(Unauthorized) == strangers.AT_ONCE + strangers.MAX_WAITING
+    assert kinds.count(Unauthorized) == lookups.AT_ONCE + lookups.MAX_WAITING
 
 
 async def test_invented_tokens_do_not_make_us_forget_others(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_KEPT", 5)
+    monkeypatch.setattr(lookups, "MAX_KEPT", 5)
     secret = await create(database)
     access = Access(ON, database)
     await access.check(f"Bearer {secret}", "read")
     for i in range(23):
         await refusal(access, f"Bearer {secret_of(f'{i:043}')}")
-    assert module.secret_hash(secret) in access._kept and len(access._kept) <= 5
+    assert module.secret_hash(secret) in access._tokens and len(access._tokens) <= 5
 
 
 async def test_nobody_without_a_token_learns_where_the_database_is() -> None:

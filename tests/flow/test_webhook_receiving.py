@@ -12,6 +12,7 @@ from tests.conftest import Clock
 from tidegate.clock import utc_now, uuid7
 from tidegate.errors import Conflict, InvalidInput, NotFound, Unavailable
 from tidegate.flow import control
+from tidegate.flow.accept import lookups
 from tidegate.flow.accept import webhooks as module
 from tidegate.flow.accept.ingest import Ingest
 from tidegate.flow.accept.webhooks import Webhooks
@@ -51,11 +52,11 @@ async def test_one_look_serves_many_and_ends(database: Database, monkeypatch: py
     await control.set_webhook(database, "acme", GITHUB, actor="ann")
     looks = 0
     assert await webhooks.find("acme") is None
-    assert module.KEEP_SECONDS == 1
+    assert lookups.KEEP_SECONDS == 1
     webhooks.forget()
     assert await webhooks.find("acme") is not None
     assert looks == 1
-    monkeypatch.setattr(module, "KEEP_SECONDS", -1)
+    monkeypatch.setattr(lookups, "KEEP_SECONDS", -1)
     webhooks.forget()
     await webhooks.find("acme")
     await control.delete_webhook(database, "acme", actor="ann")
@@ -67,18 +68,19 @@ async def test_one_look_serves_many_and_ends(database: Database, monkeypatch: py
 
 
 async def test_strangers_cannot_fill_the_memory(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "MAX_KEPT", 5)
     monkeypatch.setattr(module, "MAX_KEPT", 5)
     webhooks = received(database)
     for i in range(23):
         await webhooks.find(f"s{i}")
         webhooks.refused(f"s{i}", None, "unsigned", f"reason {i}")
-    assert len(webhooks._kept) <= 5 and len(webhooks._quiet) <= 5
+    assert len(webhooks._recent) <= 5 and len(webhooks._quiet) <= 5
 
 
 async def test_nobody_is_judged_while_the_database_is_away(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     await control.set_webhook(database, "acme", GITHUB, actor="ann")
     webhooks = received(database)
-    monkeypatch.setattr(module, "KEEP_SECONDS", -1)
+    monkeypatch.setattr(lookups, "KEEP_SECONDS", -1)
     assert await webhooks.find("acme") is not None
     get = store.get
 
@@ -103,14 +105,14 @@ async def test_a_flood_is_a_line_a_second(database: Database, monkeypatch: pytes
             webhooks.refused(f"stranger {i}", None, "unsigned", "unknown_source")
             webhooks.refused("acme", found, "unsigned", "no_match")
         webhooks.refused("acme", found, "unsigned", "too_old")
-    told = [(line["source"], line["scheme"], line["reason"], line["untold"]) for line in lines]
+    told = [(line["source"], line["scheme"], line["reason"], line["suppressed"]) for line in lines]
     assert told == [
         ("?", None, "unknown_source", 0), ("acme", "github", "no_match", 0), ("acme", "github", "too_old", 0),
     ]  # fmt: skip
     monkeypatch.setattr(module, "QUIET_SECONDS", 0)
     with capture_logs() as lines:
         webhooks.refused("acme", found, "unsigned", "no_match")
-    assert lines[0]["untold"] == 99
+    assert lines[0]["suppressed"] == 99
 
 
 async def test_the_first_body_counts(database: Database, connection: Connection) -> None:

@@ -34,7 +34,7 @@ async def livez(_: Request, __: Services) -> Live:
 
 
 async def readyz(_: Request, services: Services) -> Response:
-    found = await services.readiness.look()
+    found = await services.readiness.check()
     return json_response(found, 503 if found.status == "unavailable" else 200)
 
 

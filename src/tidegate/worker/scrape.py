@@ -92,7 +92,7 @@ class _Server:
 
     async def _ready(self) -> tuple[str, str, bytes]:
         """Whether this worker is ready; needs no token."""
-        found = await self._readiness.look()
+        found = await self._readiness.check()
         status = "503 Service Unavailable" if found.status == "unavailable" else "200 OK"
         return status, "application/json", msgspec.json.encode(found)
 

@@ -1,1 +1,1 @@
-"""Accept: events come in. Who may publish, what is valid, what is stored; 202 only after the commit."""
+"""Accept: authenticate clients, validate and store events; 202 only after the commit."""

@@ -1,4 +1,4 @@
-"""Ingest: accepted means committed. Concurrent requests share commits; repeating an event is harmless."""
+"""Ingest: store events. Accepted means committed; concurrent requests share commits; repeating an event is harmless."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tidegate.store.group_commit import GroupCommit
 from tidegate.telemetry import metrics, traces
 from tidegate.telemetry.logs import logger
 
-# While the database is away, requests are refused; the first of them waits this long for it to come back.
+# While the database is down, requests are refused; the first of them waits this long for it to come back.
 PATIENCE_SECONDS = 0.5
-# For how long one commit may take, and one may wait for a connection.
+# How long one commit may take, and how long a request may wait for a connection.
 STATEMENT_SECONDS = 5.0
 WAIT_SECONDS = 3.0
 GROUP_EVENTS = 1000
-# A producer's id may be locked by someone else's open transaction: how long a commit that others share waits for it.
+# A producer's id may be locked by another open transaction: how long a shared commit waits for it.
 LOCK_TIMEOUT_MS = 300
-# Events are stored as if they were all new. Once some were not, each is looked for first, for so long.
+# Events are inserted on the assumption that all are new. After a repeated one, each is checked first for this long.
 REPEATS_SECONDS = 10
 
 _log = logger("ingest")
@@ -45,15 +45,15 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class _Refused(Exception):
-    """Some requests of a group repeat an id with another body; the others are written again without them, which finds
-    those that are stored already."""
+    """Some requests of a group repeat an id with another body. The others are written again without them; events that
+    are already stored are then found as such."""
 
     def __init__(self, conflicts: dict[int, Conflict]) -> None:
         self.conflicts = conflicts
 
 
 class Ingest:
-    """Stores events. `after_commit` is called once for each commit that made new ones."""
+    """Stores events. `after_commit` is called once for each commit with new events."""
 
     def __init__(self, database: Database, *, max_waiting: int, after_commit: Callable[[], None]) -> None:
         self._database = database
@@ -65,8 +65,8 @@ class Ingest:
         )
 
     async def accept(self, events: Request) -> list[Accepted]:
-        """Store the events of one request, all or none; returns when they are committed. Those without a trace, or
-        in the caller's, continue the span that the caller is in.
+        """Store the events of one request, all or none; returns when they are committed. Events without a trace,
+        or in the caller's trace, continue the caller's current span.
 
         Raises Conflict (an id repeated with another body), Unavailable (the database), Overloaded.
         """
@@ -95,7 +95,7 @@ class Ingest:
                 continue
             except Exception as exc:  # noqa: BLE001 - whatever one request fails with, the others are stored
                 if len(left) > 1 and not _is_down(exc):
-                    # One of them is in the way of the others: each gets a transaction of its own.
+                    # One request makes the shared commit fail: each gets its own transaction.
                     apart = await asyncio.gather(*(self._write([requests[i]]) for i in left))
                     for i, [result] in zip(left, apart, strict=True):
                         results[i] = result
@@ -109,9 +109,9 @@ class Ingest:
         return [result if result is not None else [] for result in results]
 
     async def _store(self, requests: list[Request]) -> list[list[Accepted]]:
-        """The requests in one commit, tried again while the database is only just away.
+        """The requests in one commit, retried for PATIENCE_SECONDS when the database goes down.
 
-        Trying again is safe even when a commit's answer was lost or never came: the ids are ours and made before.
+        A retry is safe even if the answer to a commit was lost: the event ids are ours and were created before.
         """
         deadline: float | None = None
         while True:
@@ -146,10 +146,10 @@ class Ingest:
         return await self._write_repeats(requests, events)
 
     async def _write_repeats(self, requests: list[Request], events: Request) -> list[list[Accepted]]:
-        """The same when some of the events may be stored already."""
+        """Write events of which some may already be stored."""
         if len(requests) == len(events):
-            # Each event is a request of its own, so none has to be taken back because of another: the one statement
-            # is the transaction. What is found about repeated ids afterwards changes only their answers.
+            # Each request is a single event, so none is rolled back because of another: one statement is the
+            # transaction. What is read about repeated ids afterwards changes only their answers.
             async with self._database.connection(wait_seconds=WAIT_SECONDS) as connection:
                 failpoints.hit("ingest.before_commit")
                 new = await store.insert(connection, events)
@@ -167,7 +167,7 @@ class Ingest:
         return [[_answer(event, new, resolved) for event in request] for request in requests]
 
     def _committed(self, requests: list[Request], accepted: list[Request]) -> None:
-        """Tell what is new of each of the requests."""
+        """Count, log and announce the new events of each request."""
         by_source = Counter(event.source for new in accepted for event in new)
         if not by_source:
             return
@@ -175,15 +175,15 @@ class Ingest:
         metrics.received(by_source)
         if _log.is_info:
             for request, new in zip(requests, accepted, strict=True):
-                _tell(new, is_batch=len(request) > 1)
+                _log_accepted(new, is_batch=len(request) > 1)
 
 
 def _only(new: set[uuid.UUID], requests: list[Request]) -> list[Request]:
     return [[event for event in request if event.id in new] for request in requests]
 
 
-def _tell(accepted: Request, *, is_batch: bool) -> None:
-    """One line for a request: a line costs as much as storing an event of a batch."""
+def _log_accepted(accepted: Request, *, is_batch: bool) -> None:
+    """One line per request: a line costs as much as storing an event of a batch."""
     if is_batch and accepted:
         shared = {event.correlation_id for event in accepted}
         correlation_id = shared.pop() if len(shared) == 1 else None
@@ -221,7 +221,7 @@ def _conflicts(
             if event.id in new:
                 continue
             first = resolved.get(event.id)
-            if first is None:  # the first one went away in between
+            if first is None:  # the first one was deleted in between
                 raise TransientConflict("an event with the same id is changing right now")
             if not first.same_body:
                 field = f"[{index}].id" if len(request) > 1 else "id"

@@ -1,1 +1,1 @@
-"""Look: what an operator reads: explain one event, health of the whole, doctor, readiness."""
+"""Look: what operators read: explain one event, health of the cluster, doctor, readiness. Nothing here decides."""

@@ -1,22 +1,21 @@
-"""Health: is everything that should move moving? One snapshot for people, and the gauges for a scrape.
+"""Health: does all work make progress? One snapshot for people, and the shared gauges for Prometheus.
 
 Both are read from Postgres, so every process gives the same answer; the verdict is pure.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Literal
 
 import msgspec
 
-from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
 from tidegate.flow.keep import secrets
 from tidegate.flow.look import backlog
 from tidegate.flow.look.verdict import RUNBOOK, Cause, HealthFacts, verdict
+from tidegate.flow.shared_read import SharedRead
 from tidegate.model.health import HEALTH, HealthPolicy, Notice
 from tidegate.store import health, locks, workers
 from tidegate.store.db import Connection, Database
@@ -39,16 +38,16 @@ from tidegate.telemetry.logs import logger
 from tidegate.telemetry.metrics import SharedState
 
 GAUGES_SECONDS = 1.0
-# A run that has been due for so long with nobody to run it is worth a word.
+# A workflow is reported as unserved when a run has been due for this long and no live worker has its code.
 UNSERVED_MS = 5000
-# Each list of a snapshot has at most so many entries: it is read every two seconds by every open console.
+# The maximum length of each list in a snapshot: every open console reads one every two seconds.
 SHOWN = 100
 
 _log = logger("health")
 
 
 class SourceHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The running totals of a source; lags are from the receipt to the gate letting it through."""
+    """The running totals of a source; lag is the time from an event's receipt until the gate admits it."""
 
     source: str
     total: int
@@ -65,8 +64,8 @@ class SourceHealth(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the whole cluster at one moment of the database's clock.
 
-    Each list has at most 100 entries, however many there are; `…_total` says how many. `sources`, `triggers` and
-    `rate_limits` begin with the last changed, pauses and breakers with the oldest.
+    Each list has at most 100 entries; `…_total` is the full count. `sources`, `triggers` and `rate_limits` begin with
+    the last changed, pauses and breakers with the oldest.
     """
 
     status: Literal["ok", "degraded", "critical"]
@@ -95,7 +94,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH, runbook: str = RUNBOOK) -> Snapshot:
-    """The state of everything, and the verdict."""
+    """The state of the cluster, and the verdict."""
     limits = await health.limits(connection, SHOWN)
     found = await facts(connection, policy, of_sources=[limit.source for limit in limits])
     causes = verdict(found, policy, runbook)
@@ -130,8 +129,9 @@ async def snapshot(connection: Connection, policy: HealthPolicy = HEALTH, runboo
 
 
 async def facts(connection: Connection, policy: HealthPolicy, of_sources: Sequence[str] = ()) -> HealthFacts:
-    """What the verdict and the gauges are made of. Every statement reads what waits or is claimed, nothing finished,
-    and its answer does not grow with the number of sources; `of_sources` is whose waiting events are counted too."""
+    """The input of the verdict and the gauges. Every statement reads only waiting or claimed rows, nothing finished,
+    and its result does not grow with the number of sources; `of_sources` are sources whose waiting events are counted
+    too."""
     now = await locks.now(connection)
     late = now - timedelta(milliseconds=policy.overdue_ms)
     paused_sources = await health.paused_sources(connection, now, SHOWN)
@@ -159,9 +159,9 @@ async def facts(connection: Connection, policy: HealthPolicy, of_sources: Sequen
 
 
 class Snapshots:
-    """The snapshot for any number of callers: one read at a time, and who asks during one shares the next.
+    """The snapshot for any number of callers: one read at a time, and callers during a read share the next one.
 
-    So nobody gets a state from before its question, and a crowd costs the database no more than two.
+    So no caller gets a state from before its call, and any number of callers costs at most two reads.
     """
 
     def __init__(
@@ -175,42 +175,33 @@ class Snapshots:
         self._policy = policy
         self._runbook = runbook
         self._warnings = list(warnings)
-        self._one_at_a_time = asyncio.Lock()
-        self._next: asyncio.Task[Snapshot] | None = None
+        self._shared = SharedRead(self._read)
 
     async def read(self) -> Snapshot:
         """The state after this call."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._read(), name="health snapshot")
-        return await asyncio.shield(self._next)
+        return await self._shared.get(max_age_seconds=0)
 
-    async def _read(self) -> Snapshot:
-        async with self._one_at_a_time:
-            self._next = None
-            async with self._database.transaction() as connection:
-                found = await snapshot(connection, self._policy, self._runbook)
-                stored = await secrets.notices(connection, self._database.keys)
-            return msgspec.structs.replace(found, warnings=[*self._warnings, *stored])
+    async def _read(self, _: Snapshot | None) -> Snapshot:
+        async with self._database.transaction() as connection:
+            found = await snapshot(connection, self._policy, self._runbook)
+            stored = await secrets.notices(connection, self._database.keys)
+        return msgspec.structs.replace(found, warnings=[*self._warnings, *stored])
 
 
 class Exposition:
-    """The metrics of this process as text. The shared gauges are read at most once a second, whoever asks."""
+    """The metrics of this process as text. The shared gauges are read at most once every GAUGES_SECONDS."""
 
     def __init__(self, database: Database, policy: HealthPolicy = HEALTH) -> None:
         self._database = database
         self._policy = policy
-        self._fresh_until = 0.0
-        self._reading = asyncio.Lock()
+        self._shared = SharedRead(self._read)
 
     async def text(self) -> bytes:
-        """The exposition text; without the shared gauges while the database is away."""
-        async with self._reading:
-            if monotonic() >= self._fresh_until:
-                await self._read()
-                self._fresh_until = monotonic() + GAUGES_SECONDS
+        """The exposition text; without the shared gauges while the database is down."""
+        await self._shared.get(GAUGES_SECONDS)
         return metrics.text()
 
-    async def _read(self) -> None:
+    async def _read(self, _: None) -> None:
         try:
             async with self._database.connection(wait_seconds=2) as connection:
                 metrics.show(await shared_state(connection, self._policy))
@@ -220,7 +211,7 @@ class Exposition:
 
 
 async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) -> SharedState:
-    """What the gauges show."""
+    """The values of the shared gauges."""
     found = await facts(connection, policy)
     deferred = {("events", reason): 0 for reason in ("rate_limit", "paused", "breaker_open")}
     deferred |= {("deliveries", r): 0 for r in ("throttle", "concurrency", "paused", "breaker_open", "source_paused")}
@@ -250,7 +241,7 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
 
 
 def status_of(causes: Sequence[Cause]) -> Literal["ok", "degraded", "critical"]:
-    """The worst that a cause says."""
+    """The highest severity of the causes; ok without causes."""
     if any(cause.severity == "critical" for cause in causes):
         return "critical"
     return "degraded" if causes else "ok"

@@ -1,6 +1,6 @@
-"""Readiness: can this process do its work? Everything that it needs is named, with what is wrong with it.
+"""Readiness: can this process do its work? Each dependency is named, with what is wrong with it.
 
-Anyone may ask, so the answer holds no address and no text of a driver; those go to the log.
+The endpoint needs no token, so the answer contains no address and no driver message; those go to the log.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from tidegate.clock import monotonic
 from tidegate.errors import SchemaError
 from tidegate.flow.look.notices import notices
+from tidegate.flow.shared_read import SharedRead
 from tidegate.model.health import Notice
 from tidegate.queue.port import Queue
 from tidegate.settings import Settings
@@ -21,7 +21,7 @@ from tidegate.store.db import Database, TransientConflict, why_down
 from tidegate.telemetry.logs import logger
 
 OK: Final = "ok"
-UNKNOWN = "not known, since the database cannot be asked"
+UNKNOWN = "unknown: the database does not answer"
 FRESH_SECONDS = 1.0
 ASK_SECONDS = 3.0
 
@@ -29,7 +29,7 @@ _log = logger("ready")
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What the work depends on: `ok`, or what is wrong. `degraded`: the work is done all the same."""
+    """What the process depends on: `ok`, or what is wrong. `degraded`: the process works nevertheless."""
 
     status: Literal["ok", "degraded", "unavailable"]
     checks: dict[str, str]
@@ -37,31 +37,28 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Readiness:
-    """Looks at most once a second, however many ask."""
+    """Checks at most once every FRESH_SECONDS, for any number of callers."""
 
     def __init__(self, settings: Settings, database: Database, queue: Queue, publishing: Database) -> None:
-        """`publishing` are the connections that events are stored by."""
+        """`publishing` is the pool that stores events."""
         self._settings = settings
         self._database = database
         self._publishing = publishing
         self._queue = queue
         self._notices = notices(settings)
-        self._fresh_until = 0.0
-        self._found = Ready("unavailable", {})
-        self._looking = asyncio.Lock()
+        self._shared = SharedRead(self._read)
 
-    async def look(self) -> Ready:
-        """The state of a moment ago; never fails."""
-        async with self._looking:
-            if monotonic() >= self._fresh_until:
-                found = await self._look()
-                if found.status not in (self._found.status, OK):
-                    _log.warning("ready.not_ok", status=found.status, **found.checks)
-                self._found = found
-                self._fresh_until = monotonic() + FRESH_SECONDS
-        return self._found
+    async def check(self) -> Ready:
+        """The state, at most FRESH_SECONDS old; never fails."""
+        return await self._shared.get(FRESH_SECONDS)
 
-    async def _look(self) -> Ready:
+    async def _read(self, before: Ready | None) -> Ready:
+        found = await self._check()
+        if found.status not in (before.status if before else "unavailable", OK):
+            _log.warning("ready.not_ok", status=found.status, **found.checks)
+        return found
+
+    async def _check(self) -> Ready:
         checks, is_allowed = await self._database_checks()
         status: Literal["ok", "degraded", "unavailable"] = OK if set(checks.values()) == {OK} else "unavailable"
         if status != OK and is_allowed and {checks["database"], checks["schema"]} == {OK}:
@@ -69,12 +66,12 @@ class Readiness:
         if self._settings.queue == "bullmq":
             trouble = await self._queue.trouble()
             checks["redis"] = trouble or OK
-            if trouble and status == OK:  # workers look by themselves: losing Redis costs latency, never work
+            if trouble and status == OK:  # workers poll anyway: losing Redis costs latency, never work
                 status = "degraded"
         return Ready(status, checks, self._notices)
 
     async def _database_checks(self) -> tuple[dict[str, str], bool]:
-        """What is wrong with the database; whether unsafe settings of it are allowed."""
+        """What is wrong with the database, and whether unsafe durability settings are allowed."""
         checks = {"database": OK, "schema": UNKNOWN, "durability": UNKNOWN}
         is_allowed = self._settings.allow_unsafe_durability
         try:
@@ -92,17 +89,17 @@ class Readiness:
         except SchemaError as exc:
             checks["schema"] = str(exc)
         except Exception as exc:  # noqa: BLE001 - readiness reports what is wrong and never fails
-            _log.warning("ready.database_cannot_be_asked", error=exc)
+            _log.warning("ready.database_unavailable", error=exc)
             checks = {"database": why_down(exc), "schema": UNKNOWN, "durability": UNKNOWN}
         return checks, is_allowed
 
     async def _storing(self) -> str:
-        """What keeps events from being stored: tried, since a database may answer and yet store nothing."""
+        """What prevents events from being stored. It is tried: a database may answer and still be unable to write."""
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 await events.probe(self._publishing)
         except TransientConflict:
-            return OK  # someone has a table for a moment
+            return OK  # another transaction locks a table for a moment
         except Exception as exc:  # noqa: BLE001 - readiness reports what is wrong and never fails
             _log.warning("ready.cannot_store", error=exc)
             return why_down(exc)
