@@ -16,7 +16,7 @@ from tests.processes import api
 from tests.store.builders import make_definition, make_events
 from tidegate import Client, Context, Unavailable, failpoints
 from tidegate.flow import control
-from tidegate.flow.control import BulkDone, bulk_retries
+from tidegate.flow.control import BulkDone, retries
 from tidegate.flow.hold.delivery_retry import DeliveryRetry
 from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.model.source import TRIGGER_BREAKER, RateLimit
@@ -294,7 +294,7 @@ async def test_a_call_ends_when_its_time_is_over(
     database: Database, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await hold_events(connection, 250)
-    monkeypatch.setattr(bulk_retries, "CALL_SECONDS", 0.0)
+    monkeypatch.setattr(retries, "CALL_SECONDS", 0.0)
     asked = RetryFilters(source="shop.api")
     one = await control.change_retries(database, "events", "cancel", asked, "ann", TRIGGER_BREAKER)
     assert (one.done, one.remaining) == (100, 150)  # at least a batch, so that it comes to an end

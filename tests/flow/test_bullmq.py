@@ -175,7 +175,7 @@ async def test_a_cancelled_event_never_launches(
         await publish(connection, 3)
         await eventually(database, WAITING, 2)
         last = (await held(connection))[-1]
-        await control.cancel_event(database, last["event_id"], "test")
+        await control.change_retry(database, "events", last["event_id"], "cancel", "test")
         await eventually(database, SUCCEEDED, 2)
         await until(lambda: _gone(client, str(last["event_id"])))  # its job fired and found nothing to do
     assert len(await effects()) == 2

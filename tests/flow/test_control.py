@@ -113,7 +113,7 @@ async def test_cancelling_one_that_was_to_have_a_slot_wakes_the_next(database: D
     woken = await hold(database, trigger.id, at="tidegate.now()", reason="concurrency")
     following = await hold(database, trigger.id, reason="concurrency")
     last = await hold(database, trigger.id, reason="concurrency")
-    await control.cancel_delivery(database, woken, "bob")
+    await control.change_retry(database, "deliveries", woken, "cancel", "bob")
     assert (await row(database, following))["is_due"] and not (await row(database, last))["is_due"]
 
 
@@ -121,8 +121,8 @@ async def test_a_delivery_that_someone_has_taken_is_not_cancelled(database: Data
     delivery_id = await hold(database, trigger.id)
     async with database.transaction() as worker:
         await worker.execute("select 1 from tidegate.workflow_trigger_deliveries where id = $1 for update", delivery_id)
-        cancelling = asyncio.create_task(control.cancel_delivery(database, delivery_id, "bob"))
-        forcing = asyncio.create_task(control.force_delivery(database, delivery_id, "bob"))
+        cancelling = asyncio.create_task(control.change_retry(database, "deliveries", delivery_id, "cancel", "bob"))
+        forcing = asyncio.create_task(control.change_retry(database, "deliveries", delivery_id, "force", "bob"))
         await asyncio.wait([cancelling, forcing], timeout=0.2)
         assert not cancelling.done() and not forcing.done()
         await worker.execute(
@@ -135,7 +135,7 @@ async def test_a_delivery_that_someone_has_taken_is_not_cancelled(database: Data
             await late
     assert (await row(database, delivery_id))["status"] == "skipped"
     with pytest.raises(NotFound):
-        await control.cancel_delivery(database, uuid7(), "bob")
+        await control.change_retry(database, "deliveries", uuid7(), "cancel", "bob")
 
 
 async def test_a_verb_waits_for_batches_and_keeps_new_ones_out(database: Database, trigger: Trigger) -> None:
@@ -210,8 +210,8 @@ async def test_registering_changed_code_judges_what_waits_anew(database: Databas
 
 async def test_what_was_and_what_is_are_on_record(database: Database, trigger: Trigger, connection: Connection) -> None:
     forced, cancelled = await hold(database, trigger.id), await hold(database, trigger.id)
-    await control.force_delivery(database, forced, "night-shift")
-    await control.cancel_delivery(database, cancelled, "night-shift")
+    await control.change_retry(database, "deliveries", forced, "force", "night-shift")
+    await control.change_retry(database, "deliveries", cancelled, "cancel", "night-shift")
     [run_id] = await make_runs(connection, [utc_now()])
     await control.cancel_run(database, run_id, "night-shift", TRIGGER_BREAKER)
     found = await connection.fetch(

@@ -345,17 +345,17 @@ async def test_cancelled_is_never_launched(
     await limit(database, 1)
     ids = await ticks(connection, 3)
     await worker.turn()
-    await control.cancel_event(database, uuid.UUID(ids[1]), "ann")
+    await control.change_retry(database, "events", uuid.UUID(ids[1]), "cancel", "ann")
     with pytest.raises(Conflict, match="its retry is cancelled"):
-        await control.cancel_event(database, uuid.UUID(ids[1]), "ann")
+        await control.change_retry(database, "events", uuid.UUID(ids[1]), "cancel", "ann")
     with pytest.raises(NotFound):
-        await control.cancel_event(database, uuid.UUID(ids[0]), "ann")
+        await control.change_retry(database, "events", uuid.UUID(ids[0]), "cancel", "ann")
     for _ in range(100):
         await clock.advance(50)
         await worker.turn()
     assert [event_id for event_id, _ in await launched(connection)] == [ids[0], ids[2]]
     with pytest.raises(Conflict, match="its retry is completed"):
-        await control.cancel_event(database, uuid.UUID(ids[2]), "ann")
+        await control.change_retry(database, "events", uuid.UUID(ids[2]), "cancel", "ann")
     story = await explain(connection, ids[1])
     assert story.decisions[-1].decision == "cancelled"
 

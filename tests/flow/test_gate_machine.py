@@ -303,10 +303,10 @@ class GateMachine(RuleBasedStateMachine):
         waiting = [place.id for place in self.places.values() if place.state == "scheduled"]
         index = data.draw(st.integers(0, len(waiting) - 1), label="which")
         if verb == "cancel":
-            self.run(control.cancel_event(self.database, waiting[index], "model"))
+            self.run(control.change_retry(self.database, "events", waiting[index], "cancel", "model"))
             self.cancelled.add(waiting[index])
         else:
-            self.run(control.force_event(self.database, waiting[index], "model"))
+            self.run(control.change_retry(self.database, "events", waiting[index], "force", "model"))
             self.forced.add(waiting[index])
         self._look(None)
 

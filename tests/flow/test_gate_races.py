@@ -19,6 +19,7 @@ from tests.flow.conftest import eventually
 from tidegate.app import Tidegate
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
+from tidegate.flow.control import RetryVerb
 from tidegate.flow.decide.dispatch import Dispatch
 from tidegate.flow.hold import replan
 from tidegate.flow.hold.event_plan import EventPlans, EventReplan
@@ -154,14 +155,14 @@ async def test_cancel_or_launch_one_wins_and_the_answer_says_which(
     async def cancel(event_id: uuid.UUID) -> str:
         await asyncio.sleep(random.uniform(0, 0.008))
         try:
-            await control.cancel_event(database, event_id, "test")
+            await control.change_retry(database, "events", event_id, "cancel", "test")
         except Conflict as exc:
             assert "its retry is completed" in str(exc)
             return "completed"
         return "cancelled"
 
     for event_id in ids:
-        await control.force_event(database, event_id, "test")
+        await control.change_retry(database, "events", event_id, "force", "test")
         answer, *_ = await asyncio.gather(cancel(event_id), workers[0].retry.run_once(), workers[1].retry.run_once())
         state = await connection.fetchval(
             "select retry_state from tidegate.event_ingress_retries where event_id = $1", event_id
@@ -298,8 +299,8 @@ async def test_a_storm_of_everything_has_no_deadlock(
         async with database.connection() as own:
             rows = await ingress_retries.list_scheduled(own, limit=20)
         if rows:
-            change = control.cancel_event if verb == "cancel" else control.force_event
-            await change(database, tell.choice(rows).event_id, "test")
+            chosen: RetryVerb = "cancel" if verb == "cancel" else "force"
+            await control.change_retry(database, "events", tell.choice(rows).event_id, chosen, "test")
 
     async with working(workers):
         await asyncio.gather(*(operate() for _ in range(6)))
@@ -445,7 +446,7 @@ async def test_forcing_an_event_does_not_end_the_limits_pause(
     await workers[0].dispatch.run_once()
     held = await connection.fetchval("select event_id from tidegate.event_ingress_retries limit 1")
     await clock.advance(1000)
-    await control.force_event(database, held, "test")
+    await control.change_retry(database, "events", held, "force", "test")
     for _ in range(3):
         await workers[0].retry.run_once()
         await workers[0].replan.run_once()

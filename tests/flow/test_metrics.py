@@ -140,7 +140,7 @@ async def it_is_given_up(scene: Scene) -> None:
 async def it_is_cancelled(scene: Scene) -> None:
     await a_limit(scene)
     event_id = await scene.connection.fetchval("select event_id from tidegate.event_ingress_retries limit 1")
-    await control.cancel_event(scene.database, event_id, "ann")
+    await control.change_retry(scene.database, "events", event_id, "cancel", "ann")
 
 
 @moves(
@@ -209,7 +209,7 @@ async def the_delivery_is_cancelled(scene: Scene) -> None:
     delivery_id = await scene.connection.fetchval(
         "select id from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled'"
     )
-    await control.cancel_delivery(scene.database, delivery_id, "ann")
+    await control.change_retry(scene.database, "deliveries", delivery_id, "cancel", "ann")
 
 
 @moves('tidegate_trigger_evaluations_total{trigger="tick/main",status="skipped"}')

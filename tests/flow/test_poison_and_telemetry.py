@@ -113,7 +113,7 @@ async def test_an_event_that_cannot_be_read_can_be_cancelled(
     held = await publish(connection, "nothing", source="shop.api")
     await dispatcher(database).run_once()
     await spoil(connection, held)
-    await control.cancel_event(database, uuid.UUID(held), "ann")
+    await control.change_retry(database, "events", uuid.UUID(held), "cancel", "ann")
     assert (await states(connection))[uuid.UUID(held)] == "cancelled"
 
 

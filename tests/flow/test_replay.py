@@ -304,7 +304,7 @@ async def test_a_replayed_event_of_a_source_without_a_state_can_be_forced(
     [letter] = await letters(connection)
     await control.replay_letter(database, letter.id, "ann")
     at = await clock.advance(5000)
-    await control.force_event(database, event_id, "bob")
+    await control.change_retry(database, "events", event_id, "force", "bob")
     due = await connection.fetchval("select next_attempt_at from tidegate.event_ingress_retries")
     assert due == at
 

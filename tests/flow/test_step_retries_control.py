@@ -23,7 +23,6 @@ from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
 from tidegate.flow.hold.delivery_retry import DeliveryRetry
 from tidegate.flow.look.explain import explain
-from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store import held_steps
 from tidegate.store.db import Connection, Database
 from tidegate.store.retry_rows import RetryFilters
@@ -56,11 +55,11 @@ async def begin(connection: Connection, world: World, count: int = 1) -> Any:
 
 
 async def cancel(database: Database, step_id: uuid.UUID) -> str:
-    return await control.cancel_step(database, step_id, "ann", TRIGGER_BREAKER)
+    return await control.change_retry(database, "steps", step_id, "cancel", "ann")
 
 
 async def force(database: Database, step_id: uuid.UUID) -> None:
-    await control.force_step(database, step_id, "ann", TRIGGER_BREAKER)
+    await control.change_retry(database, "steps", step_id, "force", "ann")
 
 
 async def test_cancelling_a_retry_ends_the_run_and_frees_its_slot(
@@ -183,7 +182,7 @@ async def test_a_step_that_waits_while_others_are_done(
     await begun.wait()
     await eventually(database, "select exists (select 1 from tidegate.workflow_run_steps where name = 'call')")
     step = (await the_steps(connection))["call"]
-    with pytest.raises(Conflict, match="a worker is doing other steps of its run"):
+    with pytest.raises(Conflict, match="a worker is executing other steps of its run"):
         await force(database, step["id"])
     assert await cancel(database, step["id"]) == "cancelling"
     assert await control.preview_retries(database, "steps", RetryFilters()) == 0
@@ -217,7 +216,7 @@ async def test_a_step_that_is_being_tried_is_not_cancelled(
     await begun.wait()
     step = (await the_steps(connection))["call"]
     for verb in (cancel, force):
-        with pytest.raises(Conflict, match="no longer waiting: it is being tried"):
+        with pytest.raises(Conflict, match="no longer waiting: it is being executed"):
             await verb(database, step["id"])
     may_end.set()
     await asyncio.wait_for(runner.idle(), 30)
@@ -283,7 +282,7 @@ async def test_a_cancel_that_waited_while_a_replay_forgot_the_step(
         await other.execute("delete from tidegate.workflow_run_steps where id = $1", step["id"])
         verdict = asyncio.create_task(cancel(database, step["id"]))
         await eventually(database, "select exists (select 1 from pg_locks where not granted)")
-    with pytest.raises(Conflict, match="begins it anew"):
+    with pytest.raises(Conflict, match="starts its steps again"):
         await verdict
     assert (await the_run(connection))["status"] == "pending"
 

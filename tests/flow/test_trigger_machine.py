@@ -251,7 +251,7 @@ class TriggerMachine(RuleBasedStateMachine):
         waiting = sorted((row.sequence, row.id) for row in self.tables.rows.values() if row.waits)
         chosen = self.tables.rows[waiting[which % len(waiting)][1]]
         if verb == "force":
-            self.run(control.force_delivery(self.database, chosen.id, "model"))
+            self.run(control.change_retry(self.database, "deliveries", chosen.id, "force", "model"))
         for _, delivery_id in waiting:
             is_beside = self.tables.rows[delivery_id].trigger_id == chosen.trigger_id
             if (verb == "cancel" and delivery_id == chosen.id) or (verb == "cancel all" and is_beside):
@@ -259,7 +259,7 @@ class TriggerMachine(RuleBasedStateMachine):
         self._look("change")
 
     def _cancel(self, delivery_id: uuid.UUID) -> None:
-        self.run(control.cancel_delivery(self.database, delivery_id, "model"))
+        self.run(control.change_retry(self.database, "deliveries", delivery_id, "cancel", "model"))
         self.cancelled.add(delivery_id)
 
     @rule(ms=st.integers(1, 50) | st.integers(50, 5_000) | st.sampled_from([600, 10_001, 61_000, 3_600_000]))

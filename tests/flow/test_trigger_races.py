@@ -20,6 +20,7 @@ from tests.flow.conftest import eventually
 from tests.flow.trigger_worker import BREAKER, TriggerWorker, held, make_trigger, statuses
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
+from tidegate.flow.control import RetryVerb
 from tidegate.flow.hold.delivery_retry import DeliveryTurn
 from tidegate.flow.run import finish
 from tidegate.flow.run.runner import Runner
@@ -242,7 +243,7 @@ async def test_one_due_delivery_and_eight_looks(
     await workers[0].delivery_replan.run_once()
     await connection.execute("update tidegate.workflow_trigger_deliveries set next_attempt_at = 'tomorrow'")
     for row in await held(connection):
-        await control.force_delivery(database, row["id"], "test")
+        await control.change_retry(database, "deliveries", row["id"], "force", "test")
         turns = await asyncio.gather(*(worker.delivery_retry.run_once() for worker in workers * 2))
         assert sum(turn.launched for turn in turns) == 1
     assert await launched(connection) == 40
@@ -340,7 +341,7 @@ async def cancelled_or(database: Database, delivery_id: uuid.UUID) -> str:
     """What the operator who cancels is told."""
     await asyncio.sleep(random.uniform(0, 0.006))
     try:
-        await control.cancel_delivery(database, delivery_id, "test")
+        await control.change_retry(database, "deliveries", delivery_id, "cancel", "test")
     except Conflict as exc:
         return str(exc).rsplit(" ", 1)[1]
     return "cancelled"
@@ -359,7 +360,7 @@ async def test_cancel_or_launch_one_wins_and_the_answer_says_which(
     await workers[0].delivery_replan.run_once()
     await connection.execute("update tidegate.workflow_trigger_deliveries set next_attempt_at = 'tomorrow'")
     for row in await held(connection):
-        await control.force_delivery(database, row["id"], "test")
+        await control.change_retry(database, "deliveries", row["id"], "force", "test")
         answer, *_ = await asyncio.gather(
             cancelled_or(database, row["id"]),
             workers[0].delivery_retry.run_once(),
@@ -436,7 +437,7 @@ async def test_force_while_it_is_launched_launches_once_and_keeps_the_limit(
     async def force(delivery_id: uuid.UUID) -> str:
         await asyncio.sleep(random.uniform(0, 0.004))
         try:
-            await control.force_delivery(database, delivery_id, "test")
+            await control.change_retry(database, "deliveries", delivery_id, "force", "test")
         except Conflict as exc:
             assert "it is launched" in str(exc)
             return "launched"
@@ -665,8 +666,12 @@ async def test_the_last_slot_is_neither_given_twice_nor_forgotten(
             *(worker.finish([run], fill=fill) for worker, run in zip(workers, some, strict=False)),
             *(worker.dispatch.run_once() for worker in workers[:2]),
             *(worker.delivery_retry.run_once() for worker in workers),
-            *(quietly(control.force_delivery(database, one, "test")) for one in forced),
-            *(quietly(control.cancel_delivery(database, one, "test")) for one in forced[:1] if n % 5 == 0),
+            *(quietly(control.change_retry(database, "deliveries", one, "force", "test")) for one in forced),
+            *(
+                quietly(control.change_retry(database, "deliveries", one, "cancel", "test"))
+                for one in forced[:1]
+                if n % 5 == 0
+            ),
         )
         assert await connection.fetchval(in_use) <= bound
         await workers[0].drain()
@@ -894,8 +899,8 @@ async def test_a_storm_of_everything_has_no_deadlock_and_no_orphan(
             given = {"name": f"new{uuid.uuid4().hex[:8]}", "event_type": "tick", "max_concurrency": 2}
             ids.append((await control.create_trigger(database, "tick", given, "test")).id)
         elif rows := await waiting():
-            change = control.cancel_delivery if verb == "cancel" else control.force_delivery
-            await change(database, tell.choice(rows), "test")
+            chosen: RetryVerb = "cancel" if verb == "cancel" else "force"
+            await control.change_retry(database, "deliveries", tell.choice(rows), chosen, "test")
 
     async def operate() -> None:
         for _ in range(12):

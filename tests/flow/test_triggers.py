@@ -224,7 +224,7 @@ async def test_a_key_is_free_again_when_its_delivery_was_cancelled(
     await publish(connection, "tick", "shop", order=7)
     await worker.turn()
     [waiting] = await held(connection)
-    await control.cancel_delivery(database, waiting["id"], "test")
+    await control.change_retry(database, "deliveries", waiting["id"], "cancel", "test")
     await control.resume_trigger(database, trigger_id, "test")
     await publish(connection, "tick", "shop", order=7)
     await worker.turn()
@@ -895,7 +895,7 @@ async def test_the_line_is_forgotten_when_nobody_stands_in_it(
     await ticks(connection, 100)
     await worker.turn()
     for row in await held(connection):
-        await control.cancel_delivery(database, row["id"], "ann")
+        await control.change_retry(database, "deliveries", row["id"], "cancel", "ann")
     await clock.advance(3_700_000)
     await ticks(connection, 11)
     await worker.turn()

@@ -1,11 +1,11 @@
-"""What waits, why, and until when."""
+"""List what waits, why, and until when."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import uuid
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from datetime import datetime
 from typing import Any
 
@@ -24,23 +24,26 @@ from tidegate.store.held_steps import HeldStep
 from tidegate.store.ingress_retries import HeldEvent
 from tidegate.store.retry_rows import RetryFilters
 
+# A row's place in the list: when it is due (None for rows that do not wait), and its id.
+_Place = tuple[datetime | None, uuid.UUID]
+
 LIST_QUERY = (
-    Query("kind", "string", "what waits; events unless told", tuple(FILTERS_OF)),
-    Query("source", "string", "only of this source"),
-    Query("reason", "string", "only what waits for this: rate_limit (events), throttle, concurrency, source_paused "
-          "(deliveries), paused, breaker_open, failed, sleep (steps)"),
-    Query("state", "string", "only in this retry state; scheduled unless told", RETRY_STATES),
+    Query("kind", "string", "kind of waiting rows (default events)", tuple(FILTERS_OF)),
+    Query("source", "string", "only rows of this source"),
+    Query("reason", "string", "only rows that wait for this reason: rate_limit (events), throttle, concurrency, "
+          "source_paused (deliveries), paused, breaker_open, failed, sleep (steps)"),
+    Query("state", "string", "only rows in this retry state (default scheduled)", RETRY_STATES),
     Query("trigger_id", "uuid", "only deliveries and steps of this trigger"),
     Query("workflow", "string", "only deliveries and steps of this workflow"),
     Query("workflow_run_id", "uuid", "only steps of this run"),
-    Query("limit", "integer", "at most so many; 50 unless told"),
-    Query("cursor", "string", "`next_cursor` of the page before"),
+    Query("limit", "integer", "maximum number of results (default 50)"),
+    Query("cursor", "string", "`next_cursor` of the previous page"),
 )  # fmt: skip
 
 
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that waits. `eta_seconds` is null when it waits no more, or nobody can say how long: for someone to
-    resume a source or trigger, for a slot, for a trial run to end."""
+    """A waiting row. `eta_seconds` is null when it is no longer waiting, or when the time cannot be known: it waits for
+    an operator to resume a source or trigger, for a slot, or for a trial run to end."""
 
     kind: RetryKind
     id: uuid.UUID
@@ -68,7 +71,7 @@ _DELIVERY_FIELDS = [n for n in Retry.__struct_fields__ if n in HeldDelivery.__st
 
 
 class RetryPage(msgspec.Struct, frozen=True):
-    """Waiting ones in due order, others newest first; `next_cursor` is null on the last page."""
+    """Waiting rows in due order, others newest first; `next_cursor` is null on the last page."""
 
     retries: list[Retry]
     next_cursor: str | None
@@ -81,26 +84,19 @@ async def list_retries(request: Request, services: Services) -> RetryPage:
     check_filters(kind, given, "a query parameter is not valid")
     after = _from_cursor(given.get("cursor"))
     async with services.database.connection() as connection:
-        if kind == "events":
-            found = await _events(connection, given, after, limit + 1)
-        elif kind == "deliveries":
-            found = await _deliveries(connection, given, after, limit + 1)
-        else:
-            found = await _steps(connection, given, after, limit + 1)
+        found = await _LISTS[kind](connection, given, after, limit + 1)
     more = len(found) > limit
     return RetryPage(found[:limit], _to_cursor(found[limit - 1]) if more else None)
 
 
 def check_filters(kind: RetryKind, given: Collection[str], message: str) -> None:
-    """InvalidInput names the filters that do not go with the kind."""
+    """Raises InvalidInput naming the filters that the kind does not have."""
     wrong = [name for name in RetryFilters._fields if name in given and name not in FILTERS_OF[kind]]
     if wrong:
-        raise InvalidInput(message, [FieldError(name, f"does not go with kind {kind}") for name in wrong])
+        raise InvalidInput(message, [FieldError(name, f"is not a filter of kind {kind}") for name in wrong])
 
 
-async def _events(
-    connection: Connection, given: dict[str, Any], after: tuple[datetime | None, uuid.UUID] | None, limit: int
-) -> list[Retry]:
+async def _events(connection: Connection, given: dict[str, Any], after: _Place | None, limit: int) -> list[Retry]:
     state: RetryState = given.get("state", "scheduled")
     source, reason = given.get("source"), given.get("reason")
     if state != "scheduled":
@@ -115,9 +111,7 @@ async def _events(
     return [_held(event) for event in held]
 
 
-async def _deliveries(
-    connection: Connection, given: dict[str, Any], after: tuple[datetime | None, uuid.UUID] | None, limit: int
-) -> list[Retry]:
+async def _deliveries(connection: Connection, given: dict[str, Any], after: _Place | None, limit: int) -> list[Retry]:
     state: RetryState = given.get("state", "scheduled")
     filters = DeliveryFilters(*(given.get(name) for name in DeliveryFilters._fields))
     if state != "scheduled":
@@ -128,9 +122,7 @@ async def _deliveries(
     return [_held_delivery(delivery) for delivery in found]
 
 
-async def _steps(
-    connection: Connection, given: dict[str, Any], after: tuple[datetime | None, uuid.UUID] | None, limit: int
-) -> list[Retry]:
+async def _steps(connection: Connection, given: dict[str, Any], after: _Place | None, limit: int) -> list[Retry]:
     state: RetryState = given.get("state", "scheduled")
     filters = RetryFilters(*(given.get(name) for name in RetryFilters._fields))
     if state != "scheduled":
@@ -139,6 +131,13 @@ async def _steps(
     else:
         found = await held_steps.list_waiting(connection, filters, after=_due_place(after), limit=limit)
     return [Retry(kind="steps", **{name: getattr(row, name) for name in HeldStep.__struct_fields__}) for row in found]
+
+
+_LISTS: dict[RetryKind, Callable[[Connection, dict[str, Any], _Place | None, int], Awaitable[list[Retry]]]] = {
+    "events": _events,
+    "deliveries": _deliveries,
+    "steps": _steps,
+}
 
 
 def _held(event: HeldEvent) -> Retry:
@@ -155,7 +154,7 @@ def _to_cursor(row: Retry) -> str:
     return base64.urlsafe_b64encode(msgspec.json.encode((row.next_attempt_at, row.id))).decode().rstrip("=")
 
 
-def _from_cursor(cursor: str | None) -> tuple[datetime | None, uuid.UUID] | None:
+def _from_cursor(cursor: str | None) -> _Place | None:
     if cursor is None:
         return None
     try:
@@ -164,11 +163,13 @@ def _from_cursor(cursor: str | None) -> tuple[datetime | None, uuid.UUID] | None
         if at is not None and (at.tzinfo is None or not has_utc(at)):
             raise ValueError("tampered")
     except (ValueError, binascii.Error) as exc:
-        raise InvalidInput("a query parameter is not valid", [FieldError("cursor", "is not one of ours")]) from exc
+        raise InvalidInput(
+            "a query parameter is not valid", [FieldError("cursor", "is not a cursor of this API")]
+        ) from exc
     return at, row_id
 
 
-def _due_place(after: tuple[datetime | None, uuid.UUID] | None) -> tuple[datetime, uuid.UUID] | None:
+def _due_place(after: _Place | None) -> tuple[datetime, uuid.UUID] | None:
     if after is None:
         return None
     if after[0] is None:
@@ -177,6 +178,6 @@ def _due_place(after: tuple[datetime | None, uuid.UUID] | None) -> tuple[datetim
 
 
 ROUTES = (
-    Route("GET", "/admin/retries", list_retries, "What waits, why, and until when", (RetryPage,),
+    Route("GET", "/admin/retries", list_retries, "List what waits, why, and until when", (RetryPage,),
           scope="read", query=LIST_QUERY, errors=(422,)),
 )  # fmt: skip

@@ -1,10 +1,11 @@
-"""The operator's verbs about what waits: cancel it or make it due now, one or all that a filter describes."""
+"""Cancel waiting rows or make them due now: one, or all that a filter selects."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, cast
 
 import msgspec
@@ -14,16 +15,16 @@ from starlette.responses import Response
 from tidegate.api import bodies
 from tidegate.api.admin.retries import check_filters
 from tidegate.api.problems import Problem
-from tidegate.api.routes import Route, Services, json_response, path_uuid
+from tidegate.api.routes import Handler, Route, Services, json_response, path_uuid
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import control
-from tidegate.flow.control import MAX_PER_CALL, RetryDone, RetryVerb
+from tidegate.flow.control import MAX_PER_CALL, RetryDone, RetryOutcome, RetryVerb
 from tidegate.flow.look.explain import find_event
 from tidegate.queue.port import Topic
 from tidegate.store.bulk_retries import FILTERS_OF, IdRange, RetryKind
 from tidegate.store.retry_rows import RetryFilters
 
-# Who is to look when something of a kind was cancelled (what it held may be free) or forced.
+# Which loops of the workers to wake when rows of a kind were forced, or cancelled (what they held may be free).
 _HINTS: dict[RetryKind, tuple[Topic, ...]] = {
     "events": ("plans", "retries"),
     "deliveries": ("plans", "deliveries"),
@@ -32,16 +33,16 @@ _HINTS: dict[RetryKind, tuple[Topic, ...]] = {
 
 
 class RetryChanged(msgspec.Struct, frozen=True):
-    """What was done to an event, delivery or step that waited. `cancelling`: a worker is doing other steps of its run,
+    """What was done to a waiting event, delivery or step. `cancelling`: a worker is executing other steps of its run,
     and stops at the next."""
 
     id: uuid.UUID
-    status: Literal["cancelled", "cancelling", "forced"]
+    status: RetryOutcome
 
 
 class ChangeMany(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which of those that wait; without any filter, `all` must be true. `dry_run` only counts them. A call does at most
-    `limit`; the next one goes on with its `cursor`."""
+    """Which waiting rows to change; without a filter, `all` must be true. `dry_run` only counts them. A call changes at
+    most `limit` rows; the next call continues with its `cursor`."""
 
     source: str | None = None
     reason: str | None = None
@@ -55,8 +56,8 @@ class ChangeMany(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RetriesChanged(msgspec.Struct, frozen=True):
-    """What a call has done: so many, so many that waited no longer when their turn came, and how many remain. `cursor`
-    is null when that is all."""
+    """What a call did: how many rows it changed, how many were no longer waiting when it reached them, and how many
+    remain. `cursor` is null when none remain."""
 
     kind: RetryKind
     status: Literal["preview", "cancelled", "forced"]
@@ -66,51 +67,18 @@ class RetriesChanged(msgspec.Struct, frozen=True):
     cursor: str | None
 
 
-async def cancel_event(request: Request, services: Services) -> RetryChanged:
-    event_id = await _event_id(request, services)
-    await control.cancel_event(services.database, event_id, bodies.actor(request))
-    _hint(services, "events")
-    return RetryChanged(event_id, "cancelled")
+def _change_one(kind: RetryKind, verb: RetryVerb) -> Handler:
+    """The handler for one row of the kind; its name is the operation's id in the OpenAPI document."""
 
+    async def change(request: Request, services: Services) -> Response:
+        row_id = await _ROW_ID[kind](request, services)
+        actor, breaker = bodies.actor(request), services.settings.trigger_error
+        done = await control.change_retry(services.database, kind, row_id, verb, actor, breaker)
+        _hint(services, kind)
+        return json_response(RetryChanged(row_id, done), 200 if done == "cancelled" else 202)
 
-async def force_event(request: Request, services: Services) -> Response:
-    event_id = await _event_id(request, services)
-    await control.force_event(services.database, event_id, bodies.actor(request))
-    _hint(services, "events")
-    return json_response(RetryChanged(event_id, "forced"), 202)
-
-
-async def cancel_delivery(request: Request, services: Services) -> RetryChanged:
-    await bodies.read(request, bodies.Nothing)
-    delivery_id = path_uuid(request, "delivery_id")
-    await control.cancel_delivery(services.database, delivery_id, bodies.actor(request))
-    _hint(services, "deliveries")
-    return RetryChanged(delivery_id, "cancelled")
-
-
-async def force_delivery(request: Request, services: Services) -> Response:
-    await bodies.read(request, bodies.Nothing)
-    delivery_id = path_uuid(request, "delivery_id")
-    await control.force_delivery(services.database, delivery_id, bodies.actor(request))
-    _hint(services, "deliveries")
-    return json_response(RetryChanged(delivery_id, "forced"), 202)
-
-
-async def cancel_step(request: Request, services: Services) -> Response:
-    await bodies.read(request, bodies.Nothing)
-    step_id = path_uuid(request, "step_id")
-    breaker = services.settings.trigger_error
-    done = await control.cancel_step(services.database, step_id, bodies.actor(request), breaker)
-    _hint(services, "steps")
-    return json_response(RetryChanged(step_id, done), 200 if done == "cancelled" else 202)
-
-
-async def force_step(request: Request, services: Services) -> Response:
-    await bodies.read(request, bodies.Nothing)
-    step_id = path_uuid(request, "step_id")
-    await control.force_step(services.database, step_id, bodies.actor(request), services.settings.trigger_error)
-    _hint(services, "steps")
-    return json_response(RetryChanged(step_id, "forced"), 202)
+    change.__name__ = f"{verb}_{_NOUNS[kind]}"
+    return change
 
 
 async def cancel_many(request: Request, services: Services) -> RetriesChanged:
@@ -142,7 +110,7 @@ async def _change_many(request: Request, services: Services, verb: RetryVerb) ->
 def _kind(request: Request) -> RetryKind:
     kind = request.path_params["kind"]
     if kind not in FILTERS_OF:
-        raise Problem(404, f"no kind {kind[:60]!r}; there are {', '.join(FILTERS_OF)}")
+        raise Problem(404, f"no kind {kind[:60]!r}; the kinds are {', '.join(FILTERS_OF)}")
     return cast(RetryKind, kind)
 
 
@@ -151,14 +119,14 @@ def _filters(kind: RetryKind, body: ChangeMany) -> RetryFilters:
     given: dict[str, Any] = {name: value for name in RetryFilters._fields if (value := getattr(body, name)) is not None}
     check_filters(kind, given, message)
     wrong = [
-        FieldError(name, "holds the character U+0000")
+        FieldError(name, "contains the character U+0000")
         for name, value in given.items()
         if isinstance(value, str) and "\x00" in value
     ]
     if not given and not body.all:
         wrong.append(FieldError("all", f"must be true when no filter is given ({', '.join(FILTERS_OF[kind])})"))
     if given and body.all:
-        wrong.append(FieldError("all", "does not go with a filter"))
+        wrong.append(FieldError("all", "cannot be combined with a filter"))
     if not 1 <= body.limit <= MAX_PER_CALL:
         wrong.append(FieldError("limit", f"must be a whole number from 1 to {MAX_PER_CALL}"))
     if wrong:
@@ -179,14 +147,32 @@ def _from_cursor(cursor: str | None) -> IdRange | None:
         text = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4))
         return IdRange(*msgspec.json.decode(text, type=tuple[uuid.UUID, uuid.UUID]))
     except (ValueError, binascii.Error) as exc:
-        raise InvalidInput("the body is not valid", [FieldError("cursor", "is not one of ours")]) from exc
+        raise InvalidInput("the body is not valid", [FieldError("cursor", "is not a cursor of this API")]) from exc
 
 
 async def _event_id(request: Request, services: Services) -> uuid.UUID:
-    """Ours, from ours or the producer's."""
+    """Our event id, from ours or the producer's."""
     await bodies.read(request, bodies.Nothing)
     async with services.database.connection() as connection:
         return (await find_event(connection, request.path_params["id"])).id
+
+
+async def _delivery_id(request: Request, _: Services) -> uuid.UUID:
+    await bodies.read(request, bodies.Nothing)
+    return path_uuid(request, "delivery_id")
+
+
+async def _step_id(request: Request, _: Services) -> uuid.UUID:
+    await bodies.read(request, bodies.Nothing)
+    return path_uuid(request, "step_id")
+
+
+_NOUNS: dict[RetryKind, str] = {"events": "event", "deliveries": "delivery", "steps": "step"}
+_ROW_ID: dict[RetryKind, Callable[[Request, Services], Awaitable[uuid.UUID]]] = {
+    "events": _event_id,
+    "deliveries": _delivery_id,
+    "steps": _step_id,
+}
 
 
 def _hint(services: Services, kind: RetryKind) -> None:
@@ -196,27 +182,27 @@ def _hint(services: Services, kind: RetryKind) -> None:
 
 ROUTES = (
     Route("POST", "/admin/retries/{kind}/cancel", cancel_many,
-          "Cancel all of a kind that wait and that the filters describe, a bounded part per call; or only count them",
+          "Cancel all waiting rows of a kind that match the filters, a bounded number per call; or only count them",
           (RetriesChanged,), scope="operate", body=bodies.schema(ChangeMany), errors=(400, 404, 413, 415, 422)),
     Route("POST", "/admin/retries/{kind}/force", force_many,
-          "Make all of a kind due now that wait and that the filters describe, a bounded part per call; or only count "
+          "Make all waiting rows of a kind that match the filters due now, a bounded number per call; or only count "
           "them", (RetriesChanged,), scope="operate", status=202, body=bodies.schema(ChangeMany),
           errors=(400, 404, 413, 415, 422)),
-    Route("POST", "/admin/retries/events/{id:path}/cancel", cancel_event,
-          "Cancel an event that waits, by our id or the producer's", (RetryChanged,),
+    Route("POST", "/admin/retries/events/{id:path}/cancel", _change_one("events", "cancel"),
+          "Cancel a waiting event, by our id or the producer's", (RetryChanged,),
           scope="operate", errors=(404, 409, 422)),
-    Route("POST", "/admin/retries/events/{id:path}/force", force_event,
-          "Make an event that waits due now; the gate is still asked", (RetryChanged,), scope="operate", status=202,
-          errors=(404, 409, 422)),
-    Route("POST", "/admin/retries/deliveries/{delivery_id}/cancel", cancel_delivery, "Cancel a delivery that waits",
-          (RetryChanged,), scope="operate", errors=(404, 409, 422)),
-    Route("POST", "/admin/retries/deliveries/{delivery_id}/force", force_delivery,
-          "Make a delivery that waits due now; its trigger's gate is still asked", (RetryChanged,), scope="operate",
+    Route("POST", "/admin/retries/events/{id:path}/force", _change_one("events", "force"),
+          "Make a waiting event due now; it still has to pass its source's gate", (RetryChanged,), scope="operate",
           status=202, errors=(404, 409, 422)),
-    Route("POST", "/admin/retries/steps/{step_id}/cancel", cancel_step,
+    Route("POST", "/admin/retries/deliveries/{delivery_id}/cancel", _change_one("deliveries", "cancel"),
+          "Cancel a waiting delivery", (RetryChanged,), scope="operate", errors=(404, 409, 422)),
+    Route("POST", "/admin/retries/deliveries/{delivery_id}/force", _change_one("deliveries", "force"),
+          "Make a waiting delivery due now; it still has to pass its trigger's gate", (RetryChanged,), scope="operate",
+          status=202, errors=(404, 409, 422)),
+    Route("POST", "/admin/retries/steps/{step_id}/cancel", _change_one("steps", "cancel"),
           "Cancel the retry of a step, and with it the run: at once, or (202) at its next step", (RetryChanged,),
           scope="operate", errors=(404, 409, 422)),
-    Route("POST", "/admin/retries/steps/{step_id}/force", force_step,
-          "Make a step that waits to be tried again due now", (RetryChanged,), scope="operate", status=202,
+    Route("POST", "/admin/retries/steps/{step_id}/force", _change_one("steps", "force"),
+          "Make a step that waits for a retry due now", (RetryChanged,), scope="operate", status=202,
           errors=(404, 409, 422)),
 )  # fmt: skip

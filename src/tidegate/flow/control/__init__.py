@@ -1,7 +1,6 @@
-"""Control: the operator's verbs, shared by API and CLI. Each is one transaction with its audit row; those about
-many rows are several."""
+"""Control: the operator's verbs, shared by API and CLI. Each is one transaction with its audit row; verbs about many
+rows are one transaction per batch."""
 
-from tidegate.flow.control.bulk_retries import MAX_PER_CALL, BulkDone, change_retries, preview_retries
 from tidegate.flow.control.dead_letters import (
     LetterReplayed,
     preview_replay,
@@ -9,11 +8,16 @@ from tidegate.flow.control.dead_letters import (
     replay_letters,
     stop_replays,
 )
-from tidegate.flow.control.deliveries import cancel_delivery, force_delivery
-from tidegate.flow.control.events import cancel_event, force_event
+from tidegate.flow.control.retries import (
+    MAX_PER_CALL,
+    BulkDone,
+    RetryOutcome,
+    change_retries,
+    change_retry,
+    preview_retries,
+)
 from tidegate.flow.control.runs import cancel_run
 from tidegate.flow.control.sources import pause, resume, seed_breakers, seed_limits, set_breaker, set_limit
-from tidegate.flow.control.step_retries import cancel_step, force_step
 from tidegate.flow.control.tokens import NewToken, create_token, revoke_token
 from tidegate.flow.control.triggers import (
     create_trigger,
@@ -47,14 +51,13 @@ __all__ = [
     "LetterReplayed",
     "NewToken",
     "RetryDone",
+    "RetryOutcome",
     "RetryVerb",
     "WebhookWritten",
     "WorkflowChanged",
-    "cancel_delivery",
-    "cancel_event",
     "cancel_run",
-    "cancel_step",
     "change_retries",
+    "change_retry",
     "create_token",
     "create_trigger",
     "create_workflow",
@@ -62,9 +65,6 @@ __all__ = [
     "delete_trigger",
     "delete_webhook",
     "delete_workflow",
-    "force_delivery",
-    "force_event",
-    "force_step",
     "pause",
     "pause_trigger",
     "preview_replay",

@@ -1,0 +1,48 @@
+"""Cancel and force events that their source holds: of cancelling and launching, exactly one wins."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from tidegate.errors import NotFound
+from tidegate.flow.control.verbs import DONE, ChangedRetries, RetryOrder, RetryRow
+from tidegate.store import decisions, events, ingress_retries
+from tidegate.store.bulk_retries import WaitingMatch
+from tidegate.store.db import Connection
+from tidegate.store.decisions import NewDecision
+from tidegate.telemetry import metrics
+
+
+class EventVerbs:
+    """Cancelled, an event will not be launched, whatever was in progress; forced, it is due now and meets the gate."""
+
+    noun = "event"
+
+    async def get(self, connection: Connection, row_id: uuid.UUID) -> RetryRow:
+        row = await ingress_retries.get(connection, row_id)
+        if row is None:
+            raise NotFound(f"event {row_id} is not held: it has no retry")
+        correlation_id = await events.correlation_id(connection, row_id)
+        return RetryRow(
+            WaitingMatch(row_id, None, None),
+            f"its retry is {row.retry_state}",
+            {"retry_state": row.retry_state, "next_attempt_at": row.next_attempt_at},
+            {"event_id": row_id, "correlation_id": correlation_id, "source": row.source},
+        )
+
+    async def change(self, connection: Connection, rows: Sequence[WaitingMatch], order: RetryOrder) -> ChangedRetries:
+        ids = [row.id for row in rows]
+        if order.verb == "cancel":
+            changed = await ingress_retries.cancel(connection, ids, f"cancelled by {order.actor}", reason=order.reason)
+        else:
+            changed = await ingress_retries.force(connection, ids, reason=order.reason)
+        done = DONE[order.verb]
+        await decisions.insert(
+            connection,
+            [NewDecision(one.event_id, None, "gate", done, None, None, one.attempts, order.actor) for one in changed],
+        )
+        return ChangedRetries([one.event_id for one in changed], cancelled=len(changed))
+
+    def count_cancelled(self, count: int) -> None:
+        metrics.EVENT_RETRIES.labels("cancelled").inc(count)
