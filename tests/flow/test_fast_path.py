@@ -1,0 +1,178 @@
+"""The fast path of dispatch (`Batch.launch`) and its general path (`Batch.deliver`): one table of batches through both,
+which must leave the same rows and return the same outcomes."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.conftest import Clock
+from tests.flow.trigger_worker import make_trigger
+from tidegate.flow.decide.batch import MAX_FILTERED, Batch, Delivered
+from tidegate.flow.decide.dispatch import Dispatch, DispatchCounts
+from tidegate.model.source import SOURCE_BREAKER
+from tidegate.store import triggers
+from tidegate.store.db import Connection, Database
+from tidegate.store.deliveries import NOBODY, Claim
+
+# Everything that a decision may write; the last of them are empty after either path.
+TABLES = (
+    "workflow_trigger_deliveries",
+    "workflow_runs",
+    "event_decisions",
+    "event_scheduler_source_metrics",
+    "event_scheduler_trigger_metrics",
+    "event_scheduler_sources",
+    "event_scheduler_triggers",
+    "event_ingress_retries",
+    "trigger_idempotency_keys",
+    "dead_letters",
+    "event_inbox",
+)
+
+
+class Case(NamedTuple):
+    """Triggers by workflow, and the events of a batch: (type, source, payload) with more fields of `publish`."""
+
+    triggers: dict[str, dict[str, Any]]
+    events: list[tuple[str, str, dict[str, Any], dict[str, Any]]]
+    claims: int = 0
+
+
+def event(kind: str = "tick", source: str = "shop", payload: Any = None, **fields: Any) -> Any:
+    return kind, source, payload or {}, fields
+
+
+OVER_100: dict[str, Any] = {"where": "event.payload.n > 100"}
+
+CASES = {
+    "one event": Case({"a": {}}, [event(payload={"n": 7})]),
+    "many events": Case({"a": {}}, [event(payload={"n": n}) for n in range(30)]),
+    "several triggers": Case({"a": {}, "b": {}, "c": {"event_type": "*"}}, [event(), event("other"), event()]),
+    "several sources": Case({"a": {}}, [event(source=name) for name in ("c", "a", "b", "a")]),
+    "no trigger": Case({"a": {}}, [event("nobody.cares")]),
+    "no trigger at all": Case({}, [event()]),
+    "filtered": Case({"a": OVER_100}, [event(payload={"n": 7}), event(payload={"n": 101})]),
+    "all filtered": Case({"a": OVER_100, "b": OVER_100}, [event(payload={"n": n}) for n in range(3)]),
+    "some filtered": Case({"a": OVER_100, "b": {}}, [event(payload={"n": n}) for n in (7, 200)]),
+    "more filtered than are recorded": Case(
+        {f"w{n}": OVER_100 for n in range(MAX_FILTERED + 3)}, [event(payload={"n": 1})]
+    ),
+    "by source": Case({"a": {"event_source": "shop.*"}}, [event(source="shop.api"), event(source="crm")]),
+    "parameters": Case(
+        {"a": {"parameter_template": {"order": "{{ event.payload.n }}", "from": "{{ event.source }}"}}, "b": {}},
+        [event(payload={"n": 7, "text": "ü\n\"'"}), event(payload={"n": 8})],
+    ),
+    "correlation": Case({"a": {}}, [event(correlation_id="order-7"), event()]),
+    "time to live": Case({"a": {}}, [event(ttl_ms=60_000)]),
+    "all claimed": Case({"a": {}, "b": {}}, [event(payload={"n": n}) for n in range(3)], claims=100),
+    "some claimed": Case({"a": {}, "b": {}}, [event(payload={"n": n}) for n in range(3)], claims=4),
+}
+
+
+class Path(Batch):
+    """A batch that records which path was taken and its result."""
+
+    def __init__(self, claim: Claim) -> None:
+        super().__init__(SOURCE_BREAKER, claim=lambda: claim)
+        self.taken: list[tuple[str, Delivered]] = []
+
+    async def launch(self, *given: Any) -> Delivered | None:
+        done = await super().launch(*given)
+        if done is not None:
+            self.taken.append(("fast", done))
+        return done
+
+    async def deliver(self, *given: Any) -> Delivered:
+        done = await super().deliver(*given)
+        self.taken.append(("general", done))
+        return done
+
+
+class Result(NamedTuple):
+    outcome: DispatchCounts
+    delivered: dict[str, Any]
+    rows: dict[str, list[Any]]
+
+
+async def decide(database: Database, connection: Connection, case: Case, claim: Claim, *, is_fast: bool) -> Result:
+    """Decide the events of a case by one of the paths, and leave the tables empty."""
+    batch = Path(claim)
+    one = Dispatch(database, batch_size=500, after_launch=lambda: None, batch=batch)
+    await connection.execute("select tidegate.publish('warm.up', 'warm.up')")
+    await one.run_once()  # loads the triggers
+    await empty(connection)
+    batch.taken.clear()
+    for kind, source, payload, fields in case.events:
+        names = "".join(f", {name} => ${n}" for n, name in enumerate(fields, start=4))
+        await connection.execute(f"select tidegate.publish($1, $2, $3{names})", kind, source, payload, *fields.values())
+    one._expects_no_state = is_fast
+    outcome = await one.run_once()
+    [(path, delivered)] = batch.taken
+    assert path == ("fast" if is_fast else "general")
+    labels = await name_rows(connection)
+    seen = {
+        "launched": delivered.launched,
+        "failures": dict(delivered.failures),
+        "statuses": [(d.status, d.retry_state, d.source, d.ingress_sequence is not None) for d in delivered.decided],
+        "filtered": [(labels(one.event.id), one.trigger.trigger.id, one.reason) for one in delivered.filtered],
+        "names": dict(delivered.names),
+        "claimed": [labels(json.dumps(run, default=str)) for run, _ in delivered.claimed],
+        "moves": [*delivered.moves, *delivered.source_moves],
+        "lags": dict(delivered.lags),
+    }
+    rows = {table: await dump(connection, table, labels) for table in TABLES}
+    await empty(connection)
+    return Result(outcome, seen, rows)
+
+
+async def empty(connection: Connection) -> None:
+    await connection.execute(
+        f"truncate {', '.join(f'tidegate.{name}' for name in (*TABLES, 'workflow_events'))} cascade"
+    )
+
+
+async def name_rows(connection: Connection) -> Any:
+    """Replaces the ids of events, deliveries and runs, which are new each time, by names that are not."""
+    events = await connection.fetch("select id, ingress_sequence from tidegate.workflow_events order by 2")
+    names = {str(row[0]): f"event {n}" for n, row in enumerate(events)}
+    sequences = {str(row[1]): f"sequence {n}" for n, row in enumerate(events)}
+    for row in await connection.fetch("select id, event_id, trigger_id from tidegate.workflow_trigger_deliveries"):
+        names[str(row[0])] = f"{names[str(row[1])]} by {row[2]}"
+
+    def named(value: Any) -> str:
+        text = re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", lambda found: names.get(found[0], found[0]), str(value))
+        return re.sub(r'(?<="ingress_sequence": )\d+', lambda found: sequences.get(found[0], found[0]), text)
+
+    return named
+
+
+async def dump(connection: Connection, table: str, labels: Any) -> list[Any]:
+    without = ["id"] if table == "event_decisions" else []
+    rows = await connection.fetch(f"select (to_jsonb(t) - $1::text[])::text from tidegate.{table} t", without)
+    return sorted(labels(row[0]) for row in rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_both_paths_leave_the_same_rows(
+    database: Database, connection: Connection, clock: Clock, name: str
+) -> None:
+    case = CASES[name]
+    for slug, fields in case.triggers.items():
+        await make_trigger(database, slug, **fields)
+    definitions = [one.id for one in await triggers.list_definitions(connection)]
+    claim = Claim("worker", 30_000, definitions, case.claims) if case.claims else NOBODY
+    fast = await decide(database, connection, case, claim, is_fast=True)
+    general = await decide(database, connection, case, claim, is_fast=False)
+    assert fast.outcome == general.outcome
+    assert fast.delivered == general.delivered
+    for table in TABLES:
+        assert fast.rows[table] == general.rows[table], table
+    assert fast.outcome.events == len(case.events)
+    assert len(fast.rows["workflow_runs"]) == fast.outcome.launched
+    assert sum('"status": "running"' in row for row in fast.rows["workflow_runs"]) == min(
+        case.claims, fast.outcome.launched
+    )
