@@ -18,7 +18,7 @@ from chaos.traffic import KEYED, STEPS
 SLACK_SECONDS = 0.003
 # A worker that is asked to stop gives its runs so long; what has not ended then is done again by another.
 SHUTDOWN_SECONDS = 5.0
-GIVEN_UP = "given up: "
+GIVEN_UP = "stopped retrying: "
 NO_FAULTS = {"mended", "clock"}
 
 

@@ -269,7 +269,7 @@ def test_the_same_again_is_no_error_and_another_is_a_conflict(server: str) -> No
     assert (again["version"], again["secret"]) == (1, None)
     problem = ok(create(server, "twice", timeout_ms=2000), 409)
     [error] = problem["errors"]
-    assert error["field"] == "slug" and "is taken by a workflow of kind http; take another name" in error["message"]
+    assert error["field"] == "slug" and "is taken by a workflow of kind http; use another name" in error["message"]
 
 
 def test_delete_waits_for_triggers_and_keeps_history(server: str, a_worker: Process, receiver: str) -> None:

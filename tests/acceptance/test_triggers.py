@@ -695,7 +695,7 @@ def test_the_verbs_of_the_command_line(server: str, kind: str, tmp_path: Path) -
         ),
         (("triggers", "update", "coded/code", "--set", "concurrency_key=x"), "", 1, "max_concurrency: is required"),
         (("triggers", "pause", "coded/code", "--for", "5m", "--until", "x"), "", 2, "--for or --until, not both"),
-        (("triggers", "pause", "coded/code", "--until", "2020-01-01T00:00:00Z"), "", 1, "--until: lies in the past"),
+        (("triggers", "pause", "coded/code", "--until", "2020-01-01T00:00:00Z"), "", 1, "--until: is in the past"),
         (("triggers", "test", "coded/code"), "", 2, "give --event FILE or --event-id ID"),
         (("triggers", "test", "coded/code", "--event", "-"), "{}", 1, "event.type: is required"),
         (("triggers", "test", "coded/code", "--event-id", "no-such"), "", 1, "no event 'no-such'"),

@@ -151,7 +151,7 @@ async def test_explain_says_why_not(database: Database, connection: Connection, 
     filtered = [d for d in story.decisions if d.decision == "filtered"]
     assert [(d.workflow, d.reason) for d in filtered] == [("fulfil", "where is false: event.payload.amount > 100")]
     story = await explain(connection, unknown)
-    assert story.summary == "no_trigger: no active trigger takes events of type nobody.cares from shop.api"
+    assert story.summary == "no_trigger: no active trigger matches events of type nobody.cares from shop.api"
 
 
 async def test_registering_again_changes_nothing_and_a_change_raises_the_version(

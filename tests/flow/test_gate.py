@@ -103,7 +103,7 @@ async def test_over_the_limit_is_held_with_its_slot_and_reason(
     assert min(gaps) >= timedelta(milliseconds=100)
     story = await explain(connection, ids[12])
     assert [(d.stage, d.decision) for d in story.decisions] == [("ingest", "accepted"), ("gate", "held")]
-    assert story.summary.startswith("held, to go on at 2026-06-01 12:00:01 UTC: over the limit of 10")
+    assert story.summary.startswith("held until 2026-06-01 12:00:01 UTC: over the limit of 10")
 
 
 async def test_a_backlog_drains_in_order_at_the_allowed_rate(
@@ -367,11 +367,11 @@ async def test_a_pause_without_an_end_is_explained_without_a_time(
     (event_id,) = await ticks(connection, 1)
     await worker.turn()
     story = await explain(connection, event_id)
-    assert story.summary == "held, waits for its source to be resumed: paused by ann: stocktaking"
+    assert story.summary == "held until its source is resumed: paused by ann: stocktaking"
     await control.pause(database, "noisy", duration_ms=60_000, reason="stocktaking", actor="ann")
     await worker.turn()
     story = await explain(connection, event_id)
-    assert story.summary == "held, to go on at 2026-06-01 12:01:00 UTC: paused by ann: stocktaking"
+    assert story.summary == "held until 2026-06-01 12:01:00 UTC: paused by ann: stocktaking"
 
 
 async def test_too_many_refused_attempts_are_given_up_as_a_dead_letter(
@@ -467,7 +467,7 @@ async def test_wrong_pauses_change_nothing(
 
 
 async def test_resuming_an_unknown_source_is_not_found(database: Database, clock: Clock) -> None:
-    with pytest.raises(NotFound, match="no source 'nobody' is known"):
+    with pytest.raises(NotFound, match="no source 'nobody': it has no limit"):
         await control.resume(database, "nobody", "ann")
 
 

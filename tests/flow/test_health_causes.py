@@ -217,7 +217,7 @@ async def test_no_worker(database: Database, connection: Connection, clock: Cloc
     await clock.advance(HEALTH.worker_critical_ms)
     found = await cause(connection, "no_worker")
     assert found and (found.severity, found.since) == ("critical", due_since)
-    assert "1 are due" in found.message and found.do == "start one: tidegate worker APP"
+    assert "due: 1" in found.message and found.do == "start one: tidegate worker APP"
     await workers.beat(connection, "w", [])
     assert await cause(connection, "no_worker") is None
 
@@ -234,7 +234,7 @@ async def test_a_worker_that_stopped_in_order_is_not_called_silent(connection: C
     await workers.leave(connection, "w")
     found = await cause(connection, "no_worker")
     assert found and (found.severity, found.since) == ("degraded", due_since)
-    assert found.message == "no worker runs: each has stopped, or was not heard of for 60 s; 1 are due"
+    assert found.message == "no worker is running: each has stopped, or sent no heartbeat for 60 s; due: 1"
 
 
 async def test_reconcile_that_fails(database: Database, connection: Connection, clock: Clock, worker: Worker) -> None:

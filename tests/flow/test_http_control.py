@@ -79,7 +79,7 @@ async def test_deleted_when_nothing_more_may_come_and_all_has_ended(
     told = await refused(database)
     assert sorted(told) == ["runs", "triggers"]
     assert f"t ({trigger.id}) would launch it; delete them first" in told["triggers"]
-    assert f"{run['id']} have not ended; wait for them, or cancel" in told["runs"]
+    assert f"{run['id']} are unfinished; wait for them, or cancel" in told["runs"]
     await control.delete_trigger(database, trigger.id, "ann")
     assert sorted(await refused(database)) == ["runs"]
     await clock.advance(1500)
@@ -114,7 +114,7 @@ async def test_many_are_counted(connection: Connection, database: Database) -> N
         )  # fmt: skip
     told = await refused(database)
     assert "and 2 more would launch it" in told["triggers"] and "t4 (" in told["triggers"]
-    assert "and more have not ended" in told["runs"] and told["runs"].count("-") == 5 * 4
+    assert "and more are unfinished" in told["runs"] and told["runs"].count("-") == 5 * 4
 
 
 async def test_the_name_is_free_again(
@@ -158,7 +158,7 @@ async def test_a_trigger_that_comes_while_its_workflow_is_deleted(connection: Co
         await triggers.delete_definition(deleting, made.definition.id, {}, "bob")
         late = asyncio.create_task(control.create_trigger(database, "hook", {"name": "t", "event_type": "go"}, "ann"))
         await eventually(database, WAITS, 1)
-    with pytest.raises(NotFound, match="no workflow 'hook'; tidegate workflows list"):
+    with pytest.raises(NotFound, match="no workflow 'hook'; `tidegate workflows list`"):
         await late
     assert await connection.fetchval("select count(*) from tidegate.workflow_event_triggers") == 0
 

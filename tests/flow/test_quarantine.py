@@ -97,8 +97,8 @@ async def test_a_run_whose_worker_dies_each_time_it_is_alone_is_given_up(
     run = await the_run(connection)
     assert run["status"] == "failed"
     assert run["error"] == (
-        f"given up: {MAX_TRIALS} times in a row its worker died, or was silent for longer than the lease, "
-        "while this run was executing there alone"
+        f"stopped retrying: {MAX_TRIALS} times in a row its worker died, or did not renew its lease in time, "
+        "while this run was the only one executing there"
     )
     letter = await connection.fetchrow("select kind, subject_id, reason from tidegate.dead_letters")
     assert letter is not None and tuple(letter) == ("run", run["id"], run["error"])

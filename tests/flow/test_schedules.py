@@ -21,7 +21,7 @@ from tests.processes import api, run, worker
 from tidegate import Context, Tidegate, failpoints
 from tidegate.client import Client
 from tidegate.flow.keep.schedule import Scheduler, ScheduleTurn
-from tidegate.model.schedule import Scheduler as Shown
+from tidegate.model.schedule import Schedule as Shown
 from tidegate.store import schedules
 from tidegate.store.db import Connection, Database
 
@@ -212,7 +212,7 @@ async def test_a_schedule_that_this_process_cannot_read_is_left_to_others(
     with capture_logs() as logs:
         assert (await schedule.run_once()).published == 1
         assert await schedule.run_once() == ScheduleTurn(0, 3600.0)
-    assert [line["workflow"] for line in logs if line["event"] == "schedule.not_understood"] == ["strange"]
+    assert [line["workflow"] for line in logs if line["event"] == "schedule.invalid"] == ["strange"]
     assert await published(connection) == ["hourly:2026-06-01T13:00:00Z"]
 
 

@@ -98,12 +98,12 @@ async def test_with_a_key_no_secret_is_stored_as_it_is(world: World, connection:
 
 async def test_without_a_key_secrets_are_stored_in_plain_and_it_is_told(world: World, connection: Connection) -> None:
     with capture_logs() as silent:
-        await secrets.tell(world.database)
+        await secrets.log_notices(world.database)
     await fill(world)
     text = await stored(connection)
     assert all(secret in text for secret in PLAIN)
     with capture_logs() as logs:
-        await secrets.tell(world.database)
+        await secrets.log_notices(world.database)
     assert not silent and [line["code"] for line in logs] == ["secrets_in_plain"]
     assert not [secret for secret in PLAIN if secret in str(logs)]
     with pytest.raises(SettingsError, match="TIDEGATE_SECRETS_KEY"):
@@ -231,7 +231,7 @@ async def test_health_and_doctor_name_what_cannot_be_read(world: World) -> None:
     assert await said() == ([], True, "none are stored")
     await fill(world)
     codes, is_ok, detail = await said()
-    assert (codes, is_ok) == (["secrets_in_plain"], True) and "stored in plain: 2" in detail
+    assert (codes, is_ok) == (["secrets_in_plain"], True) and "stored in plaintext: 2" in detail
     keyed(world.database, A)
     assert (await said())[1] is False, "a key is set, and they are still in plain"
     await secrets.rotate(world.database, actor="ann")

@@ -136,7 +136,7 @@ async def test_cancel_over_the_api(
         assert ("is cancelled" if when == "waiting" else "stops at its next step") in said.stdout
         await eventually(database, "select status = 'cancelled' from tidegate.workflow_runs")
         again = run("runs", "cancel", run_id, env={"TIDEGATE_URL": url})
-        assert again.returncode == 1 and "has ended already: it is cancelled" in again.stderr
+        assert again.returncode == 1 and "has already ended: it is cancelled" in again.stderr
     done = {what for _, what in await effects()}
     assert "after" not in done and "third" not in done
 

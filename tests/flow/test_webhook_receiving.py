@@ -160,7 +160,7 @@ async def test_the_databases_clock_ends_secrets(database: Database, connection: 
 
 async def test_another_scheme_has_other_secrets(database: Database, connection: Connection) -> None:
     await control.set_webhook(database, "acme", GITHUB, actor="ann")
-    with pytest.raises(InvalidInput, match="Stripe makes it"):
+    with pytest.raises(InvalidInput, match="Stripe creates it"):
         await control.set_webhook(database, "acme", {"scheme": "stripe"}, actor="ann")
     made = await control.set_webhook(database, "acme", {"scheme": "standard"}, actor="ann")
     found = await store.get(connection, "acme", NO_KEYS)

@@ -105,7 +105,7 @@ class Api:
         await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
         await control.seed_limits(self._database, self._settings.source_rate_limits)
         await control.seed_breakers(self._database, self._settings.source_breakers)
-        await secrets.tell(self._database)
+        await secrets.log_notices(self._database)
 
     async def publish(self, headers: list[tuple[bytes, bytes]], body: bytes, peer: str | None) -> bytes | Response:
         """Answer a publish request that has arrived completely, bypassing the framework."""
@@ -132,7 +132,7 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
     try:
         await api.open()
         await server.start()
-        notices.tell(settings)
+        notices.log_notices(settings)
         yield server
     finally:
         await server.stop()

@@ -43,7 +43,7 @@ async def scrapable(settings: Settings) -> AsyncIterator[None]:
             "stop what uses it, or choose another"
         ) from exc
     _log.info("worker.metrics_served", host=settings.host, port=settings.metrics_port)
-    notices.tell(settings)
+    notices.log_notices(settings)
     try:
         yield
     finally:

@@ -159,7 +159,7 @@ class Worker:
 
     async def log_secret_warnings(self) -> None:
         """Log warnings about how secrets are stored."""
-        await secrets.tell(self._database)
+        await secrets.log_notices(self._database)
 
     async def run(self) -> None:
         """Work until stopped. A loop that fails stops the worker with its error."""

@@ -1,4 +1,4 @@
-"""The operator's verbs about what was given up: replay one, replay many at a rate, call the rest off."""
+"""The operator's verbs for dead letters: replay one, schedule the replay of many at a rate, stop scheduled replays."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ _log = logger("control")
 
 
 class LetterReplayed(NamedTuple):
-    """The kind of the letter, and what is alive again; None: its run waits for a free slot of its trigger."""
+    """The kind of the dead letter, and what it was replayed into; None: its run waits for a free slot of its
+    trigger."""
 
     kind: LetterKind
     into: uuid.UUID | None
 
 
 async def replay_letter(database: Database, letter_id: uuid.UUID, actor: str, *, force: bool = False) -> LetterReplayed:
-    """Replay one letter now. Conflict when it was replayed before (unless forced), or when it cannot be, and why."""
+    """Replay one dead letter now. Conflict when it was replayed before (unless forced), or cannot be replayed, with the
+    reason."""
     done = await database.run(partial(_replay, letter_id=letter_id, actor=actor, force=force))
     _log.info("dead_letter.replayed", dead_letter_id=str(letter_id), kind=done.kind, into=str(done.into), actor=actor)
     return done
 
 
 async def replay_letters(database: Database, filters: DeadLetterFilters, actor: str, *, rate: float) -> Scheduled:
-    """Every letter that the filters describe is to be replayed, `rate` of them per second, oldest first."""
+    """Schedule the replay of every dead letter that the filters select, `rate` of them per second, oldest first."""
     check_rate(rate)
     scheduled = await database.run(partial(_schedule, filters=filters, actor=actor, rate=rate))
     _log.info("dead_letters.replay_scheduled", count=scheduled.total, rate=rate, actor=actor)
@@ -43,14 +45,14 @@ async def replay_letters(database: Database, filters: DeadLetterFilters, actor: 
 
 
 async def preview_replay(database: Database, filters: DeadLetterFilters, *, rate: float) -> int:
-    """How many letters `replay_letters` would replay."""
+    """How many dead letters `replay_letters` would replay."""
     check_rate(rate)
     async with database.transaction() as connection:
         return len(await dead_letters.lock_matching(connection, filters))
 
 
 async def stop_replays(database: Database, actor: str) -> int:
-    """Call off every replay whose time has not come; how many."""
+    """Cancel every scheduled replay that is not done yet; how many."""
 
     async def change(connection: Connection) -> int:
         count = await dead_letters.unschedule(connection)
@@ -63,7 +65,7 @@ async def stop_replays(database: Database, actor: str) -> int:
 
 
 def check_rate(rate: float) -> None:
-    """InvalidInput when the rate is out of bounds."""
+    """Raises InvalidInput when the rate is out of bounds."""
     if not MIN_RATE <= rate <= MAX_RATE:
         problem = FieldError("rate", f"must lie between {MIN_RATE:g} and {MAX_RATE:g} per second")
         raise InvalidInput("the replay is not valid", [problem])
@@ -74,14 +76,14 @@ async def _replay(connection: Connection, letter_id: uuid.UUID, actor: str, forc
     if letter is None:
         raise NotFound(f"no dead letter {letter_id}")
     if letter.newer_id is not None:
-        raise Conflict(f"it was given up again since, as dead letter {letter.newer_id}: replay that one")
+        raise Conflict(f"it failed again since, as dead letter {letter.newer_id}: replay that one")
     if letter.replayed_at is not None and not force:
         when = letter.replayed_at.isoformat(timespec="seconds")
         raise Conflict(
             f"dead letter {letter_id} was replayed by {letter.replayed_by} at {when}; force it to do so again"
         )
     into = (await replay.perform(connection, letter, actor)).into
-    if into is None:  # the worker that replays it later is not the one who asked
+    if into is None:  # a worker replays it later; the audit row names the operator
         await audit.insert(
             connection, actor=actor, action="dead_letter.schedule", subject=str(letter_id),
             before={"replayed_at": letter.replayed_at}, after={"kind": letter.kind, "waits_for": "a slot"},

@@ -1,4 +1,4 @@
-"""How long a pause may be: the same for sources and triggers."""
+"""Checks of a pause's length, the same for sources and triggers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tidegate.model.units import MAX_DURATION_MS
 
 
 def check_length(until: datetime | None, duration_ms: int | None) -> None:
-    """Until a time or for a duration within bounds, not both."""
+    """A pause has an end time or a duration within bounds, not both."""
     if until is not None and duration_ms is not None:
         raise InvalidInput("the pause is not valid", [FieldError("until", "give `until` or `duration_ms`, not both")])
     if duration_ms is not None and not 1 <= duration_ms <= MAX_DURATION_MS:
@@ -17,8 +17,8 @@ def check_length(until: datetime | None, duration_ms: int | None) -> None:
 
 
 def check_until(until: datetime, now: datetime) -> None:
-    """A time ahead of the database's clock, and not too far."""
+    """The end time must be after the database's clock, by at most MAX_DURATION_MS."""
     if until <= now:
-        raise InvalidInput("the pause is not valid", [FieldError("until", "lies in the past")])
+        raise InvalidInput("the pause is not valid", [FieldError("until", "is in the past")])
     if until - now > timedelta(milliseconds=MAX_DURATION_MS):
         raise InvalidInput("the pause is not valid", [FieldError("until", "is more than 366 days away")])

@@ -1,4 +1,4 @@
-"""The operator's verb about runs: cancel. A waiting run ends at once, a running one at its next step."""
+"""Cancel a run. A waiting run ends at once, a running one at its next step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Cancelled = Literal["cancelled", "cancelling"]
 
 
 async def cancel_run(database: Database, run_id: uuid.UUID, actor: str, breaker: BreakerPolicy) -> Cancelled:
-    """`cancelled`: it waited, and has ended. `cancelling`: it is running, and stops at its next step.
+    """`cancelled`: it was waiting, and has ended. `cancelling`: it is running, and stops at its next step.
 
-    Conflict when it has ended already.
+    Conflict when it has already ended.
     """
     done, known, freed = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
     if freed is not None:
@@ -50,8 +50,8 @@ async def _cancel(
             break
         now = await runs.get(connection, run_id) or known
         if now.status in FINAL_RUN_STATUSES:
-            raise Conflict(f"run {run_id} has ended already: it is {now.status}")
-        # It was put to rest, or went on, between the two: ask again.
+            raise Conflict(f"run {run_id} has already ended: it is {now.status}")
+        # It was suspended or resumed between the two statements: try again.
     await audit.insert(
         connection, actor=actor, action="run.cancel", subject=str(run_id), before={"status": known.status},
         after={"status": done},

@@ -1,7 +1,7 @@
-"""The operator's verbs about sources.
+"""The operator's verbs for sources.
 
-Each waits for the batches that may be launching for the source and keeps new ones out until it commits: when `pause`
-has returned, no launch of that source follows until it is lifted.
+Each waits for the batches that may be launching for the source and excludes new ones until it commits: after `pause`
+has returned, no event of that source is launched until the pause ends.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _log = logger("control")
 
 
 async def seed_limits(database: Database, limits: dict[str, RateLimit]) -> list[str]:
-    """The settings' limits into the shared table; what an operator set stays. The sources that changed."""
+    """Store the limits of the settings; a limit that an operator set is kept. Returns the sources that changed."""
 
     async def seed(connection: Connection) -> list[str]:
-        # The default's lock keeps every batch out, whatever its sources: rows may be changed in any order.
+        # The default's lock excludes every batch, whatever its sources: rows may be changed in any order.
         await locks.exclude_source(connection, DEFAULT)
         changed = []
         for source, limit in sorted(limits.items()):
@@ -36,7 +36,7 @@ async def seed_limits(database: Database, limits: dict[str, RateLimit]) -> list[
                 changed.append(source)
         return changed
 
-    async with database.connection() as connection:  # the lock is not for whoever has nothing to change
+    async with database.connection() as connection:  # without a change, the lock is not taken
         is_done = not await store.unseeded(connection, limits)
     changed = [] if is_done else await database.run(seed)
     for source in changed:
@@ -45,7 +45,7 @@ async def seed_limits(database: Database, limits: dict[str, RateLimit]) -> list[
 
 
 async def seed_breakers(database: Database, policies: dict[str, SourceBreakerPolicy]) -> list[str]:
-    """The settings' policies for the breakers of sources into the shared table; what an operator set stays."""
+    """Store the breaker policies of the settings; a policy that an operator set is kept."""
 
     async def seed(connection: Connection) -> list[str]:
         return [source for source, policy in sorted(policies.items())
@@ -58,7 +58,7 @@ async def seed_breakers(database: Database, policies: dict[str, SourceBreakerPol
 
 
 async def set_breaker(database: Database, source: str, policy: SourceBreakerPolicy | None, actor: str) -> SourceRecord:
-    """Give a source's breaker a policy of its own, or (None) that of the settings. What it has counted stays."""
+    """Give a source's breaker its own policy, or (None) the one of the settings. Its counts are kept."""
     _check_source(source, allow_default=False)
 
     async def change(connection: Connection) -> SourceRecord:
@@ -66,9 +66,9 @@ async def set_breaker(database: Database, source: str, policy: SourceBreakerPoli
         before = await store.get(connection, source)
         await store.set_breaker(connection, source, policy, actor)
         after = await _required(connection, source)
-        told = [{"breaker": record.breaker} if record else None for record in (before, after)]
+        audited = [{"breaker": record.breaker} if record else None for record in (before, after)]
         await audit.insert(
-            connection, actor=actor, action="source.breaker", subject=source, before=told[0], after=told[1]
+            connection, actor=actor, action="source.breaker", subject=source, before=audited[0], after=audited[1]
         )
         return after
 
@@ -130,14 +130,14 @@ async def pause(
 
 
 async def resume(database: Database, source: str, actor: str) -> SourceRecord:
-    """Lift a source's pause and close its breaker; its waiting events get new slots at once."""
+    """End a source's pause and close its breaker; its waiting events get new slots at once."""
     _check_source(source, allow_default=False)
 
     async def change(connection: Connection) -> SourceRecord:
         await locks.exclude_source(connection, source)
         before = await store.get(connection, source)
         if before is None:
-            raise NotFound(f"no source {source!r} is known: it has no limit, pause or waiting events")
+            raise NotFound(f"no source {source!r}: it has no limit, pause or waiting events")
         await store.resume(connection, source, actor)
         await store.end_throttle(connection, source)
         await store.replan(connection, source)

@@ -1,4 +1,4 @@
-"""The operator's verbs about API tokens. A secret is in no row, log line or answer but the one that created it."""
+"""The operator's verbs for API tokens. A secret is in no row or log line, and only in the answer that created it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _log = logger("control")
 
 
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A token that has just been created; its secret is shown this once."""
+    """A token that has just been created; its secret is shown only here."""
 
     token: Token
     secret: str
 
 
 async def create_token(database: Database, given: Any, *, actor: str) -> NewToken:
-    """A new token from decoded JSON. Conflict when one that has not been revoked has its name."""
+    """Create a token from decoded JSON. Conflict when a token with the name exists that is not revoked."""
     body = convert(given, TokenBody, "the token is not valid")
     errors = token_errors(body)
     if body.expires_in_ms is not None and not 0 < body.expires_in_ms <= MAX_EXPIRES_MS:
@@ -45,26 +45,28 @@ async def create_token(database: Database, given: Any, *, actor: str) -> NewToke
         raise InvalidInput("the token is not valid", errors)
     secret = secret_of("".join(secrets.choice(ALPHABET) for _ in range(SECRET_CHARACTERS)))
     hashed = secret_hash(secret)
-    assert hashed is not None, "secrets that we make have the form of secrets"
+    assert hashed is not None, "our secrets have the form of secrets"
 
     async def change(connection: Connection) -> Token:
         await tokens.lock(connection)
         if body.expires_at is not None and body.expires_at <= await locks.now(connection):
-            raise InvalidInput("the token is not valid", [FieldError("expires_at", "must lie in the future")])
+            raise InvalidInput("the token is not valid", [FieldError("expires_at", "must be in the future")])
         if await tokens.find_unrevoked(connection, body.name) is not None:
-            problem = FieldError("name", "is taken; revoke that token first, or take another name")
-            raise Conflict(f"there is a token {body.name!r} already", [problem])
-        made = await _required(connection, await tokens.insert(connection, body, hashed, actor))
-        await audit.insert(connection, actor=actor, action="token.create", subject=str(made.id), after=_described(made))
-        return made
+            problem = FieldError("name", "is taken; revoke that token first, or use another name")
+            raise Conflict(f"a token {body.name!r} already exists", [problem])
+        created = await _required(connection, await tokens.insert(connection, body, hashed, actor))
+        await audit.insert(
+            connection, actor=actor, action="token.create", subject=str(created.id), after=_described(created)
+        )
+        return created
 
-    made = await database.run(change)
-    _log.warning("token.created", token_id=str(made.id), name=made.name, scopes=made.scopes, actor=actor)
-    return NewToken(token=made, secret=secret)
+    created = await database.run(change)
+    _log.warning("token.created", token_id=str(created.id), name=created.name, scopes=created.scopes, actor=actor)
+    return NewToken(token=created, secret=secret)
 
 
 async def revoke_token(database: Database, name_or_id: str, *, actor: str) -> Token:
-    """End a token, by its name or id; one that is revoked already stays so."""
+    """Revoke a token, by its name or id; revoking it again changes nothing."""
 
     async def change(connection: Connection) -> tuple[Token, bool]:
         await tokens.lock(connection)
@@ -92,8 +94,8 @@ async def _found(connection: Connection, name_or_id: str) -> Token:
             found = await tokens.get(connection, uuid.UUID(name_or_id))
         except ValueError:
             found = None
-    if found is None:  # without what was given: it may be a secret
-        raise NotFound("no token has this name or id; tidegate token list has those that there are")
+    if found is None:  # the message omits the argument: it may be a secret
+        raise NotFound("no token has this name or id; `tidegate token list` shows the tokens")
     return found
 
 

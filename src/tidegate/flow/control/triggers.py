@@ -1,8 +1,8 @@
-"""The operator's verbs about triggers.
+"""The operator's verbs for triggers.
 
-Each waits for the batches that decide by the triggers as they were and keeps new ones out until it commits: when it has
-returned, no launch decided by the old definition, or before the pause, is still on its way. What can be refused without
-that is refused before, so that a wrong request holds nobody up.
+Each waits for the batches that use the triggers as they were and excludes new ones until it commits: after it has
+returned, no launch that was decided by the old definition, or before the pause, is in progress. Requests are validated
+before that, so that an invalid one does not delay any batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logger("control")
 
 
 async def create_trigger(database: Database, workflow: str, given: Any, actor: str) -> Trigger:
-    """A new trigger of a workflow from decoded JSON. InvalidInput names each field; Conflict when the name is taken."""
+    """Create a trigger from decoded JSON. InvalidInput names each field; Conflict when the name is taken."""
 
     async with database.connection() as connection:
         definition = await _definition(connection, workflow)
@@ -36,7 +36,7 @@ async def create_trigger(database: Database, workflow: str, given: Any, actor: s
 
     async def change(connection: Connection) -> Trigger:
         await locks.exclude_triggers(connection)
-        current = await _definition(connection, workflow)  # it may have been deleted since, or be another of that name
+        current = await _definition(connection, workflow)  # it may have been deleted or replaced since
         trigger_id = await store.create(connection, current.id, new.spec, new.status, actor)
         if trigger_id is None:
             raise _name_taken(workflow, new.spec.name)
@@ -46,17 +46,18 @@ async def create_trigger(database: Database, workflow: str, given: Any, actor: s
         )
         return after
 
-    made = await database.run(change)
-    _log.info("trigger.created", trigger_id=str(made.id), workflow=workflow, trigger=made.name, actor=actor)
-    return made
+    created = await database.run(change)
+    _log.info("trigger.created", trigger_id=str(created.id), workflow=workflow, trigger=created.name, actor=actor)
+    return created
 
 
 async def update_trigger(
     database: Database, trigger_id: uuid.UUID, given: Any, actor: str, *, workflow: str | None = None
 ) -> Trigger:
-    """Change the fields in `given` (decoded JSON); null clears one. What waits is judged anew by the new version.
+    """Change the fields in `given` (decoded JSON); null clears one. Waiting deliveries are decided by the new version.
 
-    A `version` in it other than the current one is a Conflict. Disabling cancels what waits. Nothing new, no version.
+    A `version` in it other than the current one is a Conflict. Disabling cancels waiting deliveries. Without a change
+    the version stays.
     """
 
     async def change(connection: Connection) -> tuple[Trigger, int]:
@@ -67,7 +68,7 @@ async def update_trigger(
         if not await store.update(connection, trigger_id, new.spec, new.status, actor):
             raise _name_taken(before.workflow, new.spec.name)
         after = await _required(connection, trigger_id)
-        await _judge_anew(connection, before, after, definition)
+        await _decide_again(connection, before, after, definition)
         cancelled = 0
         if after.status == "disabled":
             cancelled = await _cancel_waiting(connection, trigger_id, f"trigger disabled by {actor}", actor)
@@ -93,7 +94,7 @@ async def update_trigger(
 async def delete_trigger(
     database: Database, trigger_id: uuid.UUID, actor: str, *, workflow: str | None = None
 ) -> tuple[Trigger, int]:
-    """Delete a trigger and cancel what waits for it; the trigger as it was, and how many were cancelled."""
+    """Delete a trigger and cancel its waiting deliveries; the trigger as it was, and how many were cancelled."""
 
     async def change(connection: Connection) -> tuple[Trigger, int]:
         await locks.exclude_triggers(connection)
@@ -149,7 +150,7 @@ async def pause_trigger(
 
 
 async def resume_trigger(database: Database, trigger_id: uuid.UUID, actor: str) -> TriggerState:
-    """Lift a trigger's pause and close its breaker; its waiting deliveries get new slots at once."""
+    """End a trigger's pause and close its breaker; its waiting deliveries get new slots at once."""
 
     async def change(connection: Connection) -> TriggerState:
         await locks.exclude_triggers(connection)
@@ -168,12 +169,13 @@ async def resume_trigger(database: Database, trigger_id: uuid.UUID, actor: str) 
 async def declare_trigger(
     connection: Connection, workflow: str, definition_id: uuid.UUID, spec: TriggerSpec, actor: str
 ) -> None:
-    """A trigger as code says it, in the caller's transaction, which keeps batches out. What waits is judged anew."""
+    """Store a trigger as declared in code, in the caller's transaction, which excludes batches. Waiting deliveries are
+    decided by the new version."""
     known = [t for t in await store.list_of_workflow(connection, workflow) if t.name == spec.name]
     trigger_id = await store.upsert_trigger(connection, definition_id, spec, actor)
     if trigger_id is not None and known:
         after = await _required(connection, trigger_id)
-        await _judge_anew(connection, known[0], after, await _definition(connection, workflow))
+        await _decide_again(connection, known[0], after, await _definition(connection, workflow))
         await audit.insert(
             connection, actor=actor, action="trigger.update", subject=str(trigger_id), before=_described(known[0]),
             after=_described(after),
@@ -181,7 +183,7 @@ async def declare_trigger(
 
 
 async def find_trigger(connection: Connection, trigger_id: uuid.UUID, workflow: str | None = None) -> Trigger:
-    """The trigger, of that workflow if one is named. NotFound when there is none, or it is deleted."""
+    """The trigger, of that workflow if one is given. NotFound when it does not exist or is deleted."""
     found = await store.get(connection, trigger_id)
     if found is None or (workflow is not None and found.workflow != workflow):
         raise NotFound(f"no trigger {trigger_id}" if workflow is None else f"{workflow} has no trigger {trigger_id}")
@@ -191,20 +193,23 @@ async def find_trigger(connection: Connection, trigger_id: uuid.UUID, workflow: 
 async def _asked(
     connection: Connection, trigger_id: uuid.UUID, given: Any, workflow: str | None
 ) -> tuple[Trigger, WorkflowDefinition, NewTrigger | None]:
-    """The trigger as it is and as it is asked to be (None: no different), or what is wrong with that."""
+    """The trigger as it is, its definition, and the requested trigger (None: unchanged). Raises what is wrong with
+    it."""
     known = trigger_change.known_version(given)
     before = await find_trigger(connection, trigger_id, workflow)
     definition = await _definition(connection, before.workflow)
     if known is not None and known != before.version:
         problem = FieldError("version", f"the current version is {before.version}")
-        raise Conflict(f"trigger {trigger_id} has changed: you know version {known}", [problem])
+        raise Conflict(f"trigger {trigger_id} has changed: the request is based on version {known}", [problem])
     new = trigger_change.changed(before, before.status, given, before.workflow, definition.parameters)
     is_same = new.status == before.status and all(getattr(new.spec, f) == getattr(before, f) for f in SPEC_FIELDS)
     return before, definition, None if is_same else new
 
 
-async def _judge_anew(connection: Connection, before: Trigger, after: Trigger, definition: WorkflowDefinition) -> None:
-    """Whatever waits is decided again by the new version, in order of arrival."""
+async def _decide_again(
+    connection: Connection, before: Trigger, after: Trigger, definition: WorkflowDefinition
+) -> None:
+    """Waiting deliveries are decided again by the new version, in arrival order."""
     if (before.max_concurrency, before.concurrency_key) != (after.max_concurrency, after.concurrency_key):
         await finish.rekey(connection, CompiledTrigger(after, definition.parameters))
     decides = [field for field in SPEC_FIELDS if field != "name"]
@@ -242,13 +247,13 @@ async def _required(connection: Connection, trigger_id: uuid.UUID) -> Trigger:
 async def _definition(connection: Connection, workflow: str) -> WorkflowDefinition:
     found = await store.get_definition(connection, workflow)
     if found is None:
-        raise NotFound(f"no workflow {workflow!r}; tidegate workflows list has those that there are")
+        raise NotFound(f"no workflow {workflow!r}; `tidegate workflows list` shows the workflows")
     return found
 
 
 def _name_taken(workflow: str, name: str) -> Conflict:
     problem = FieldError("name", f"{name!r} is taken; names are unique within a workflow")
-    return Conflict(f"{workflow} has a trigger {name!r} already", [problem])
+    return Conflict(f"{workflow} already has a trigger {name!r}", [problem])
 
 
 def _described(trigger: Trigger) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The operator's verbs about webhooks. A secret is in no answer, log line or audit row but the answer that made it."""
+"""The operator's verbs for webhooks. A secret is in no log line or audit row, and only in the answer that created
+it."""
 
 from __future__ import annotations
 
@@ -36,16 +37,16 @@ _log = logger("control")
 
 
 class WebhookWritten(ShownWebhook, frozen=True, kw_only=True):
-    """A webhook as it is now; `secret` is there once, when one was made for it, `changed` when the call changed it."""
+    """A webhook as it is now; `secret` is set only when this call created one, `changed` when the call changed it."""
 
     secret: str | None
     changed: bool
 
 
 async def set_webhook(database: Database, source: str, given: Any, *, actor: str) -> WebhookWritten:
-    """The whole configuration from decoded JSON, but for secrets that there are; the same again changes nothing.
+    """Set the whole configuration from decoded JSON; existing secrets are kept. The same configuration changes nothing.
 
-    Another scheme has other secrets: those of the old one end.
+    A change of the scheme ends the secrets of the old one.
     """
     body = convert(given, WebhookBody, "the webhook is not valid")
     errors = rules.body_errors(body)
@@ -59,18 +60,19 @@ async def set_webhook(database: Database, source: str, given: Any, *, actor: str
         await store.lock(connection)
         before, now = await store.get(connection, source, database.keys), await locks.now(connection)
         held = before.config.secrets if before is not None and before.config.scheme == body.scheme else []
-        made = _new_secret(body.scheme) if body.secret is None and not held else None
-        said = made or body.secret
-        if said is not None and [secret.secret for secret in held] != [said]:
-            held = [WebhookSecret(secret=said, added_at=now)]
+        created = _new_secret(body.scheme) if body.secret is None and not held else None
+        secret = created or body.secret
+        if secret is not None and [one.secret for one in held] != [secret]:
+            held = [WebhookSecret(secret=secret, added_at=now)]
         new = WebhookConfig(scheme=body.scheme, event_type=body.event_type, tolerance_seconds=tolerance, secrets=held)
-        return await _write(connection, "webhook.set", source, before, new, actor, made, database.keys)
+        return await _write(connection, "webhook.set", source, before, new, actor, created, database.keys)
 
-    return _told(await database.run(change), "set", actor)
+    return _logged(await database.run(change), "set", actor)
 
 
 async def rotate_webhook(database: Database, source: str, given: Any, *, actor: str) -> WebhookWritten:
-    """Another current secret; the one before it holds for a while, so that the sender can be changed in peace."""
+    """Set a new current secret; the previous one stays valid for `keep_ms`, so that the sender can be changed
+    meanwhile."""
     body = convert(given, WebhookRotation, "the rotation is not valid")
     keep_ms = DEFAULT_KEEP_MS if body.keep_ms is None else body.keep_ms
     if not 0 <= keep_ms <= MAX_KEEP_MS:
@@ -84,12 +86,12 @@ async def rotate_webhook(database: Database, source: str, given: Any, *, actor: 
         errors = rules.secret_errors(old.scheme, body.secret) if body.secret is not None else []
         if errors:
             raise InvalidInput("the rotation is not valid", errors)
-        made = _new_secret(old.scheme) if body.secret is None else None
-        kept = rules.rotated(old.secrets, made or str(body.secret), keep_ms, now)
+        created = _new_secret(old.scheme) if body.secret is None else None
+        kept = rules.rotated(old.secrets, created or str(body.secret), keep_ms, now)
         new = msgspec.structs.replace(old, secrets=kept)
-        return await _write(connection, "webhook.rotate", source, before, new, actor, made, database.keys)
+        return await _write(connection, "webhook.rotate", source, before, new, actor, created, database.keys)
 
-    return _told(await database.run(change), "rotated", actor)
+    return _logged(await database.run(change), "rotated", actor)
 
 
 async def retire_webhook_secret(database: Database, source: str, fingerprint: str, *, actor: str) -> WebhookWritten:
@@ -107,7 +109,7 @@ async def retire_webhook_secret(database: Database, source: str, fingerprint: st
         new = msgspec.structs.replace(before.config, secrets=kept)
         return await _write(connection, "webhook.retire", source, before, new, actor, None, database.keys)
 
-    return _told(await database.run(change), "retired", actor)
+    return _logged(await database.run(change), "retired", actor)
 
 
 async def delete_webhook(database: Database, source: str, *, actor: str) -> ShownWebhook:
@@ -140,10 +142,11 @@ async def _write(
     before: Webhook | None,
     new: WebhookConfig,
     actor: str,
-    made: str | None,
+    created: str | None,
     keys: SecretKeys,
 ) -> WebhookWritten:
-    """Write a configuration that differs, with its audit row; `made` is the secret to tell, if one was made."""
+    """Write a configuration that differs, with its audit row; `created` is the new secret to return, if one was
+    created."""
     now = utc_now()
     if before is not None and before.config == new:
         return _written(before, None, changed=False)
@@ -152,23 +155,23 @@ async def _write(
     await audit.insert(
         connection, actor=actor, action=action, subject=source, before=old, after=rules.described(new, now)
     )
-    return _written(after, made, changed=True)
+    return _written(after, created, changed=True)
 
 
-def _written(webhook: Webhook, made: str | None, *, changed: bool) -> WebhookWritten:
+def _written(webhook: Webhook, created: str | None, *, changed: bool) -> WebhookWritten:
     shown = msgspec.structs.asdict(rules.shown(webhook, utc_now()))
-    return WebhookWritten(**shown, secret=made, changed=changed)
+    return WebhookWritten(**shown, secret=created, changed=changed)
 
 
 def _new_secret(scheme: Scheme) -> str:
     if scheme == "stripe":
-        message = "is needed: Stripe makes it, and shows it with the endpoint"
+        message = "is required: Stripe creates it and shows it with the endpoint"
         raise InvalidInput("the webhook is not valid", [FieldError("secret", message)])
     key = secrets.token_bytes(32)
     return SECRET_PREFIX + base64.b64encode(key).decode() if scheme == "standard" else key.hex()
 
 
-def _told(done: WebhookWritten, verb: str, actor: str) -> WebhookWritten:
+def _logged(done: WebhookWritten, verb: str, actor: str) -> WebhookWritten:
     if done.changed:
         fingerprints = [secret.fingerprint for secret in done.secrets]
         _log.warning(f"webhook.{verb}", source=done.source, scheme=done.scheme, secrets=fingerprints, actor=actor)

@@ -20,7 +20,7 @@ from tidegate import failpoints
 from tidegate.errors import Unavailable
 from tidegate.flow.decide import batch, gate
 from tidegate.flow.decide.batch import Batch, Delivered, MatchedBatch
-from tidegate.flow.decide.one_by_one import one_by_one
+from tidegate.flow.decide.one_by_one import error_text, one_by_one
 from tidegate.flow.decide.reporting import log_source_moves
 from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.flow.decide.spans import EventSpans, newcomers_gated
@@ -283,7 +283,8 @@ class Dispatch:
         await locks.share(connection, [event.source for event in claimed])
         return await _traced(connection, claimed, partial(self._decide, connection, has_turn=has_turn))
 
-    async def _quarantine(self, sequence: int, reason: str) -> DispatchCounts:
+    async def _quarantine(self, sequence: int, error: Exception) -> DispatchCounts:
+        reason = error_text(error)
         found, moves = await self._database.run(partial(self._dead_letter, sequence=sequence, reason=reason))
         if found is not None:
             _log.error("event.quarantined", event_id=found.event_id, correlation_id=found.correlation_id,

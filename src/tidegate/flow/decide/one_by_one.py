@@ -16,10 +16,10 @@ Result = TypeVar("Result")
 async def one_by_one(
     items: Iterable[Item],
     process: Callable[[Item], Awaitable[Result]],
-    dead_letter: Callable[[Item, str], Awaitable[Result]],
+    fail: Callable[[Item, Exception], Awaitable[Result]],
 ) -> list[Result]:
-    """The result of each item, in order. An item that `process` fails on goes to `dead_letter` with the error's text,
-    and the others continue. Unavailable is raised: that the database is down is no item's fault."""
+    """The result of each item, in order. An item that `process` fails on goes to `fail` with the error, and the others
+    continue. Unavailable is raised: that the database is down is no item's fault."""
     results: list[Result] = []
     for item in items:
         try:
@@ -27,7 +27,7 @@ async def one_by_one(
         except Unavailable:
             raise
         except Exception as exc:  # noqa: BLE001 - whatever it is, this item is dead-lettered and the others continue
-            result = await dead_letter(item, error_text(exc))
+            result = await fail(item, exc)
         results.append(result)
     return results
 

@@ -21,7 +21,7 @@ from tidegate.errors import Unavailable
 from tidegate.flow.decide import deliver, delivery_state
 from tidegate.flow.decide.deliver import Candidate
 from tidegate.flow.decide.match import Matcher
-from tidegate.flow.decide.one_by_one import one_by_one
+from tidegate.flow.decide.one_by_one import error_text, one_by_one
 from tidegate.flow.decide.reporting import held_line, log_trigger_moves, report_deliveries, trigger_name
 from tidegate.flow.decide.spans import record_deliveries
 from tidegate.flow.decide.time_slice import TimeSlice
@@ -295,7 +295,8 @@ class DeliveryRetry:
     async def _retry_one(self, one: DueDelivery) -> None:
         self.committed(await self._locking([one], are_named=True))
 
-    async def _fail(self, one: DueDelivery, reason: str) -> None:
+    async def _fail(self, one: DueDelivery, error: Exception) -> None:
+        reason = error_text(error)
         for row, correlation_id in await self._database.run(partial(self._dead_letter, one=one, reason=reason)):
             metrics.DELIVERY_RETRIES.labels("exhausted").inc()
             _log.error(

@@ -18,7 +18,7 @@ from tidegate.errors import Unavailable
 from tidegate.flow.decide import batch, gate
 from tidegate.flow.decide.batch import Batch, Delivered
 from tidegate.flow.decide.gate import OpenGates
-from tidegate.flow.decide.one_by_one import one_by_one
+from tidegate.flow.decide.one_by_one import error_text, one_by_one
 from tidegate.flow.decide.spans import EventSpans, Gated
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId
@@ -149,8 +149,8 @@ class EventRetry:
         source, event_id = due
         return await self._database.run(partial(self._take, names=[source], batch_size=1, only=event_id))
 
-    async def _exhaust(self, due: tuple[str, uuid.UUID], reason: str) -> EventTurn:
-        source, event_id = due
+    async def _exhaust(self, due: tuple[str, uuid.UUID], error: Exception) -> EventTurn:
+        (source, event_id), reason = due, error_text(error)
         found = await self._database.run(partial(self._dead_letter, source=source, event_id=event_id, reason=reason))
         for row, correlation_id in found:
             _log.error("event.retry_failed", event_id=row.event_id, correlation_id=correlation_id, source=source,

@@ -1,1 +1,1 @@
-"""Keep: what keeps the system moving and bounded: reconcile, schedule, replay, prune, rotation of stored secrets."""
+"""Keep: background work that keeps the system moving and bounded: reconcile, schedule, replay, prune, secrets."""

@@ -1,8 +1,8 @@
-"""Prune: delete what is finished and old, in small transactions. Never what is alive, nor what something alive needs.
+"""Prune: delete finished, old rows in small transactions; never unfinished rows, nor rows that those need.
 
-An event goes with all that came of it: deliveries, runs, steps, retries, decisions. What is dead stays dead (only a
-dead letter could bring it back, and an event with one is kept), so that an event that was found finished may go.
-Any number of workers may prune at once: each skips what another has locked.
+An event is deleted with its deliveries, runs, steps, retries and decisions. A finished event cannot become unfinished
+(only a replayed dead letter could do that, and an event with a dead letter is kept), so deleting it later is safe.
+Any number of workers may prune at once: each skips rows that another has locked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BATCH = 200
 
 
 class Retention(NamedTuple):
-    """For how long finished rows are kept, in seconds; 0: for ever."""
+    """How long finished rows are kept, in seconds; 0: for ever."""
 
     events_seconds: int = 0
     dead_letters_seconds: int = 0
@@ -29,7 +29,7 @@ class Retention(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """What one small transaction deleted, by table, whether that was all, and how far it has come in the events."""
+    """What one transaction deleted, by table; whether the pass is complete; how far it has come in the events."""
 
     deleted: Mapping[str, int]
     is_done: bool
@@ -37,7 +37,7 @@ class Pruned(NamedTuple):
 
 
 class Prune:
-    """Goes over what is old, batch by batch: dead letters first, then events, then the audit log."""
+    """Deletes old rows batch by batch: dead letters first, then events, then the audit log."""
 
     def __init__(self, database: Database, retention: Retention, *, batch_size: int = BATCH) -> None:
         self._database = database
@@ -48,11 +48,11 @@ class Prune:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is to be deleted at all."""
+        """Whether any retention is set."""
         return any(self._retention)
 
     async def run_once(self) -> Pruned:
-        """One batch. The caller goes on until the pass is done, and begins another when it likes."""
+        """One batch. The caller repeats it until the pass is done; the next call then begins a new pass."""
         kept, stages = self._retention, (self._dead_letters, self._events, self._audit)
         order = (kept.dead_letters_seconds, kept.events_seconds, kept.audit_seconds)
         while self._stage < len(stages) and order[self._stage] == 0:
@@ -68,7 +68,7 @@ class Prune:
         return Pruned(found, is_done=False)
 
     async def run(self, batches: int | None = None) -> Counter[str]:
-        """A whole pass, or so many batches of it; how many rows of each table were deleted."""
+        """A whole pass, or `batches` of it; how many rows of each table were deleted."""
         total: Counter[str] = Counter()
         while batches is None or batches > 0:
             pruned = await self.run_once()

@@ -1,5 +1,5 @@
-"""Reconcile: what is due and has not moved? Claims whose lease ran out are made due again and their holders fenced;
-wake-ups that the queue has lost are sent again."""
+"""Reconcile: find due work that does not move. Claims whose lease has expired are made due again and their holders are
+fenced; wake-ups that the queue has lost are sent again."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from tidegate.store.db import Connection, Database
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
-# Rows due sooner are found by the workers' own look before a wake-up could matter.
+# Rows due sooner are found by the workers' own polling before a wake-up could matter.
 NEAR = timedelta(seconds=1)
-# How often what triggers have counted is tidied up.
+# How often the success counts of triggers are compacted.
 TIDY_SECONDS = 30.0
-# A row that was written just now: its wake-up may still be on the way.
+# The wake-up of a row written more recently than this may not have arrived in the queue yet.
 SETTLING = timedelta(seconds=2)
-GIVEN_UP = (
-    f"given up: {MAX_TRIALS} times in a row its worker died, or was silent for longer than the lease, "
-    "while this run was executing there alone"
+KILLS_WORKERS = (
+    f"stopped retrying: {MAX_TRIALS} times in a row its worker died, or did not renew its lease in time, "
+    "while this run was the only one executing there"
 )
 
 _log = logger("reconcile")
 
 
 class Reconcile:
-    """Finds work that a dead or frozen worker left behind, whichever process it was."""
+    """Finds work that a dead or frozen worker left behind, of any process."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class Reconcile:
     async def run_once(self) -> dict[str, int]:
         """Release expired claims; how many of each kind."""
         released = await self._database.run(self._release)
-        await self._give_up()
+        await self._fail_killers()
         if monotonic() >= self._tidy_at:
             await self._database.run(_tidy)
             self._tidy_at = monotonic() + TIDY_SECONDS
         for kind, count in released.items():
             if count:
                 metrics.RECONCILE_REQUEUED.labels(kind).inc(count)
-                _log.warning("reconcile.released", kind=kind, count=count, reason="the lease ran out")
+                _log.warning("reconcile.released", kind=kind, count=count, reason="the lease has expired")
         if self._worker is not None:
             async with self._database.connection() as connection:
                 await workers.reconciled(connection, self._worker)
@@ -79,33 +79,33 @@ class Reconcile:
         await idempotency.forget_expired(connection, self._batch_size)
         return released
 
-    async def _give_up(self) -> None:
-        """End the runs that took their worker with them each time they were tried alone: whoever takes such a run next
-        would be the next to die."""
+    async def _fail_killers(self) -> None:
+        """Fail the runs whose worker died each of the MAX_TRIALS times they were executed alone: the next worker to
+        claim such a run would die too."""
         async with self._database.connection() as connection:
             killers = await runs.list_killers(connection, MAX_TRIALS, self._batch_size)
         for run_id, trigger_id in killers:  # one by one, so that each can keep the order of locks
-            done = await self._database.run(partial(self._give_up_one, run_id=run_id, trigger_id=trigger_id))
+            done = await self._database.run(partial(self._fail_killer, run_id=run_id, trigger_id=trigger_id))
             if done is None:
                 continue
             run, freed = done
             metrics.ran(run.workflow, "failed")
             _log.error(
-                "run.given_up", run_id=run_id, workflow=run.workflow, event_id=run.event_id,
-                correlation_id=run.correlation_id, attempt=run.attempts, reason=GIVEN_UP,
+                "run.kills_workers", run_id=run_id, workflow=run.workflow, event_id=run.event_id,
+                correlation_id=run.correlation_id, attempt=run.attempts, reason=KILLS_WORKERS,
             )  # fmt: skip
             log_trigger_moves(freed.moves)
             log_source_moves(freed.source_moves)
 
-    async def _give_up_one(
+    async def _fail_killer(
         self, connection: Connection, *, run_id: uuid.UUID, trigger_id: uuid.UUID | None
     ) -> tuple[Run, Freed] | None:
-        end = partial(runs.give_up_killer, connection, run_id, GIVEN_UP, MAX_TRIALS)
+        end = partial(runs.give_up_killer, connection, run_id, KILLS_WORKERS, MAX_TRIALS)
         freed = await finish.fail_waiting(connection, run_id, trigger_id, end, self._breaker, self._source_breaker)
         if freed is None:
             return None
         await runs.bury(
-            connection, [FinishedRun(id=RunId(run_id), claim_generation=0, status="failed", error=GIVEN_UP)]
+            connection, [FinishedRun(id=RunId(run_id), claim_generation=0, status="failed", error=KILLS_WORKERS)]
         )
         known = await runs.get(connection, run_id)
         assert known is not None, f"{run_id} was just written"
@@ -121,22 +121,23 @@ Place = tuple[datetime, uuid.UUID]
 
 
 class WaitingRow(NamedTuple):
-    """A waiting row: the wake-up that it should have, and when it was written."""
+    """A waiting row: the wake-up that it should have, and when it was last written."""
 
     wakeup: Wakeup
     updated_at: datetime | None
 
     @property
     def place(self) -> Place:
-        """Where it stands in its line."""
+        """Its position in due order."""
         return self.wakeup.due_at, self.wakeup.row_id
 
     def is_settled(self, now: datetime) -> bool:
-        """Whether its wake-up has had the time to arrive."""
+        """Whether its wake-up has had time to arrive in the queue."""
         return self.updated_at is None or now - self.updated_at >= SETTLING
 
     def had_wakeup(self) -> bool:
-        """Whether it was near enough when it was last written; a later one gets its first wake-up only now."""
+        """Whether a wake-up was sent when it was last written; a row further away than HORIZON gets its first only
+        now."""
         return self.updated_at is None or self.wakeup.due_at - self.updated_at <= HORIZON
 
 
@@ -155,7 +156,7 @@ async def _steps(connection: Connection, after: Place, limit: int) -> list[Waiti
     return [WaitingRow(wakeup, row.updated_at) for wakeup, row in zip(step_wakeups(rows), rows, strict=True)]
 
 
-# What waits, by kind: each a line in due order, read from a place on.
+# Waiting rows by kind, each in due order from a given position on.
 _LINES: dict[str, Callable[[Connection, Place, int], Awaitable[list[WaitingRow]]]] = {
     "events": _events,
     "deliveries": _deliveries,
@@ -164,23 +165,23 @@ _LINES: dict[str, Callable[[Connection, Place, int], Awaitable[list[WaitingRow]]
 
 
 class Requeue:
-    """Compares the rows that wait with the queue's wake-ups, page by page, over and over."""
+    """Compares waiting rows with the queue's wake-ups, page by page, in repeated passes."""
 
     def __init__(self, database: Database, queue: Queue, *, batch_size: int) -> None:
         self._database = database
         self._queue = queue
         self._batch_size = batch_size
-        # The lines that have further pages, and how far each has come.
+        # The kinds with further pages in this pass, and how far each has come.
         self._places: dict[str, Place | None] = {}
         self._spacing = Spacing()
 
     @property
     def is_between_pages(self) -> bool:
-        """Whether the present pass has further pages."""
+        """Whether the current pass has further pages."""
         return bool(self._places)
 
     async def run_once(self) -> int:
-        """One page of each line; how many lost wake-ups were sent again."""
+        """One page of each kind; how many lost wake-ups were sent again."""
         if not self._queue.holds_wakeups:
             return 0
         if not self._places:
@@ -190,7 +191,7 @@ class Requeue:
     async def _page(self, kind: str) -> int:
         async with self._database.connection() as connection:
             now = await locks.now(connection)
-            # From a whole second on: of a part of one it could not be told whether it has enough wake-ups.
+            # Start at a whole second: wake-ups are spaced per second, so a partial second cannot be compared.
             near = ((now + NEAR).replace(microsecond=0) + timedelta(seconds=1), uuid.UUID(int=0))
             rows = await _LINES[kind](connection, max(self._places[kind] or near, near), self._batch_size)
         within = [row for row in rows if row.wakeup.due_at - now <= HORIZON]

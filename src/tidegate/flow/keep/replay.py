@@ -1,8 +1,8 @@
-"""Replay: what was given up becomes alive again. An event is decided anew at its source's gate, a delivery is judged
-anew by its trigger, a failed run goes on as the same run after its finished steps.
+"""Replay: process dead letters again. An event passes its source's gate again, a delivery is decided again by its
+trigger, a failed run resumes as the same run after its completed steps.
 
-A replay of many is nothing but letters with a time: whichever worker looks first when it has come replays one in a
-transaction of its own, with the mark that it was done. Nobody has to stay alive for it, and nothing is done twice.
+To replay many dead letters, each gets a time. Any worker that finds one due replays it in its own transaction, which
+also marks it as replayed. So no process has to stay alive for it, and nothing is replayed twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from tidegate import failpoints
-from tidegate.errors import Conflict, Unavailable
+from tidegate.errors import Conflict
+from tidegate.flow.decide.one_by_one import MAX_ERROR_CHARACTERS, error_text, one_by_one
 from tidegate.queue.port import Topic
 from tidegate.store import audit, dead_letters, decisions, locks, trigger_gates
 from tidegate.store.db import Connection, Database
@@ -22,13 +23,14 @@ from tidegate.store.dead_letters import LockedLetter
 from tidegate.store.decisions import NewDecision
 from tidegate.telemetry.logs import logger
 
-# How long a letter waits before it is tried again, when its run finds no free slot.
+# How long a dead letter waits before the next attempt when its run finds no free slot.
 SLOT_WAIT_MS = 1000
 
-# When letters are so late, since no worker was there, they are not made up for at once: their rate was asked for.
+# When dead letters are overdue by more than this, because no worker ran, they are postponed together, so that the
+# requested rate holds instead of all being replayed at once.
 LATE_MS = 5000
 
-# Who is to look after a replay, by the kind of letter.
+# Which loop of the workers to wake after a replay, by the kind of dead letter.
 TOPICS: dict[str, Topic] = {"event": "retries", "delivery": "deliveries", "run": "runs", "step": "runs"}
 
 Outcome = Literal["replayed", "waiting", "refused", "lost"]
@@ -37,17 +39,17 @@ _log = logger("replay")
 
 
 class Replayed(NamedTuple):
-    """The event, delivery or run that is alive again; None while it waits for a slot."""
+    """The event, delivery or run that was replayed into; None while it waits for a slot."""
 
     into: uuid.UUID | None
 
 
 async def perform(connection: Connection, letter: LockedLetter, actor: str) -> Replayed:
-    """Replay a letter that this transaction has locked, and mark it. Conflict says why it cannot be."""
+    """Replay a dead letter that this transaction has locked, and mark it. Conflict says why it cannot be replayed."""
     how = {"event": _event, "delivery": _delivery, "run": _run, "step": _run}[letter.kind]
     into = await how(connection, letter, actor)
     if into is None:
-        why = "waits for a free slot of its trigger"
+        why = "waiting for a free slot of its trigger"
         await dead_letters.mark_waiting(connection, letter.id, delay_ms=SLOT_WAIT_MS, actor=actor, why=why)
         return Replayed(None)
     await dead_letters.mark_replayed(connection, letter.id, actor, into)
@@ -59,7 +61,7 @@ async def perform(connection: Connection, letter: LockedLetter, actor: str) -> R
 
 
 class Replay:
-    """Replays letters whose time has come. `after_replay` hears of the kinds, after the commits."""
+    """Replays due dead letters. `after_replay` is called with their kinds after the commits."""
 
     def __init__(
         self, database: Database, *, batch_size: int, after_replay: Callable[[set[str]], None] = lambda _: None
@@ -69,18 +71,12 @@ class Replay:
         self._after_replay = after_replay
 
     async def run_once(self) -> int:
-        """One batch of due letters; how many were replayed or refused."""
+        """One batch of due dead letters; how many were replayed or refused."""
         due = await self._due()
         outcomes: Counter[Outcome] = Counter()
         kinds: set[str] = set()
         for letter_id in due:
-            try:
-                outcome, kind = await self._replay(letter_id)
-            except Unavailable:
-                raise
-            except Exception as exc:  # noqa: BLE001 - one dead letter that fails must not stop the others
-                # This letter's fault and nobody else's: the others go on.
-                outcome, kind = await self._database.run(partial(self._refuse, letter_id=letter_id, exc=exc)), None
+            [(outcome, kind)] = await one_by_one([letter_id], self._replay, self._refuse)
             failpoints.hit("replay.after_commit")
             outcomes[outcome] += 1
             kinds |= {kind} if kind and outcome == "replayed" else set()
@@ -97,12 +93,14 @@ class Replay:
                 return await dead_letters.list_due(connection, self._batch_size)
         moved = await self._database.run(partial(dead_letters.postpone, late_ms=LATE_MS))
         if moved:
-            _log.info("dead_letters.replay_late", count=moved, reason="no worker was there; the rate is kept")
+            _log.info(
+                "dead_letters.replay_late", count=moved, reason="no worker was running; postponed to keep the rate"
+            )
         async with self._database.connection() as connection:
             return await dead_letters.list_due(connection, self._batch_size)
 
     async def next_due_seconds(self) -> float | None:
-        """Seconds until the next letter is to be replayed, or None."""
+        """Seconds until the next dead letter is due, or None."""
         async with self._database.connection() as connection:
             return await dead_letters.next_due_seconds(connection)
 
@@ -124,26 +122,32 @@ class Replay:
         failpoints.hit("replay.before_commit")
         return letter, done.into
 
-    async def _refuse(self, connection: Connection, letter_id: uuid.UUID, exc: Exception) -> Outcome:
-        if await dead_letters.lock_due(connection, letter_id) is None:
-            return "lost"
-        why = str(exc) if isinstance(exc, Conflict) else f"{type(exc).__name__}: {exc}"
-        await dead_letters.mark_refused(connection, letter_id, why[:1000])
-        _log.warning("dead_letter.replay_refused", dead_letter_id=str(letter_id), reason=why)
-        return "refused"
+    async def _refuse(self, letter_id: uuid.UUID, error: Exception) -> tuple[Outcome, str | None]:
+        why = str(error) if isinstance(error, Conflict) else error_text(error)
+        outcome = await self._database.run(partial(_mark_refused, letter_id=letter_id, why=why))
+        if outcome == "refused":
+            _log.warning("dead_letter.replay_refused", dead_letter_id=str(letter_id), reason=why)
+        return outcome, None
+
+
+async def _mark_refused(connection: Connection, letter_id: uuid.UUID, why: str) -> Outcome:
+    if await dead_letters.lock_due(connection, letter_id) is None:
+        return "lost"
+    await dead_letters.mark_refused(connection, letter_id, why[:MAX_ERROR_CHARACTERS])
+    return "refused"
 
 
 async def _event(connection: Connection, letter: LockedLetter, actor: str) -> uuid.UUID:
     found = await dead_letters.describe_event(connection, letter.subject_id)
     if found is None:
-        raise Conflict(f"event {letter.subject_id} does not exist any more")
+        raise Conflict(f"event {letter.subject_id} no longer exists")
     if found.deliveries:
         raise Conflict(
-            f"event {found.id} was decided meanwhile: it has {found.deliveries} deliveries; replay their letters"
+            f"event {found.id} was decided meanwhile: it has {found.deliveries} deliveries; replay their dead letters"
         )
     is_alive = found.is_undecided or found.retry_state in ("scheduled", "running")
     if is_alive or not await dead_letters.replay_event(connection, found.id, letter.id, actor):
-        raise Conflict(f"event {found.id} is waiting to be decided already")
+        raise Conflict(f"event {found.id} is already waiting to be decided")
     line = NewDecision(found.id, None, "gate", "replayed", f"from dead letter {letter.id}", actor=actor)
     await decisions.insert(connection, [line])
     return found.id
@@ -152,16 +156,16 @@ async def _event(connection: Connection, letter: LockedLetter, actor: str) -> uu
 async def _delivery(connection: Connection, letter: LockedLetter, actor: str) -> uuid.UUID:
     found = await dead_letters.describe_delivery(connection, letter.subject_id)
     if found is None or letter.event_id is None:
-        raise Conflict(f"delivery {letter.subject_id} does not exist any more")
-    # Shared with whoever changes or deletes triggers, so that what is read here holds until the commit.
+        raise Conflict(f"delivery {letter.subject_id} no longer exists")
+    # The lock excludes changes and deletions of triggers, so that what is read here is valid until the commit.
     await locks.share_all(connection)
     await trigger_gates.lock(connection, always=[found.trigger_id])
     found = await dead_letters.describe_delivery(connection, letter.subject_id) or found
     if found.is_trigger_deleted or found.trigger_status != "active":
         state = "deleted" if found.is_trigger_deleted else found.trigger_status
-        raise Conflict(f"trigger {found.trigger_id} is {state}: nothing would judge the delivery")
+        raise Conflict(f"trigger {found.trigger_id} is {state}: nothing would decide the delivery")
     if not await dead_letters.replay_delivery(connection, letter.subject_id, letter.event_id, letter.id, actor):
-        raise Conflict(f"delivery {letter.subject_id} is alive already: it is {found.status}")
+        raise Conflict(f"delivery {letter.subject_id} is already active: it is {found.status}")
     line = NewDecision(
         letter.event_id, None, "deliver", "replayed", f"from dead letter {letter.id}", actor=actor,
         trigger_id=found.trigger_id,
@@ -171,14 +175,14 @@ async def _delivery(connection: Connection, letter: LockedLetter, actor: str) ->
 
 
 async def _run(connection: Connection, letter: LockedLetter, actor: str) -> uuid.UUID | None:
-    await locks.share_all(connection)  # nobody deletes the workflow or changes the trigger until the commit
+    await locks.share_all(connection)  # excludes changes of the workflow and the trigger until the commit
     found = await dead_letters.describe_run(connection, letter.subject_id)
     if found is None:
-        raise Conflict(f"the run of {letter.kind} {letter.subject_id} does not exist any more")
+        raise Conflict(f"the run of {letter.kind} {letter.subject_id} no longer exists")
     if found.is_workflow_deleted:
         raise Conflict(f"workflow {found.workflow} of run {found.id} was deleted: nothing could run it")
     if found.status != "failed":
-        raise Conflict(f"run {found.id} did not fail, or went on already: it is {found.status}")
+        raise Conflict(f"run {found.id} is not failed, or was already resumed: it is {found.status}")
     key: str | None = None
     if found.trigger_id is not None:
         most = (await trigger_gates.lock(connection, always=[found.trigger_id]))[found.trigger_id].max_concurrency
@@ -189,7 +193,7 @@ async def _run(connection: Connection, letter: LockedLetter, actor: str) -> uuid
                 return None
     step_id = letter.subject_id if letter.kind == "step" else None
     if not await dead_letters.replay_run(connection, found, step_id, letter.id, key):
-        raise Conflict(f"run {found.id} went on already")
+        raise Conflict(f"run {found.id} was already resumed")
     if letter.event_id is not None:
         line = NewDecision(
             letter.event_id, None, "run", "replayed", f"run {found.id} from dead letter {letter.id}", actor=actor,

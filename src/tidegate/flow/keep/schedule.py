@@ -1,6 +1,7 @@
-"""Schedule: when a tick has come, its event is published and the schedule moves on, in one transaction.
+"""Schedule: publish the event of a due tick and advance the schedule, in one transaction.
 
-The row's lock makes it once for each tick, whoever looks; the event's id (`<workflow>:<tick>`) would refuse a second.
+The row lock makes it exactly once per tick, for any number of workers; the event's id (`<workflow>:<tick>`) would
+reject a second one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _log = logger("schedule")
 
 
 class ScheduleTurn(NamedTuple):
-    """What one look did, and how many seconds the next tick is away (None: there is none)."""
+    """How many ticks one pass published, and the seconds until the next tick (None: there is none)."""
 
     published: int = 0
     next_seconds: float | None = None
@@ -39,8 +40,17 @@ class _Tick(NamedTuple):
     moved: Advanced
 
 
+class _Published(NamedTuple):
+    """What one transaction did: ticks with the ids of new events, schedules that were reset, and unreadable ones."""
+
+    ticks: list[_Tick]
+    new: set[uuid.UUID]
+    reset: list[tuple[DueSchedule, Advanced]]
+    invalid: list[tuple[DueSchedule, ValueError]]
+
+
 class Scheduler:
-    """Publishes the ticks of the given workflows: a worker cares for those that it can run."""
+    """Publishes the ticks of the given workflows: a worker serves the schedules of workflows that it can run."""
 
     def __init__(
         self,
@@ -56,51 +66,47 @@ class Scheduler:
         self._after_publish = after_publish
 
     async def run_once(self) -> ScheduleTurn:
-        """Publish a batch of ticks that have come."""
+        """Publish a batch of due ticks."""
         async with self._database.connection() as connection:
             seconds = await store.next_due_seconds(connection, self._definitions)
         if seconds is None or seconds > 0:
             return ScheduleTurn(0, seconds)
-        ticks, new = await self._database.run(self._publish)
-        if new:
+        done = await self._database.run(self._publish)
+        if done.new:
             self._after_publish()
-            metrics.received(Counter({SOURCE: len(new)}))
-        for tick in ticks:
-            _log_line(tick, is_new=tick.event.id in new)
-        return ScheduleTurn(len(ticks), seconds)
-
-    async def _publish(self, connection: Connection) -> tuple[list[_Tick], set[uuid.UUID]]:
-        due = await store.lock_due(connection, self._definitions, self._batch_size)
-        ahead = [one for one in due if one.schedule.last_at is not None and one.schedule.last_at > one.now]
-        ticks = [tick for tick in map(self._decide, (one for one in due if one not in ahead)) if tick is not None]
-        if not ticks and not ahead:
-            return [], set()
-        new = await events.insert(connection, [tick.event for tick in ticks]) if ticks else set()
-        await store.advance(connection, [tick.moved for tick in ticks] + [self._set_right(one) for one in ahead])
-        failpoints.hit("schedule.before_commit")
-        return ticks, new
-
-    def _set_right(self, due: DueSchedule) -> Advanced:
-        """Its last tick lies ahead: the clock was wrong then. It counts from now; no tick has two events."""
-        next_at = next_after(due.schedule, due.now)
-        _log.warning("schedule.set_right", workflow=due.schedule.workflow, next_at=tick_text(next_at))
-        return Advanced(due.definition_id, None, next_at)
-
-    def _decide(self, due: DueSchedule) -> _Tick | None:
-        """The latest tick that has come; those before it, missed while nobody looked, are not made up for."""
-        try:
-            tick = latest(due.schedule, due.schedule.next_at, due.now)
-            moved = Advanced(due.definition_id, tick, next_after(due.schedule, tick))
-        except ValueError as exc:
-            # Another version's expression, or a time zone that this machine lacks: others may know better.
+            metrics.received(Counter({SOURCE: len(done.new)}))
+        for tick in done.ticks:
+            _log_tick(tick, is_new=tick.event.id in done.new)
+        for due, moved in done.reset:
+            _log.warning("schedule.reset", workflow=due.schedule.workflow, next_at=tick_text(moved.next_at))
+        for due, error in done.invalid:
+            # Written by another version, or in a time zone that this machine lacks: other workers may understand it.
             self._definitions.discard(due.definition_id)
-            _log.error("schedule.not_understood", workflow=due.schedule.workflow, error=exc)
-            return None
-        return _Tick(due, tick, tick_event(due.schedule.workflow, tick, uuid7()), moved)
+            _log.error("schedule.invalid", workflow=due.schedule.workflow, error=error)
+        return ScheduleTurn(len(done.ticks), seconds)
+
+    async def _publish(self, connection: Connection) -> _Published:
+        done = _Published([], set(), [], [])
+        for due in await store.lock_due(connection, self._definitions, self._batch_size):
+            if due.schedule.last_at is not None and due.schedule.last_at > due.now:
+                # Its last tick is in the future: the clock was wrong then. It continues from now; no tick has two
+                # events.
+                done.reset.append((due, Advanced(due.definition_id, None, next_after(due.schedule, due.now))))
+                continue
+            try:
+                done.ticks.append(_latest_tick(due))
+            except ValueError as exc:
+                done.invalid.append((due, exc))
+        if done.ticks:
+            done.new.update(await events.insert(connection, [tick.event for tick in done.ticks]))
+        if done.ticks or done.reset:
+            await store.advance(connection, [tick.moved for tick in done.ticks] + [moved for _, moved in done.reset])
+            failpoints.hit("schedule.before_commit")
+        return done
 
 
 async def declare(connection: Connection, workflow: str, definition_id: uuid.UUID, spec: ScheduleSpec | None) -> None:
-    """A workflow's schedule as code says it, in the caller's transaction. A changed one counts from now."""
+    """Store a workflow's schedule as declared in code, in the caller's transaction. A changed one starts from now."""
     if spec is None:
         if await store.delete(connection, definition_id):
             _log.info("schedule.removed", workflow=workflow)
@@ -110,14 +116,22 @@ async def declare(connection: Connection, workflow: str, definition_id: uuid.UUI
         _log.info("schedule.declared", workflow=workflow, next_at=tick_text(next_at))
 
 
-def _log_line(tick: _Tick, *, is_new: bool) -> None:
+def _latest_tick(due: DueSchedule) -> _Tick:
+    """The latest due tick; earlier ones, missed while no worker ran, are skipped. ValueError: the schedule is
+    invalid."""
+    at = latest(due.schedule, due.schedule.next_at, due.now)
+    moved = Advanced(due.definition_id, at, next_after(due.schedule, at))
+    return _Tick(due, at, tick_event(due.schedule.workflow, at, uuid7()), moved)
+
+
+def _log_tick(tick: _Tick, *, is_new: bool) -> None:
     line = _log.bind(
         workflow=tick.due.schedule.workflow, event_id=tick.event.id, source=SOURCE,
         correlation_id=tick.event.correlation_id or tick.event.id,
         scheduled_at=tick_text(tick.at), next_at=tick_text(tick.moved.next_at),
     )  # fmt: skip
     if not is_new:
-        line.warning("schedule.repeated", reason="an event with this tick's id exists already")
+        line.warning("schedule.repeated", reason="an event with this tick's id already exists")
     elif tick.at > tick.due.schedule.next_at:
         line.warning("schedule.caught_up", missed_since=tick_text(tick.due.schedule.next_at))
     else:

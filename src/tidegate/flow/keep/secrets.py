@@ -1,7 +1,7 @@
-"""Secrets at rest: encrypt all that are stored with the first key, and say how they are stored.
+"""Secrets at rest: encrypt all stored secrets with the first key, and report how they are stored.
 
-Any number may encrypt at once, and everything may run meanwhile: a row is written only if it is still as it was read,
-and whoever has the old and the new key reads it before and after.
+Any number of processes may rotate at once while the system runs: a row is written only if it is unchanged since it was
+read, and a process that has the old and the new key can read it before and after.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _log = logger("secrets")
 
 
 class Rotated(msgspec.Struct, frozen=True, kw_only=True):
-    """How many webhooks and workflows were encrypted anew, how many were so already, and those with a secret that none
-    of the keys reads."""
+    """How many webhooks and workflows were encrypted again, how many already used the first key, and those with a
+    secret that no key can read."""
 
     rotated: int
     current: int
@@ -34,7 +34,7 @@ class Rotated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Renewed(NamedTuple):
-    """What a row is to hold, and what there is about it."""
+    """The new content of a row, whether it differs, and whether a secret in it is unreadable."""
 
     after: Any
     is_changed: bool
@@ -42,7 +42,7 @@ class _Renewed(NamedTuple):
 
 
 async def rotate(database: Database, *, actor: str, batch_size: int = BATCH) -> Rotated:
-    """Encrypt every stored secret with the first key, also those in plain. SettingsError when there is no key."""
+    """Encrypt every stored secret with the first key, plaintext ones too. SettingsError when there is no key."""
     if not database.keys.names:
         raise SettingsError(f"{SETTING} is not set; `tidegate secrets key` prints a key for it")
     seen, rotated, unreadable = set[str](), set[str](), set[str]()
@@ -56,7 +56,7 @@ async def rotate(database: Database, *, actor: str, batch_size: int = BATCH) -> 
             rotated |= {f"{table} {name}" for name in written}
             unreadable |= {f"{table} {name}" for name, new in renewed.items() if new.is_unreadable}
             if written == wanted.keys():
-                after = list(page)[-1]  # else somebody has changed one meanwhile: the page is read again
+                after = list(page)[-1]  # otherwise a row was changed meanwhile: the page is read again
     done = Rotated(rotated=len(rotated), current=len(seen - rotated - unreadable), unreadable=sorted(unreadable))
     counts = {"rotated": done.rotated, "current": done.current, "unreadable": len(done.unreadable)}
     async with database.connection() as connection:
@@ -66,25 +66,25 @@ async def rotate(database: Database, *, actor: str, batch_size: int = BATCH) -> 
 
 
 async def notices(connection: Connection, keys: SecretKeys) -> list[Notice]:
-    """What an operator should know of stored secrets, as a process with these keys sees it."""
+    """Warnings about stored secrets, as a process with these keys sees them."""
     found = await secrets.survey(connection, keys)
-    told = []
+    warnings = []
     if found.unreadable:
-        told.append(Notice(code="secrets_unreadable", message=unreadable_text(found)))
+        warnings.append(Notice(code="secrets_unreadable", message=unreadable_text(found)))
     if found.plain:
-        told.append(Notice(code="secrets_in_plain", message=plain_text(found)))
-    return told
+        warnings.append(Notice(code="secrets_in_plain", message=plain_text(found)))
+    return warnings
 
 
-async def tell(database: Database) -> None:
-    """Log them, at the start."""
+async def log_notices(database: Database) -> None:
+    """Log the warnings about stored secrets; called when a process starts."""
     async with database.connection() as connection:
         for notice in await notices(connection, database.keys):
             _log.warning("process.notice", code=notice.code, message=notice.message)
 
 
 def unreadable_text(found: Survey) -> str:
-    """Which secrets cannot be read, and what to do."""
+    """Which secrets cannot be read, and what to do about it."""
     names = ", ".join(found.examples or ())
     more = f" and {found.unreadable - len(found.examples or ())} more" * (found.unreadable > len(found.examples or ()))
     return (
@@ -94,10 +94,10 @@ def unreadable_text(found: Survey) -> str:
 
 
 def plain_text(found: Survey) -> str:
-    """How many secrets are stored in plain, and what to do."""
+    """How many secrets are stored in plaintext, and what to do about it."""
     return (
-        f"webhooks and workflows whose secrets are stored in plain: {found.plain}; {SETTING} and `tidegate secrets "
-        "rotate` encrypt them (docs/operations/secrets.md)"
+        f"webhooks and workflows whose secrets are stored in plaintext: {found.plain}; to encrypt them, set {SETTING} "
+        "and run `tidegate secrets rotate` (docs/operations/secrets.md)"
     )
 
 
@@ -122,10 +122,10 @@ def _renewed(table: Table, held: Any, keys: SecretKeys) -> _Renewed:
 
 
 async def _write(database: Database, table: Table, wanted: Mapping[str, tuple[Any, Any]]) -> set[str]:
-    """Those that were written."""
+    """The names of the rows that were written."""
 
     async def write(connection: Connection) -> set[str]:
-        if table == "workflows":  # as whoever changes a definition
+        if table == "workflows":  # as every change of a definition does
             await locks.exclude_triggers(connection)
         return await secrets.replace(connection, table, wanted)
 

@@ -1,4 +1,4 @@
-"""What waits, judged: who is held on purpose is neither due nor late, whatever its time says. Pure."""
+"""Backlog: queue depths and waiting rows. A row that is held on purpose counts as neither due nor late. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS: tuple[Kind, ...] = ("events", "deliveries", "steps")
 
 
 def retries(groups: Sequence[Group]) -> dict[str, RetrySummary]:
-    """What waits, by kind."""
+    """Waiting rows, summarized by kind."""
     return {kind: _summary([group for group in groups if group.kind == kind]) for kind in KINDS}
 
 

@@ -1,4 +1,5 @@
-"""Doctor: is everything as it must be for the promises to hold? Facts are read, then judged (pure), one line each."""
+"""Doctor: check that everything the guarantees depend on is in order. Facts are read, then judged (pure), one line
+each."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from tidegate.store.health import Alive, QueueDepth
 from tidegate.store.secrets import Survey
 from tidegate.store.workers import Unserved
 
-# What may be on its way is not an orphan yet.
+# A row younger than this may still be in progress: it is not an orphan yet.
 GRACE_MS = 60_000
 OLDEST_POSTGRES = 140_000
-# Nothing is scheduled by this machine's clock; but ids and logs of a wrong one mislead.
+# This machine's clock schedules nothing, but a wrong one makes ids and logs misleading.
 MAX_CLOCK_OFFSET_SECONDS = 5.0
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     is_ok: bool
@@ -36,7 +37,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoctorFacts(NamedTuple):
-    """What is judged, apart from the schema."""
+    """What is judged, except the schema."""
 
     server: ServerFacts
     clock_offset_seconds: float
@@ -51,7 +52,7 @@ class DoctorFacts(NamedTuple):
 async def examine(
     database: Database, policy: HealthPolicy = HEALTH, *, grace_ms: int = GRACE_MS, allow_unsafe: bool = False
 ) -> list[Check]:
-    """Every check. What needs a schema that is not there is left out."""
+    """Every check. Without a current schema, only the check of the schema."""
     checks, is_current = await _schema(database)
     if not is_current:
         return checks
@@ -74,7 +75,7 @@ async def _schema(database: Database) -> tuple[list[Check], bool]:
 
 
 async def facts(connection: Connection, policy: HealthPolicy, grace_ms: int) -> DoctorFacts:
-    """What the checks are made of, in one transaction."""
+    """The input of the checks, read in one transaction."""
     before, at = utc_now(), monotonic()
     server = await doctor.server(connection)
     taken = timedelta(seconds=monotonic() - at)
@@ -92,7 +93,7 @@ async def facts(connection: Connection, policy: HealthPolicy, grace_ms: int) -> 
 
 
 def _offset(before: datetime, taken: timedelta, theirs: datetime) -> float:
-    """How far our clock is ahead of theirs, as far as the round trip lets one tell: 0 when they may be equal."""
+    """How far our clock is ahead of theirs, allowing for the round trip: 0 when they may be equal."""
     if before <= theirs <= before + taken:
         return 0.0
     nearest = before if theirs < before else before + taken
@@ -100,7 +101,7 @@ def _offset(before: datetime, taken: timedelta, theirs: datetime) -> float:
 
 
 def judge(found: DoctorFacts, policy: HealthPolicy = HEALTH, *, allow_unsafe: bool = False) -> list[Check]:
-    """Each fact as a line."""
+    """The checks for these facts."""
     return [*_server(found, allow_unsafe), *_rows(found), *_lag(found, policy)]
 
 
@@ -143,13 +144,13 @@ def _server(found: DoctorFacts, allow_unsafe: bool) -> Iterator[Check]:
     yield Check(
         name="unique indexes",
         is_ok=not missing,
-        detail=f"missing or not valid: {missing}" if missing else "all that keep things from happening twice are valid",
+        detail=f"missing or not valid: {missing}" if missing else "all indexes that prevent duplicates are valid",
     )
 
 
 def _rows(found: DoctorFacts) -> Iterator[Check]:
     for one in found.orphans:
-        example = f", as {one.example}" if one.example else ""
+        example = f", e.g. {one.example}" if one.example else ""
         yield Check(name=one.name, is_ok=one.total == 0, detail=f"{one.total} {ORPHANS[one.name]}{example}")
 
 
@@ -166,37 +167,34 @@ def _lag(found: DoctorFacts, policy: HealthPolicy) -> Iterator[Check]:
     yield Check(
         name="workers",
         is_ok=found.workers.alive > 0 or due == 0,
-        detail=f"{found.workers.alive} seen in the last {policy.worker_degraded_ms / 1000:g} s",
+        detail=f"{found.workers.alive} active in the last {policy.worker_degraded_ms / 1000:g} s",
     )
     unserved = ", ".join(f"{one.workflow} ({one.waiting})" for one in found.unserved)
     yield Check(
         name="workflows",
         is_ok=not unserved,
-        detail=f"due, and no worker has their code: {unserved}" if unserved else "every due run has a worker",
+        detail=f"have due runs, and no worker has their code: {unserved}" if unserved else "every due run has a worker",
     )
 
 
 def stored_secrets(found: Survey, *, has_key: bool) -> Check:
-    """How the secrets of webhooks and http workflows are stored. Without a key, plain is what the operator chose."""
+    """How the secrets of webhooks and http workflows are stored. Without a key, plaintext is the operator's choice."""
     if found.unreadable:
         detail = unreadable_text(found)
     elif found.plain:
         detail = plain_text(found)
     elif found.old:
-        detail = (
-            f"encrypted with another key than the first: {found.old}; `tidegate secrets rotate` before it is taken away"
-        )
+        first = f"encrypted with another key than the first: {found.old}"
+        detail = f"{first}; run `tidegate secrets rotate` before removing that key"
     else:
         detail = "encrypted with the first key" if has_key else "none are stored"
     return Check(name="secrets", is_ok=not found.unreadable and not (has_key and found.plain), detail=detail)
 
 
 def eviction(policy: str | None, error: str | None = None) -> Check:
-    """What Redis does when it is full. It may lose everything, but then wake-ups come late."""
+    """What Redis does when it is full. Losing its data loses no work, but wake-ups are late."""
     if error is not None:
-        return Check(
-            name="redis", is_ok=False, detail=f"does not answer ({error}): wake-ups come late, nothing is lost"
-        )
+        return Check(name="redis", is_ok=False, detail=f"does not answer ({error}): wake-ups are late, nothing is lost")
     return Check(
         name="redis",
         is_ok=policy == "noeviction",

@@ -1,4 +1,4 @@
-"""Explain: the story of one event, in order: what was decided, when, and why."""
+"""Explain: every decision about one event, in order: what was decided, when, and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tidegate.store.decisions import NewDecision
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of the story. `until` is the next attempt; with `waits_for`, nobody can say when it goes on."""
+    """One decision. `until` is the next attempt; with `waits_for`, the time at which it continues is unknown."""
 
     at: datetime | None
     stage: str
@@ -65,7 +65,7 @@ def only_one(event_id: str, found: list[Event]) -> Event:
         raise NotFound(f"no event {event_id!r}")
     if len(found) > 1:
         raise Conflict(
-            f"{event_id!r} is the id of {len(found)} events of different sources; use one of ours",
+            f"{event_id!r} is the id of {len(found)} events of different sources; use our id instead",
             [FieldError("id", f"{event.id} is from {event.source}") for event in found],
         )
     return found[0]
@@ -78,7 +78,7 @@ async def explain(connection: Connection, event_id: str) -> Explanation:
     undecided, dead_reason = await events.is_waiting(connection, event.id)
     retry = await ingress_retries.get(connection, event.id)
     if undecided:
-        story.append(Decision(at=None, stage="gate", decision="waiting", reason="waits in the inbox for a worker"))
+        story.append(Decision(at=None, stage="gate", decision="waiting", reason="waiting in the inbox for a worker"))
     elif retry is not None:
         lines = await decisions.list_of_event(connection, event.id)
         story += [_recorded_line(line) for line in lines if line.stage not in ("match", "deliver", "step")]
@@ -109,12 +109,12 @@ async def _delivered(connection: Connection, event: Event) -> list[Decision]:
     lines = await decisions.list_of_event(connection, event.id)
     found_runs = {run.id: run for run in await runs.list_page(connection, event_id=event.id, limit=500)}
     for delivery, trigger_name, workflow in decided:
-        told = [line for line in lines if line.stage == "deliver" and line.trigger_id == delivery.trigger_id]
-        last = told.pop() if told and told[-1].decision in (delivery.status, "rescheduled") else None
-        story += [_delivery_line(line, names) for line in told]
+        earlier = [line for line in lines if line.stage == "deliver" and line.trigger_id == delivery.trigger_id]
+        last = earlier.pop() if earlier and earlier[-1].decision in (delivery.status, "rescheduled") else None
+        story += [_delivery_line(line, names) for line in earlier]
         story.append(
             Decision(
-                at=last.at if last else delivery.updated_at if told else delivery.created_at,
+                at=last.at if last else delivery.updated_at if earlier else delivery.created_at,
                 actor=last.actor if last else None,
                 stage="deliver",
                 decision=delivery.status,
@@ -139,13 +139,13 @@ async def _delivered(connection: Connection, event: Event) -> list[Decision]:
             story.append(_run_line(run, delivery.trigger_id, trigger_name))
     story += await _filtered(connection, event, known=names.keys(), lines=lines)
     if len(story) == 0:
-        reason = f"no active trigger takes events of type {event.type} from {event.source}"
+        reason = f"no active trigger matches events of type {event.type} from {event.source}"
         story.append(Decision(at=None, stage="match", decision="no_trigger", reason=reason))
     return story
 
 
 async def _waits_for(connection: Connection, delivery: Delivery) -> str | None:
-    """What a delivery waits for when nobody can say how long; as `eta_seconds` of a retry, which is null then."""
+    """What a delivery waits for when the time is unknown (the `eta_seconds` of its retry is null then)."""
     if delivery.retry_state != "scheduled":
         return None
     gate = await trigger_gates.get(connection, delivery.trigger_id)
@@ -159,7 +159,7 @@ async def _waits_for(connection: Connection, delivery: Delivery) -> str | None:
 
 
 async def _needs_resuming(connection: Connection, source: str) -> bool:
-    """Whether the source is paused without an end."""
+    """Whether the source is paused without an end time."""
     record = await sources.get(connection, source)
     return record is not None and record.paused_at is not None and record.paused_until is None
 
@@ -167,7 +167,7 @@ async def _needs_resuming(connection: Connection, source: str) -> bool:
 async def _filtered(
     connection: Connection, event: Event, *, known: Collection[uuid.UUID], lines: list[NewDecision]
 ) -> list[Decision]:
-    """The triggers that the event did not fire: as recorded, and those that nothing was recorded of as they are now."""
+    """The triggers that the event did not fire: with the recorded reason, or else evaluated as they are now."""
     found = {
         uuid.UUID(one["trigger_id"]): _filtered_line(
             uuid.UUID(one["trigger_id"]), one["trigger"], one["workflow"], line.at, one["reason"]
@@ -193,7 +193,7 @@ def _as_it_is_now(compiled: CompiledTrigger, envelope: dict[str, Any]) -> str:
         reason = compiled.reason(envelope)
     except OverBudget as exc:
         return str(exc)
-    return reason or "it would match now; it was created or changed after the event was decided"
+    return reason or "it would match now: it was created or changed after the event was decided"
 
 
 def _filtered_line(trigger_id: uuid.UUID, name: str, workflow: str, at: datetime | None, reason: str) -> Decision:
@@ -238,24 +238,24 @@ def _waits(retry: IngressRetry | None) -> TypeGuard[IngressRetry]:
 
 async def _held_summary(connection: Connection, retry: IngressRetry) -> str:
     if await _needs_resuming(connection, retry.source):
-        return f"held, waits for its source to be resumed: {retry.last_error}"
+        return f"held until its source is resumed: {retry.last_error}"
     assert retry.next_attempt_at is not None
-    return f"held, to go on at {retry.next_attempt_at:%Y-%m-%d %H:%M:%S} UTC: {retry.last_error}"
+    return f"held until {retry.next_attempt_at:%Y-%m-%d %H:%M:%S} UTC: {retry.last_error}"
 
 
 def _summary(story: list[Decision]) -> str:
-    """How the event stands, in a line: its runs, then the deliveries that have none."""
+    """The state of the event in one line: its runs, then the deliveries without a run."""
     last = story[-1]
-    told = [line for line in story if line.stage == "run"]
-    told += [line for line in story if line.delivery_id is not None and line.decision != "launched"]
-    if told:
-        triggers_of = Counter(workflow for workflow, _ in {(line.workflow, line.trigger_id) for line in told})
-        return "; ".join(_outcome(line, is_one_of_several=triggers_of[line.workflow] > 1) for line in told)
+    shown = [line for line in story if line.stage == "run"]
+    shown += [line for line in story if line.delivery_id is not None and line.decision != "launched"]
+    if shown:
+        triggers_of = Counter(workflow for workflow, _ in {(line.workflow, line.trigger_id) for line in shown})
+        return "; ".join(_outcome(line, is_one_of_several=triggers_of[line.workflow] > 1) for line in shown)
     return f"{last.decision}: {last.reason}" if last.reason else last.decision
 
 
 def _outcome(line: Decision, *, is_one_of_several: bool) -> str:
-    """How a workflow stands with the event; if several of its triggers took it, by which."""
+    """The state of a workflow for the event, with the trigger if several of its triggers matched."""
     what, whose = line.decision, f"{line.workflow}/{line.trigger}" if is_one_of_several else line.workflow
     if line.waits_for is not None:
         what = f"waits for {line.waits_for}"

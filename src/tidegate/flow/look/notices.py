@@ -1,4 +1,4 @@
-"""What an operator should know of how a process was set up, though everything moves as it should."""
+"""Notices: warnings about how a process is configured, even though everything works."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ _log = logger("notices")
 
 
 def notices(settings: Settings) -> list[Notice]:
-    """Those of a process with these settings."""
+    """The notices for a process with these settings."""
     found = []
     if settings.auth == "off":
         text = (
-            "the API is open: whoever reaches it on this machine, or through a proxy on it, may do everything without "
-            "a token; TIDEGATE_AUTH=on asks for tokens, `tidegate token create` makes them"
+            "the API is open: every client that reaches it on this machine, or through a proxy on it, may do "
+            "everything without a token; set TIDEGATE_AUTH=on to require tokens, and create them with "
+            "`tidegate token create`"
         )
         found.append(Notice(code="open_access", message=text))
     return found
 
 
-def tell(settings: Settings) -> None:
-    """Log them, at the start."""
+def log_notices(settings: Settings) -> None:
+    """Log the notices; called when a process starts."""
     for notice in notices(settings):
         _log.warning("process.notice", code=notice.code, message=notice.message)

@@ -1,4 +1,4 @@
-"""The verdict of health: everything that is not as it should be, from facts and thresholds. Pure."""
+"""Verdict: the causes of a status other than ok, from facts and thresholds. Pure."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ RUNBOOK = "docs/operations/event-scheduler.md"
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """One reason why the status is not ok: what, about whom, since when, what to do, as a command where there is one,
-    and where to read on."""
+    """One reason why the status is not ok: what, which subject, since when, what to do (a command where there is one),
+    and the section of the runbook."""
 
     code: str
     severity: Severity
@@ -51,16 +51,16 @@ _NEXT_STEPS = {
     "ingress_stalled": "start more workers: tidegate worker APP",
     "triggers_stalled": "start more workers: tidegate worker APP",
     "runs_stalled": "start more workers: tidegate worker APP",
-    "dead_letters_growing": "tidegate dlq list --kind {0}; once it is mended: tidegate dlq replay --kind {0}",
+    "dead_letters_growing": "tidegate dlq list --kind {0}; once the cause is fixed: tidegate dlq replay --kind {0}",
     "no_worker": "start one: tidegate worker APP",
     "workflow_unserved": "start a worker whose APP has {}: tidegate worker APP",
-    "reconcile_failing": "look for reconcile in the logs of the workers",
+    "reconcile_failing": "search the workers' logs for reconcile",
 }
 
 
 class HealthFacts(NamedTuple):
-    """What was read at one moment of the database's clock. Of pauses and breakers it has those that a snapshot shows,
-    and `counts` of all; `waiting` is what waits of some sources."""
+    """What was read at one moment of the database's clock. Pauses and breakers are those that a snapshot shows;
+    `counts` has the totals. `waiting` are the waiting events of some sources."""
 
     now: datetime
     last_processed: datetime | None
@@ -80,10 +80,9 @@ class HealthFacts(NamedTuple):
 
 
 def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[Cause]:
-    """Everything that is not as it should be, the worst first; among equals, what an operator did, then what must be
-    mended.
+    """All causes, the most severe first; among equals, pauses by operators before faults.
 
-    `runbook` is where the runbook is published; each cause names its section of it.
+    `runbook` is the address of the runbook; each cause names its section.
     """
     found = [
         *_sources(facts, policy),
@@ -128,7 +127,7 @@ def _triggers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
 def _late(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
     for kind, summary in facts.retries.items():
         if level := severity(summary.overdue, policy.overdue_degraded, policy.overdue_critical):
-            late = f"should have gone on more than {policy.overdue_ms / 1000:g} s ago"
+            late = f"are overdue by more than {policy.overdue_ms / 1000:g} s"
             text = f"{summary.overdue} of {summary.total} waiting {kind} {late}"
             yield _cause("retries_overdue", level, kind, text, summary.overdue_since)
     for queue, depth in facts.queues.items():
@@ -143,7 +142,7 @@ def _dead_letters(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
     for kind, letters in facts.dead_letters.items():
         if level := severity(letters.recent, policy.dead_letters_degraded, policy.dead_letters_critical):
             within = f"{policy.dead_letters_window_ms / 60_000:g} min"
-            text = f"{letters.recent} of kind {kind} were given up in the last {within}, {letters.total} in all"
+            text = f"{letters.recent} new dead letters of kind {kind} in the last {within}, {letters.total} in all"
             yield _cause("dead_letters_growing", level, kind, text, letters.recent_since)
 
 
@@ -152,37 +151,38 @@ def _workers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
         waiting = max((depth.oldest_due_age_seconds for depth in facts.queues.values()), default=0.0)
         level = severity(waiting * 1000, 0, policy.worker_critical_ms) or "degraded"
         due = sum(depth.ready for depth in facts.queues.values())
-        silent = f"each has stopped, or was not heard of for {policy.worker_degraded_ms / 1000:g} s"
-        text = f"no worker runs: {silent}; {due} are due"
-        # Who has stopped in order is forgotten, so it is not known since when: told is since when work waits.
+        silent = f"each has stopped, or sent no heartbeat for {policy.worker_degraded_ms / 1000:g} s"
+        text = f"no worker is running: {silent}; due: {due}"
+        # A worker that stopped cleanly leaves no row, so the time is unknown: `since` is when the oldest due work was
+        # due.
         since = facts.now - timedelta(seconds=waiting) if due else None
         yield _cause("no_worker", level, "workers", text, since)
     for one in facts.unserved:
         text = (
-            f"no worker that is alive has the code of {one.workflow}; runs that are due: {one.waiting}. Start a worker "
-            "that has it, or cancel them"
+            f"no running worker has the code of {one.workflow}; due runs: {one.waiting}. Start a worker that has it, "
+            "or cancel them"
         )
         yield _cause("workflow_unserved", "degraded", one.workflow, text, one.since)
 
 
 def _reconcile(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
-    """Reconcile releases a claim within a second of its end, and says that it has looked: a claim that stays, or a long
-    silence, shows that it does not work."""
+    """Reconcile releases an expired claim within a second, and records each pass: an expired claim that stays, or a
+    long time without a pass, shows that it does not work."""
     for claims in facts.expired_claims:
         late_ms = (facts.now - claims.since) / timedelta(milliseconds=1)
         if level := severity(late_ms, policy.reconcile_degraded_ms, policy.reconcile_critical_ms):
-            text = f"{claims.kind} claimed by a worker whose lease is over, which nobody released: {claims.total}"
+            text = f"{claims.kind} whose claim has expired and was not released: {claims.total}"
             yield _cause("reconcile_failing", level, claims.kind, text, claims.since)
     since = facts.workers.reconciled_at
     if facts.workers.alive and since is not None:
         late_ms = (facts.now - since) / timedelta(milliseconds=1)
         if level := severity(late_ms, policy.reconcile_degraded_ms, policy.reconcile_critical_ms):
-            text = f"none of {facts.workers.alive} workers could look for what dead workers hold; their logs say why"
+            text = f"none of {facts.workers.alive} workers could check for expired claims; see their logs"
             yield _cause("reconcile_failing", level, "workers", text, since)
 
 
 def _pause_level(since: datetime | None, now: datetime, policy: HealthPolicy) -> Severity | None:
-    # A pause that has just begun is one millisecond old: the default tells of it at once.
+    # A pause that has just begun is one millisecond old: the default threshold reports it at once.
     age_ms = max(1.0, (now - since) / timedelta(milliseconds=1)) if since else 1.0
     return severity(age_ms, policy.paused_degraded_ms, policy.paused_critical_ms)
 
