@@ -40,24 +40,21 @@ hold: waiting events and deliveries. A row decides whether and when; the queue o
     delivery_plan       the plan of a trigger: times for its deliveries
 
 run: claim due runs, execute the user's functions, write the outcome. A worker that lost its claim writes nothing.
-    runner              claim, execute and finish runs; the life of a worker's executions
-    due                 the due runs that a worker claims, with what is needed to execute them
-    claims              no claim is taken up twice
-    claimed_ahead       runs claimed in advance and not started
-    execution           one claimed run, from the start of its function to its end or suspension
+    runner              claim runs for one worker, have them executed, write what came of them
+    claiming            claim due runs, some in advance; each claim is taken up once
+    executions          the runs that one worker executes, in slots, until their end is written
+    states              the states of an execution
+    execution           one attempt at one claimed run, until it ends or must wait
     workflow            a workflow in Python: the function, how to call it, its `ctx`
-    calls               calls of users' functions, and what counts as their failure
-    output              what workflows and steps return, as JSON
-    journal             the steps that one run has recorded
-    endings             how one attempt ends: finished, or suspended until a time
-    outcomes            what runs write, many in one transaction
+    user_calls          calls of users' functions: what counts as a failure, which results can be stored
+    stopping            stop a call of a user's function, and wait for those that have not stopped yet
+    journal             what one execution writes of its steps
+    endings             how one attempt ends: finished, or suspended until a time; pure
+    outcomes            write outcomes of steps, suspensions and ends, many runs in one transaction
     finish              the end of a run frees its slot, moves breakers, wakes the next delivery
     leases              renew leases from a thread of their own
-    leaving             a user's function leaves its task when it is told to
-    earlier             executions that were told to leave and have not yet
     quarantine          execute runs whose workers died repeatedly, each alone
-    http                workflows of kind `http`
-    http_guard          outgoing requests, signed and bounded
+    http                workflows of kind `http`: signed, bounded requests
     spans               the traces of runs and steps
 
 keep: background work that keeps the system moving and bounded.
