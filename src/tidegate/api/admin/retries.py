@@ -24,6 +24,8 @@ from tidegate.store.held_steps import HeldStep
 from tidegate.store.ingress_retries import HeldEvent
 from tidegate.store.retry_rows import RetryFilters
 
+# Checked query parameters by name.
+_Given = dict[str, Any]
 # A row's place in the list: when it is due (None for rows that do not wait), and its id.
 _Place = tuple[datetime | None, uuid.UUID]
 
@@ -96,7 +98,7 @@ def check_filters(kind: RetryKind, given: Collection[str], message: str) -> None
         raise InvalidInput(message, [FieldError(name, f"is not a filter of kind {kind}") for name in wrong])
 
 
-async def _events(connection: Connection, given: dict[str, Any], after: _Place | None, limit: int) -> list[Retry]:
+async def _events(connection: Connection, given: _Given, after: _Place | None, limit: int) -> list[Retry]:
     state: RetryState = given.get("state", "scheduled")
     source, reason = given.get("source"), given.get("reason")
     if state != "scheduled":
@@ -111,7 +113,7 @@ async def _events(connection: Connection, given: dict[str, Any], after: _Place |
     return [_held(event) for event in held]
 
 
-async def _deliveries(connection: Connection, given: dict[str, Any], after: _Place | None, limit: int) -> list[Retry]:
+async def _deliveries(connection: Connection, given: _Given, after: _Place | None, limit: int) -> list[Retry]:
     state: RetryState = given.get("state", "scheduled")
     filters = DeliveryFilters(*(given.get(name) for name in DeliveryFilters._fields))
     if state != "scheduled":
@@ -122,7 +124,7 @@ async def _deliveries(connection: Connection, given: dict[str, Any], after: _Pla
     return [_held_delivery(delivery) for delivery in found]
 
 
-async def _steps(connection: Connection, given: dict[str, Any], after: _Place | None, limit: int) -> list[Retry]:
+async def _steps(connection: Connection, given: _Given, after: _Place | None, limit: int) -> list[Retry]:
     state: RetryState = given.get("state", "scheduled")
     filters = RetryFilters(*(given.get(name) for name in RetryFilters._fields))
     if state != "scheduled":
@@ -133,7 +135,7 @@ async def _steps(connection: Connection, given: dict[str, Any], after: _Place | 
     return [Retry(kind="steps", **{name: getattr(row, name) for name in HeldStep.__struct_fields__}) for row in found]
 
 
-_LISTS: dict[RetryKind, Callable[[Connection, dict[str, Any], _Place | None, int], Awaitable[list[Retry]]]] = {
+_LISTS: dict[RetryKind, Callable[[Connection, _Given, _Place | None, int], Awaitable[list[Retry]]]] = {
     "events": _events,
     "deliveries": _deliveries,
     "steps": _steps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from tidegate.model.source import BreakerPolicy
 from tidegate.model.trigger_gate import TriggerMove
@@ -32,8 +32,8 @@ class RetryRow(NamedTuple):
 
     match: WaitingMatch
     status: str
-    audited: Mapping[str, Any]
-    logged: Mapping[str, Any]
+    audited: Mapping[str, object]
+    logged: Mapping[str, object]
 
 
 class ChangedRetries(NamedTuple):
@@ -49,7 +49,7 @@ class ChangedRetries(NamedTuple):
     cancelled: int = 0
     ended_runs: Sequence[str] = ()
     moves: Sequence[TriggerMove] = ()
-    logged: Sequence[Mapping[str, Any]] = ()
+    logged: Sequence[Mapping[str, object]] = ()
 
 
 class RetryVerbs(Protocol):

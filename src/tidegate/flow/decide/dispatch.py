@@ -250,7 +250,9 @@ class Dispatch:
             held=len(verdict.held),
             expired=len(verdict.expired),
         )
-        correlation_ids: dict[uuid.UUID, str] = {event.id: event.correlation_id for event in newcomers} if waiting else {}
+        correlation_ids: dict[uuid.UUID, str] = (
+            {event.id: event.correlation_id for event in newcomers} if waiting else {}
+        )
         return DecidedBatch(outcome, verdict.held, delivered, verdict.expired, correlation_ids)
 
     async def _one_by_one(self) -> DispatchCounts:

@@ -21,7 +21,6 @@ from tidegate.flow.decide.gate import OpenGates
 from tidegate.flow.decide.one_by_one import error_text, one_by_one
 from tidegate.flow.decide.spans import EventSpans, Gated
 from tidegate.model.event import Event
-from tidegate.model.ids import EventId
 from tidegate.model.source import SOURCE_BREAKER, SourceBreakerPolicy, room_soon
 from tidegate.store import decisions, events, ingress_retries
 from tidegate.store.db import Connection, Database
