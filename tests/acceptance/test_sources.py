@@ -537,7 +537,7 @@ def test_the_verbs_of_the_command_line(server: str, source: str) -> None:
         (("sources", "pause", "x", "--until", "noon"), 2, "is not a time; write it like"),
         (("sources", "pause", "x", "--until", "2099-01-01T00:00:00"), 2, "the time zone is missing"),
         (("sources", "pause", "x", "--until", "2020-01-01T00:00:00Z"), 1, "until: is in the past"),
-        (("sources", "resume", "nobody-knows-it"), 1, "no source 'nobody-knows-it' is known"),
+        (("sources", "resume", "nobody-knows-it"), 1, "no source 'nobody-knows-it': it has no limit"),
         (("retries", "cancel", "no-such"), 1, "no event 'no-such'"),
         (("retries", "list", "--kind", "nonsense"), 2, "nonsense"),
     ],
