@@ -161,6 +161,6 @@ async def test_runs_that_nobody_has_the_code_of(database: Database, connection: 
     )
     causes = (await health.snapshot(connection)).causes
     assert ("workflow_unserved", "lost") in [(cause.code, cause.subject) for cause in causes]
-    await workers.beat(connection, "w", [definition])
+    await workers.heartbeat(connection, "w", [definition])
     causes = (await health.snapshot(connection)).causes
     assert "workflow_unserved" not in [cause.code for cause in causes]

@@ -381,7 +381,7 @@ async def nobody_looks_at_steps(scene: Scene) -> None:
 
 @moves("tidegate_workers_alive")
 async def a_worker(scene: Scene) -> None:
-    await workers.beat(scene.connection, "w", [])
+    await workers.heartbeat(scene.connection, "w", [])
 
 
 @moves('tidegate_queue_depth{queue="runs",state="active"}', 'tidegate_expired_claims{kind="runs"}')

@@ -213,7 +213,7 @@ async def test_leases_are_kept_although_the_first_beat_failed(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    beats, real = 0, workers.beat
+    beats, real = 0, workers.heartbeat
 
     async def beat(*args: Any) -> None:
         nonlocal beats
@@ -222,7 +222,7 @@ async def test_leases_are_kept_although_the_first_beat_failed(
             raise Unavailable("the database is restarting")
         await real(*args)
 
-    monkeypatch.setattr(workers, "beat", beat)
+    monkeypatch.setattr(workers, "heartbeat", beat)
     end = asyncio.Event()
 
     @world.app.workflow(on="go")

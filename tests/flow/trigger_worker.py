@@ -62,7 +62,7 @@ class TriggerWorker:
                 connection, definitions=definitions, limit=limit, worker="test", lease_ms=60_000
             )
             mine = [run for run in claimed if ids is None or run.id in ids]
-            await runs.hand_back(connection, [run for run in claimed if run not in mine])
+            await runs.release(connection, [run for run in claimed if run not in mine])
             finished = [
                 FinishedRun(
                     id=run.id,

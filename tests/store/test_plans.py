@@ -197,8 +197,8 @@ TRIGGER_STATEMENTS: dict[str, tuple[Call, set[str]]] = {
     "take": (lambda c, f: deliveries.take(c, f.some, f.now), DELIVERIES),
     "settle": (lambda c, f: deliveries.settle(c, settled(f), f.now), DELIVERIES | RUNS),
     "launch": (lambda c, f: deliveries.launch(c, [decided(f)], f.now), DELIVERIES | RUNS),
-    "launch_calm": (
-        lambda c, f: deliveries.launch_calm(
+    "launch_unrestricted": (
+        lambda c, f: deliveries.launch_unrestricted(
             c, [decided(f)], f.now, Claim("w", 1000, [f.definition], 10), BatchTotals(), 1
         ),
         DELIVERIES | RUNS | {"event_scheduler_triggers"},

@@ -128,7 +128,7 @@ async def test_holder_finishes_its_run_and_final_is_final(connection: Connection
     before = await row(connection, run_id)
     assert {r.id for r in await runs.finish(connection, [finished(held, "failed")])} == set()
     assert set(await runs.renew(connection, [held], 1000)) == set()
-    assert await runs.hand_back(connection, [held]) == set()
+    assert await runs.release(connection, [held]) == set()
     await set_clock(connection, NOW + HOUR)
     assert await runs.release_expired(connection, 100) == []
     assert await claim(connection) == []
@@ -154,7 +154,7 @@ async def test_wrong_generation_changes_nothing(connection: Connection) -> None:
         )
         assert {r.id for r in await runs.finish(connection, [finished(wrong)])} == set()
         assert set(await runs.renew(connection, [wrong], 60_000)) == set()
-        assert await runs.hand_back(connection, [wrong]) == set()
+        assert await runs.release(connection, [wrong]) == set()
     assert await row(connection, run_id) == before
 
 
@@ -208,7 +208,7 @@ async def test_zombie_changes_nothing(connection: Connection) -> None:
         before = await row(connection, run_id)
         assert {r.id for r in await runs.finish(connection, [finished(zombie, output="1")])} == set()
         assert set(await runs.renew(connection, [zombie], 1000)) == set()
-        assert await runs.hand_back(connection, [zombie]) == set()
+        assert await runs.release(connection, [zombie]) == set()
         assert await row(connection, run_id) == before
 
     await writes_nothing()
@@ -233,7 +233,7 @@ async def test_run_handed_back_is_due_at_once(connection: Connection) -> None:
     await set_clock(connection)
     [run_id] = await make_runs(connection, [NOW - HOUR])
     [held] = await claim(connection)
-    assert await runs.hand_back(connection, [held]) == {run_id}
+    assert await runs.release(connection, [held]) == {run_id}
     assert {r.id for r in await runs.finish(connection, [finished(held)])} == set()
     [again] = await claim(connection)
     assert (again.attempts, again.claim_generation > held.claim_generation) == (2, True)

@@ -130,7 +130,7 @@ async def test_launch_and_launch_unrestricted(connection: Connection, case: str)
     created = await deliveries.launch(connection, decided, NOW, claim)
     rows = await written(connection)
     await general.rollback()
-    claimed = await deliveries.launch_calm(connection, decided, NOW, claim, BatchTotals(), version)
+    claimed = await deliveries.launch_unrestricted(connection, decided, NOW, claim, BatchTotals(), version)
 
     assert set(created) == {one.id for one in decided}
     assert len(rows) == len(decided)
@@ -149,7 +149,7 @@ async def test_what_exists_is_refused_by_one_and_left_by_the_other(connection: C
     attempt = connection.transaction()
     await attempt.start()
     with pytest.raises(asyncpg.UniqueViolationError):
-        await deliveries.launch_calm(connection, again, NOW, NOBODY, BatchTotals(), version)
+        await deliveries.launch_unrestricted(connection, again, NOW, NOBODY, BatchTotals(), version)
     await attempt.rollback()
     assert await written(connection) == before
     assert set(await deliveries.launch(connection, again, NOW)) == {again[1].id}
@@ -176,7 +176,7 @@ async def test_the_fast_path_writes_nothing_where_something_may_limit(connection
     version = await connection.fetchval("select version from tidegate.registry_version")
     await connection.execute(RESTRICTIONS[restriction])
     seen = BatchTotals(sources=[SourceMetrics(source="shop.api", total=2, last_event_at=NOW)])
-    assert await deliveries.launch_calm(connection, decided, NOW, NOBODY, seen, version) is None
+    assert await deliveries.launch_unrestricted(connection, decided, NOW, NOBODY, seen, version) is None
     assert await written(connection) == []
     assert await connection.fetchval("select count(*) from tidegate.event_scheduler_source_metrics") == 0
 
@@ -203,7 +203,7 @@ async def test_totals_are_added_alike(connection: Connection) -> None:
         await undo.start()
         for _ in range(2):  # created, then added to
             if is_fast:
-                assert await deliveries.launch_calm(connection, [], NOW, NOBODY, seen, version) == {}
+                assert await deliveries.launch_unrestricted(connection, [], NOW, NOBODY, seen, version) == {}
             else:
                 await totals.add(connection, seen)
         found.append(await totals_of())

@@ -18,7 +18,7 @@ from tidegate.model.retry import (
     backoff_ms,
     is_exhausted,
     next_attempt_at,
-    next_look_at,
+    next_check_at,
 )
 from tidegate.model.units import MAX_DURATION_MS
 
@@ -209,14 +209,14 @@ def test_exhausted_when_all_attempts_are_made(attempts: int, exhausted: bool) ->
 @given(policies(), st.integers(-1000, 400 * 86_400_000))
 def test_looks_at_what_others_wake_lie_within_the_bounds(given_policy: RetryPolicy, waited_ms: int) -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    wait = next_look_at(given_policy, timedelta(milliseconds=waited_ms), now) - now
+    wait = next_check_at(given_policy, timedelta(milliseconds=waited_ms), now) - now
     assert timedelta(0) < wait <= timedelta(milliseconds=given_policy.max_ms)
 
 
 @pytest.mark.parametrize(("waited_ms", "expected_ms"), [(0, 1000), (1000, 1000), (7000, 7000), (3_600_000, 60_000)])
 def test_the_next_look_is_after_as_long_as_it_has_waited(waited_ms: int, expected_ms: int) -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    found = next_look_at(policy(), timedelta(milliseconds=waited_ms), now, lambda: MIDDLE)
+    found = next_check_at(policy(), timedelta(milliseconds=waited_ms), now, lambda: MIDDLE)
     assert found == now + timedelta(milliseconds=expected_ms)
 
 

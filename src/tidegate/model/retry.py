@@ -129,7 +129,7 @@ def next_attempt_at(
     return now + timedelta(milliseconds=backoff_ms(policy, attempt, random))
 
 
-def next_look_at(
+def next_check_at(
     policy: RetryPolicy, waited: timedelta, now: datetime, random: Callable[[], float] = _random.random
 ) -> datetime:
     """When to check a row again that another transaction should wake: after as long as it has waited, within the
@@ -144,7 +144,7 @@ def is_exhausted(policy: RetryPolicy, attempts: int) -> bool:
     return attempts >= policy.max_attempts
 
 
-def why_given_up(policy: RetryPolicy, attempts: int, age: timedelta) -> str | None:
+def why_exhausted(policy: RetryPolicy, attempts: int, age: timedelta) -> str | None:
     """Why the policy allows no further attempt; None: it allows one."""
     if policy.max_age_ms and age > timedelta(milliseconds=policy.max_age_ms):
         return f"older than {timedelta(milliseconds=policy.max_age_ms)}"

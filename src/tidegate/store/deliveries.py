@@ -168,7 +168,7 @@ async def launch(connection: Connection, decided: Sequence[Decided], now: dateti
     return {row[0]: row[1] for row in rows}
 
 
-async def launch_calm(
+async def launch_unrestricted(
     connection: Connection,
     decided: Sequence[Decided],
     now: datetime,
@@ -266,11 +266,13 @@ async def next_due_seconds(connection: Connection) -> float | None:
     return found
 
 
-async def bury(connection: Connection, letters: Sequence[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]) -> None:
+async def dead_letter(
+    connection: Connection, letters: Sequence[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]
+) -> None:
     """Dead letters (delivery, event, reason, detail) for deliveries that are exhausted or failed for good."""
     if letters:
         ids, event_ids, reasons, details = zip(*letters, strict=True)
-        await connection.execute(_sql["bury"], list(ids), list(event_ids), list(reasons), json_texts(details))
+        await connection.execute(_sql["dead_letter"], list(ids), list(event_ids), list(reasons), json_texts(details))
 
 
 async def list_scheduled(

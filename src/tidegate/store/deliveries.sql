@@ -240,7 +240,7 @@ select extract(epoch from min(next_attempt_at) - tidegate.now())::float8
   from tidegate.workflow_trigger_deliveries
  where retry_state = 'scheduled' and next_attempt_at > tidegate.now()
 
--- name: bury
+-- name: dead_letter
 -- Dead letters for deliveries that are exhausted or failed for good.
 insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, detail)
 select tidegate.uuid7(), 'delivery', u.id, u.event_id, u.reason, u.detail::jsonb

@@ -208,8 +208,8 @@ async def list_settled(
     return [HeldEvent(**dict(row)) for row in rows]
 
 
-async def bury(connection: Connection, letters: Sequence[tuple[uuid.UUID, str, dict[str, Any]]]) -> None:
+async def dead_letter(connection: Connection, letters: Sequence[tuple[uuid.UUID, str, dict[str, Any]]]) -> None:
     """Dead letters for exhausted events."""
     if letters:
         ids, reasons, details = zip(*letters, strict=True)
-        await connection.execute(_sql["bury"], list(ids), list(reasons), json_texts(details))
+        await connection.execute(_sql["dead_letter"], list(ids), list(reasons), json_texts(details))

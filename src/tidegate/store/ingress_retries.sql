@@ -183,7 +183,7 @@ select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_st
  order by r.event_id desc
  limit $5
 
--- name: bury
+-- name: dead_letter
 -- Dead letters for exhausted events.
 insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, detail)
 select tidegate.uuid7(), 'event', u.event_id, u.event_id, u.reason, u.detail::jsonb

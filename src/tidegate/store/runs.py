@@ -157,9 +157,9 @@ async def list_killers(connection: Connection, trials: int, limit: int) -> list[
     return [(row[0], row[1]) for row in await connection.fetch(_sql["list_killers"], trials, limit)]
 
 
-async def give_up_killer(connection: Connection, run_id: uuid.UUID, error: str, trials: int) -> EndedRun | None:
+async def fail_killer(connection: Connection, run_id: uuid.UUID, error: str, trials: int) -> EndedRun | None:
     """End a run that `list_killers` has named as failed; None when it is not one any more."""
-    row = await connection.fetchrow(_sql["give_up_killer"], run_id, error, trials)
+    row = await connection.fetchrow(_sql["fail_killer"], run_id, error, trials)
     return EndedRun(*row) if row else None
 
 
@@ -173,28 +173,30 @@ async def lock(connection: Connection, run_ids: Sequence[uuid.UUID]) -> None:
     await connection.fetch(_sql["lock"], run_ids)
 
 
-async def bury(connection: Connection, failed: Sequence[FinishedRun]) -> None:
+async def dead_letter(connection: Connection, failed: Sequence[FinishedRun]) -> None:
     """Dead letters for failed runs."""
     if failed:
         await connection.execute(
-            _sql["bury"],
+            _sql["dead_letter"],
             [f.id for f in failed],
             [f.dead_step_id for f in failed],
             [first_line(f.error or "failed")[:1000] for f in failed],
         )
 
 
-async def hand_back(connection: Connection, held: Sequence[ClaimedRun], delay_ms: int = 0) -> set[uuid.UUID]:
+async def release(connection: Connection, held: Sequence[ClaimedRun], delay_ms: int = 0) -> set[uuid.UUID]:
     """Release runs, due again after a delay. The ids released."""
     if not held:
         return set()
-    rows = await connection.fetch(_sql["hand_back"], [r.id for r in held], [r.claim_generation for r in held], delay_ms)
+    rows = await connection.fetch(_sql["release"], [r.id for r in held], [r.claim_generation for r in held], delay_ms)
     return {row[0] for row in rows}
 
 
-async def give_back(connection: Connection, unbegun: Sequence[ClaimedRun]) -> set[uuid.UUID]:
+async def release_unstarted(connection: Connection, unbegun: Sequence[ClaimedRun]) -> set[uuid.UUID]:
     """Release runs that were claimed and not started. The ids released."""
-    rows = await connection.fetch(_sql["give_back"], [r.id for r in unbegun], [r.claim_generation for r in unbegun])
+    rows = await connection.fetch(
+        _sql["release_unstarted"], [r.id for r in unbegun], [r.claim_generation for r in unbegun]
+    )
     return {row[0] for row in rows}
 
 

@@ -195,7 +195,7 @@ returning r.id
 -- Locks runs, in the order of their ids: no other transaction claims one, ends it or writes its steps meanwhile.
 select r.id from tidegate.workflow_runs r where r.id = any ($1::uuid[]) order by r.id for no key update
 
--- name: bury
+-- name: dead_letter
 -- Dead letters for failed runs; for one that failed with a step, of that step.
 insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, detail)
 select tidegate.uuid7(), case when u.step_id is null then 'run' else 'step' end, coalesce(u.step_id, u.run_id),
@@ -204,7 +204,7 @@ select tidegate.uuid7(), case when u.step_id is null then 'run' else 'step' end,
   join tidegate.workflow_runs r on r.id = u.run_id
 on conflict (kind, subject_id) where replayed_at is null do nothing
 
--- name: hand_back
+-- name: release
 -- Releases runs that a stopping worker holds, due after $3 ms. Returns the ids.
 update tidegate.workflow_runs r
    set status = 'pending', next_attempt_at = tidegate.now() + $3::bigint * interval '1 ms',
@@ -214,7 +214,7 @@ update tidegate.workflow_runs r
  where r.id = u.id and r.claim_expires_at is not null and r.claim_generation = u.claim_generation
 returning r.id
 
--- name: give_back
+-- name: release_unstarted
 -- Releases runs that a worker has claimed and not started: they are as before the claim, but do not start before their trigger
 -- or key is open again. Returns the ids.
 update tidegate.workflow_runs r
@@ -250,7 +250,7 @@ returning r.id
 select r.id, r.trigger_id from tidegate.workflow_runs r
  where r.status = 'pending' and r.crashes > 0 and r.trials >= $1 order by r.next_attempt_at limit $2
 
--- name: give_up_killer
+-- name: fail_killer
 -- Ends a run as failed that `list_killers` has named, unless a worker holds it or it was replayed since. Returns the run if it did.
 update tidegate.workflow_runs r
    set status = 'failed', error = $2, warning = null, finished_at = tidegate.now(), next_attempt_at = null,

@@ -18,7 +18,7 @@ from tidegate.store.sql import load
 _sql = load("sources")
 
 # With the first failure in a window, how many of the last events are searched for ones delivered within the window.
-MAX_LOOKED_BACK = 1000
+MAX_SEARCHED = 1000
 
 
 class LockedSource(NamedTuple):
@@ -160,7 +160,7 @@ async def gather_outcomes(connection: Connection, gate: Gate, now: datetime, pol
     if not gate.has_no_failures(now, policy):
         return
     since = now - timedelta(milliseconds=policy.window_ms)
-    arguments = gate.source, since, width_ms(policy.window_ms), MAX_LOOKED_BACK
+    arguments = gate.source, since, width_ms(policy.window_ms), MAX_SEARCHED
     for row in await connection.fetch(_sql["recent_successes"], *arguments):
         gate.outcomes.add(row["at"], policy.window_ms, succeeded=row["succeeded"])
 

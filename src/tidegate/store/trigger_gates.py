@@ -23,7 +23,7 @@ _sql = load("trigger_gates")
 # The most deliveries of a key that are launched in the transaction that ends runs; it should be short.
 MAX_IN_LINE = 100
 # With the first failure in a window, how many of the last deliveries are searched for runs that succeeded within it.
-MAX_LOOKED_BACK = 1000
+MAX_SEARCHED = 1000
 
 # Triggers whose row exists, as far as this process has seen; rows are not removed.
 _known: set[uuid.UUID] = set()
@@ -167,7 +167,7 @@ async def gather_outcomes(connection: Connection, gate: TriggerGate, now: dateti
     rows = await connection.fetch(_sql["take_successes"], gate.trigger_id, width_ms(policy.window_ms))
     if gate.has_no_failures(now, policy):
         since = now - timedelta(milliseconds=policy.window_ms)
-        arguments = gate.trigger_id, since, width_ms(policy.window_ms), MAX_LOOKED_BACK
+        arguments = gate.trigger_id, since, width_ms(policy.window_ms), MAX_SEARCHED
         rows = await connection.fetch(_sql["recent_successes"], *arguments)
     for row in rows:
         gate.outcomes.add(row["at"], policy.window_ms, succeeded=row["succeeded"])

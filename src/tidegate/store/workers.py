@@ -22,9 +22,9 @@ class Unserved(msgspec.Struct, frozen=True, kw_only=True):
     since: datetime
 
 
-async def beat(connection: Connection, name: str, definitions: Sequence[uuid.UUID]) -> None:
+async def heartbeat(connection: Connection, name: str, definitions: Sequence[uuid.UUID]) -> None:
     """A worker is alive and has the code of these definitions."""
-    await connection.execute(_sql["beat"], name, definitions)
+    await connection.execute(_sql["heartbeat"], name, definitions)
 
 
 async def reconciled(connection: Connection, name: str) -> None:

@@ -1,4 +1,4 @@
--- name: beat
+-- name: heartbeat
 -- A worker is alive and has the code of these definitions. Of a new one it is said when it began, not that it has reconciled.
 insert into tidegate.workers as w (name, definitions, seen_at, reconciled_at)
 values ($1, $2::uuid[], tidegate.now(), tidegate.now())

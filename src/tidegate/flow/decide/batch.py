@@ -140,7 +140,9 @@ class Batch:
         late = lags(now, events)
         seen = measure(now, newcomers=events, lags=late, throttled=Counter(), dropped=Counter())
         counts = BatchTotals(_count_triggers(decided, filtered), seen)
-        launched = await deliveries.launch_calm(connection, decided, now, self._claim(), counts, matched.version)
+        launched = await deliveries.launch_unrestricted(
+            connection, decided, now, self._claim(), counts, matched.version
+        )
         if launched is None:
             return None
         await decisions.insert(connection, _why_not(filtered, now))
@@ -167,7 +169,7 @@ class Batch:
         settled = [d for d in decided if d.retry_state != "scheduled"]
         launched = await deliveries.launch(connection, settled, state.now, self._claim())
         await deliveries.hold(connection, held, state.now)
-        await deliveries.bury(connection, deliver.dead_letters(settled))
+        await deliveries.dead_letter(connection, deliver.dead_letters(settled))
         await decisions.insert(connection, [*_why_not(filtered, state.now), *(held_line(d, state.now) for d in held)])
         moves = await save_state(connection, state, candidates, decided, breaker=self._trigger_breaker)
         failures, source_moves = await self._record_sources(connection, gates, events, decided)

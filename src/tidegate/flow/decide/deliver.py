@@ -19,7 +19,7 @@ from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
 from tidegate.model.ids import DeliveryId, RunId
-from tidegate.model.retry import RetryPolicy, RetryState, next_look_at, why_given_up
+from tidegate.model.retry import RetryPolicy, RetryState, next_check_at, why_exhausted
 from tidegate.model.run import ClaimedRun
 from tidegate.model.template import TemplateError
 from tidegate.model.trigger import NO_KEYS, CompiledTrigger, RenderedKeys
@@ -248,7 +248,7 @@ def _wait(state: DeliveryState, candidate: Candidate, wait: Wait, is_newcomer: b
     # breaker, the run that holds its slot) uses none, however long it takes.
     is_refused = wait.reason == candidate.waited_for == "throttle"
     attempts_used = candidate.attempts if is_refused else 0
-    why = why_given_up(policy, attempts_used, now - candidate.event.counted_from)
+    why = why_exhausted(policy, attempts_used, now - candidate.event.counted_from)
     if why and not is_newcomer and wait.reason != "paused":
         text = f"retries exhausted ({why}): {wait.message}"
         return decided(candidate, "exhausted", last_error=text, retry_state="exhausted", reason=wait.reason)
@@ -258,7 +258,7 @@ def _wait(state: DeliveryState, candidate: Candidate, wait: Wait, is_newcomer: b
     if wait.until is not None:
         at = wait.until
     elif wait.reason == "concurrency":  # the end of a run wakes it; this time is the fallback
-        at = next_look_at(policy, now - candidate.event.counted_from, now)
+        at = next_check_at(policy, now - candidate.event.counted_from, now)
     elif locked is not None and not locked.is_replanning:
         at = locked.gate.slots(now, 1)[0]
     else:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tidegate import failpoints
 from tidegate.flow.hold.replan import Replan
 from tidegate.model.delivery import DeliveryStatus
-from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy, why_given_up
+from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy, why_exhausted
 from tidegate.store import decisions, deliveries, held_deliveries, locks, trigger_gates
 from tidegate.store.db import Connection
 from tidegate.store.decisions import NewDecision
@@ -115,7 +115,7 @@ class DeliveryPlan:
         await deliveries.keep_waiting(connection, [row.id for row in for_slots], self.version)
         woken = await trigger_gates.wake(connection, {(trigger_id, row.concurrency_key or "") for row in for_slots})
         event_of = {row.id: row.event_id for row in rows}
-        await deliveries.bury(
+        await deliveries.dead_letter(
             connection,
             [
                 (one.id, event_of[one.id], one.last_error or "", {"attempts": one.retry_attempts})
@@ -140,7 +140,7 @@ class DeliveryPlan:
         for row in rows:
             was_refused = self._was_refused(row)
             is_again = hold is None and row.reason == reason  # waiting for something new uses no attempt
-            why = why_given_up(self._policy, row.retry_attempts if is_again else 0, now - row.received_at)
+            why = why_exhausted(self._policy, row.retry_attempts if is_again else 0, now - row.received_at)
             if was_refused and why and reason != "paused":
                 text = f"retries exhausted ({why}): {message}"
                 exhausted.append(Moved(row.id, "exhausted", "exhausted", None, row.retry_attempts, reason, text,

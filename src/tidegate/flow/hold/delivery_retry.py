@@ -228,7 +228,7 @@ class DeliveryRetry:
         decided += deliver.decide(state, candidates, are_newcomers=False)
         launched = await deliveries.settle(connection, decided, state.now, claim)
         woken = await self._wake_next(connection, taken, decided)
-        await deliveries.bury(connection, deliver.dead_letters(decided))
+        await deliveries.dead_letter(connection, deliver.dead_letters(decided))
         before = {row.id: row.reason for row in taken}  # still waiting for a slot is no new decision
         news = [d for d in decided if not d.reason == before[d.id] == "concurrency"]
         await decisions.insert(connection, [held_line(d, state.now) for d in news])
@@ -316,7 +316,7 @@ class DeliveryRetry:
                 row.id, "failed", "exhausted", None, row.retry_attempts, "failed", reason, {"reason": "failed"}, 0
             )
             await deliveries.move(connection, [failed])
-            await deliveries.bury(connection, [(row.id, row.event_id, reason, {"attempts": row.retry_attempts})])
+            await deliveries.dead_letter(connection, [(row.id, row.event_id, reason, {"attempts": row.retry_attempts})])
             line = decisions.NewDecision(row.event_id, now, "deliver", "failed", reason, None, row.retry_attempts,
                                       trigger_id=row.trigger_id)  # fmt: skip
             await decisions.insert(connection, [line])

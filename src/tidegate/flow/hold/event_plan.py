@@ -15,7 +15,7 @@ from tidegate import failpoints
 from tidegate.flow.decide import batch, gate
 from tidegate.flow.decide.gate import OpenGates
 from tidegate.flow.hold.replan import Replan
-from tidegate.model.retry import RetryPolicy, next_attempt_at, why_given_up
+from tidegate.model.retry import RetryPolicy, next_attempt_at, why_exhausted
 from tidegate.store import decisions, ingress_retries, sources
 from tidegate.store.db import Connection
 from tidegate.store.decisions import NewDecision
@@ -117,7 +117,7 @@ class EventPlan:
         exhausted = [one for one in settled if one.retry_state == "exhausted"]
         correlation_ids = {row.event_id: row.correlation_id for row in rows if self._was_refused(row)}
         refused = [one for one in settled if one.event_id in correlation_ids]
-        await ingress_retries.bury(
+        await ingress_retries.dead_letter(
             connection, [(one.event_id, one.last_error or "", {"attempts": one.attempts}) for one in exhausted]
         )
         await decisions.insert(connection, [_recorded(one) for one in refused])
@@ -138,7 +138,7 @@ class EventPlan:
         for row in rows:
             was_refused = self._was_refused(row)
             used = row.attempts if hold is None else 0  # waiting for a pause or a breaker uses no attempt
-            why = why_given_up(self._policy, used, now - row.received_at)
+            why = why_exhausted(self._policy, used, now - row.received_at)
             if was_refused and why and reason != "paused":
                 text = f"retries exhausted ({why}): {message}"
                 exhausted.append(Settled(row.event_id, "exhausted", row.attempts, None, reason, text,

@@ -166,7 +166,7 @@ class EventRetry:
         for row in rows:
             exhausted = Settled(row.event_id, "exhausted", row.attempts, None, FAILED, reason, {"reason": FAILED}, 0)
             await ingress_retries.settle(connection, [exhausted])
-            await ingress_retries.bury(connection, [(row.event_id, reason, {"attempts": row.attempts})])
+            await ingress_retries.dead_letter(connection, [(row.event_id, reason, {"attempts": row.attempts})])
             decided = NewDecision(row.event_id, gates.now, "gate", "exhausted", reason, None, row.attempts)
             await decisions.insert(connection, [decided])
             # The event itself is not read: an unreadable event may be the cause of the failure.

@@ -100,11 +100,11 @@ class Reconcile:
     async def _fail_killer(
         self, connection: Connection, *, run_id: uuid.UUID, trigger_id: uuid.UUID | None
     ) -> tuple[Run, Freed] | None:
-        end = partial(runs.give_up_killer, connection, run_id, KILLS_WORKERS, MAX_TRIALS)
+        end = partial(runs.fail_killer, connection, run_id, KILLS_WORKERS, MAX_TRIALS)
         freed = await finish.fail_waiting(connection, run_id, trigger_id, end, self._breaker, self._source_breaker)
         if freed is None:
             return None
-        await runs.bury(
+        await runs.dead_letter(
             connection, [FinishedRun(id=RunId(run_id), claim_generation=0, status="failed", error=KILLS_WORKERS)]
         )
         known = await runs.get(connection, run_id)

@@ -185,7 +185,7 @@ class Prefetch:
             execution.move(RELEASED)
         try:
             async with self._database.transaction() as connection:
-                await runs.give_back(connection, [execution.run for execution in unbegun])
+                await runs.release_unstarted(connection, [execution.run for execution in unbegun])
             _log.info("run.released", count=len(unbegun))
         except Unavailable as exc:
             _log.warning("run.release_failed", count=len(unbegun), error=exc)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tidegate.errors import NonRetryable, RetryAfter, SecretsUnreadable, StepFailed, first_line
 from tidegate.flow.run.user_calls import cleaned, error_text, reason_of, retry_after_ms
 from tidegate.flow.run.workflow import Workflow
-from tidegate.model.retry import RetryPolicy, backoff_ms, is_exhausted, why_given_up
+from tidegate.model.retry import RetryPolicy, backoff_ms, is_exhausted, why_exhausted
 from tidegate.model.run import ClaimedRun, FinishedRun, Step
 from tidegate.model.step import Closing, SuspendedRun
 
@@ -35,7 +35,7 @@ def step_failure(exc: BaseException, known: Step | None, policy: RetryPolicy, no
     is_failure = not isinstance(exc, SecretsUnreadable)
     attempt = (known.retry_attempts if known else 0) + is_failure
     age = now - known.created_at if known and known.created_at else timedelta()
-    is_final = isinstance(exc, NonRetryable) or (is_failure and why_given_up(policy, attempt, age) is not None)
+    is_final = isinstance(exc, NonRetryable) or (is_failure and why_exhausted(policy, attempt, age) is not None)
     if isinstance(exc, RetryAfter | SecretsUnreadable):
         return StepFailure(attempt, is_final, retry_after_ms(exc))
     return StepFailure(attempt, is_final, 0 if is_final else backoff_ms(policy, attempt))

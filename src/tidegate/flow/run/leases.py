@@ -115,7 +115,7 @@ class LeaseKeeper:
     async def _heartbeat(self, database: Database) -> None:
         """Send a heartbeat: this worker is alive and can run these definitions."""
         async with database.transaction() as connection:
-            await workers.beat(connection, self._worker, self._definitions())
+            await workers.heartbeat(connection, self._worker, self._definitions())
             await workers.forget(connection, GONE_MS)
 
     async def _renew(self, database: Database, worker: asyncio.AbstractEventLoop) -> None:

@@ -200,7 +200,7 @@ class OutcomeWriter:
         cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
         if failed := [run for run in ended if run.status == "failed"]:
             failpoints.hit("outcome.before_bury")
-            await runs.bury(connection, failed)
+            await runs.dead_letter(connection, failed)
         # Ended before, by a commit whose answer was lost.
         before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
         asked = await runs.cancel_requested(connection, [s.id for s in suspended if s.id not in resting])

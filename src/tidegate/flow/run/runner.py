@@ -215,10 +215,10 @@ class Runner:
         await self._prefetch.settle()
         if left:
             async with self._database.transaction() as connection:
-                back = await runs.hand_back(connection, [one.run for one in left if one.has_stopped])
+                back = await runs.release(connection, [one.run for one in left if one.has_stopped])
                 # A function that has not stopped ends with the process: no worker is to begin its run before that.
                 later = [one.run for one in left if not one.has_stopped]
-                back |= await runs.hand_back(connection, later, delay_ms=self._lease_ms)
+                back |= await runs.release(connection, later, delay_ms=self._lease_ms)
             _log.info("run.handed_back", count=len(back))
         await self._leases.stop()
         self._executions.close()
