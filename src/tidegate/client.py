@@ -63,7 +63,7 @@ def _event(
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _body(value: Any) -> bytes:
+def _body(value: object) -> bytes:
     try:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as exc:
@@ -91,7 +91,7 @@ class RefusedConflict(RequestRefused, Conflict):
 class RefusedUnauthorized(RequestRefused, Unauthorized):
     """The server answered 401; `is_given` says that it was sent a token."""
 
-    def __init__(self, status: int, problem: dict[str, Any], *, is_given: bool = False) -> None:
+    def __init__(self, status: int, problem: dict[str, object], *, is_given: bool = False) -> None:
         super().__init__(status, problem)
         self.is_given = is_given
         self.token = None
@@ -100,7 +100,7 @@ class RefusedUnauthorized(RequestRefused, Unauthorized):
 class RefusedForbidden(RequestRefused, Forbidden):
     """The server answered 403; `needed` is empty when the answer names no scope."""
 
-    def __init__(self, status: int, problem: dict[str, Any], needed: str = "") -> None:
+    def __init__(self, status: int, problem: dict[str, object], needed: str = "") -> None:
         super().__init__(status, problem)
         self.needed = needed
 
@@ -115,7 +115,7 @@ def _refusal(response: httpx.Response) -> TidegateError:
     """The exception for an answer that is an error: the class that the app object raises for the same reason."""
     status = response.status_code
     try:
-        problem = msgspec.json.decode(response.content, type=dict[str, Any])
+        problem = msgspec.json.decode(response.content, type=dict[str, object])
     except msgspec.MsgspecError:
         problem = {"title": f"HTTP {status}", "detail": response.text[:200]}
     if status in (429, 503):
@@ -131,7 +131,7 @@ def _refusal(response: httpx.Response) -> TidegateError:
     return _REFUSALS.get(status, RequestRefused)(status, problem)
 
 
-def _unavailable(status: int, problem: dict[str, Any]) -> type[Unavailable]:
+def _unavailable(status: int, problem: dict[str, object]) -> type[Unavailable]:
     if status == 429:
         return TooManyRequests
     return Overloaded if problem.get("type") == Overloaded.PROBLEM_TYPE else Unavailable

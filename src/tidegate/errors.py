@@ -26,7 +26,7 @@ exceptions. What a client raises for a status other than 429 and 503 is a Reques
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class RequestRefused(TidegateError):
     Where this module has a class for the status, the exception is of that class too.
     """
 
-    def __init__(self, status: int, problem: dict[str, Any]) -> None:
+    def __init__(self, status: int, problem: dict[str, object]) -> None:
         self.status = status
         self.problem = problem
         self.errors = _field_errors(problem.get("errors"), is_too_large=status == 413)
@@ -138,7 +138,7 @@ class RequestRefused(TidegateError):
         return str(self.args[0])
 
 
-def _field_errors(given: Any, *, is_too_large: bool) -> list[FieldError]:
+def _field_errors(given: object, *, is_too_large: bool) -> list[FieldError]:
     """The `errors` of a problem body; anything else there, as a proxy may send it, is left out."""
     return [
         FieldError(str(one.get("field")), str(one.get("message")), is_too_large)

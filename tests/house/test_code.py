@@ -23,24 +23,21 @@ MAX_FILES = 16
 # Folders of any size: their files are independent of each other, and a reader finds the one to open by its name.
 FLAT = {"model": "one module per noun", "store": "one module per aggregate", "cli": "one module per command group"}
 
-# Names that still stand for two classes. Names may only be removed from here.
-SHARED_NAMES = {"Cursor", "Planned"}
-
 # How often the code of each folder says `Any`. Numbers may only shrink: write `object` for what is only inspected,
 # or the type that it has. What is left stands at the seams: JSON values, rows of the driver, libraries without types.
 ANY_BUDGET = {
-    ".": 49,
-    "api": 43,
-    "api/admin": 4,
+    ".": 46,
+    "api": 46,
+    "api/admin": 2,
     "api/v1": 22,
-    "cli": 117,
+    "cli": 115,
     "flow/control": 11,
     "flow/decide": 11,
     "flow/hold": 1,
     "flow/keep": 5,
     "flow/look": 1,
     "flow/run": 77,
-    "model": 92,
+    "model": 91,
     "queue": 18,
     "store": 61,
     "telemetry": 34,
@@ -83,7 +80,7 @@ def shared_class_names(root: Path) -> set[str]:
 
 
 def test_a_class_name_stands_for_one_class() -> None:
-    assert shared_class_names(SOURCE) <= SHARED_NAMES
+    assert shared_class_names(SOURCE) == set()
 
 
 def count_any(root: Path) -> Counter[str]:
@@ -99,8 +96,8 @@ def count_any(root: Path) -> Counter[str]:
 
 
 def test_any_stays_within_the_budget() -> None:
-    over = {name: count for name, count in count_any(SOURCE).items() if count > ANY_BUDGET.get(name, 0)}
-    assert not over, f"more `Any` than ANY_BUDGET allows: {over}"
+    found = {name: count for name, count in count_any(SOURCE).items() if count}
+    assert found == ANY_BUDGET, "lower the number with the code; write a type in place of a further `Any`"
 
 
 def broad_excepts_without_reason(root: Path) -> list[str]:

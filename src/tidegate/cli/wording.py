@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tidegate.errors import FieldError, InvalidInput, RequestRefused
+from tidegate.errors import InvalidInput, RequestRefused
 from tidegate.model.wording import as_written
 
 
@@ -18,7 +18,8 @@ def written_as(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestRefused as exc:
-        errors = [_renamed(error, names) for error in exc.problem.get("errors", [])]
+        renamed = [as_written(error, names) for error in exc.errors]
+        errors = [{"field": error.field, "message": error.message} for error in renamed]
         raise type(exc)(exc.status, exc.problem | {"errors": errors}) from exc
     except InvalidInput as exc:
         raise InvalidInput(exc.args[0], [as_written(error, names) for error in exc.errors]) from exc
@@ -30,8 +31,3 @@ def parsed(parse: Callable[[str], Any], text: str, option: str) -> Any:
         return parse(text)
     except ValueError as exc:
         raise click.UsageError(f"{option}: {exc}") from exc
-
-
-def _renamed(error: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    found = as_written(FieldError(error["field"], error["message"]), names)
-    return error | {"field": found.field, "message": found.message}
