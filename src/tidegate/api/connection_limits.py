@@ -97,7 +97,7 @@ class ConnectionLimits:
             address=address,
             of_address=here,
             connections=len(self._connections),
-            untold=self._unlogged,
+            suppressed=self._unlogged,
         )
         self._logged_at, self._unlogged = now, 0
 

@@ -1,4 +1,4 @@
-"""`dead_letters`: what was given up, and what makes it alive again."""
+"""`dead_letters`: what exhausted its retries or failed for good, and how it is replayed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DeadLetterFilters(NamedTuple):
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """What was given up. `replay_at` is when it is to be replayed, `replay_error` why it could not be; `replayed_at`,
+    """What exhausted its retries or failed for good. `replay_at` is when it is to be replayed, `replay_error` why it could not be; `replayed_at`,
     `replayed_by` and `replayed_into` (the event, delivery or run) say what became of it. `last_replayed_from` is
     another letter of the same subject, which that was last replayed from."""
 
@@ -83,7 +83,7 @@ class Scheduled(NamedTuple):
 
 
 class DeadEvent(NamedTuple):
-    """An event that is to be decided anew."""
+    """An event that is to be replayed."""
 
     id: uuid.UUID
     retry_state: str | None
@@ -92,7 +92,7 @@ class DeadEvent(NamedTuple):
 
 
 class LostDelivery(NamedTuple):
-    """A delivery that is to be judged anew, and its trigger."""
+    """A delivery that is to be replayed, and its trigger."""
 
     status: str
     retry_state: str
@@ -102,7 +102,7 @@ class LostDelivery(NamedTuple):
 
 
 class DeadRun(NamedTuple):
-    """A run that is to go on."""
+    """A run that is to resume."""
 
     id: uuid.UUID
     status: str
@@ -197,19 +197,19 @@ async def mark_waiting(connection: Connection, letter_id: uuid.UUID, *, delay_ms
 
 
 async def describe_event(connection: Connection, event_id: uuid.UUID) -> DeadEvent | None:
-    """An event that is to be decided anew."""
+    """An event that is to be replayed."""
     row = await connection.fetchrow(_sql["describe_event"], event_id)
     return DeadEvent(*row) if row else None
 
 
 async def replay_event(connection: Connection, event_id: uuid.UUID, letter_id: uuid.UUID, actor: str) -> bool:
-    """Make an event that was given up due at its source's gate; whether it is."""
+    """Make a dead-lettered event due at its source's gate; False when it cannot be."""
     await connection.execute(_sql["count_anew"], event_id)
     return await connection.fetchval(_sql["replay_event"], event_id, letter_id, actor) is not None
 
 
 async def describe_delivery(connection: Connection, delivery_id: uuid.UUID) -> LostDelivery | None:
-    """A delivery that is to be judged anew."""
+    """A delivery that is to be replayed."""
     row = await connection.fetchrow(_sql["describe_delivery"], delivery_id)
     return LostDelivery(*row) if row else None
 
@@ -217,13 +217,13 @@ async def describe_delivery(connection: Connection, delivery_id: uuid.UUID) -> L
 async def replay_delivery(
     connection: Connection, delivery_id: uuid.UUID, event_id: uuid.UUID, letter_id: uuid.UUID, actor: str
 ) -> bool:
-    """Make a delivery that was given up due; whether it is."""
+    """Make a dead-lettered delivery due; False when it cannot be."""
     await connection.execute(_sql["count_anew"], event_id)
     return await connection.fetchval(_sql["replay_delivery"], delivery_id, letter_id, actor) is not None
 
 
 async def describe_run(connection: Connection, subject_id: uuid.UUID) -> DeadRun | None:
-    """A run that is to go on, by its own id or that of one of its steps."""
+    """A run that is to resume, by its own id or that of one of its steps."""
     row = await connection.fetchrow(_sql["describe_run"], subject_id)
     return DeadRun(*row) if row else None
 
@@ -231,6 +231,6 @@ async def describe_run(connection: Connection, subject_id: uuid.UUID) -> DeadRun
 async def replay_run(
     connection: Connection, run: DeadRun, step_id: uuid.UUID | None, letter_id: uuid.UUID, concurrency_key: str | None
 ) -> bool:
-    """Let a failed run go on after its finished steps; whether it does."""
+    """Resume a failed run after its completed steps; False when it cannot be."""
     await connection.execute(_sql["revive_steps"], run.id, step_id)
     return await connection.fetchval(_sql["replay_run"], run.id, letter_id, concurrency_key) is not None

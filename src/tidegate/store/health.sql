@@ -1,7 +1,7 @@
 -- name: waiting
 -- Everything that waits, by kind and reason: how many, the first, how many of them are due at $1, and how many at $2; and whether
 -- something holds them back on purpose, which then is the reason. One pass over each index of what waits: whether a source or a
--- trigger may go on is the same for all that wait for it. Rows of kind `source` say how much waits of each of the sources $3.
+-- trigger is held is the same for all that wait for it. Rows of kind `source` say how much waits of each of the sources $3.
 with held_sources as materialized (
   select source,
          case when paused_at is not null and (paused_until is null or paused_until > $1::timestamptz) then 'paused'

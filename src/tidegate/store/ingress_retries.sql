@@ -20,7 +20,7 @@ select u.event_id, u.source, u.ingress_sequence, u.retry_state, u.attempts, u.ne
           plan_version)
 
 -- name: due_sources
--- Sources with due events, the longest due first. The first 500 due events are enough, unless few sources have so many
+-- Sources with due events, the longest due first. The first 500 due events are enough, unless few sources have that many
 -- that other sources may come after them: then the index is walked from source to source, and a backlog costs no more than a
 -- single event.
 with recursive first_due as materialized (

@@ -148,7 +148,7 @@ async def _holder(connection: Any) -> str:
     """The transaction that has held a lock on one of our tables for longest."""
     row = await connection.fetchrow(_HOLDER)
     if row is None:
-        return "whoever held them has just let go"
+        return "the locks have just been released"
     since = f", in a transaction since {row['since']:%Y-%m-%d %H:%M:%S} UTC" if row["since"] else ""
     return (
         f"process {row['pid']} of the database server (role {row['role']}, application {row['application']!r}) holds "

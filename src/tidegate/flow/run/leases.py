@@ -1,7 +1,8 @@
 """Leases are renewed from a thread of their own, so that a workflow that blocks the event loop does not lose its run.
 
 When renewals fail until a lease is about to end, another worker may claim the run soon, and this worker cannot find
-out: its function is told to stop by this worker's own clock, before the lease ends, since stopping takes a while."""
+out: its function is told to stop by this worker's own clock, before the lease ends, since stopping takes a while.
+"""
 
 from __future__ import annotations
 
