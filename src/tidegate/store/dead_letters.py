@@ -33,9 +33,9 @@ class DeadLetterFilters(NamedTuple):
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """What exhausted its retries or failed for good. `replay_at` is when it is to be replayed, `replay_error` why it could not be; `replayed_at`,
-    `replayed_by` and `replayed_into` (the event, delivery or run) say what became of it. `last_replayed_from` is
-    another letter of the same subject, which that was last replayed from."""
+    """What exhausted its retries or failed for good. `replay_at` is when it is to be replayed, `replay_error` why it
+    could not be; `replayed_at`, `replayed_by` and `replayed_into` (the event, delivery or run) say what became of it.
+    `last_replayed_from` is another letter of the same subject, which that was last replayed from."""
 
     id: uuid.UUID
     kind: LetterKind
