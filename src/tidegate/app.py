@@ -53,6 +53,7 @@ class Tidegate:
         self._publisher: _Publisher | None = None
         self.workflows: dict[str, Workflow] = {}
         self.schedules: dict[str, ScheduleSpec] = {}
+        self._declared: list[scheduling.DeclaredSchedule] = []  # by the last `register`, logged after its commit
 
     @property
     def settings(self) -> Settings:
@@ -135,7 +136,7 @@ class Tidegate:
     async def register(self, connection: Connection) -> list[uuid.UUID]:
         """Create or update the definitions, triggers and schedules of this application; returns the definition ids."""
         await locks.exclude_triggers(connection)
-        ids = []
+        ids, self._declared = [], []
         for workflow in sorted(self.workflows.values(), key=lambda w: w.slug):
             definition_id = await triggers.upsert_definition(
                 connection,
@@ -147,7 +148,9 @@ class Tidegate:
             )
             for spec in workflow.triggers:
                 await control.declare_trigger(connection, workflow.slug, definition_id, spec, REGISTERED_BY)
-            await scheduling.declare(connection, workflow.slug, definition_id, self.schedules.get(workflow.slug))
+            schedule = self.schedules.get(workflow.slug)
+            if declared := await scheduling.declare(connection, workflow.slug, definition_id, schedule):
+                self._declared.append(declared)
             ids.append(definition_id)
         return ids
 
@@ -160,6 +163,7 @@ class Tidegate:
             await control.seed_limits(database, self.settings.source_rate_limits)
             await control.seed_breakers(database, self.settings.source_breakers)
             definitions = await database.run(self.register)
+            scheduling.log_declared(self._declared)
         finally:
             await database.close()
         return Worker(self.settings, self.workflows, definitions)

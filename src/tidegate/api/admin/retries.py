@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import uuid
 from collections.abc import Awaitable, Callable, Collection
 from datetime import datetime
@@ -12,7 +10,8 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from tidegate.api.routes import Query, Route, Services, parameters
+from tidegate.api import pages
+from tidegate.api.routes import Query, Route, Services
 from tidegate.clock import has_utc
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.model.retry import RETRY_STATES, RetryState
@@ -38,8 +37,7 @@ LIST_QUERY = (
     Query("trigger_id", "uuid", "only deliveries and steps of this trigger"),
     Query("workflow", "string", "only deliveries and steps of this workflow"),
     Query("workflow_run_id", "uuid", "only steps of this run"),
-    Query("limit", "integer", "maximum number of results (default 50)"),
-    Query("cursor", "string", "`next_cursor` of the previous page"),
+    *pages.page_query(),
 )  # fmt: skip
 
 
@@ -80,15 +78,13 @@ class RetryPage(msgspec.Struct, frozen=True):
 
 
 async def list_retries(request: Request, services: Services) -> RetryPage:
-    given = parameters(request, LIST_QUERY)
-    kind: RetryKind = given.get("kind", "events")
-    limit = given.get("limit", 50)
-    check_filters(kind, given, "a query parameter is not valid")
-    after = _from_cursor(given.get("cursor"))
+    page = pages.read(request, LIST_QUERY)
+    kind: RetryKind = page.given.get("kind", "events")
+    check_filters(kind, page.given, "a query parameter is not valid")
+    after = _from_cursor(page.cursor)
     async with services.database.connection() as connection:
-        found = await _LISTS[kind](connection, given, after, limit + 1)
-    more = len(found) > limit
-    return RetryPage(found[:limit], _to_cursor(found[limit - 1]) if more else None)
+        found = await _LISTS[kind](connection, page.given, after, page.fetch_limit)
+    return RetryPage(*page.cut(found, _to_cursor))
 
 
 def check_filters(kind: RetryKind, given: Collection[str], message: str) -> None:
@@ -153,21 +149,18 @@ def _held_delivery(delivery: HeldDelivery) -> Retry:
 
 
 def _to_cursor(row: Retry) -> str:
-    return base64.urlsafe_b64encode(msgspec.json.encode((row.next_attempt_at, row.id))).decode().rstrip("=")
+    return pages.encode(msgspec.json.encode((row.next_attempt_at, row.id)))
 
 
 def _from_cursor(cursor: str | None) -> _Place | None:
     if cursor is None:
         return None
     try:
-        text = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4))
-        at, row_id = msgspec.json.decode(text, type=tuple[datetime | None, uuid.UUID])
-        if at is not None and (at.tzinfo is None or not has_utc(at)):
-            raise ValueError("tampered")
-    except (ValueError, binascii.Error) as exc:
-        raise InvalidInput(
-            "a query parameter is not valid", [FieldError("cursor", "is not a cursor of this API")]
-        ) from exc
+        at, row_id = msgspec.json.decode(pages.decode(cursor), type=tuple[datetime | None, uuid.UUID])
+    except (ValueError, msgspec.MsgspecError) as exc:
+        raise pages.invalid_cursor() from exc
+    if at is not None and (at.tzinfo is None or not has_utc(at)):
+        raise pages.invalid_cursor()
     return at, row_id
 
 

@@ -105,15 +105,32 @@ class Scheduler:
         return done
 
 
-async def declare(connection: Connection, workflow: str, definition_id: uuid.UUID, spec: ScheduleSpec | None) -> None:
-    """Store a workflow's schedule as declared in code, in the caller's transaction. A changed one starts from now."""
+class DeclaredSchedule(NamedTuple):
+    """A schedule that was stored, and its next tick; or removed (None)."""
+
+    workflow: str
+    next_at: datetime | None
+
+
+async def declare(
+    connection: Connection, workflow: str, definition_id: uuid.UUID, spec: ScheduleSpec | None
+) -> DeclaredSchedule | None:
+    """Store a workflow's schedule as declared in code, in the caller's transaction; None when it was stored before. A
+    changed one starts from now."""
     if spec is None:
-        if await store.delete(connection, definition_id):
-            _log.info("schedule.removed", workflow=workflow)
-        return
+        return DeclaredSchedule(workflow, None) if await store.delete(connection, definition_id) else None
     next_at = next_after(spec, await locks.now(connection))
-    if await store.upsert(connection, definition_id, spec, next_at):
-        _log.info("schedule.declared", workflow=workflow, next_at=tick_text(next_at))
+    is_changed = await store.upsert(connection, definition_id, spec, next_at)
+    return DeclaredSchedule(workflow, next_at) if is_changed else None
+
+
+def log_declared(declared: Iterable[DeclaredSchedule]) -> None:
+    """Log, after the commit, the schedules that were stored or removed."""
+    for one in declared:
+        if one.next_at is None:
+            _log.info("schedule.removed", workflow=one.workflow)
+        else:
+            _log.info("schedule.declared", workflow=one.workflow, next_at=tick_text(one.next_at))
 
 
 def _latest_tick(due: DueSchedule) -> _Tick:
