@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import uuid
 from pathlib import Path
 from typing import NamedTuple
 
 from chaos.judge import most_in_any_interval
 from chaos.line import Found, Launch, Line, main, out_of_order, running
 from tidegate.flow import control
+from tidegate.model.ids import TriggerId
 from tidegate.model.source import RateLimit
 from tidegate.store.db import Connection
 
@@ -96,8 +96,8 @@ async def _now(line: Line) -> float:
         return now
 
 
-async def _trigger_id(connection: Connection) -> uuid.UUID:
-    found: uuid.UUID = await connection.fetchval(
+async def _trigger_id(connection: Connection) -> TriggerId:
+    found: TriggerId = await connection.fetchval(
         "select id from tidegate.workflow_event_triggers where event_type = 'line.trigger'"
     )
     return found

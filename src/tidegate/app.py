@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable
 from datetime import datetime
 from types import TracebackType
@@ -19,6 +18,7 @@ from tidegate.flow.accept.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Acce
 from tidegate.flow.keep import schedule as scheduling
 from tidegate.flow.run.workflow import Workflow
 from tidegate.model.event import NewEvent, check_event
+from tidegate.model.ids import DefinitionId
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.schedule import SOURCE, TRIGGER, ScheduleSpec, declared, event_type
@@ -133,7 +133,7 @@ class Tidegate:
         if schedule is not None:
             self.schedules[workflow.slug] = schedule
 
-    async def register(self, connection: Connection) -> list[uuid.UUID]:
+    async def register(self, connection: Connection) -> list[DefinitionId]:
         """Create or update the definitions, triggers and schedules of this application; returns the definition ids."""
         await locks.exclude_triggers(connection)
         ids, self._declared = [], []

@@ -6,7 +6,6 @@ may be shorter than its limit. What belongs to another source answers 404.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
@@ -15,12 +14,13 @@ import msgspec
 from starlette.requests import Request
 
 from tidegate.api import bodies
-from tidegate.api.routes import Route, Services, path_uuid
+from tidegate.api.routes import Route, Services, path_dead_letter_id, path_delivery_id, path_run_id, path_step_id
 from tidegate.errors import Forbidden, NotFound
 from tidegate.flow.accept.access import Principal
 from tidegate.flow.look import explain
 from tidegate.flow.look.health import Snapshot, SourceHealth, status_of
 from tidegate.flow.look.verdict import Cause
+from tidegate.model.ids import RunId
 from tidegate.store import dead_letters, events, held_deliveries, held_steps, runs
 from tidegate.store.db import Connection
 from tidegate.store.health import LimitHealth, PausedSource, SourceBreaker
@@ -100,7 +100,7 @@ async def _event(request: Request, services: Services, principal: Principal) -> 
 
 
 async def _run(request: Request, services: Services, principal: Principal) -> None:
-    run_id = path_uuid(request, "run_id")
+    run_id = path_run_id(request)
     async with services.database.connection() as connection:
         is_own = await _is_own_run(connection, run_id, principal)
     if not is_own:
@@ -108,7 +108,7 @@ async def _run(request: Request, services: Services, principal: Principal) -> No
 
 
 async def _delivery(request: Request, services: Services, principal: Principal) -> None:
-    delivery_id = path_uuid(request, "delivery_id")
+    delivery_id = path_delivery_id(request)
     async with services.database.connection() as connection:
         found = await held_deliveries.get(connection, delivery_id)
     if found is None or not principal.may_use(found.source):
@@ -116,7 +116,7 @@ async def _delivery(request: Request, services: Services, principal: Principal) 
 
 
 async def _step(request: Request, services: Services, principal: Principal) -> None:
-    step_id = path_uuid(request, "step_id")
+    step_id = path_step_id(request)
     async with services.database.connection() as connection:
         found = await held_steps.get(connection, [step_id])
         is_own = bool(found) and await _is_own_run(connection, found[0].workflow_run_id, principal)
@@ -125,7 +125,7 @@ async def _step(request: Request, services: Services, principal: Principal) -> N
 
 
 async def _letter(request: Request, services: Services, principal: Principal) -> None:
-    letter_id = path_uuid(request, "dead_letter_id")
+    letter_id = path_dead_letter_id(request)
     async with services.database.connection() as connection:
         found = await dead_letters.get(connection, letter_id)
     if found is None or found.source is None or not principal.may_use(found.source):
@@ -148,7 +148,7 @@ def _require(principal: Principal, source: object) -> None:
         raise Forbidden(f"the token {principal.name} is bound to the sources {bound}: name one of them", "operate")
 
 
-async def _is_own_run(connection: Connection, run_id: uuid.UUID, principal: Principal) -> bool:
+async def _is_own_run(connection: Connection, run_id: RunId, principal: Principal) -> bool:
     run = await runs.get(connection, run_id)
     if run is None:
         return False

@@ -21,6 +21,7 @@ from tidegate.flow.accept.ingest import Ingest
 from tidegate.flow.accept.webhooks import Webhooks
 from tidegate.flow.look.health import Exposition, Snapshots
 from tidegate.flow.look.ready import Readiness
+from tidegate.model.ids import DeadLetterId, DeliveryId, RunId, StepId, TriggerId
 from tidegate.model.token import Scope
 from tidegate.queue.port import Queue
 from tidegate.settings import Settings
@@ -127,7 +128,27 @@ def _typed(query: Query, text: str) -> Any:
     return text
 
 
-def path_uuid(request: Request, name: str) -> uuid.UUID:
+def path_run_id(request: Request) -> RunId:
+    return RunId(_path_uuid(request, "run_id"))
+
+
+def path_trigger_id(request: Request) -> TriggerId:
+    return TriggerId(_path_uuid(request, "trigger_id"))
+
+
+def path_delivery_id(request: Request) -> DeliveryId:
+    return DeliveryId(_path_uuid(request, "delivery_id"))
+
+
+def path_step_id(request: Request) -> StepId:
+    return StepId(_path_uuid(request, "step_id"))
+
+
+def path_dead_letter_id(request: Request) -> DeadLetterId:
+    return DeadLetterId(_path_uuid(request, "dead_letter_id"))
+
+
+def _path_uuid(request: Request, name: str) -> uuid.UUID:
     """A UUID in the path. Problem 404 for anything else, which no row can have."""
     try:
         return uuid.UUID(request.path_params[name])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import uuid
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
+from tidegate.model.ids import EventId
 from tidegate.model.retry import RetryState
 
 
 class IngressRetry(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `event_ingress_retries`."""
 
-    event_id: uuid.UUID
+    event_id: EventId
     source: str
     retry_state: RetryState = "scheduled"
     attempts: int = 0

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Protocol
 
+from tidegate.model.ids import EventId
 from tidegate.queue.port import Wakeup
 
 # Rows due later get their wake-up once they are due within the hour; until then the row is enough.
@@ -20,7 +21,7 @@ class WaitingEvent(Protocol):
     """The fields of a held event that a wake-up needs."""
 
     @property
-    def event_id(self) -> uuid.UUID: ...
+    def event_id(self) -> EventId: ...
     @property
     def attempts(self) -> int: ...
     @property

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tidegate.model.ids import TokenId
 from tidegate.store.db import Connection
 from tidegate.store.sql import load
 
@@ -24,7 +25,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     id: uuid.UUID
     at: datetime
     actor: str
-    token_id: uuid.UUID | None
+    token_id: TokenId | None
     address: str | None
     action: str
     subject: str
@@ -35,7 +36,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 class Caller(NamedTuple):
     """Who asked for what is being done, beside the actor's name: a token, from an address."""
 
-    token_id: uuid.UUID | None = None
+    token_id: TokenId | None = None
     address: str | None = None
 
 

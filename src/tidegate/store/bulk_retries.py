@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any, Literal, NamedTuple
 
+from tidegate.model.ids import RunId, TriggerId
 from tidegate.store.db import Connection
 from tidegate.store.retry_rows import RetryFilters
 from tidegate.store.sql import load
@@ -32,8 +33,8 @@ class WaitingMatch(NamedTuple):
     """A row that waits, with what is to be locked for it."""
 
     id: uuid.UUID
-    trigger_id: uuid.UUID | None
-    workflow_run_id: uuid.UUID | None
+    trigger_id: TriggerId | None
+    workflow_run_id: RunId | None
 
 
 async def count(

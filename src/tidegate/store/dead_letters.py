@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
+from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, StepId, TriggerId
 from tidegate.store.db import Connection, take_time
 from tidegate.store.sql import load
 
@@ -25,7 +26,7 @@ class DeadLetterFilters(NamedTuple):
 
     kind: LetterKind | None = None
     source: str | None = None
-    trigger_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
     workflow: str | None = None
     reason: str | None = None
     since: datetime | None = None
@@ -37,16 +38,16 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     could not be; `replayed_at`, `replayed_by` and `replayed_into` (the event, delivery or run) say what became of it.
     `last_replayed_from` is another letter of the same subject, which that was last replayed from."""
 
-    id: uuid.UUID
+    id: DeadLetterId
     kind: LetterKind
     subject_id: uuid.UUID
-    event_id: uuid.UUID | None
+    event_id: EventId | None
     source: str | None
     event_type: str | None
-    trigger_id: uuid.UUID | None
+    trigger_id: TriggerId | None
     trigger: str | None
     workflow: str | None
-    workflow_run_id: uuid.UUID | None
+    workflow_run_id: RunId | None
     step: str | None
     reason: str
     detail: dict[str, Any]
@@ -57,21 +58,21 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     replayed_at: datetime | None
     replayed_by: str | None
     replayed_into: uuid.UUID | None
-    last_replayed_from: uuid.UUID | None
+    last_replayed_from: DeadLetterId | None
 
 
 class LockedLetter(NamedTuple):
     """A letter that this transaction has locked; `newer_id` is a later one of the same subject."""
 
-    id: uuid.UUID
+    id: DeadLetterId
     kind: LetterKind
     subject_id: uuid.UUID
-    event_id: uuid.UUID | None
+    event_id: EventId | None
     replay_at: datetime | None
     replay_by: str | None
     replayed_at: datetime | None
     replayed_by: str | None
-    newer_id: uuid.UUID | None
+    newer_id: DeadLetterId | None
 
 
 class Scheduled(NamedTuple):
@@ -85,7 +86,7 @@ class Scheduled(NamedTuple):
 class DeadEvent(NamedTuple):
     """An event that is to be replayed."""
 
-    id: uuid.UUID
+    id: EventId
     retry_state: str | None
     is_undecided: bool
     deliveries: int
@@ -96,7 +97,7 @@ class LostDelivery(NamedTuple):
 
     status: str
     retry_state: str
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     trigger_status: str
     is_trigger_deleted: bool
 
@@ -104,9 +105,9 @@ class LostDelivery(NamedTuple):
 class DeadRun(NamedTuple):
     """A run that is to resume."""
 
-    id: uuid.UUID
+    id: RunId
     status: str
-    trigger_id: uuid.UUID | None
+    trigger_id: TriggerId | None
     concurrency_key: str | None
     workflow: str
     is_workflow_deleted: bool
@@ -125,19 +126,19 @@ async def list_page(
     return [DeadLetter(**dict(row)) for row in rows]
 
 
-async def get(connection: Connection, letter_id: uuid.UUID) -> DeadLetter | None:
+async def get(connection: Connection, letter_id: DeadLetterId) -> DeadLetter | None:
     """One letter."""
     rows = await connection.fetch(_sql["list"], letter_id, *DeadLetterFilters(), "all", None, 1)
     return DeadLetter(**dict(rows[0])) if rows else None
 
 
-async def lock_matching(connection: Connection, filters: DeadLetterFilters) -> list[uuid.UUID]:
+async def lock_matching(connection: Connection, filters: DeadLetterFilters) -> list[DeadLetterId]:
     """Lock the letters that the filters describe and nobody has replayed or is to replay, oldest first."""
     connection = await take_time(connection)
     return [row[0] for row in await connection.fetch(_sql["lock_matching"], *filters)]
 
 
-async def schedule(connection: Connection, ids: Sequence[uuid.UUID], *, apart_ms: float, actor: str) -> Scheduled:
+async def schedule(connection: Connection, ids: Sequence[DeadLetterId], *, apart_ms: float, actor: str) -> Scheduled:
     """The locked letters are to be replayed one after the other."""
     connection = await take_time(connection)
     row = await connection.fetchrow(_sql["schedule"], list(ids), apart_ms, actor)
@@ -158,19 +159,19 @@ async def postpone(connection: Connection, *, late_ms: int) -> int:
     return count
 
 
-async def lock(connection: Connection, letter_id: uuid.UUID) -> LockedLetter | None:
+async def lock(connection: Connection, letter_id: DeadLetterId) -> LockedLetter | None:
     """Lock one letter."""
     row = await connection.fetchrow(_sql["lock"], letter_id)
     return LockedLetter(*row) if row else None
 
 
-async def lock_due(connection: Connection, letter_id: uuid.UUID) -> LockedLetter | None:
+async def lock_due(connection: Connection, letter_id: DeadLetterId) -> LockedLetter | None:
     """Lock a letter that is due to be replayed; None when it is not any more, or another worker has it."""
     row = await connection.fetchrow(_sql["lock_due"], letter_id)
     return LockedLetter(*row) if row else None
 
 
-async def list_due(connection: Connection, limit: int) -> list[uuid.UUID]:
+async def list_due(connection: Connection, limit: int) -> list[DeadLetterId]:
     """Letters that are due to be replayed, the longest due first."""
     return [row[0] for row in await connection.fetch(_sql["list_due"], limit)]
 
@@ -181,41 +182,41 @@ async def next_due_seconds(connection: Connection) -> float | None:
     return found
 
 
-async def mark_replayed(connection: Connection, letter_id: uuid.UUID, actor: str, into: uuid.UUID) -> None:
+async def mark_replayed(connection: Connection, letter_id: DeadLetterId, actor: str, into: uuid.UUID) -> None:
     """The letter was replayed."""
     await connection.execute(_sql["mark_replayed"], letter_id, actor, into)
 
 
-async def mark_refused(connection: Connection, letter_id: uuid.UUID, why: str) -> None:
+async def mark_refused(connection: Connection, letter_id: DeadLetterId, why: str) -> None:
     """The letter cannot be replayed."""
     await connection.execute(_sql["mark_refused"], letter_id, why)
 
 
-async def mark_waiting(connection: Connection, letter_id: uuid.UUID, *, delay_ms: int, actor: str, why: str) -> None:
+async def mark_waiting(connection: Connection, letter_id: DeadLetterId, *, delay_ms: int, actor: str, why: str) -> None:
     """The letter is to be replayed after a while."""
     await connection.execute(_sql["mark_waiting"], letter_id, delay_ms, actor, why)
 
 
-async def describe_event(connection: Connection, event_id: uuid.UUID) -> DeadEvent | None:
+async def describe_event(connection: Connection, event_id: EventId) -> DeadEvent | None:
     """An event that is to be replayed."""
     row = await connection.fetchrow(_sql["describe_event"], event_id)
     return DeadEvent(*row) if row else None
 
 
-async def replay_event(connection: Connection, event_id: uuid.UUID, letter_id: uuid.UUID, actor: str) -> bool:
+async def replay_event(connection: Connection, event_id: EventId, letter_id: DeadLetterId, actor: str) -> bool:
     """Make a dead-lettered event due at its source's gate; False when it cannot be."""
     await connection.execute(_sql["count_anew"], event_id)
     return await connection.fetchval(_sql["replay_event"], event_id, letter_id, actor) is not None
 
 
-async def describe_delivery(connection: Connection, delivery_id: uuid.UUID) -> LostDelivery | None:
+async def describe_delivery(connection: Connection, delivery_id: DeliveryId) -> LostDelivery | None:
     """A delivery that is to be replayed."""
     row = await connection.fetchrow(_sql["describe_delivery"], delivery_id)
     return LostDelivery(*row) if row else None
 
 
 async def replay_delivery(
-    connection: Connection, delivery_id: uuid.UUID, event_id: uuid.UUID, letter_id: uuid.UUID, actor: str
+    connection: Connection, delivery_id: DeliveryId, event_id: EventId, letter_id: DeadLetterId, actor: str
 ) -> bool:
     """Make a dead-lettered delivery due; False when it cannot be."""
     await connection.execute(_sql["count_anew"], event_id)
@@ -229,7 +230,7 @@ async def describe_run(connection: Connection, subject_id: uuid.UUID) -> DeadRun
 
 
 async def replay_run(
-    connection: Connection, run: DeadRun, step_id: uuid.UUID | None, letter_id: uuid.UUID, concurrency_key: str | None
+    connection: Connection, run: DeadRun, step_id: StepId | None, letter_id: DeadLetterId, concurrency_key: str | None
 ) -> bool:
     """Resume a failed run after its completed steps; False when it cannot be."""
     await connection.execute(_sql["revive_steps"], run.id, step_id)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
 import msgspec
 
+from tidegate.model.ids import EventId, TriggerId
 from tidegate.store.db import Connection
 from tidegate.store.sql import load
 
@@ -18,7 +18,7 @@ _sql = load("decisions")
 class NewDecision(NamedTuple):
     """One decision; `at` None means now. `detail` holds the triggers that an event did not fire."""
 
-    event_id: uuid.UUID
+    event_id: EventId
     at: datetime | None
     stage: str
     decision: str
@@ -26,7 +26,7 @@ class NewDecision(NamedTuple):
     until: datetime | None = None
     attempt: int | None = None
     actor: str | None = None
-    trigger_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
     detail: Any = None
 
 
@@ -38,7 +38,7 @@ async def insert(connection: Connection, decisions: Sequence[NewDecision]) -> No
         await connection.execute(_sql["insert"], *columns)
 
 
-async def list_of_event(connection: Connection, event_id: uuid.UUID) -> list[NewDecision]:
+async def list_of_event(connection: Connection, event_id: EventId) -> list[NewDecision]:
     """What was decided about one event, in order."""
     return [NewDecision(*row) for row in await connection.fetch(_sql["list_of_event"], event_id)]
 
@@ -54,11 +54,11 @@ class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
     until: datetime | None
     attempt: int | None
     actor: str | None
-    event_id: uuid.UUID
+    event_id: EventId
     external_id: str | None
     type: str | None
     source: str | None
-    trigger_id: uuid.UUID | None
+    trigger_id: TriggerId | None
     trigger: str | None
     workflow: str | None
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tidegate.model.delivery import Delivery, DeliveryStatus
-from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
+from tidegate.model.ids import DefinitionId, DeliveryId, EventId, RunId, TriggerId
 from tidegate.model.retry import RetryState
 from tidegate.store.columns import column, same
 from tidegate.store.db import Connection, Row
@@ -34,7 +34,7 @@ class Decided(NamedTuple):
     status: DeliveryStatus
     last_error: str | None
     run_id: RunId | None
-    workflow_definition_id: uuid.UUID
+    workflow_definition_id: DefinitionId
     correlation_id: str
     parameters: str
     dedupe_key: str | None = None
@@ -77,8 +77,8 @@ class Taken(NamedTuple):
 class Stale(NamedTuple):
     """A waiting delivery, locked, whose time belongs to an older plan."""
 
-    id: uuid.UUID
-    event_id: uuid.UUID
+    id: DeliveryId
+    event_id: EventId
     retry_attempts: int
     next_attempt_at: datetime
     ingress_sequence: int
@@ -90,7 +90,7 @@ class Stale(NamedTuple):
 class Moved(NamedTuple):
     """The new time of a waiting delivery, or that it is exhausted."""
 
-    id: uuid.UUID
+    id: DeliveryId
     status: DeliveryStatus
     retry_state: RetryState
     next_attempt_at: datetime | None
@@ -128,7 +128,7 @@ class Claim(NamedTuple):
 
     worker: str | None
     lease_ms: int
-    definitions: Sequence[uuid.UUID]
+    definitions: Sequence[DefinitionId]
     most: int
 
     def parameters(self, now: datetime) -> tuple[object, ...]:
@@ -154,7 +154,7 @@ NOBODY = Claim(None, 0, (), 0)
 # The deliveries that have created a run, and no other that names it, as one that was skipped names the run of its key.
 # Of runs that are claimed, the parameters as the database keeps them: the order of keys may differ from what was
 # written, and must not between one attempt and the next.
-Created = dict[uuid.UUID, dict[str, Any] | None]
+Created = dict[DeliveryId, dict[str, Any] | None]
 
 
 async def launch(connection: Connection, decided: Sequence[Decided], now: datetime, claim: Claim = NOBODY) -> Created:
@@ -205,19 +205,19 @@ async def hold(connection: Connection, held: Sequence[Decided], now: datetime) -
         await connection.execute(_sql["hold"], *_columns(held, _HOLD), json_texts(dict(d.metadata) for d in held), now)
 
 
-async def due_triggers(connection: Connection, limit: int) -> list[uuid.UUID]:
+async def due_triggers(connection: Connection, limit: int) -> list[TriggerId]:
     """Triggers with due deliveries, the longest due first."""
     return [row[0] for row in await connection.fetch(_sql["due_triggers"], limit)]
 
 
 async def list_due(
-    connection: Connection, trigger_ids: Sequence[uuid.UUID], of_each: int, at: datetime | None = None
+    connection: Connection, trigger_ids: Sequence[TriggerId], of_each: int, at: datetime | None = None
 ) -> list[DueDelivery]:
     """Deliveries of the triggers that are due at a time, by default now, in the order of arrival; not locked."""
     return [DueDelivery(*row) for row in await connection.fetch(_sql["list_due"], trigger_ids, of_each, at)]
 
 
-async def take(connection: Connection, ids: Sequence[uuid.UUID], at: datetime) -> list[Taken]:
+async def take(connection: Connection, ids: Sequence[DeliveryId], at: datetime) -> list[Taken]:
     """Lock those of the deliveries that are still due at the time by which they are decided, oldest event first."""
     return [Taken(*row) for row in await connection.fetch(_sql["take"], ids, at)] if ids else []
 
@@ -234,7 +234,7 @@ async def settle(connection: Connection, decided: Sequence[Decided], now: dateti
 
 
 async def take_stale(
-    connection: Connection, trigger_id: uuid.UUID, *, plan_version: int, after: int, limit: int
+    connection: Connection, trigger_id: TriggerId, *, plan_version: int, after: int, limit: int
 ) -> list[Stale]:
     """Lock waiting deliveries whose time belongs to an older plan, in the order of arrival."""
     rows = await connection.fetch(_sql["take_stale"], trigger_id, plan_version, after, limit)
@@ -249,7 +249,7 @@ async def move(connection: Connection, moved: Sequence[Moved]) -> None:
         await connection.execute(_sql["move"], *columns)
 
 
-async def keep_waiting(connection: Connection, ids: Sequence[uuid.UUID], plan_version: int) -> None:
+async def keep_waiting(connection: Connection, ids: Sequence[DeliveryId], plan_version: int) -> None:
     """Deliveries that keep their place and time in a new plan."""
     if ids:
         await connection.execute(_sql["keep_waiting"], ids, plan_version)
@@ -267,7 +267,7 @@ async def next_due_seconds(connection: Connection) -> float | None:
 
 
 async def dead_letter(
-    connection: Connection, letters: Sequence[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]
+    connection: Connection, letters: Sequence[tuple[DeliveryId, EventId, str, dict[str, Any]]]
 ) -> None:
     """Dead letters (delivery, event, reason, detail) for deliveries that are exhausted or failed for good."""
     if letters:
@@ -286,7 +286,7 @@ async def list_scheduled(
     return [_delivery(row) for row in await connection.fetch(_sql["list_scheduled"], at, last, limit)]
 
 
-async def list_of_event(connection: Connection, event_id: uuid.UUID) -> list[EventDelivery]:
+async def list_of_event(connection: Connection, event_id: EventId) -> list[EventDelivery]:
     """The deliveries of one event, in order."""
     rows = await connection.fetch(_sql["list_of_event"], event_id)
     return [EventDelivery(_delivery(row), row["trigger_name"], row["workflow"]) for row in rows]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import asyncpg
 
 from tidegate.model.event import Event, NewEvent
+from tidegate.model.ids import EventId
 from tidegate.store.columns import column, same
 from tidegate.store.db import Connection, Database
 from tidegate.store.sql import load
@@ -23,14 +24,14 @@ _FIRST, _LAST = datetime(1900, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UT
 class Resolved(NamedTuple):
     """The stored event that a published event repeats."""
 
-    id: uuid.UUID
+    id: EventId
     same_body: bool
 
 
 class Quarantined(NamedTuple):
     """An event that was moved to the dead letters."""
 
-    event_id: uuid.UUID
+    event_id: EventId
     source: str
     correlation_id: str
 
@@ -42,7 +43,7 @@ class Claimed(NamedTuple):
     now: datetime | None
 
 
-async def insert(connection: Connection, events: Sequence[NewEvent]) -> set[uuid.UUID]:
+async def insert(connection: Connection, events: Sequence[NewEvent]) -> set[EventId]:
     """Store events with their inbox rows; the ids of those that are new."""
     rows = await connection.fetch(_sql["insert"], *_insert_columns(events))
     return {row[0] for row in rows}
@@ -70,7 +71,7 @@ class _Undone(Exception):
     """Rolls back a transaction that was only a check."""
 
 
-async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[uuid.UUID, Resolved]:
+async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[EventId, Resolved]:
     """By the given id: the stored event with the same id, or the same producer's id and source."""
     rows = await connection.fetch(_sql["resolve"], *_columns(events))
     return {row["given_id"]: Resolved(row["id"], row["same_body"]) for row in rows}
@@ -109,24 +110,24 @@ async def find(connection: Connection, event_id: str) -> list[Event]:
     return exact or found
 
 
-async def get_many(connection: Connection, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, Event]:
+async def get_many(connection: Connection, ids: Iterable[EventId]) -> dict[EventId, Event]:
     """Events by our ids."""
     return {row["id"]: Event(*row) for row in await connection.fetch(_sql["get_many"], list(ids))}
 
 
-async def correlation_id(connection: Connection, event_id: uuid.UUID) -> str | None:
+async def correlation_id(connection: Connection, event_id: EventId) -> str | None:
     """The correlation id of one event, even when its other columns cannot be read."""
     found: str | None = await connection.fetchval(_sql["correlation_id"], event_id)
     return found
 
 
-async def set_traceparents(connection: Connection, traceparents: Mapping[uuid.UUID, str]) -> None:
+async def set_traceparents(connection: Connection, traceparents: Mapping[EventId, str]) -> None:
     """Name the traces of events that came without one."""
     if traceparents:
         await connection.execute(_sql["set_traceparents"], list(traceparents), list(traceparents.values()))
 
 
-async def is_waiting(connection: Connection, event_id: uuid.UUID) -> tuple[bool, str | None]:
+async def is_waiting(connection: Connection, event_id: EventId) -> tuple[bool, str | None]:
     """Whether the event is still undecided, and why it was quarantined, if it was."""
     row = await connection.fetchrow(_sql["is_waiting"], event_id)
     return (row["undecided"], row["dead_reason"]) if row else (False, None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from datetime import datetime
 
 import msgspec
 
+from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.source import BreakerState
 from tidegate.store.db import Connection
 from tidegate.store.sources import SourceMetrics
@@ -80,7 +80,7 @@ class ExpiredClaims(msgspec.Struct, frozen=True, kw_only=True):
 class PausedTrigger(msgspec.Struct, frozen=True, kw_only=True):
     """A trigger that is paused; `until` null means until it is resumed."""
 
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     workflow: str
     name: str
     until: datetime | None
@@ -114,13 +114,13 @@ class TriggerBreaker(msgspec.Struct, frozen=True, kw_only=True):
     """A trigger whose breaker is open (after `until` the next delivery is the trial), or half open while the trial run
     `probe_run_id` lasts."""
 
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     workflow: str
     name: str
     state: BreakerState
     until: datetime | None
     reason: str | None
-    probe_run_id: uuid.UUID | None
+    probe_run_id: RunId | None
     since: datetime | None = None
 
 
@@ -165,7 +165,7 @@ class TriggerCounts(msgspec.Struct, frozen=True, kw_only=True):
 class TriggerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The totals of one trigger."""
 
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     workflow: str
     counts: TriggerCounts
     last_status: str | None

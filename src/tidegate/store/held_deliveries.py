@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from tidegate.model.delivery import DeliveryStatus
+from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
 from tidegate.model.retry import RetryState
 from tidegate.store.db import Connection, take_time
 from tidegate.store.sql import load
@@ -26,17 +27,17 @@ class HeldDelivery(msgspec.Struct, frozen=True, kw_only=True):
     """A delivery with its trigger and event. `eta_seconds` is null when it is no longer waiting or the
     time is not known."""
 
-    id: uuid.UUID
-    trigger_id: uuid.UUID
+    id: DeliveryId
+    trigger_id: TriggerId
     trigger: str
     workflow: str
     trigger_version: int
-    event_id: uuid.UUID
+    event_id: EventId
     external_id: str | None
     type: str
     source: str
     correlation_id: str
-    workflow_run_id: uuid.UUID | None
+    workflow_run_id: RunId | None
     status: DeliveryStatus
     retry_state: RetryState
     reason: str | None
@@ -55,7 +56,7 @@ class HeldDelivery(msgspec.Struct, frozen=True, kw_only=True):
 class DeliveryFilters(NamedTuple):
     """Which deliveries of a list are wanted; None: all."""
 
-    trigger_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
     workflow: str | None = None
     source: str | None = None
     reason: str | None = None
@@ -64,10 +65,10 @@ class DeliveryFilters(NamedTuple):
 class ChangedDelivery(NamedTuple):
     """A delivery that waited until now."""
 
-    id: uuid.UUID
-    event_id: uuid.UUID
+    id: DeliveryId
+    event_id: EventId
     retry_attempts: int
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     concurrency_key: str | None
 
 
@@ -98,7 +99,7 @@ async def list_settled(
 
 async def list_of_trigger(
     connection: Connection,
-    trigger_id: uuid.UUID,
+    trigger_id: TriggerId,
     *,
     status: DeliveryStatus | None = None,
     before_id: uuid.UUID | None = None,
@@ -121,34 +122,34 @@ async def list_recent(
     return [HeldDelivery(**dict(row)) for row in rows]
 
 
-async def get(connection: Connection, delivery_id: uuid.UUID) -> HeldDelivery | None:
+async def get(connection: Connection, delivery_id: DeliveryId) -> HeldDelivery | None:
     """One delivery."""
     row = await connection.fetchrow(_sql["get"], delivery_id)
     return HeldDelivery(**dict(row)) if row else None
 
 
 async def cancel(
-    connection: Connection, delivery_ids: Sequence[uuid.UUID], text: str, *, reason: str | None = None
+    connection: Connection, delivery_ids: Sequence[DeliveryId], text: str, *, reason: str | None = None
 ) -> list[ChangedDelivery]:
     """Cancel those of the deliveries that wait, for `reason` if one is given; those cancelled."""
     return [ChangedDelivery(*row) for row in await connection.fetch(_sql["cancel"], delivery_ids, text, reason)]
 
 
 async def force(
-    connection: Connection, delivery_ids: Sequence[uuid.UUID], *, reason: str | None = None
+    connection: Connection, delivery_ids: Sequence[DeliveryId], *, reason: str | None = None
 ) -> list[ChangedDelivery]:
     """Make those of the deliveries that wait, for `reason` if one is given, due now; those forced."""
     return [ChangedDelivery(*row) for row in await connection.fetch(_sql["force"], delivery_ids, reason)]
 
 
-async def cancel_of_trigger(connection: Connection, trigger_id: uuid.UUID, reason: str, actor: str) -> int:
+async def cancel_of_trigger(connection: Connection, trigger_id: TriggerId, reason: str, actor: str) -> int:
     """Cancel every delivery of a trigger that waits; how many. A long line may take a while."""
     connection = await take_time(connection)
     count: int = await connection.fetchval(_sql["cancel_of_trigger"], trigger_id, reason, actor)
     return count
 
 
-async def keep_order(connection: Connection, since: Mapping[uuid.UUID, int]) -> None:
+async def keep_order(connection: Connection, since: Mapping[TriggerId, int]) -> None:
     """Give the deliveries in the triggers' lines, from that arrival on, their times in the order of arrival."""
     for trigger_id, sequence in sorted(since.items()):
         await connection.execute(_sql["keep_order"], trigger_id, sequence, MAX_REORDERED)

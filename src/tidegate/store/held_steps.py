@@ -8,6 +8,7 @@ from datetime import datetime
 
 import msgspec
 
+from tidegate.model.ids import EventId, RunId, StepId, TriggerId
 from tidegate.model.retry import RetryState
 from tidegate.store.db import Connection
 from tidegate.store.retry_rows import RetryFilters
@@ -19,13 +20,13 @@ _sql = load("held_steps")
 class HeldStep(msgspec.Struct, frozen=True, kw_only=True):
     """A step, or timer (its reason is `sleep`), with its run, trigger and event."""
 
-    id: uuid.UUID
+    id: StepId
     step: str
-    workflow_run_id: uuid.UUID
+    workflow_run_id: RunId
     workflow: str
-    trigger_id: uuid.UUID | None
+    trigger_id: TriggerId | None
     trigger: str | None
-    event_id: uuid.UUID | None
+    event_id: EventId | None
     external_id: str | None
     type: str | None
     source: str | None
@@ -43,7 +44,7 @@ class HeldStep(msgspec.Struct, frozen=True, kw_only=True):
 class StepOfRun(msgspec.Struct, frozen=True, kw_only=True):
     """A step and the state of its run, at the moment of asking."""
 
-    id: uuid.UUID
+    id: StepId
     name: str
     kind: str
     status: str
@@ -52,10 +53,10 @@ class StepOfRun(msgspec.Struct, frozen=True, kw_only=True):
     retry_attempts: int
     next_attempt_at: datetime | None
     is_due: bool | None
-    workflow_run_id: uuid.UUID
+    workflow_run_id: RunId
     run_status: str
-    trigger_id: uuid.UUID | None
-    event_id: uuid.UUID | None
+    trigger_id: TriggerId | None
+    event_id: EventId | None
     workflow: str
 
     @property
@@ -99,11 +100,11 @@ async def list_settled(
     return [HeldStep(**dict(row)) for row in rows]
 
 
-async def get(connection: Connection, step_ids: Sequence[uuid.UUID]) -> list[StepOfRun]:
+async def get(connection: Connection, step_ids: Sequence[StepId]) -> list[StepOfRun]:
     """Steps with the state of their runs, in the order of their ids."""
     return [StepOfRun(**dict(row)) for row in await connection.fetch(_sql["get"], step_ids)]
 
 
-async def force(connection: Connection, step_ids: Sequence[uuid.UUID]) -> set[uuid.UUID]:
+async def force(connection: Connection, step_ids: Sequence[StepId]) -> set[StepId]:
     """Make steps of suspended runs due now, with their runs; those forced. The caller holds the runs."""
     return {row[0] for row in await connection.fetch(_sql["force"], step_ids)}

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from datetime import datetime
 from typing import NamedTuple
 
-from tidegate.model.ids import RunId
+from tidegate.model.ids import DeliveryId, RunId, TriggerId
 from tidegate.store.db import Connection, TransientConflict
 from tidegate.store.sql import load
 
 _sql = load("idempotency")
 
-Key = tuple[uuid.UUID, str]
+Key = tuple[TriggerId, str]
 
 
 class Kept(NamedTuple):
     """Which launch holds a key, and for how long."""
 
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     dedupe_key: str
-    delivery_id: uuid.UUID
-    run_id: uuid.UUID
+    delivery_id: DeliveryId
+    run_id: RunId
     window_ms: int
 
 

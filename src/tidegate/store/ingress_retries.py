@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tidegate.model.ids import EventId
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.retry import RetryState
 from tidegate.store.db import Connection, Row
@@ -39,7 +40,7 @@ def _retry(row: Row) -> IngressRetry:
 class DueEvent(NamedTuple):
     """A waiting event that this transaction has locked."""
 
-    event_id: uuid.UUID
+    event_id: EventId
     attempts: int
     reason: str | None
     claim_generation: int
@@ -49,7 +50,7 @@ class DueEvent(NamedTuple):
 class StaleEvent(NamedTuple):
     """A waiting event, locked, whose slot belongs to an older plan."""
 
-    event_id: uuid.UUID
+    event_id: EventId
     attempts: int
     next_attempt_at: datetime
     ingress_sequence: int
@@ -60,7 +61,7 @@ class StaleEvent(NamedTuple):
 class Settled(NamedTuple):
     """What became of a locked row."""
 
-    event_id: uuid.UUID
+    event_id: EventId
     retry_state: RetryState
     attempts: int
     next_attempt_at: datetime | None
@@ -94,15 +95,15 @@ async def due_sources(connection: Connection, limit: int) -> list[str]:
 
 
 async def take_due(
-    connection: Connection, source: str, *, now: datetime, limit: int, only: uuid.UUID | None = None
+    connection: Connection, source: str, *, now: datetime, limit: int, only: EventId | None = None
 ) -> list[DueEvent]:
     """Lock due events of a source, in the order of their slots, or `only` that one of them."""
     return [DueEvent(*row) for row in await connection.fetch(_sql["take_due"], source, now, limit, only)]
 
 
-async def first_due(connection: Connection, source: str) -> uuid.UUID | None:
+async def first_due(connection: Connection, source: str) -> EventId | None:
     """The event of a source whose slot has come first."""
-    found: uuid.UUID | None = await connection.fetchval(_sql["first_due"], source)
+    found: EventId | None = await connection.fetchval(_sql["first_due"], source)
     return found
 
 
@@ -136,26 +137,26 @@ async def next_due_seconds(connection: Connection) -> float | None:
 class ChangedEvent(NamedTuple):
     """An event that waited until now."""
 
-    event_id: uuid.UUID
+    event_id: EventId
     source: str
     attempts: int
 
 
 async def cancel(
-    connection: Connection, event_ids: Sequence[uuid.UUID], text: str, *, reason: str | None = None
+    connection: Connection, event_ids: Sequence[EventId], text: str, *, reason: str | None = None
 ) -> list[ChangedEvent]:
     """Cancel those of the events that wait, for `reason` if one is given; those cancelled."""
     return [ChangedEvent(*row) for row in await connection.fetch(_sql["cancel"], event_ids, text, reason)]
 
 
 async def force(
-    connection: Connection, event_ids: Sequence[uuid.UUID], *, reason: str | None = None
+    connection: Connection, event_ids: Sequence[EventId], *, reason: str | None = None
 ) -> list[ChangedEvent]:
     """Make those of the events that wait, for `reason` if one is given, due now; those forced."""
     return [ChangedEvent(*row) for row in await connection.fetch(_sql["force"], event_ids, reason)]
 
 
-async def get(connection: Connection, event_id: uuid.UUID) -> IngressRetry | None:
+async def get(connection: Connection, event_id: EventId) -> IngressRetry | None:
     """The retry row of an event."""
     row = await connection.fetchrow(_sql["get"], event_id)
     return _retry(row) if row else None
@@ -165,7 +166,7 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A held event as operators see it. `eta_seconds` is null when it is no longer waiting, or
     waits for an operator to resume its source."""
 
-    event_id: uuid.UUID
+    event_id: EventId
     external_id: str | None
     type: str
     source: str
@@ -208,7 +209,7 @@ async def list_settled(
     return [HeldEvent(**dict(row)) for row in rows]
 
 
-async def dead_letter(connection: Connection, letters: Sequence[tuple[uuid.UUID, str, dict[str, Any]]]) -> None:
+async def dead_letter(connection: Connection, letters: Sequence[tuple[EventId, str, dict[str, Any]]]) -> None:
     """Dead letters for exhausted events."""
     if letters:
         ids, reasons, details = zip(*letters, strict=True)

@@ -15,10 +15,10 @@ changes one takes its lock exclusively. So when a pause or a change returns, not
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
+from tidegate.model.ids import TriggerId
 from tidegate.store.db import Connection
 from tidegate.store.sql import load
 
@@ -31,7 +31,7 @@ DEFAULT = "*"
 class Unlocked(Exception):
     """These triggers turn out to matter and are not locked. Locked now, they would be out of order: begin again."""
 
-    def __init__(self, trigger_ids: Collection[uuid.UUID]) -> None:
+    def __init__(self, trigger_ids: Collection[TriggerId]) -> None:
         super().__init__(", ".join(map(str, trigger_ids)))
         self.trigger_ids = frozenset(trigger_ids)
 

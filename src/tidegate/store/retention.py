@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tidegate.model.ids import EventId
 from tidegate.store.db import Connection
 from tidegate.store.events import ReceiptPlace
 from tidegate.store.sql import load
@@ -19,7 +19,7 @@ _TABLES = ("steps", "runs", "deliveries", "retries", "decisions", "events")
 class Page(NamedTuple):
     """The next events that are old enough, and where they end."""
 
-    ids: list[uuid.UUID]
+    ids: list[EventId]
     end: ReceiptPlace
 
 
@@ -29,15 +29,13 @@ async def page(connection: Connection, *, after: ReceiptPlace, limit: int, older
     return Page([row[0] for row in rows], ReceiptPlace(*rows[-1][1:]) if rows else after)
 
 
-async def lock_finished_events(
-    connection: Connection, ids: Sequence[uuid.UUID], *, older_seconds: int
-) -> list[uuid.UUID]:
+async def lock_finished_events(connection: Connection, ids: Sequence[EventId], *, older_seconds: int) -> list[EventId]:
     """Lock those of the given events that are finished and unchanged for that long."""
     rows = await connection.fetch(_sql["lock_finished_events"], ids, older_seconds)
     return [row[0] for row in rows]
 
 
-async def delete_events(connection: Connection, ids: Sequence[uuid.UUID]) -> dict[str, int]:
+async def delete_events(connection: Connection, ids: Sequence[EventId]) -> dict[str, int]:
     """Delete locked events with all that came of them; how many rows of each."""
     return {table: _count(await connection.execute(_sql[f"delete_{table}"], list(ids))) for table in _TABLES}
 

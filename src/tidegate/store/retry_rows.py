@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
+
+from tidegate.model.ids import RunId, TriggerId
 
 
 class RetryFilters(NamedTuple):
@@ -14,9 +15,9 @@ class RetryFilters(NamedTuple):
 
     source: str | None = None
     reason: str | None = None
-    trigger_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
     workflow: str | None = None
-    workflow_run_id: uuid.UUID | None = None
+    workflow_run_id: RunId | None = None
 
 
 def json_texts(values: Iterable[Any]) -> list[object]:

@@ -10,7 +10,7 @@ import asyncpg
 import msgspec
 
 from tidegate.errors import first_line
-from tidegate.model.ids import EventId, RunId, TriggerId
+from tidegate.model.ids import DefinitionId, EventId, RunId, TriggerId
 from tidegate.model.run import SUSPECT_CRASHES, ClaimedRun, FinishedRun, Run, RunStatus
 from tidegate.model.step import StepWrite, SuspendedRun
 from tidegate.store.columns import column, same
@@ -21,14 +21,14 @@ _sql = load("runs")
 
 
 async def claim_due(
-    connection: Connection, *, definitions: Sequence[uuid.UUID], limit: int, worker: str, lease_ms: int
+    connection: Connection, *, definitions: Sequence[DefinitionId], limit: int, worker: str, lease_ms: int
 ) -> list[ClaimedRun]:
     """Claim due runs of the given workflows, suspects aside, until the lease ends."""
     rows = await connection.fetch(_sql["claim_due"], definitions, limit, worker, lease_ms, SUSPECT_CRASHES)
     return sorted((msgspec.convert(dict(row), ClaimedRun) for row in rows), key=lambda r: r.id)
 
 
-async def has_suspects(connection: Connection, definitions: Sequence[uuid.UUID]) -> bool:
+async def has_suspects(connection: Connection, definitions: Sequence[DefinitionId]) -> bool:
     """Whether suspects of the given workflows are due."""
     return bool(await connection.fetchval(_sql["has_suspects"], definitions, SUSPECT_CRASHES))
 
@@ -41,7 +41,7 @@ class Suspect(NamedTuple):
 
 
 async def claim_suspect(
-    connection: Connection, *, definitions: Sequence[uuid.UUID], worker: str, lease_ms: int, is_counted: bool
+    connection: Connection, *, definitions: Sequence[DefinitionId], worker: str, lease_ms: int, is_counted: bool
 ) -> Suspect | None:
     """Claim a suspect of the given workflows; whether it counts as a trial if its worker dies."""
     row = await connection.fetchrow(
@@ -59,7 +59,7 @@ async def pass_trial(connection: Connection, run: ClaimedRun) -> None:
     await connection.execute(_sql["pass_trial"], run.id, run.claim_generation)
 
 
-async def cancel_requested(connection: Connection, run_ids: Sequence[uuid.UUID]) -> set[uuid.UUID]:
+async def cancel_requested(connection: Connection, run_ids: Sequence[RunId]) -> set[RunId]:
     """Those of the runs whose cancellation was asked for and that a worker still holds."""
     return {row[0] for row in await connection.fetch(_sql["cancel_requested"], run_ids)} if run_ids else set()
 
@@ -72,7 +72,7 @@ class KeptRun(NamedTuple):
     cancel_requested: bool
 
 
-async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: int) -> dict[uuid.UUID, KeptRun]:
+async def renew(connection: Connection, held: Sequence[ClaimedRun], lease_ms: int) -> dict[RunId, KeptRun]:
     """Extend leases, but not of a run that another transaction is writing. The runs still held; the others belong to
     another worker."""
     rows = await connection.fetch(_sql["renew"], [r.id for r in held], [r.claim_generation for r in held], lease_ms)
@@ -123,7 +123,7 @@ async def succeed(connection: Connection, finished: Sequence[FinishedRun], writt
     return bool(count == len(finished))
 
 
-async def ended_by(connection: Connection, finished: Sequence[FinishedRun]) -> set[uuid.UUID]:
+async def ended_by(connection: Connection, finished: Sequence[FinishedRun]) -> set[RunId]:
     """Those of the runs that have ended already, by this very claim and in this way."""
     if not finished:
         return set()
@@ -131,7 +131,7 @@ async def ended_by(connection: Connection, finished: Sequence[FinishedRun]) -> s
     return {row[0] for row in await connection.fetch(_sql["ended_by"], *columns)}
 
 
-async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> set[uuid.UUID]:
+async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> set[RunId]:
     """Suspend runs that are still held until a time. The ids suspended; the others are lost, or to be cancelled."""
     rows = await connection.fetch(
         _sql["suspend"],
@@ -146,29 +146,29 @@ async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> 
     return {row[0] for row in rows}
 
 
-async def cancel_waiting(connection: Connection, run_id: uuid.UUID, actor: str) -> EndedRun | None:
+async def cancel_waiting(connection: Connection, run_id: RunId, actor: str) -> EndedRun | None:
     """End a run that no worker holds; None when it is not waiting."""
     row = await connection.fetchrow(_sql["cancel_waiting"], run_id, actor, f"cancelled by {actor}")
     return EndedRun(*row) if row else None
 
 
-async def list_killers(connection: Connection, trials: int, limit: int) -> list[tuple[uuid.UUID, uuid.UUID | None]]:
+async def list_killers(connection: Connection, trials: int, limit: int) -> list[tuple[RunId, TriggerId | None]]:
     """Waiting runs, with their triggers, whose workers died each time they were executed alone."""
     return [(row[0], row[1]) for row in await connection.fetch(_sql["list_killers"], trials, limit)]
 
 
-async def fail_killer(connection: Connection, run_id: uuid.UUID, error: str, trials: int) -> EndedRun | None:
+async def fail_killer(connection: Connection, run_id: RunId, error: str, trials: int) -> EndedRun | None:
     """End a run that `list_killers` has named as failed; None when it is not one any more."""
     row = await connection.fetchrow(_sql["fail_killer"], run_id, error, trials)
     return EndedRun(*row) if row else None
 
 
-async def request_cancel(connection: Connection, run_id: uuid.UUID, actor: str) -> bool:
+async def request_cancel(connection: Connection, run_id: RunId, actor: str) -> bool:
     """Ask the worker that holds a run to stop it at its next step; False when no worker holds it."""
     return await connection.fetchval(_sql["request_cancel"], run_id, actor) is not None
 
 
-async def lock(connection: Connection, run_ids: Sequence[uuid.UUID]) -> None:
+async def lock(connection: Connection, run_ids: Sequence[RunId]) -> None:
     """Lock runs. A statement of its own: one that waited for a lock still sees the tables as before it waited."""
     await connection.fetch(_sql["lock"], run_ids)
 
@@ -184,7 +184,7 @@ async def dead_letter(connection: Connection, failed: Sequence[FinishedRun]) -> 
         )
 
 
-async def release(connection: Connection, held: Sequence[ClaimedRun], delay_ms: int = 0) -> set[uuid.UUID]:
+async def release(connection: Connection, held: Sequence[ClaimedRun], delay_ms: int = 0) -> set[RunId]:
     """Release runs, due again after a delay. The ids released."""
     if not held:
         return set()
@@ -192,7 +192,7 @@ async def release(connection: Connection, held: Sequence[ClaimedRun], delay_ms: 
     return {row[0] for row in rows}
 
 
-async def release_unstarted(connection: Connection, unbegun: Sequence[ClaimedRun]) -> set[uuid.UUID]:
+async def release_unstarted(connection: Connection, unbegun: Sequence[ClaimedRun]) -> set[RunId]:
     """Release runs that were claimed and not started. The ids released."""
     rows = await connection.fetch(
         _sql["release_unstarted"], [r.id for r in unbegun], [r.claim_generation for r in unbegun]
@@ -200,38 +200,36 @@ async def release_unstarted(connection: Connection, unbegun: Sequence[ClaimedRun
     return {row[0] for row in rows}
 
 
-async def release_expired(connection: Connection, limit: int) -> list[uuid.UUID]:
+async def release_expired(connection: Connection, limit: int) -> list[RunId]:
     """Make runs whose lease has run out due again."""
     return [row[0] for row in await connection.fetch(_sql["release_expired"], limit, SUSPECT_CRASHES)]
 
 
-async def next_due_seconds(connection: Connection, definitions: Sequence[uuid.UUID]) -> float | None:
+async def next_due_seconds(connection: Connection, definitions: Sequence[DefinitionId]) -> float | None:
     """Seconds until the next pending run that is no suspect is due (negative when overdue), or None."""
     seconds: float | None = await connection.fetchval(_sql["next_due"], definitions, SUSPECT_CRASHES)
     return seconds
 
 
 async def list_unfinished(
-    connection: Connection, trigger_id: uuid.UUID, *, after: uuid.UUID, limit: int
-) -> list[tuple[uuid.UUID, uuid.UUID | None]]:
+    connection: Connection, trigger_id: TriggerId, *, after: uuid.UUID, limit: int
+) -> list[tuple[RunId, EventId | None]]:
     """A trigger's unfinished runs with their events, in the order of their ids."""
     return [(row[0], row[1]) for row in await connection.fetch(_sql["list_unfinished"], trigger_id, after, limit)]
 
 
-async def set_concurrency_keys(
-    connection: Connection, run_ids: Sequence[uuid.UUID], keys: Sequence[str | None]
-) -> None:
+async def set_concurrency_keys(connection: Connection, run_ids: Sequence[RunId], keys: Sequence[str | None]) -> None:
     """Set the concurrency key whose slot each unfinished run holds; None: it holds none."""
     await connection.execute(_sql["set_concurrency_keys"], run_ids, keys)
 
 
-async def trigger_of(connection: Connection, run_id: uuid.UUID) -> uuid.UUID | None:
+async def trigger_of(connection: Connection, run_id: RunId) -> TriggerId | None:
     """The trigger that launched a run."""
-    found: uuid.UUID | None = await connection.fetchval(_sql["trigger_of"], run_id)
+    found: TriggerId | None = await connection.fetchval(_sql["trigger_of"], run_id)
     return found
 
 
-async def get(connection: Connection, run_id: uuid.UUID) -> Run | None:
+async def get(connection: Connection, run_id: RunId) -> Run | None:
     """One run."""
     row = await connection.fetchrow(_sql["get"], run_id)
     return _run(row) if row else None
@@ -242,7 +240,7 @@ async def list_page(
     *,
     workflow: str | None = None,
     status: RunStatus | None = None,
-    event_id: uuid.UUID | None = None,
+    event_id: EventId | None = None,
     before_id: uuid.UUID | None = None,
     limit: int = 50,
 ) -> list[Run]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import msgspec
 
+from tidegate.model.ids import RunId
 from tidegate.model.outcome_window import width_ms
 from tidegate.model.source import BreakerPolicy, BreakerState, Gate, Hold, RateLimit, SourceBreakerPolicy
 from tidegate.store.db import Connection, Row, TransientConflict
@@ -166,8 +166,8 @@ async def gather_outcomes(connection: Connection, gate: Gate, now: datetime, pol
 
 
 async def counting_runs(
-    connection: Connection, run_ids: Sequence[uuid.UUID], default: SourceBreakerPolicy
-) -> dict[uuid.UUID, str]:
+    connection: Connection, run_ids: Sequence[RunId], default: SourceBreakerPolicy
+) -> dict[RunId, str]:
     """The sources of those runs that count for their source's breaker when they fail."""
     rows = await connection.fetch(_sql["counting_runs"], list(run_ids))
     return {

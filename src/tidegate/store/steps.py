@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tidegate.model.ids import RunId
 from tidegate.model.run import Step
 from tidegate.model.step import StepWrite
 from tidegate.store.columns import column
@@ -27,8 +28,8 @@ class RecordedStep(NamedTuple):
 
 
 async def write(
-    connection: Connection, writes: Sequence[StepWrite], ended: Collection[uuid.UUID] = ()
-) -> dict[tuple[uuid.UUID, str], RecordedStep]:
+    connection: Connection, writes: Sequence[StepWrite], ended: Collection[RunId] = ()
+) -> dict[tuple[RunId, str], RecordedStep]:
     """Record the outcome of steps of runs that are still held, or `ended` in this transaction. By run and name; the
     others were discarded."""
     if not writes:
@@ -52,12 +53,12 @@ async def write(
     return {(row[0], row[1]): RecordedStep(row[2], row[3]) for row in rows}
 
 
-async def end_waiting(connection: Connection, run_ids: Sequence[uuid.UUID]) -> int:
+async def end_waiting(connection: Connection, run_ids: Sequence[RunId]) -> int:
     """The runs have ended: their waiting steps are not tried again; how many."""
     return await connection.fetchval(_sql["end_waiting"], run_ids) if run_ids else 0
 
 
-async def list_of_runs(connection: Connection, run_ids: Sequence[uuid.UUID]) -> list[Step]:
+async def list_of_runs(connection: Connection, run_ids: Sequence[RunId]) -> list[Step]:
     """The steps of several runs."""
     return [_step(row) for row in await connection.fetch(_sql["list_of_runs"], run_ids)] if run_ids else []
 
@@ -73,7 +74,7 @@ async def list_scheduled(
     return [_step(row) for row in await connection.fetch(_sql["list_scheduled"], at, last, limit)]
 
 
-async def list_of_run(connection: Connection, run_id: uuid.UUID) -> list[Step]:
+async def list_of_run(connection: Connection, run_id: RunId) -> list[Step]:
     """The steps of one run, in order."""
     return [_step(row) for row in await connection.fetch(_sql["list_of_run"], run_id)]
 

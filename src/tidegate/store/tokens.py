@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import NamedTuple
 
+from tidegate.model.ids import TokenId
 from tidegate.model.token import Token, TokenBody
 from tidegate.store.db import Connection, Row
 from tidegate.store.sql import load
@@ -25,17 +26,17 @@ async def lock(connection: Connection) -> None:
     await connection.execute(_sql["lock"])
 
 
-async def insert(connection: Connection, body: TokenBody, secret_hash: bytes, actor: str) -> uuid.UUID:
+async def insert(connection: Connection, body: TokenBody, secret_hash: bytes, actor: str) -> TokenId:
     """Store a new token; its id."""
     columns = (
         body.name, secret_hash, body.scopes, body.sources, body.rate, body.networks, actor, body.expires_at,
         body.expires_in_ms,
     )  # fmt: skip
-    token_id: uuid.UUID = await connection.fetchval(_sql["insert"], *columns)
+    token_id: TokenId = await connection.fetchval(_sql["insert"], *columns)
     return token_id
 
 
-async def get(connection: Connection, token_id: uuid.UUID) -> Token | None:
+async def get(connection: Connection, token_id: TokenId) -> Token | None:
     """One token."""
     row = await connection.fetchrow(_sql["get"], token_id)
     return _token(row) if row else None
@@ -53,12 +54,12 @@ async def by_hash(connection: Connection, secret_hash: bytes) -> Presented | Non
     return Presented(_token(row), row["is_expired"], row["is_use_unnoted"]) if row else None
 
 
-async def note_use(connection: Connection, token_id: uuid.UUID) -> None:
+async def note_use(connection: Connection, token_id: TokenId) -> None:
     """Note that a token is in use."""
     await connection.execute(_sql["note_use"], token_id)
 
 
-async def revoke(connection: Connection, token_id: uuid.UUID) -> None:
+async def revoke(connection: Connection, token_id: TokenId) -> None:
     """End a token for good."""
     await connection.execute(_sql["revoke"], token_id)
 

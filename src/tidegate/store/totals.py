@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from tidegate.model.ids import TriggerId
 from tidegate.store.db import Connection
 from tidegate.store.sources import SourceMetrics
 from tidegate.store.sql import load
@@ -18,7 +18,7 @@ _sql = load("totals")
 class TriggerTotals(NamedTuple):
     """What a batch saw of one trigger."""
 
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     filtered: int = 0
     matched: int = 0
     launched: int = 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import msgspec
 
+from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.outcome_window import width_ms
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, BreakerState, Hold, RateLimit
@@ -26,7 +26,7 @@ MAX_IN_LINE = 100
 MAX_SEARCHED = 1000
 
 # Triggers whose row exists, as far as this process has seen; rows are not removed.
-_known: set[uuid.UUID] = set()
+_known: set[TriggerId] = set()
 MAX_KNOWN = 100_000
 
 
@@ -57,14 +57,14 @@ class NextInLine(NamedTuple):
     now: datetime
     registry_version: int
     taken: list[Taken]
-    slots: dict[tuple[uuid.UUID, str], Slots]
+    slots: dict[tuple[TriggerId, str], Slots]
     paused_sources: dict[str, Hold]
 
 
 class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
     """A trigger's pause, breaker and waiting deliveries as operators see them."""
 
-    trigger_id: uuid.UUID
+    trigger_id: TriggerId
     paused_at: datetime | None
     paused_until: datetime | None
     pause_reason: str | None
@@ -72,14 +72,14 @@ class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
     breaker_state: BreakerState
     breaker_until: datetime | None
     breaker_reason: str | None
-    probe_run_id: uuid.UUID | None
+    probe_run_id: RunId | None
     waiting: int
     next_attempt_at: datetime | None
 
 
 async def lock(
-    connection: Connection, *, always: Iterable[uuid.UUID], others: Iterable[uuid.UUID] = ()
-) -> dict[uuid.UUID, LockedTrigger]:
+    connection: Connection, *, always: Iterable[TriggerId], others: Iterable[TriggerId] = ()
+) -> dict[TriggerId, LockedTrigger]:
     """The state of triggers, locked until the commit: of all in `always`, of the others where it matters."""
     wanted, rest = sorted(set(always)), sorted(set(others))
     if not wanted and not rest:
@@ -98,19 +98,19 @@ async def lock(
     return found
 
 
-async def lines(connection: Connection, trigger_ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, int]:
+async def lines(connection: Connection, trigger_ids: Iterable[TriggerId]) -> dict[TriggerId, int]:
     """The last in line of each of the triggers that has deliveries waiting for a throttle, a pause or a breaker."""
     return {row[0]: row[1] for row in await connection.fetch(_sql["lines"], list(trigger_ids))}
 
 
-async def slots(connection: Connection, wanted: Iterable[tuple[uuid.UUID, str]]) -> dict[tuple[uuid.UUID, str], Slots]:
+async def slots(connection: Connection, wanted: Iterable[tuple[TriggerId, str]]) -> dict[tuple[TriggerId, str], Slots]:
     """The concurrency slots of each trigger and key."""
     pairs = sorted(set(wanted))
     rows = await connection.fetch(_sql["slots"], [t for t, _ in pairs], [k for _, k in pairs])
     return {(row[0], row[1]): Slots(*row[2:]) for row in rows}
 
 
-async def next_in_line(connection: Connection, freed: Iterable[tuple[uuid.UUID, str]]) -> NextInLine | None:
+async def next_in_line(connection: Connection, freed: Iterable[tuple[TriggerId, str]]) -> NextInLine | None:
     """Lock the oldest deliveries that wait for a slot of these triggers and keys, as many as are free; None when nobody
     waits."""
     keys = sorted(set(freed))
@@ -126,7 +126,7 @@ async def next_in_line(connection: Connection, freed: Iterable[tuple[uuid.UUID, 
     )
 
 
-async def wake(connection: Connection, freed: Iterable[tuple[uuid.UUID, str]]) -> int:
+async def wake(connection: Connection, freed: Iterable[tuple[TriggerId, str]]) -> int:
     """Make the oldest deliveries that wait for a slot of these triggers and keys due now, as many as are free; how
     many."""
     keys = sorted(set(freed))
@@ -183,28 +183,28 @@ async def fold_successes(connection: Connection) -> None:
     await connection.execute(_sql["fold_successes"])
 
 
-async def begin_plan(connection: Connection, trigger_id: uuid.UUID, refused_at: datetime | None) -> None:
+async def begin_plan(connection: Connection, trigger_id: TriggerId, refused_at: datetime | None) -> None:
     """Every waiting delivery of the trigger is to get a new slot, in order of arrival."""
     await connection.execute(_sql["set_plan"], trigger_id, 1, True, None, refused_at)
 
 
-async def end_plan(connection: Connection, trigger_id: uuid.UUID, drain_at: datetime | None) -> None:
+async def end_plan(connection: Connection, trigger_id: TriggerId, drain_at: datetime | None) -> None:
     """Every waiting delivery has its slot."""
     await connection.execute(_sql["set_plan"], trigger_id, 0, False, drain_at, None)
 
 
-async def replan(connection: Connection, trigger_id: uuid.UUID) -> None:
+async def replan(connection: Connection, trigger_id: TriggerId) -> None:
     """Every waiting delivery of the trigger gets a new slot."""
     await connection.execute(_sql["ensure"], [trigger_id])
     await connection.execute(_sql["replan"], trigger_id)
 
 
-async def list_replanning(connection: Connection) -> list[uuid.UUID]:
+async def list_replanning(connection: Connection) -> list[TriggerId]:
     """Triggers whose waiting deliveries are to get new slots."""
     return [row[0] for row in await connection.fetch(_sql["list_replanning"])]
 
 
-async def get(connection: Connection, trigger_id: uuid.UUID) -> TriggerState | None:
+async def get(connection: Connection, trigger_id: TriggerId) -> TriggerState | None:
     """One trigger's pause, breaker and waiting deliveries; deleted ones too."""
     row = await connection.fetchrow(_sql["get"], trigger_id)
     return msgspec.convert(dict(row), TriggerState) if row else None
@@ -212,7 +212,7 @@ async def get(connection: Connection, trigger_id: uuid.UUID) -> TriggerState | N
 
 async def pause(
     connection: Connection,
-    trigger_id: uuid.UUID,
+    trigger_id: TriggerId,
     *,
     until: datetime | None,
     duration_ms: int | None,
@@ -224,7 +224,7 @@ async def pause(
     return found
 
 
-async def close(connection: Connection, trigger_id: uuid.UUID, *, key: str | None, delay_ms: int, reason: str) -> None:
+async def close(connection: Connection, trigger_id: TriggerId, *, key: str | None, delay_ms: int, reason: str) -> None:
     """Nothing of a trigger, or of one of its keys, is launched or begun for a while. The caller holds the trigger."""
     if key is None:
         await connection.execute(_sql["close"], trigger_id, delay_ms, reason)
@@ -233,7 +233,7 @@ async def close(connection: Connection, trigger_id: uuid.UUID, *, key: str | Non
     await connection.execute(_sql["hold_runs"], trigger_id, delay_ms, reason, key)
 
 
-async def resume(connection: Connection, trigger_id: uuid.UUID) -> None:
+async def resume(connection: Connection, trigger_id: TriggerId) -> None:
     """Lift the pause and close the breaker."""
     await connection.execute(_sql["resume"], trigger_id)
 

@@ -11,6 +11,7 @@ import msgspec
 
 from tidegate.clock import uuid7
 from tidegate.errors import Conflict
+from tidegate.model.ids import DefinitionId, RunId, TriggerId
 from tidegate.model.trigger import Trigger, TriggerSpec, TriggerStatus, WorkflowDefinition
 from tidegate.model.trigger_change import declared
 from tidegate.store.db import Connection, TransientConflict
@@ -55,9 +56,9 @@ async def list_of_workflow(
 
 async def upsert_definition(
     connection: Connection, *, slug: str, kind: str, parameters: list[str], config: dict[str, Any], actor: str
-) -> uuid.UUID:
+) -> DefinitionId:
     """Create or update a workflow; its id. Conflict when there is one of another kind."""
-    written: uuid.UUID | None = await connection.fetchval(
+    written: DefinitionId | None = await connection.fetchval(
         _sql["upsert_definition"], uuid7(), slug, kind, _json(parameters), _json(config), actor
     )
     if written is not None:
@@ -72,31 +73,31 @@ async def upsert_definition(
 
 
 async def delete_definition(
-    connection: Connection, definition_id: uuid.UUID, config: dict[str, Any], actor: str
+    connection: Connection, definition_id: DefinitionId, config: dict[str, Any], actor: str
 ) -> bool:
     """Mark a workflow as deleted and keep `config` of it; False when it was already."""
     return await connection.fetchval(_sql["delete_definition"], definition_id, _json(config), actor) is not None
 
 
-async def list_unfinished_runs(connection: Connection, definition_id: uuid.UUID, limit: int) -> list[uuid.UUID]:
+async def list_unfinished_runs(connection: Connection, definition_id: DefinitionId, limit: int) -> list[RunId]:
     """Some runs of a workflow that have not ended."""
     return [row[0] for row in await connection.fetch(_sql["list_unfinished_runs"], definition_id, limit)]
 
 
-async def list_of_kind(connection: Connection, kind: str) -> dict[uuid.UUID, str]:
+async def list_of_kind(connection: Connection, kind: str) -> dict[DefinitionId, str]:
     """The slugs of the workflows of one kind, by id."""
     return {row[0]: row[1] for row in await connection.fetch(_sql["list_of_kind"], kind)}
 
 
 async def upsert_trigger(
-    connection: Connection, definition_id: uuid.UUID, spec: TriggerSpec, actor: str
-) -> uuid.UUID | None:
+    connection: Connection, definition_id: DefinitionId, spec: TriggerSpec, actor: str
+) -> TriggerId | None:
     """Make the workflow's trigger of that name as code says; its id, or None when nothing changed.
 
     When the code says the same as last time, what an operator has changed or deleted since then stays.
     """
     said = _json(declared(spec))
-    written: uuid.UUID | None = await connection.fetchval(
+    written: TriggerId | None = await connection.fetchval(
         _sql["upsert_trigger"], uuid7(), definition_id, *_columns(spec), actor, said
     )
     if written is None:
@@ -104,7 +105,7 @@ async def upsert_trigger(
     return written
 
 
-async def get(connection: Connection, trigger_id: uuid.UUID) -> Trigger | None:
+async def get(connection: Connection, trigger_id: TriggerId) -> Trigger | None:
     """One trigger, unless it is deleted."""
     row = await connection.fetchrow(_sql["get"], trigger_id)
     return msgspec.convert(dict(row), Trigger) if row else None
@@ -116,36 +117,36 @@ async def list_page(connection: Connection, *, after: uuid.UUID | None = None, l
 
 
 async def create(
-    connection: Connection, definition_id: uuid.UUID, spec: TriggerSpec, status: TriggerStatus, actor: str
-) -> uuid.UUID | None:
+    connection: Connection, definition_id: DefinitionId, spec: TriggerSpec, status: TriggerStatus, actor: str
+) -> TriggerId | None:
     """Create a trigger; its id, or None when the workflow has one of that name."""
-    made: uuid.UUID | None = await connection.fetchval(
+    made: TriggerId | None = await connection.fetchval(
         _sql["create"], uuid7(), definition_id, *_columns(spec), status, actor
     )
     return made
 
 
 async def update(
-    connection: Connection, trigger_id: uuid.UUID, spec: TriggerSpec, status: TriggerStatus, actor: str
+    connection: Connection, trigger_id: TriggerId, spec: TriggerSpec, status: TriggerStatus, actor: str
 ) -> bool:
     """Make a trigger as given, in a new version; False when it is deleted or its name is taken."""
     return await connection.fetchval(_sql["update"], trigger_id, *_columns(spec), status, actor) is not None
 
 
-async def delete(connection: Connection, trigger_id: uuid.UUID, actor: str) -> bool:
+async def delete(connection: Connection, trigger_id: TriggerId, actor: str) -> bool:
     """Mark a trigger as deleted, in a new version; False when it was already."""
     return await connection.fetchval(_sql["delete"], trigger_id, actor) is not None
 
 
 async def list_versions(
-    connection: Connection, trigger_id: uuid.UUID, *, before_version: int | None = None, limit: int = 100
+    connection: Connection, trigger_id: TriggerId, *, before_version: int | None = None, limit: int = 100
 ) -> list[TriggerVersion]:
     """The versions of a trigger, newest first."""
     rows = await connection.fetch(_sql["list_versions"], trigger_id, before_version, limit)
     return [TriggerVersion(**dict(row)) for row in rows]
 
 
-async def states(connection: Connection, trigger_ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, TriggerState]:
+async def states(connection: Connection, trigger_ids: Iterable[TriggerId]) -> dict[TriggerId, TriggerState]:
     """The pause, breaker and waiting deliveries of each trigger."""
     rows = await connection.fetch(_sql["states"], list(trigger_ids))
     return {row["trigger_id"]: msgspec.convert(dict(row), TriggerState) for row in rows}

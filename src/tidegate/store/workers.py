@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from datetime import datetime
 
 import msgspec
 
+from tidegate.model.ids import DefinitionId
 from tidegate.store.db import Connection
 from tidegate.store.sql import load
 
@@ -22,7 +22,7 @@ class Unserved(msgspec.Struct, frozen=True, kw_only=True):
     since: datetime
 
 
-async def heartbeat(connection: Connection, name: str, definitions: Sequence[uuid.UUID]) -> None:
+async def heartbeat(connection: Connection, name: str, definitions: Sequence[DefinitionId]) -> None:
     """A worker is alive and has the code of these definitions."""
     await connection.execute(_sql["heartbeat"], name, definitions)
 

@@ -6,7 +6,6 @@ import asyncio
 import math
 import os
 import socket
-import uuid
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from functools import partial
@@ -29,6 +28,7 @@ from tidegate.flow.run.finish import Freed
 from tidegate.flow.run.http import HttpWorkflows, outgoing
 from tidegate.flow.run.runner import Runner
 from tidegate.flow.run.workflow import Workflow
+from tidegate.model.ids import DefinitionId
 from tidegate.model.secrets import SecretKeys
 from tidegate.queue.choose import open_queue
 from tidegate.queue.wakeups import delivery_wakeups, event_wakeups, step_wakeups
@@ -61,7 +61,7 @@ class LoopTurn(NamedTuple):
 class Worker:
     """Decides events and executes the workflows of one application until `stop` is called."""
 
-    def __init__(self, settings: Settings, workflows: Mapping[str, Workflow], definitions: list[uuid.UUID]) -> None:
+    def __init__(self, settings: Settings, workflows: Mapping[str, Workflow], definitions: list[DefinitionId]) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         self.settings = settings
         # One connection renews leases, one listens for hints, and one serves the metrics port.

@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from tidegate.api import bodies, pages
 from tidegate.api.pages import page_query
-from tidegate.api.routes import Query, Route, Services, json_response, path_uuid
+from tidegate.api.routes import Query, Route, Services, json_response, path_dead_letter_id
 from tidegate.errors import FieldError, InvalidInput, NotFound
 from tidegate.flow import control
 from tidegate.flow.keep.replay import TOPICS
+from tidegate.model.ids import DeadLetterId, TriggerId
 from tidegate.store import dead_letters
 from tidegate.store.dead_letters import LETTER_KINDS, LETTER_STATES, DeadLetter, DeadLetterFilters, LetterKind
 
@@ -57,7 +58,7 @@ class ReplayMany(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kind: LetterKind | None = None
     source: str | None = None
-    trigger_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
     workflow: str | None = None
     reason: str | None = None
     since: datetime | None = None
@@ -69,7 +70,7 @@ class ReplayMany(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LetterReplay(msgspec.Struct, frozen=True):
     """`replayed`: as the event, delivery or run `replayed_into`. `scheduled`: its run waits for a trigger slot."""
 
-    id: uuid.UUID
+    id: DeadLetterId
     kind: LetterKind
     status: Literal["replayed", "scheduled"]
     replayed_into: uuid.UUID | None
@@ -102,7 +103,7 @@ async def list_letters(request: Request, services: Services) -> DeadLetterPage:
 
 
 async def show_letter(request: Request, services: Services) -> DeadLetter:
-    letter_id = path_uuid(request, "dead_letter_id")
+    letter_id = path_dead_letter_id(request)
     async with services.database.connection() as connection:
         found = await dead_letters.get(connection, letter_id)
     if found is None:
@@ -111,7 +112,7 @@ async def show_letter(request: Request, services: Services) -> DeadLetter:
 
 
 async def replay_letter(request: Request, services: Services) -> Response:
-    letter_id = path_uuid(request, "dead_letter_id")
+    letter_id = path_dead_letter_id(request)
     body = await bodies.read(request, ReplayOne)
     done = await control.replay_letter(services.database, letter_id, bodies.actor(request), force=body.force)
     services.queue.hint(TOPICS[done.kind])

@@ -14,6 +14,7 @@ from tidegate.api import pages
 from tidegate.api.routes import Query, Route, Services
 from tidegate.clock import has_utc
 from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.ids import EventId, RunId, TriggerId
 from tidegate.model.retry import RETRY_STATES, RetryState
 from tidegate.store import held_deliveries, held_steps, ingress_retries
 from tidegate.store.bulk_retries import FILTERS_OF, RetryKind
@@ -47,15 +48,15 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: RetryKind
     id: uuid.UUID
-    event_id: uuid.UUID | None = None
+    event_id: EventId | None = None
     external_id: str | None = None
     type: str | None = None
     source: str | None = None
     correlation_id: str | None = None
-    trigger_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
     trigger: str | None = None
     workflow: str | None = None
-    workflow_run_id: uuid.UUID | None = None
+    workflow_run_id: RunId | None = None
     step: str | None = None
     retry_state: RetryState
     reason: str | None

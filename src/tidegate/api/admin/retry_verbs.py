@@ -15,11 +15,12 @@ from starlette.responses import Response
 from tidegate.api import bodies
 from tidegate.api.admin.retries import check_filters
 from tidegate.api.problems import Problem
-from tidegate.api.routes import Handler, Route, Services, json_response, path_uuid
+from tidegate.api.routes import Handler, Route, Services, json_response, path_delivery_id, path_step_id
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import control
 from tidegate.flow.control import MAX_PER_CALL, RetryDone, RetryOutcome, RetryVerb
 from tidegate.flow.look.explain import find_event
+from tidegate.model.ids import DeliveryId, EventId, RunId, StepId, TriggerId
 from tidegate.queue.port import Topic
 from tidegate.store.bulk_retries import FILTERS_OF, IdRange, RetryKind
 from tidegate.store.retry_rows import RetryFilters
@@ -46,9 +47,9 @@ class ChangeMany(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     source: str | None = None
     reason: str | None = None
-    trigger_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
     workflow: str | None = None
-    workflow_run_id: uuid.UUID | None = None
+    workflow_run_id: RunId | None = None
     all: bool = False
     dry_run: bool = False
     limit: int = MAX_PER_CALL
@@ -150,21 +151,21 @@ def _from_cursor(cursor: str | None) -> IdRange | None:
         raise InvalidInput("the body is not valid", [FieldError("cursor", "is not a cursor of this API")]) from exc
 
 
-async def _event_id(request: Request, services: Services) -> uuid.UUID:
+async def _event_id(request: Request, services: Services) -> EventId:
     """Our event id, from ours or the producer's."""
     await bodies.read(request, bodies.Nothing)
     async with services.database.connection() as connection:
         return (await find_event(connection, request.path_params["id"])).id
 
 
-async def _delivery_id(request: Request, _: Services) -> uuid.UUID:
+async def _delivery_id(request: Request, _: Services) -> DeliveryId:
     await bodies.read(request, bodies.Nothing)
-    return path_uuid(request, "delivery_id")
+    return path_delivery_id(request)
 
 
-async def _step_id(request: Request, _: Services) -> uuid.UUID:
+async def _step_id(request: Request, _: Services) -> StepId:
     await bodies.read(request, bodies.Nothing)
-    return path_uuid(request, "step_id")
+    return path_step_id(request)
 
 
 _NOUNS: dict[RetryKind, str] = {"events": "event", "deliveries": "delivery", "steps": "step"}

@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from tidegate.api import bodies, pages
 from tidegate.api.admin.sources import PauseBody
-from tidegate.api.routes import Route, Services, path_uuid
+from tidegate.api.routes import Route, Services, path_trigger_id
 from tidegate.api.v1.triggers import LIST_QUERY, TriggerAnswer, TriggerPage, answers, changed
 from tidegate.flow import control
 from tidegate.flow.control.triggers import find_trigger
@@ -23,7 +23,7 @@ async def list_all_triggers(request: Request, services: Services) -> TriggerPage
 
 async def show_any_trigger(request: Request, services: Services) -> TriggerAnswer:
     async with services.database.connection() as connection:
-        found = await find_trigger(connection, path_uuid(request, "trigger_id"))
+        found = await find_trigger(connection, path_trigger_id(request))
         return (await answers(connection, [found]))[0]
 
 
@@ -32,7 +32,7 @@ async def pause_trigger(request: Request, services: Services) -> TriggerAnswer:
     bodies.check_reason(given.reason)
     await control.pause_trigger(
         services.database,
-        path_uuid(request, "trigger_id"),
+        path_trigger_id(request),
         until=given.until,
         duration_ms=given.duration_ms,
         reason=given.reason,
@@ -43,13 +43,13 @@ async def pause_trigger(request: Request, services: Services) -> TriggerAnswer:
 
 async def resume_trigger(request: Request, services: Services) -> TriggerAnswer:
     await bodies.read(request, bodies.Nothing)
-    await control.resume_trigger(services.database, path_uuid(request, "trigger_id"), bodies.actor(request))
+    await control.resume_trigger(services.database, path_trigger_id(request), bodies.actor(request))
     return await _done(request, services)
 
 
 async def _done(request: Request, services: Services) -> TriggerAnswer:
     async with services.database.connection() as connection:
-        found = await find_trigger(connection, path_uuid(request, "trigger_id"))
+        found = await find_trigger(connection, path_trigger_id(request))
     return await changed(services, found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Literal
 
 import msgspec
@@ -11,9 +10,10 @@ from starlette.responses import Response
 
 from tidegate.api import bodies, pages
 from tidegate.api.pages import page_query
-from tidegate.api.routes import Query, Route, Services, json_response, path_uuid
+from tidegate.api.routes import Query, Route, Services, json_response, path_run_id
 from tidegate.errors import NotFound
 from tidegate.flow import control
+from tidegate.model.ids import RunId
 from tidegate.model.run import RUN_STATUSES, Run, Step
 from tidegate.store import runs, steps
 
@@ -54,7 +54,7 @@ async def list_runs(request: Request, services: Services) -> RunPage:
 
 
 async def show_run(request: Request, services: Services) -> RunDetail:
-    run_id = path_uuid(request, "run_id")
+    run_id = path_run_id(request)
     async with services.database.connection() as connection:
         run = await runs.get(connection, run_id)
         if run is None:
@@ -65,12 +65,12 @@ async def show_run(request: Request, services: Services) -> RunDetail:
 class RunCancelled(msgspec.Struct, frozen=True):
     """`cancelled`: the run was waiting and has ended. `cancelling`: it is running, and stops at its next step."""
 
-    id: uuid.UUID
+    id: RunId
     status: Literal["cancelled", "cancelling"]
 
 
 async def cancel_run(request: Request, services: Services) -> Response:
-    run_id = path_uuid(request, "run_id")
+    run_id = path_run_id(request)
     await bodies.read(request, bodies.Nothing)
     done = await control.cancel_run(services.database, run_id, bodies.actor(request), services.settings.trigger_error)
     services.queue.hint("deliveries")  # a slot may have become free

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from datetime import datetime
 from typing import Any
 
@@ -12,7 +11,7 @@ from starlette.responses import Response
 
 from tidegate.api import bodies, pages
 from tidegate.api.pages import page_query
-from tidegate.api.routes import Query, Route, Services, json_response, path_uuid
+from tidegate.api.routes import Query, Route, Services, json_response, path_trigger_id
 from tidegate.api.v1.workflows import show_workflow
 from tidegate.clock import uuid7
 from tidegate.errors import FieldError, InvalidInput, NotFound
@@ -22,6 +21,7 @@ from tidegate.flow.look.explain import find_event
 from tidegate.model import trigger_dry_run
 from tidegate.model.delivery import DELIVERY_STATUSES
 from tidegate.model.event import is_text_id
+from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, BreakerState
@@ -55,7 +55,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     breaker_state: BreakerState
     breaker_until: datetime | None
     breaker_reason: str | None
-    probe_run_id: uuid.UUID | None
+    probe_run_id: RunId | None
     waiting: int
     next_attempt_at: datetime | None
 
@@ -63,7 +63,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 class TriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A trigger: which events launch its workflow, and its limits."""
 
-    id: uuid.UUID
+    id: TriggerId
     workflow: str
     name: str
     event_type: str
@@ -99,7 +99,7 @@ class TriggerPage(msgspec.Struct, frozen=True):
 class TriggerDeleted(msgspec.Struct, frozen=True):
     """The deleted trigger, and how many waiting deliveries were cancelled with it."""
 
-    id: uuid.UUID
+    id: TriggerId
     workflow: str
     name: str
     cancelled: int
@@ -150,7 +150,7 @@ async def show_trigger(request: Request, services: Services) -> TriggerAnswer:
 
 async def update_trigger(request: Request, services: Services) -> TriggerAnswer:
     given = await bodies.read_json(request)
-    trigger_id, slug = path_uuid(request, "trigger_id"), request.path_params["slug"]
+    trigger_id, slug = path_trigger_id(request), request.path_params["slug"]
     actor = bodies.actor(request)
     return await changed(
         services, await control.update_trigger(services.database, trigger_id, given, actor=actor, workflow=slug)
@@ -159,7 +159,7 @@ async def update_trigger(request: Request, services: Services) -> TriggerAnswer:
 
 async def delete_trigger(request: Request, services: Services) -> TriggerDeleted:
     await bodies.read(request, bodies.Nothing)
-    trigger_id, slug = path_uuid(request, "trigger_id"), request.path_params["slug"]
+    trigger_id, slug = path_trigger_id(request), request.path_params["slug"]
     deleted, cancelled = await control.delete_trigger(
         services.database, trigger_id, actor=bodies.actor(request), workflow=slug
     )
@@ -239,7 +239,7 @@ def hint(services: Services) -> None:
 
 
 async def _found(connection: Connection, request: Request) -> Trigger:
-    return await find_trigger(connection, path_uuid(request, "trigger_id"), request.path_params["slug"])
+    return await find_trigger(connection, path_trigger_id(request), request.path_params["slug"])
 
 
 def _state(state: TriggerState, now: datetime) -> State:

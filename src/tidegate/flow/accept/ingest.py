@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -14,6 +13,7 @@ from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.errors import Conflict, FieldError, InvalidInput, Unavailable
 from tidegate.model.event import NewEvent, trace_id
+from tidegate.model.ids import EventId
 from tidegate.store import events as store
 from tidegate.store.db import Connection, Database, TransientConflict, is_data_error
 from tidegate.store.group_commit import GroupCommit
@@ -39,7 +39,7 @@ Request = Sequence[NewEvent]
 class Accepted(msgspec.Struct, frozen=True):
     """The answer to one event: `accepted`, or `duplicate` with the id of the first."""
 
-    id: uuid.UUID
+    id: EventId
     external_id: str | None
     status: Literal["accepted", "duplicate"]
 
@@ -178,7 +178,7 @@ class Ingest:
                 _log_accepted(new, is_batch=len(request) > 1)
 
 
-def _only(new: set[uuid.UUID], requests: list[Request]) -> list[Request]:
+def _only(new: set[EventId], requests: list[Request]) -> list[Request]:
     return [[event for event in request if event.id in new] for request in requests]
 
 
@@ -199,8 +199,8 @@ def _log_accepted(accepted: Request, *, is_batch: bool) -> None:
 
 
 async def _resolve(
-    connection: Connection, requests: list[Request], events: Sequence[NewEvent], new: set[uuid.UUID]
-) -> dict[uuid.UUID, store.Resolved]:
+    connection: Connection, requests: list[Request], events: Sequence[NewEvent], new: set[EventId]
+) -> dict[EventId, store.Resolved]:
     """What the events that are not new repeat; _Refused when some repeat an id with another body."""
     if len(new) == len(events):
         return {}
@@ -212,7 +212,7 @@ async def _resolve(
 
 
 def _conflicts(
-    requests: list[Request], new: set[uuid.UUID], resolved: dict[uuid.UUID, store.Resolved]
+    requests: list[Request], new: set[EventId], resolved: dict[EventId, store.Resolved]
 ) -> dict[int, Conflict]:
     conflicts: dict[int, Conflict] = {}
     for position, request in enumerate(requests):
@@ -237,7 +237,7 @@ def _continued(event: NewEvent, traceparent: str) -> NewEvent:
     return event if is_elsewhere else msgspec.structs.replace(event, traceparent=traceparent)
 
 
-def _answer(event: NewEvent, new: set[uuid.UUID], resolved: dict[uuid.UUID, store.Resolved]) -> Accepted:
+def _answer(event: NewEvent, new: set[EventId], resolved: dict[EventId, store.Resolved]) -> Accepted:
     if event.id in new or resolved[event.id].id == event.id:
         return Accepted(event.id, event.external_id, "accepted")
     return Accepted(resolved[event.id].id, event.external_id, "duplicate")

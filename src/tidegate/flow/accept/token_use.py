@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 
 from tidegate.errors import TooManyRequests, Unauthorized
+from tidegate.model.ids import TokenId
 from tidegate.telemetry.logs import logger
 
 # Unauthenticated clients may send any number of requests: in QUIET_SECONDS the log gets at most one line per address,
@@ -22,9 +22,9 @@ class Rates:
 
     def __init__(self) -> None:
         # When the bucket of each token will be full again.
-        self._full_at: dict[uuid.UUID, float] = {}
+        self._full_at: dict[TokenId, float] = {}
 
-    def take(self, token_id: uuid.UUID, name: str, count: int, window_ms: int) -> None:
+    def take(self, token_id: TokenId, name: str, count: int, window_ms: int) -> None:
         """Count one request. Raises TooManyRequests when the bucket is empty; a refused request is not counted."""
         now, window = asyncio.get_running_loop().time(), window_ms / 1000
         full_at = max(self._full_at.get(token_id, 0.0), now) + window / count

@@ -10,6 +10,7 @@ import msgspec
 
 from tidegate.errors import Conflict, FieldError, InvalidInput, NotFound
 from tidegate.flow.keep import replay
+from tidegate.model.ids import DeadLetterId
 from tidegate.store import audit, dead_letters
 from tidegate.store.db import Connection, Database
 from tidegate.store.dead_letters import DeadLetterFilters, LetterKind, Scheduled
@@ -28,7 +29,9 @@ class LetterReplayed(NamedTuple):
     into: uuid.UUID | None
 
 
-async def replay_letter(database: Database, letter_id: uuid.UUID, actor: str, *, force: bool = False) -> LetterReplayed:
+async def replay_letter(
+    database: Database, letter_id: DeadLetterId, actor: str, *, force: bool = False
+) -> LetterReplayed:
     """Replay one dead letter now. Conflict when it was replayed before (unless forced), or cannot be replayed, with the
     reason."""
     done = await database.run(partial(_replay, letter_id=letter_id, actor=actor, force=force))
@@ -71,7 +74,7 @@ def check_rate(rate: float) -> None:
         raise InvalidInput("the replay is not valid", [problem])
 
 
-async def _replay(connection: Connection, letter_id: uuid.UUID, actor: str, force: bool) -> LetterReplayed:
+async def _replay(connection: Connection, letter_id: DeadLetterId, actor: str, force: bool) -> LetterReplayed:
     letter = await dead_letters.lock(connection, letter_id)
     if letter is None:
         raise NotFound(f"no dead letter {letter_id}")

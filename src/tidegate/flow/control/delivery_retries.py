@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tidegate.errors import NotFound
 from tidegate.flow.control.verbs import DONE, ChangedRetries, RetryOrder, RetryRow
+from tidegate.model.ids import DeliveryId
 from tidegate.store import decisions, held_deliveries, trigger_gates
 from tidegate.store.bulk_retries import WaitingMatch
 from tidegate.store.db import Connection
@@ -21,7 +22,7 @@ class DeliveryVerbs:
     noun = "delivery"
 
     async def get(self, connection: Connection, row_id: uuid.UUID) -> RetryRow:
-        row = await held_deliveries.get(connection, row_id)
+        row = await held_deliveries.get(connection, DeliveryId(row_id))
         if row is None:
             raise NotFound(f"no delivery {row_id}")
         return RetryRow(
@@ -33,7 +34,7 @@ class DeliveryVerbs:
         )  # fmt: skip
 
     async def change(self, connection: Connection, rows: Sequence[WaitingMatch], order: RetryOrder) -> ChangedRetries:
-        ids = [row.id for row in rows]
+        ids = [DeliveryId(row.id) for row in rows]
         text = f"cancelled by {order.actor}" if order.verb == "cancel" else None
         if text is not None:
             # Under the triggers' locks no other transaction decides about them. A free slot may have been offered to

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tidegate.errors import NotFound
 from tidegate.flow.control.verbs import DONE, ChangedRetries, RetryOrder, RetryRow
+from tidegate.model.ids import EventId
 from tidegate.store import decisions, events, ingress_retries
 from tidegate.store.bulk_retries import WaitingMatch
 from tidegate.store.db import Connection
@@ -20,19 +21,20 @@ class EventVerbs:
     noun = "event"
 
     async def get(self, connection: Connection, row_id: uuid.UUID) -> RetryRow:
-        row = await ingress_retries.get(connection, row_id)
+        event_id = EventId(row_id)
+        row = await ingress_retries.get(connection, event_id)
         if row is None:
-            raise NotFound(f"event {row_id} is not held: it has no retry")
-        correlation_id = await events.correlation_id(connection, row_id)
+            raise NotFound(f"event {event_id} is not held: it has no retry")
+        correlation_id = await events.correlation_id(connection, event_id)
         return RetryRow(
-            WaitingMatch(row_id, None, None),
+            WaitingMatch(event_id, None, None),
             f"its retry is {row.retry_state}",
             {"retry_state": row.retry_state, "next_attempt_at": row.next_attempt_at},
-            {"event_id": row_id, "correlation_id": correlation_id, "source": row.source},
+            {"event_id": event_id, "correlation_id": correlation_id, "source": row.source},
         )
 
     async def change(self, connection: Connection, rows: Sequence[WaitingMatch], order: RetryOrder) -> ChangedRetries:
-        ids = [row.id for row in rows]
+        ids = [EventId(row.id) for row in rows]
         if order.verb == "cancel":
             changed = await ingress_retries.cancel(connection, ids, f"cancelled by {order.actor}", reason=order.reason)
         else:

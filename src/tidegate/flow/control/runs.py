@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from functools import partial
 from typing import Literal
 
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Freed
+from tidegate.model.ids import RunId
 from tidegate.model.run import FINAL_RUN_STATUSES, Run
 from tidegate.model.source import BreakerPolicy
 from tidegate.store import audit, runs
@@ -21,7 +21,7 @@ _log = logger("control")
 Cancelled = Literal["cancelled", "cancelling"]
 
 
-async def cancel_run(database: Database, run_id: uuid.UUID, actor: str, breaker: BreakerPolicy) -> Cancelled:
+async def cancel_run(database: Database, run_id: RunId, actor: str, breaker: BreakerPolicy) -> Cancelled:
     """`cancelled`: it was waiting, and has ended. `cancelling`: it is running, and stops at its next step.
 
     Conflict when it has already ended.
@@ -36,7 +36,7 @@ async def cancel_run(database: Database, run_id: uuid.UUID, actor: str, breaker:
 
 
 async def _cancel(
-    connection: Connection, run_id: uuid.UUID, actor: str, breaker: BreakerPolicy
+    connection: Connection, run_id: RunId, actor: str, breaker: BreakerPolicy
 ) -> tuple[Cancelled, Run, Freed | None]:
     known = await runs.get(connection, run_id)
     if known is None:

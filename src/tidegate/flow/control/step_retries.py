@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow.control.verbs import DONE, ChangedRetries, RetryOrder, RetryRow
 from tidegate.flow.run import finish
+from tidegate.model.ids import StepId
 from tidegate.store import decisions, held_steps, runs
 from tidegate.store.bulk_retries import WaitingMatch
 from tidegate.store.db import Connection
@@ -28,7 +29,7 @@ class StepVerbs:
     noun = "step"
 
     async def get(self, connection: Connection, row_id: uuid.UUID) -> RetryRow:
-        found = await held_steps.get(connection, [row_id])
+        found = await held_steps.get(connection, [StepId(row_id)])
         if not found:
             raise NotFound(f"no step {row_id}")
         [step] = found
@@ -43,7 +44,7 @@ class StepVerbs:
         )  # fmt: skip
 
     async def change(self, connection: Connection, rows: Sequence[WaitingMatch], order: RetryOrder) -> ChangedRetries:
-        known = await held_steps.get(connection, [row.id for row in rows])
+        known = await held_steps.get(connection, [StepId(row.id) for row in rows])
         change = _cancel if order.verb == "cancel" else _force
         changed, done = await change(connection, known, order)
         lines = [

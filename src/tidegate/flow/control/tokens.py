@@ -10,6 +10,7 @@ import msgspec
 
 from tidegate.errors import Conflict, FieldError, InvalidInput, NotFound
 from tidegate.model.conversion import convert
+from tidegate.model.ids import TokenId
 from tidegate.model.token import (
     ALPHABET,
     SECRET_CHARACTERS,
@@ -91,7 +92,7 @@ async def _found(connection: Connection, name_or_id: str) -> Token:
     found = await tokens.find_unrevoked(connection, name_or_id)
     if found is None:
         try:
-            found = await tokens.get(connection, uuid.UUID(name_or_id))
+            found = await tokens.get(connection, TokenId(uuid.UUID(name_or_id)))
         except ValueError:
             found = None
     if found is None:  # the message omits the argument: it may be a secret
@@ -99,7 +100,7 @@ async def _found(connection: Connection, name_or_id: str) -> Token:
     return found
 
 
-async def _required(connection: Connection, token_id: uuid.UUID) -> Token:
+async def _required(connection: Connection, token_id: TokenId) -> Token:
     found = await tokens.get(connection, token_id)
     assert found is not None, f"{token_id} was just written"
     return found

@@ -7,7 +7,6 @@ before that, so that an invalid one does not delay any batch.
 
 from __future__ import annotations
 
-import uuid
 from datetime import datetime
 from typing import Any
 
@@ -15,6 +14,7 @@ from tidegate.errors import Conflict, FieldError, NotFound
 from tidegate.flow.control.pauses import check_length, check_until
 from tidegate.flow.run import finish
 from tidegate.model import trigger_change
+from tidegate.model.ids import DefinitionId, TriggerId
 from tidegate.model.trigger import CompiledTrigger, Trigger, TriggerSpec, WorkflowDefinition
 from tidegate.model.trigger_change import SPEC_FIELDS, NewTrigger
 from tidegate.store import audit, held_deliveries, locks, trigger_gates
@@ -52,7 +52,7 @@ async def create_trigger(database: Database, workflow: str, given: Any, actor: s
 
 
 async def update_trigger(
-    database: Database, trigger_id: uuid.UUID, given: Any, actor: str, *, workflow: str | None = None
+    database: Database, trigger_id: TriggerId, given: Any, actor: str, *, workflow: str | None = None
 ) -> Trigger:
     """Change the fields in `given` (decoded JSON); null clears one. Waiting deliveries are decided by the new version.
 
@@ -92,7 +92,7 @@ async def update_trigger(
 
 
 async def delete_trigger(
-    database: Database, trigger_id: uuid.UUID, actor: str, *, workflow: str | None = None
+    database: Database, trigger_id: TriggerId, actor: str, *, workflow: str | None = None
 ) -> tuple[Trigger, int]:
     """Delete a trigger and cancel its waiting deliveries; the trigger as it was, and how many were cancelled."""
 
@@ -119,7 +119,7 @@ async def delete_trigger(
 
 async def pause_trigger(
     database: Database,
-    trigger_id: uuid.UUID,
+    trigger_id: TriggerId,
     *,
     until: datetime | None = None,
     duration_ms: int | None = None,
@@ -149,7 +149,7 @@ async def pause_trigger(
     return paused
 
 
-async def resume_trigger(database: Database, trigger_id: uuid.UUID, actor: str) -> TriggerState:
+async def resume_trigger(database: Database, trigger_id: TriggerId, actor: str) -> TriggerState:
     """End a trigger's pause and close its breaker; its waiting deliveries get new slots at once."""
 
     async def change(connection: Connection) -> TriggerState:
@@ -167,7 +167,7 @@ async def resume_trigger(database: Database, trigger_id: uuid.UUID, actor: str) 
 
 
 async def declare_trigger(
-    connection: Connection, workflow: str, definition_id: uuid.UUID, spec: TriggerSpec, actor: str
+    connection: Connection, workflow: str, definition_id: DefinitionId, spec: TriggerSpec, actor: str
 ) -> None:
     """Store a trigger as declared in code, in the caller's transaction, which excludes batches. Waiting deliveries are
     decided by the new version."""
@@ -182,7 +182,7 @@ async def declare_trigger(
         )  # fmt: skip
 
 
-async def find_trigger(connection: Connection, trigger_id: uuid.UUID, workflow: str | None = None) -> Trigger:
+async def find_trigger(connection: Connection, trigger_id: TriggerId, workflow: str | None = None) -> Trigger:
     """The trigger, of that workflow if one is given. NotFound when it does not exist or is deleted."""
     found = await store.get(connection, trigger_id)
     if found is None or (workflow is not None and found.workflow != workflow):
@@ -191,7 +191,7 @@ async def find_trigger(connection: Connection, trigger_id: uuid.UUID, workflow: 
 
 
 async def _asked(
-    connection: Connection, trigger_id: uuid.UUID, given: Any, workflow: str | None
+    connection: Connection, trigger_id: TriggerId, given: Any, workflow: str | None
 ) -> tuple[Trigger, WorkflowDefinition, NewTrigger | None]:
     """The trigger as it is, its definition, and the requested trigger (None: unchanged). Raises what is wrong with
     it."""
@@ -217,7 +217,7 @@ async def _decide_again(
         await trigger_gates.replan(connection, after.id)
 
 
-async def _cancel_waiting(connection: Connection, trigger_id: uuid.UUID, reason: str, actor: str) -> int:
+async def _cancel_waiting(connection: Connection, trigger_id: TriggerId, reason: str, actor: str) -> int:
     return await held_deliveries.cancel_of_trigger(connection, trigger_id, reason, actor)
 
 
@@ -232,13 +232,13 @@ async def _moved(connection: Connection, before: TriggerState, action: str, acto
     return after
 
 
-async def _state(connection: Connection, trigger_id: uuid.UUID) -> TriggerState:
+async def _state(connection: Connection, trigger_id: TriggerId) -> TriggerState:
     found = await trigger_gates.get(connection, trigger_id)
     assert found is not None, f"{trigger_id} was just found"
     return found
 
 
-async def _required(connection: Connection, trigger_id: uuid.UUID) -> Trigger:
+async def _required(connection: Connection, trigger_id: TriggerId) -> Trigger:
     found = await store.get(connection, trigger_id)
     assert found is not None, f"{trigger_id} was just written"
     return found

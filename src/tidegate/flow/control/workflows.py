@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import secrets
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from tidegate.model.http_workflow import (
     HttpWorkflowPatch,
     SecretRotation,
 )
+from tidegate.model.ids import RunId
 from tidegate.model.secrets import NO_KEYS, SecretKeys, require_readable
 from tidegate.model.trigger import Trigger, WorkflowDefinition
 from tidegate.store import audit, locks
@@ -242,7 +242,7 @@ def _triggers_in_use(live: Sequence[Trigger]) -> str:
     return f"{names}{more} would launch it; delete them first: tidegate triggers delete ID"
 
 
-def _runs_in_use(unfinished: Sequence[uuid.UUID]) -> str:
+def _runs_in_use(unfinished: Sequence[RunId]) -> str:
     ids = ", ".join(str(run_id) for run_id in unfinished[:MAX_NAMED])
     more = " and more" if len(unfinished) > MAX_NAMED else ""
     return f"{ids}{more} are unfinished; wait for them, or cancel them: tidegate runs cancel ID"

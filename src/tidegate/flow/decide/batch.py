@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -26,7 +25,7 @@ from tidegate.flow.decide.reporting import (
 from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.flow.decide.time_slice import TimeSlice
 from tidegate.model.event import Event
-from tidegate.model.ids import DeliveryId
+from tidegate.model.ids import DeliveryId, EventId, TriggerId
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
@@ -53,7 +52,7 @@ class Delivered(NamedTuple):
     failures: Mapping[str, int] = {}
     decided: Sequence[Decided] = ()
     filtered: Sequence[Filtered] = ()
-    names: Mapping[uuid.UUID, str] = {}
+    names: Mapping[TriggerId, str] = {}
     moves: Sequence[TriggerMove] = ()
     claimed: Sequence[tuple[ClaimedRun, Event]] = ()
     matching_ns: tuple[int, int] | None = None
@@ -293,7 +292,7 @@ async def _matched(index: TriggerIndex, version: int, events: Sequence[Event]) -
     return MatchedBatch(index, version, events, candidates, filtered, (began_ns, epoch_ns()))
 
 
-def _names(candidates: Sequence[Candidate]) -> dict[uuid.UUID, str]:
+def _names(candidates: Sequence[Candidate]) -> dict[TriggerId, str]:
     triggers = {c.trigger.trigger.id: c.trigger for c in candidates}
     return {trigger_id: trigger_name(trigger) for trigger_id, trigger in triggers.items()}
 
@@ -318,7 +317,7 @@ def _candidate(one: Match) -> Candidate:
 
 def _why_not(filtered: Sequence[Filtered], now: datetime) -> list[NewDecision]:
     """One decision for each event that some triggers of its type and source did not match, with the reasons."""
-    by_event: dict[uuid.UUID, list[dict[str, Any]]] = {}
+    by_event: dict[EventId, list[dict[str, Any]]] = {}
     for event, trigger, reason in filtered:
         found = by_event.setdefault(event.id, [])
         if len(found) < MAX_FILTERED:

@@ -6,7 +6,6 @@ in this order: idempotency key, the trigger's pause and breaker, its throttle, i
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -18,7 +17,7 @@ import msgspec
 from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
-from tidegate.model.ids import DeliveryId, RunId
+from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
 from tidegate.model.retry import RetryPolicy, RetryState, next_check_at, why_exhausted
 from tidegate.model.run import ClaimedRun
 from tidegate.model.template import TemplateError
@@ -52,17 +51,17 @@ class Candidate(NamedTuple):
     is_over_budget: bool = False
 
     @property
-    def trigger_id(self) -> uuid.UUID:
+    def trigger_id(self) -> TriggerId:
         return self.trigger.trigger.id
 
     @property
-    def dedupe(self) -> tuple[uuid.UUID, str] | None:
+    def dedupe(self) -> tuple[TriggerId, str] | None:
         """The idempotency key, with its trigger."""
         key = self.keys.dedupe_key
         return None if key is None else (self.trigger_id, key)
 
     @property
-    def slot(self) -> tuple[uuid.UUID, str] | None:
+    def slot(self) -> tuple[TriggerId, str] | None:
         """The trigger and key of which it needs a concurrency slot; None without a limit."""
         return None if self.trigger.trigger.max_concurrency is None else (self.trigger_id, self.keys.concurrency_key)
 
@@ -77,12 +76,12 @@ class DeliveryState:
 
     now: datetime
     policy: RetryPolicy
-    gates: Mapping[uuid.UUID, LockedTrigger] = field(default_factory=dict)
+    gates: Mapping[TriggerId, LockedTrigger] = field(default_factory=dict)
     are_newcomers: bool = True
-    lines: Mapping[uuid.UUID, int] = field(default_factory=dict)
-    slots: dict[tuple[uuid.UUID, str], Slots] = field(default_factory=dict)
-    keys: dict[tuple[uuid.UUID, str], RunId | None] = field(default_factory=dict)
-    taken: set[tuple[uuid.UUID, str]] = field(default_factory=set)
+    lines: Mapping[TriggerId, int] = field(default_factory=dict)
+    slots: dict[tuple[TriggerId, str], Slots] = field(default_factory=dict)
+    keys: dict[tuple[TriggerId, str], RunId | None] = field(default_factory=dict)
+    taken: set[tuple[TriggerId, str]] = field(default_factory=set)
 
     def policy_of(self, candidate: Candidate) -> RetryPolicy:
         return candidate.trigger.trigger.retry or self.policy
@@ -163,7 +162,7 @@ def launched(candidate: Candidate) -> Decided:
     )  # fmt: skip
 
 
-def dead_letters(all_decided: Sequence[Decided]) -> list[tuple[uuid.UUID, uuid.UUID, str, dict[str, Any]]]:
+def dead_letters(all_decided: Sequence[Decided]) -> list[tuple[DeliveryId, EventId, str, dict[str, Any]]]:
     """The dead letters of deliveries that are not retried: an operator may fix the cause and replay them."""
     return [
         (d.id, d.event_id, d.last_error or "", {"attempts": d.retry_attempts})

@@ -5,12 +5,12 @@ Shared by new events (`batch`) and waiting deliveries (`hold.delivery_retry`), i
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from tidegate.flow.decide.deliver import Candidate, DeliveryState
+from tidegate.model.ids import TriggerId
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy
 from tidegate.model.trigger_gate import TriggerMove
@@ -30,8 +30,8 @@ async def load_state(
     policy: RetryPolicy,
     now: datetime,
     are_newcomers: bool = True,
-    gates: dict[uuid.UUID, LockedTrigger] | None = None,
-    slots: dict[tuple[uuid.UUID, str], Slots] | None = None,
+    gates: dict[TriggerId, LockedTrigger] | None = None,
+    slots: dict[tuple[TriggerId, str], Slots] | None = None,
 ) -> DeliveryState:
     """Lock the triggers that have a limit, a pause, a breaker state or a failure, and read lines, slots and keys."""
     if gates is None:
@@ -96,10 +96,10 @@ async def save_state(
     return moves
 
 
-def _overtaken(state: DeliveryState, decided: Sequence[Decided]) -> dict[uuid.UUID, int]:
+def _overtaken(state: DeliveryState, decided: Sequence[Decided]) -> dict[TriggerId, int]:
     """The triggers whose line already holds later arrivals, with the earliest sequence that joined late: a new delivery
     whose event its source had held, or a delivery that had waited for something else."""
-    found: dict[uuid.UUID, int] = {}
+    found: dict[TriggerId, int] = {}
     for one in decided:
         is_in_line = one.retry_state == "scheduled" and one.reason in held_deliveries.IN_LINE
         if is_in_line and (not state.are_newcomers or one.ingress_sequence < state.lines.get(one.trigger_id, 0)):
@@ -108,21 +108,21 @@ def _overtaken(state: DeliveryState, decided: Sequence[Decided]) -> dict[uuid.UU
 
 
 def count(
-    decided: Sequence[Decided], filtered: Iterable[uuid.UUID] = (), *, are_newcomers: bool
+    decided: Sequence[Decided], filtered: Iterable[TriggerId] = (), *, are_newcomers: bool
 ) -> list[TriggerTotals]:
     """The counts of a batch by trigger, for the totals."""
-    counts: dict[uuid.UUID, Counter[str]] = {}
+    counts: dict[TriggerId, Counter[str]] = {}
     for trigger_id, number in Counter(filtered).items():
         counts.setdefault(trigger_id, Counter())["filtered"] += number
     for (trigger_id, status), number in Counter((one.trigger_id, one.status) for one in decided).items():
         found = counts.setdefault(trigger_id, Counter())
         found[status] += number
         found["matched"] += number if are_newcomers else 0
-    last: dict[uuid.UUID, Decided] = {one.trigger_id: one for one in decided}
+    last: dict[TriggerId, Decided] = {one.trigger_id: one for one in decided}
     return [_totals(trigger_id, found, last.get(trigger_id)) for trigger_id, found in sorted(counts.items())]
 
 
-def _totals(trigger_id: uuid.UUID, found: Counter[str], last: Decided | None) -> TriggerTotals:
+def _totals(trigger_id: TriggerId, found: Counter[str], last: Decided | None) -> TriggerTotals:
     return TriggerTotals(
         trigger_id=trigger_id,
         filtered=found["filtered"],

@@ -9,7 +9,6 @@ can affect and writes it in one statement; everything else takes the general pat
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
@@ -26,6 +25,7 @@ from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.flow.decide.spans import EventSpans, newcomers_gated
 from tidegate.flow.decide.time_slice import MAX_WORK_SECONDS, TooLong
 from tidegate.model.event import Event
+from tidegate.model.ids import EventId
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.source import SOURCE_BREAKER, SourceBreakerPolicy
 from tidegate.store import decisions, events, ingress_retries, locks
@@ -63,7 +63,7 @@ class DecidedBatch(NamedTuple):
     held: Sequence[IngressRetry] = ()
     delivered: Delivered = Delivered()
     expired: Sequence[IngressRetry] = ()
-    correlation_ids: Mapping[uuid.UUID, str] = {}
+    correlation_ids: Mapping[EventId, str] = {}
     spans: EventSpans | None = None
 
 
@@ -250,9 +250,7 @@ class Dispatch:
             held=len(verdict.held),
             expired=len(verdict.expired),
         )
-        correlation_ids: dict[uuid.UUID, str] = (
-            {event.id: event.correlation_id for event in newcomers} if waiting else {}
-        )
+        correlation_ids: dict[EventId, str] = {event.id: event.correlation_id for event in newcomers} if waiting else {}
         return DecidedBatch(outcome, verdict.held, delivered, verdict.expired, correlation_ids)
 
     async def _one_by_one(self) -> DispatchCounts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -11,6 +10,7 @@ from typing import Any
 from tidegate.errors import first_line
 from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.model.event import Event
+from tidegate.model.ids import TriggerId
 from tidegate.model.run import ClaimedRun, FinishedRun
 from tidegate.model.trigger import CompiledTrigger
 from tidegate.model.trigger_gate import TriggerMove
@@ -43,7 +43,7 @@ def held_line(one: Decided, now: datetime) -> NewDecision:
     )
 
 
-def report_deliveries(decided: Sequence[Decided], names: Mapping[uuid.UUID, str], *, are_newcomers: bool) -> None:
+def report_deliveries(decided: Sequence[Decided], names: Mapping[TriggerId, str], *, are_newcomers: bool) -> None:
     """Count and log, after the commit, what was decided about deliveries."""
     for (trigger_id, status), count in Counter((d.trigger_id, d.status) for d in decided).items():
         name = names.get(trigger_id, str(trigger_id))

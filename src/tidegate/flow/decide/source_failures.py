@@ -5,10 +5,10 @@ Their events were counted as successes when they were delivered; each failed run
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from tidegate.model.ids import EventId, RunId, TriggerId
 from tidegate.model.source import SourceBreakerPolicy
 from tidegate.store import locks, sources
 from tidegate.store.db import Connection
@@ -23,21 +23,21 @@ class SourceMove(NamedTuple):
     source: str
     move: str
     reason: str | None
-    event_id: uuid.UUID | None = None
+    event_id: EventId | None = None
     correlation_id: str | None = None
-    trigger_id: uuid.UUID | None = None
-    run_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
+    run_id: RunId | None = None
 
 
 class Blamed(NamedTuple):
     """The sources that count the failed runs, under their row locks."""
 
-    source_of: dict[uuid.UUID, str]
+    source_of: dict[RunId, str]
     locked: dict[str, LockedSource]
     default: SourceBreakerPolicy
 
 
-async def lock(connection: Connection, failed: Sequence[uuid.UUID], default: SourceBreakerPolicy) -> Blamed | None:
+async def lock(connection: Connection, failed: Sequence[RunId], default: SourceBreakerPolicy) -> Blamed | None:
     """Lock the sources that count these runs; None when no source does. Call it before locking any trigger."""
     source_of = await sources.counting_runs(connection, failed, default)
     if not source_of:
@@ -50,7 +50,7 @@ async def lock(connection: Connection, failed: Sequence[uuid.UUID], default: Sou
 
 
 async def count_failed(
-    connection: Connection, blamed: Blamed, ended: Sequence[EndedRun], non_retryable: Collection[uuid.UUID]
+    connection: Connection, blamed: Blamed, ended: Sequence[EndedRun], non_retryable: Collection[RunId]
 ) -> list[SourceMove]:
     """Count the runs that ended as failed; the breakers that moved."""
     now = await locks.now(connection)

@@ -6,7 +6,6 @@ that continues after a crash uses the same trace. An event without a `traceparen
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -17,6 +16,7 @@ import msgspec
 from tidegate.clock import epoch_ns
 from tidegate.flow.decide.batch import Delivered
 from tidegate.model.event import Event, trace_id
+from tidegate.model.ids import EventId, TriggerId
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.store.deliveries import Decided
 from tidegate.telemetry import traces
@@ -37,11 +37,11 @@ class EventSpans:
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._began_ns = epoch_ns()
-        self._roots: dict[uuid.UUID, traces.Span] = {}
+        self._roots: dict[EventId, traces.Span] = {}
         self.events = [event if trace_id(event.traceparent) else self._rooted(event) for event in events]
 
     @property
-    def started(self) -> dict[uuid.UUID, str]:
+    def started(self) -> dict[EventId, str]:
         """The `traceparent` of the traces that begin here, by event; the same transaction must store them."""
         return {event_id: root.traceparent for event_id, root in self._roots.items()}
 
@@ -51,7 +51,7 @@ class EventSpans:
         matching = delivered.matching_ns or (ended_ns, ended_ns)
         fired = Counter(one.event_id for one in delivered.decided)
         filtered = Counter(one.event.id for one in delivered.filtered)
-        by_id: dict[uuid.UUID, Event] = {}
+        by_id: dict[EventId, Event] = {}
         for event, decision, attempt, reason, next_attempt_at in gated:
             by_id[event.id] = event
             span = traces.begin(
@@ -97,8 +97,8 @@ def newcomers_gated(
 
 def record_deliveries(
     decided: Iterable[Decided],
-    names: Mapping[uuid.UUID, str],
-    events: Mapping[uuid.UUID, Event],
+    names: Mapping[TriggerId, str],
+    events: Mapping[EventId, Event],
     began_ns: int,
     ended_ns: int,
 ) -> None:

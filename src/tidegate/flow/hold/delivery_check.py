@@ -12,6 +12,7 @@ from tidegate.flow.decide.deliver import Candidate
 from tidegate.model.budget import OverBudget
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
+from tidegate.model.ids import DefinitionId, TriggerId
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import OPEN_PAUSE, Hold
 from tidegate.model.trigger import TriggerIndex
@@ -20,6 +21,8 @@ from tidegate.store.trigger_gates import LockedTrigger
 
 # When a delivery is due again whose trigger this worker cannot read.
 UNREADABLE = timedelta(seconds=30)
+# Of a delivery whose trigger is not known here: it launches nothing.
+_NO_DEFINITION = DefinitionId(uuid.UUID(int=0))
 
 
 @dataclass(slots=True)
@@ -28,9 +31,9 @@ class DeliveryFacts:
 
     now: datetime
     index: TriggerIndex
-    gates: dict[uuid.UUID, LockedTrigger]
+    gates: dict[TriggerId, LockedTrigger]
     paused_sources: dict[str, Hold]
-    replanned: list[uuid.UUID] = field(default_factory=list)
+    replanned: list[TriggerId] = field(default_factory=list)
     room_at: datetime | None = None
 
 
@@ -89,7 +92,7 @@ def _without_trigger(
         status=status,
         last_error=text,
         run_id=None,
-        workflow_definition_id=uuid.UUID(int=0),
+        workflow_definition_id=_NO_DEFINITION,
         correlation_id=event.correlation_id,
         parameters="{}",
         concurrency_key=row.concurrency_key,

@@ -7,7 +7,6 @@ concurrency slot uses no attempt.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from tidegate import failpoints
 from tidegate.flow.hold.replan import Replan
 from tidegate.model.delivery import DeliveryStatus
+from tidegate.model.ids import EventId, TriggerId
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy, why_exhausted
 from tidegate.store import decisions, deliveries, held_deliveries, locks, trigger_gates
 from tidegate.store.db import Connection
@@ -48,19 +48,19 @@ class DeliveryPlans:
         self._policy = policy
         self._after_move = after_move
 
-    async def start(self, connection: Connection) -> tuple[list[uuid.UUID], int]:
+    async def start(self, connection: Connection) -> tuple[list[TriggerId], int]:
         """Also makes deliveries due that waited for their source, once it is resumed."""
         subjects = await trigger_gates.list_replanning(connection)
         return subjects, await deliveries.release_sources(connection, RELEASE_BATCH)
 
-    async def open(self, connection: Connection, subject: uuid.UUID) -> DeliveryPlan | None:
+    async def open(self, connection: Connection, subject: TriggerId) -> DeliveryPlan | None:
         await locks.share(connection, [])  # so that the trigger cannot be changed while we wait for its row
         locked = (await trigger_gates.lock(connection, always=[subject])).get(subject)
         if locked is None or not locked.is_replanning:
             return None
         return DeliveryPlan(connection, subject, locked, self._policy)
 
-    def committed(self, subject: uuid.UUID, written: PlannedDeliveries) -> int:
+    def committed(self, subject: TriggerId, written: PlannedDeliveries) -> int:
         exhausted = [one for one in written.refused if one.retry_state == "exhausted"]
         metrics.DELIVERY_RETRIES.labels("rescheduled").inc(len(written.refused) - len(exhausted))
         metrics.DELIVERY_RETRIES.labels("exhausted").inc(len(exhausted))
@@ -71,10 +71,10 @@ class DeliveryPlans:
             self._after_move(waiting)
         return len(written.moved) + written.woken
 
-    def finished(self, subject: uuid.UUID, count: int) -> None:
+    def finished(self, subject: TriggerId, count: int) -> None:
         _log.info("trigger.replanned", trigger_id=str(subject), count=count)
 
-    def failed(self, subject: uuid.UUID, error: Exception) -> None:
+    def failed(self, subject: TriggerId, error: Exception) -> None:
         _log.error("trigger.replan_failed", trigger_id=str(subject), error=error, exc_info=error)
 
 
@@ -82,7 +82,7 @@ class DeliveryPlan:
     """The plan of one trigger, locked by this transaction."""
 
     def __init__(
-        self, connection: Connection, trigger_id: uuid.UUID, locked: LockedTrigger, policy: RetryPolicy
+        self, connection: Connection, trigger_id: TriggerId, locked: LockedTrigger, policy: RetryPolicy
     ) -> None:
         self._connection = connection
         self._trigger_id = trigger_id
@@ -168,10 +168,10 @@ class DeliveryPlan:
         return refused_at is not None and row.next_attempt_at <= refused_at
 
 
-DeliveryReplan = Replan[uuid.UUID, Stale, PlannedDeliveries]
+DeliveryReplan = Replan[TriggerId, Stale, PlannedDeliveries]
 
 
-def _recorded(one: Moved, event_id: uuid.UUID, trigger_id: uuid.UUID, now: datetime) -> NewDecision:
+def _recorded(one: Moved, event_id: EventId, trigger_id: TriggerId, now: datetime) -> NewDecision:
     decision = "exhausted" if one.retry_state == "exhausted" else "rescheduled"
     return NewDecision(event_id, now, "deliver", decision, one.last_error, one.next_attempt_at, one.retry_attempts,
                     trigger_id=trigger_id)  # fmt: skip

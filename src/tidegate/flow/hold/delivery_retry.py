@@ -7,7 +7,6 @@ soon, it requests a replan of the trigger.
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -28,6 +27,7 @@ from tidegate.flow.decide.time_slice import TimeSlice
 from tidegate.flow.hold.delivery_check import DeliveryFacts, claimed_run, recheck
 from tidegate.flow.run.finish import Gates
 from tidegate.model.event import Event
+from tidegate.model.ids import DeliveryId, EventId, TriggerId
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy, room_soon
@@ -57,12 +57,12 @@ class DeliveryTurn(NamedTuple):
     claimed: Sequence[tuple[ClaimedRun, Event]] = ()
     woken: int = 0
     decided: Sequence[Decided] = ()
-    names: Mapping[uuid.UUID, str] = MappingProxyType({})
+    names: Mapping[TriggerId, str] = MappingProxyType({})
     moves: Sequence[TriggerMove] = ()
-    replanned: tuple[uuid.UUID, ...] = ()
+    replanned: tuple[TriggerId, ...] = ()
     room_at: datetime | None = None
     now: datetime | None = None
-    events: Mapping[uuid.UUID, Event] = MappingProxyType({})
+    events: Mapping[EventId, Event] = MappingProxyType({})
     began_ns: int = 0
 
 
@@ -113,7 +113,7 @@ class DeliveryRetry:
 
     async def _locking(self, due: Sequence[DueDelivery], *, are_named: bool = False) -> DeliveryTurn:
         """A turn; repeated when it needs the lock of a trigger that it has not locked."""
-        always: frozenset[uuid.UUID] = frozenset()
+        always: frozenset[TriggerId] = frozenset()
         while True:
             try:
                 return await self._database.run(partial(self._turn, due=due, always=always, are_named=are_named))
@@ -157,7 +157,7 @@ class DeliveryRetry:
             self._after_plan()
 
     async def _turn(
-        self, connection: Connection, due: Sequence[DueDelivery], always: frozenset[uuid.UUID], are_named: bool
+        self, connection: Connection, due: Sequence[DueDelivery], always: frozenset[TriggerId], are_named: bool
     ) -> DeliveryTurn:
         facts = await self._facts(connection, due, always)
         if not are_named:
@@ -166,7 +166,7 @@ class DeliveryRetry:
         return await self._decide(connection, facts, taken)
 
     async def _facts(
-        self, connection: Connection, due: Sequence[DueDelivery], always: frozenset[uuid.UUID]
+        self, connection: Connection, due: Sequence[DueDelivery], always: frozenset[TriggerId]
     ) -> DeliveryFacts:
         names = sorted({one.source for one in due if one.source})
         await locks.share(connection, names)
@@ -188,7 +188,7 @@ class DeliveryRetry:
         of_each = max(Counter(one.trigger_id for one in due).values())
         shared = {one.source for one in due}
         found = [one for one in due if one.trigger_id not in facts.gates]
-        closed: set[uuid.UUID] = set()
+        closed: set[TriggerId] = set()
         for one in await deliveries.list_due(connection, list(facts.gates), of_each, facts.now):
             if one.source not in shared:
                 closed.add(one.trigger_id)
@@ -201,7 +201,7 @@ class DeliveryRetry:
         connection: Connection,
         facts: DeliveryFacts,
         taken: Sequence[Taken],
-        slots: dict[tuple[uuid.UUID, str], Slots] | None = None,
+        slots: dict[tuple[TriggerId, str], Slots] | None = None,
         claim: Claim = NOBODY,
     ) -> DeliveryTurn:
         began_ns = epoch_ns()
@@ -256,12 +256,12 @@ class DeliveryRetry:
 
     async def _with_room(
         self, connection: Connection, facts: DeliveryFacts, due: Sequence[DueDelivery]
-    ) -> list[uuid.UUID]:
+    ) -> list[DeliveryId]:
         """The due deliveries that may be taken now; for triggers without room, a replan is requested if needed."""
-        by_trigger: dict[uuid.UUID, list[DueDelivery]] = {}
+        by_trigger: dict[TriggerId, list[DueDelivery]] = {}
         for one in due:
             by_trigger.setdefault(one.trigger_id, []).append(one)
-        chosen: list[uuid.UUID] = []
+        chosen: list[DeliveryId] = []
         for trigger_id, mine in by_trigger.items():
             locked, ids = facts.gates.get(trigger_id), [one.id for one in mine]
             if locked is None:

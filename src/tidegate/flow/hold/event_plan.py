@@ -6,7 +6,6 @@ maximum age, the event is `exhausted` and becomes a dead letter. Waiting for a p
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from tidegate import failpoints
 from tidegate.flow.decide import batch, gate
 from tidegate.flow.decide.gate import OpenGates
 from tidegate.flow.hold.replan import Replan
+from tidegate.model.ids import EventId
 from tidegate.model.retry import RetryPolicy, next_attempt_at, why_exhausted
 from tidegate.store import decisions, ingress_retries, sources
 from tidegate.store.db import Connection
@@ -32,7 +32,7 @@ class PlannedEvents(NamedTuple):
 
     settled: Sequence[Settled]
     refused: Sequence[Settled]
-    correlation_ids: Mapping[uuid.UUID, str]
+    correlation_ids: Mapping[EventId, str]
 
 
 class EventPlans:

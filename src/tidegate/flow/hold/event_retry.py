@@ -6,7 +6,6 @@ room and none comes soon (the source was paused meanwhile, or this worker is lat
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -21,6 +20,7 @@ from tidegate.flow.decide.gate import OpenGates
 from tidegate.flow.decide.one_by_one import error_text, one_by_one
 from tidegate.flow.decide.spans import EventSpans, Gated
 from tidegate.model.event import Event
+from tidegate.model.ids import EventId
 from tidegate.model.source import SOURCE_BREAKER, SourceBreakerPolicy, room_soon
 from tidegate.store import decisions, events, ingress_retries
 from tidegate.store.db import Connection, Database
@@ -144,11 +144,11 @@ class EventRetry:
             total = total.plus(turn)
         return total
 
-    async def _retry_one(self, due: tuple[str, uuid.UUID]) -> EventTurn:
+    async def _retry_one(self, due: tuple[str, EventId]) -> EventTurn:
         source, event_id = due
         return await self._database.run(partial(self._take, names=[source], batch_size=1, only=event_id))
 
-    async def _exhaust(self, due: tuple[str, uuid.UUID], error: Exception) -> EventTurn:
+    async def _exhaust(self, due: tuple[str, EventId], error: Exception) -> EventTurn:
         (source, event_id), reason = due, error_text(error)
         found = await self._database.run(partial(self._dead_letter, source=source, event_id=event_id, reason=reason))
         for row, correlation_id in found:
@@ -157,7 +157,7 @@ class EventRetry:
         return EventTurn(due=len(found), expired=len(found))
 
     async def _dead_letter(
-        self, connection: Connection, source: str, event_id: uuid.UUID, reason: str
+        self, connection: Connection, source: str, event_id: EventId, reason: str
     ) -> list[tuple[DueEvent, str | None]]:
         """Dead-letter the event if it is still due; the row and its correlation id."""
         gates = await gate.open_gates(connection, [source])
@@ -178,7 +178,7 @@ class EventRetry:
         return await self._take(connection, names, self._batch_size) if names else EventTurn()
 
     async def _take(
-        self, connection: Connection, names: list[str], batch_size: int, only: uuid.UUID | None = None
+        self, connection: Connection, names: list[str], batch_size: int, only: EventId | None = None
     ) -> EventTurn:
         gates = await gate.open_gates(connection, names)
         taken: dict[str, list[DueEvent]] = {}

@@ -14,7 +14,7 @@ from tidegate.clock import monotonic
 from tidegate.flow.decide.reporting import log_source_moves, log_trigger_moves
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Freed
-from tidegate.model.ids import RunId
+from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.run import MAX_TRIALS, FinishedRun, Run
 from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.queue.port import Queue, Wakeup
@@ -98,7 +98,7 @@ class Reconcile:
             log_source_moves(freed.source_moves)
 
     async def _fail_killer(
-        self, connection: Connection, *, run_id: uuid.UUID, trigger_id: uuid.UUID | None
+        self, connection: Connection, *, run_id: RunId, trigger_id: TriggerId | None
     ) -> tuple[Run, Freed] | None:
         end = partial(runs.fail_killer, connection, run_id, KILLS_WORKERS, MAX_TRIALS)
         freed = await finish.fail_waiting(connection, run_id, trigger_id, end, self._breaker, self._source_breaker)

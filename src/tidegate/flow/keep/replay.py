@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from tidegate import failpoints
 from tidegate.errors import Conflict
 from tidegate.flow.decide.one_by_one import MAX_ERROR_CHARACTERS, error_text, one_by_one
+from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, StepId
 from tidegate.queue.port import Topic
 from tidegate.store import audit, dead_letters, decisions, locks, trigger_gates
 from tidegate.store.db import Connection, Database
@@ -84,7 +85,7 @@ class Replay:
             self._after_replay(kinds)
         return outcomes["replayed"] + outcomes["refused"]
 
-    async def _due(self) -> list[uuid.UUID]:
+    async def _due(self) -> list[DeadLetterId]:
         async with self._database.connection() as connection:
             seconds = await dead_letters.next_due_seconds(connection)
             if seconds is None or seconds > 0:
@@ -104,7 +105,7 @@ class Replay:
         async with self._database.connection() as connection:
             return await dead_letters.next_due_seconds(connection)
 
-    async def _replay(self, letter_id: uuid.UUID) -> tuple[Outcome, str | None]:
+    async def _replay(self, letter_id: DeadLetterId) -> tuple[Outcome, str | None]:
         letter, into = await self._database.run(partial(self._one, letter_id=letter_id))
         if letter is None:
             return "lost", None
@@ -114,7 +115,9 @@ class Replay:
                   into=into, actor=letter.replay_by)  # fmt: skip
         return "replayed", letter.kind
 
-    async def _one(self, connection: Connection, letter_id: uuid.UUID) -> tuple[LockedLetter | None, uuid.UUID | None]:
+    async def _one(
+        self, connection: Connection, letter_id: DeadLetterId
+    ) -> tuple[LockedLetter | None, uuid.UUID | None]:
         letter = await dead_letters.lock_due(connection, letter_id)
         if letter is None:
             return None, None
@@ -122,7 +125,7 @@ class Replay:
         failpoints.hit("replay.before_commit")
         return letter, done.into
 
-    async def _refuse(self, letter_id: uuid.UUID, error: Exception) -> tuple[Outcome, str | None]:
+    async def _refuse(self, letter_id: DeadLetterId, error: Exception) -> tuple[Outcome, str | None]:
         why = str(error) if isinstance(error, Conflict) else error_text(error)
         outcome = await self._database.run(partial(_mark_refused, letter_id=letter_id, why=why))
         if outcome == "refused":
@@ -130,15 +133,15 @@ class Replay:
         return outcome, None
 
 
-async def _mark_refused(connection: Connection, letter_id: uuid.UUID, why: str) -> Outcome:
+async def _mark_refused(connection: Connection, letter_id: DeadLetterId, why: str) -> Outcome:
     if await dead_letters.lock_due(connection, letter_id) is None:
         return "lost"
     await dead_letters.mark_refused(connection, letter_id, why[:MAX_ERROR_CHARACTERS])
     return "refused"
 
 
-async def _event(connection: Connection, letter: LockedLetter, actor: str) -> uuid.UUID:
-    found = await dead_letters.describe_event(connection, letter.subject_id)
+async def _event(connection: Connection, letter: LockedLetter, actor: str) -> EventId:
+    found = await dead_letters.describe_event(connection, EventId(letter.subject_id))
     if found is None:
         raise Conflict(f"event {letter.subject_id} no longer exists")
     if found.deliveries:
@@ -153,28 +156,29 @@ async def _event(connection: Connection, letter: LockedLetter, actor: str) -> uu
     return found.id
 
 
-async def _delivery(connection: Connection, letter: LockedLetter, actor: str) -> uuid.UUID:
-    found = await dead_letters.describe_delivery(connection, letter.subject_id)
+async def _delivery(connection: Connection, letter: LockedLetter, actor: str) -> DeliveryId:
+    delivery_id = DeliveryId(letter.subject_id)
+    found = await dead_letters.describe_delivery(connection, delivery_id)
     if found is None or letter.event_id is None:
-        raise Conflict(f"delivery {letter.subject_id} no longer exists")
+        raise Conflict(f"delivery {delivery_id} no longer exists")
     # The lock excludes changes and deletions of triggers, so that what is read here is valid until the commit.
     await locks.share_all(connection)
     await trigger_gates.lock(connection, always=[found.trigger_id])
-    found = await dead_letters.describe_delivery(connection, letter.subject_id) or found
+    found = await dead_letters.describe_delivery(connection, delivery_id) or found
     if found.is_trigger_deleted or found.trigger_status != "active":
         state = "deleted" if found.is_trigger_deleted else found.trigger_status
         raise Conflict(f"trigger {found.trigger_id} is {state}: nothing would decide the delivery")
-    if not await dead_letters.replay_delivery(connection, letter.subject_id, letter.event_id, letter.id, actor):
-        raise Conflict(f"delivery {letter.subject_id} is already active: it is {found.status}")
+    if not await dead_letters.replay_delivery(connection, delivery_id, letter.event_id, letter.id, actor):
+        raise Conflict(f"delivery {delivery_id} is already active: it is {found.status}")
     line = NewDecision(
         letter.event_id, None, "deliver", "replayed", f"from dead letter {letter.id}", actor=actor,
         trigger_id=found.trigger_id,
     )  # fmt: skip
     await decisions.insert(connection, [line])
-    return letter.subject_id
+    return delivery_id
 
 
-async def _run(connection: Connection, letter: LockedLetter, actor: str) -> uuid.UUID | None:
+async def _run(connection: Connection, letter: LockedLetter, actor: str) -> RunId | None:
     await locks.share_all(connection)  # excludes changes of the workflow and the trigger until the commit
     found = await dead_letters.describe_run(connection, letter.subject_id)
     if found is None:
@@ -191,7 +195,7 @@ async def _run(connection: Connection, letter: LockedLetter, actor: str) -> uuid
             slots = await trigger_gates.slots(connection, [(found.trigger_id, key)])
             if slots[found.trigger_id, key].in_use >= most:
                 return None
-    step_id = letter.subject_id if letter.kind == "step" else None
+    step_id = StepId(letter.subject_id) if letter.kind == "step" else None
     if not await dead_letters.replay_run(connection, found, step_id, letter.id, key):
         raise Conflict(f"run {found.id} was already resumed")
     if letter.event_id is not None:

@@ -6,7 +6,6 @@ reject a second one.
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from tidegate import failpoints
 from tidegate.clock import uuid7
 from tidegate.model.event import NewEvent
+from tidegate.model.ids import DefinitionId, EventId
 from tidegate.model.schedule import SOURCE, ScheduleSpec, latest, next_after, tick_event, tick_text
 from tidegate.store import events, locks
 from tidegate.store import schedules as store
@@ -44,7 +44,7 @@ class _Published(NamedTuple):
     """What one transaction did: ticks with the ids of new events, schedules that were reset, and unreadable ones."""
 
     ticks: list[_Tick]
-    new: set[uuid.UUID]
+    new: set[EventId]
     reset: list[tuple[DueSchedule, Advanced]]
     invalid: list[tuple[DueSchedule, ValueError]]
 
@@ -55,7 +55,7 @@ class Scheduler:
     def __init__(
         self,
         database: Database,
-        definitions: Iterable[uuid.UUID],
+        definitions: Iterable[DefinitionId],
         *,
         batch_size: int,
         after_publish: Callable[[], None] = lambda: None,
@@ -113,7 +113,7 @@ class DeclaredSchedule(NamedTuple):
 
 
 async def declare(
-    connection: Connection, workflow: str, definition_id: uuid.UUID, spec: ScheduleSpec | None
+    connection: Connection, workflow: str, definition_id: DefinitionId, spec: ScheduleSpec | None
 ) -> DeclaredSchedule | None:
     """Store a workflow's schedule as declared in code, in the caller's transaction; None when it was stored before. A
     changed one starts from now."""

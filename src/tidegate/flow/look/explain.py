@@ -16,6 +16,7 @@ from tidegate.flow.decide.time_slice import TimeSlice
 from tidegate.model.budget import OverBudget
 from tidegate.model.delivery import Delivery
 from tidegate.model.event import Event
+from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.run import Run
 from tidegate.model.trigger import CompiledTrigger
@@ -32,10 +33,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decision: str
     reason: str | None = None
     workflow: str | None = None
-    trigger_id: uuid.UUID | None = None
+    trigger_id: TriggerId | None = None
     trigger: str | None = None
-    delivery_id: uuid.UUID | None = None
-    run_id: uuid.UUID | None = None
+    delivery_id: DeliveryId | None = None
+    run_id: RunId | None = None
     until: datetime | None = None
     waits_for: str | None = None
     attempt: int | None = None
@@ -45,7 +46,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Every decision about an event."""
 
-    event_id: uuid.UUID
+    event_id: EventId
     external_id: str | None
     type: str
     source: str
@@ -103,7 +104,7 @@ async def explain(connection: Connection, event_id: str) -> Explanation:
 async def _delivered(connection: Connection, event: Event) -> list[Decision]:
     story = []
     decided = await deliveries.list_of_event(connection, event.id)
-    names: dict[uuid.UUID, tuple[str, str]] = {
+    names: dict[TriggerId, tuple[str, str]] = {
         delivery.trigger_id: (trigger_name, workflow) for delivery, trigger_name, workflow in decided
     }
     lines = await decisions.list_of_event(connection, event.id)
@@ -165,12 +166,12 @@ async def _needs_resuming(connection: Connection, source: str) -> bool:
 
 
 async def _filtered(
-    connection: Connection, event: Event, *, known: Collection[uuid.UUID], lines: list[NewDecision]
+    connection: Connection, event: Event, *, known: Collection[TriggerId], lines: list[NewDecision]
 ) -> list[Decision]:
     """The triggers that the event did not fire: with the recorded reason, or else evaluated as they are now."""
     found = {
-        uuid.UUID(one["trigger_id"]): _filtered_line(
-            uuid.UUID(one["trigger_id"]), one["trigger"], one["workflow"], line.at, one["reason"]
+        (trigger_id := TriggerId(uuid.UUID(one["trigger_id"]))): _filtered_line(
+            trigger_id, one["trigger"], one["workflow"], line.at, one["reason"]
         )
         for line in lines
         if line.stage == "match"
@@ -196,13 +197,13 @@ def _as_it_is_now(compiled: CompiledTrigger, envelope: dict[str, Any]) -> str:
     return reason or "it would match now: it was created or changed after the event was decided"
 
 
-def _filtered_line(trigger_id: uuid.UUID, name: str, workflow: str, at: datetime | None, reason: str) -> Decision:
+def _filtered_line(trigger_id: TriggerId, name: str, workflow: str, at: datetime | None, reason: str) -> Decision:
     return Decision(
         at=at, stage="match", decision="filtered", reason=reason, workflow=workflow, trigger_id=trigger_id, trigger=name
     )
 
 
-def _delivery_line(line: NewDecision, names: dict[uuid.UUID, tuple[str, str]]) -> Decision:
+def _delivery_line(line: NewDecision, names: dict[TriggerId, tuple[str, str]]) -> Decision:
     name, workflow = names.get(line.trigger_id, (None, None)) if line.trigger_id else (None, None)
     return msgspec.structs.replace(_recorded_line(line), trigger_id=line.trigger_id, trigger=name, workflow=workflow)
 
@@ -219,7 +220,7 @@ def _recorded_line(line: NewDecision) -> Decision:
     )
 
 
-def _run_line(run: Run, trigger_id: uuid.UUID, trigger: str) -> Decision:
+def _run_line(run: Run, trigger_id: TriggerId, trigger: str) -> Decision:
     return Decision(
         at=run.finished_at or run.started_at or run.created_at,
         stage="run",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from tidegate.errors import Unavailable
 from tidegate.flow.run.execution import Execution
 from tidegate.flow.run.states import RELEASED
 from tidegate.model.event import Event
+from tidegate.model.ids import DefinitionId, RunId
 from tidegate.model.run import ClaimedRun, Step
 from tidegate.model.step import Closing
 from tidegate.store import events, runs, steps
@@ -44,7 +44,7 @@ class DueRuns:
         self._worker = worker
         self._lease_ms = lease_ms
 
-    async def claim(self, definitions: Sequence[uuid.UUID], limit: int) -> list[ReadyRun]:
+    async def claim(self, definitions: Sequence[DefinitionId], limit: int) -> list[ReadyRun]:
         """Runs that are due, except suspects."""
         async with self._database.transaction() as connection:
             claimed = await runs.claim_due(
@@ -52,7 +52,9 @@ class DueRuns:
             )
             return await _ready(connection, claimed)
 
-    async def claim_suspect(self, definitions: Sequence[uuid.UUID], *, is_counted: bool) -> tuple[ReadyRun, int] | None:
+    async def claim_suspect(
+        self, definitions: Sequence[DefinitionId], *, is_counted: bool
+    ) -> tuple[ReadyRun, int] | None:
         """One suspect, to be executed alone, and how often in a row its workers have died."""
         async with self._database.transaction() as connection:
             found = await runs.claim_suspect(
@@ -85,8 +87,8 @@ class Claims:
 
     def __init__(self, held: Callable[[], Iterable[ClaimedRun]]) -> None:
         self._held = held
-        self._now: dict[uuid.UUID, int] = {}
-        self._before: dict[uuid.UUID, int] = {}
+        self._now: dict[RunId, int] = {}
+        self._before: dict[RunId, int] = {}
 
     def take(self, run: ClaimedRun) -> bool:
         """Take a claim up; False when it was taken up before."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,6 +27,7 @@ from tidegate.flow.run.states import EXECUTING, FINISHED, LOST, SUSPENDED, WRITI
 from tidegate.flow.run.stopping import EarlierExecutions
 from tidegate.flow.run.workflow import Workflow
 from tidegate.model.event import Event
+from tidegate.model.ids import RunId
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.run import ClaimedRun, FinishedRun, Step
 from tidegate.model.step import SuspendedRun
@@ -265,7 +265,7 @@ class Executions:
             _log.warning("run.lease_lost", **run_fields(run, execution.event))
             self.stop(execution)
 
-    def cancelled(self, run_id: uuid.UUID) -> None:
+    def cancelled(self, run_id: RunId) -> None:
         """A run that may be executed here is to be cancelled."""
         for execution in self.held():
             if execution.run.id == run_id:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from tidegate.flow.decide import source_failures
 from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.model.event import Event
+from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.run import ClaimedRun, FinishedRun
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.template import TemplateError
@@ -28,7 +29,7 @@ from tidegate.store.trigger_gates import LockedTrigger, NextInLine
 REKEY_BATCH = 1000
 
 
-Gates = dict[uuid.UUID, LockedTrigger]
+Gates = dict[TriggerId, LockedTrigger]
 
 
 class Filled(Protocol):
@@ -50,7 +51,7 @@ class Freed(NamedTuple):
     """The runs that ended, how many deliveries were made due, what was launched instead, the breakers that moved, and
     how many retries of steps were cancelled with their runs."""
 
-    written: frozenset[uuid.UUID] = frozenset()
+    written: frozenset[RunId] = frozenset()
     woken: int = 0
     filled: Filled | None = None
     moves: Sequence[TriggerMove] = ()
@@ -67,7 +68,7 @@ async def end_held(
     fill: Fill | None = None,
     claim: Claim = NOBODY,
     before: Callable[[], Awaitable[None]] | None = None,
-    also: Collection[uuid.UUID] = (),
+    also: Collection[TriggerId] = (),
 ) -> Freed:
     """End runs that are still held, and update their triggers. What waits for a slot is launched (and claimed) by
     `fill` in the same transaction; without `fill`, it is made due.
@@ -105,7 +106,7 @@ async def end_held(
 
 async def end_waiting(
     connection: Connection,
-    trigger_id: uuid.UUID | None,
+    trigger_id: TriggerId | None,
     end: Callable[[], Awaitable[EndedRun | None]],
     breaker: BreakerPolicy,
 ) -> Freed | None:
@@ -121,8 +122,8 @@ async def end_waiting(
 
 async def fail_waiting(
     connection: Connection,
-    run_id: uuid.UUID,
-    trigger_id: uuid.UUID | None,
+    run_id: RunId,
+    trigger_id: TriggerId | None,
     end: Callable[[], Awaitable[EndedRun | None]],
     breaker: BreakerPolicy,
     source_breaker: SourceBreakerPolicy,
@@ -146,7 +147,7 @@ async def fail_waiting(
 
 async def end_all_waiting(
     connection: Connection,
-    trigger_ids: Collection[uuid.UUID],
+    trigger_ids: Collection[TriggerId],
     end: Callable[[], Awaitable[Sequence[EndedRun]]],
     breaker: BreakerPolicy,
 ) -> Freed:
@@ -170,7 +171,7 @@ async def _update_breakers(
     locked: Gates,
     ended: Sequence[EndedRun],
     breaker: BreakerPolicy,
-    non_retryable: Collection[uuid.UUID] = (),
+    non_retryable: Collection[RunId] = (),
 ) -> list[TriggerMove]:
     if not any(run.is_probe or run.status == "failed" for run in ended):
         return []

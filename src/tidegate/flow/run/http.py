@@ -14,7 +14,6 @@ import hashlib
 import hmac
 import socket
 import ssl
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC
 from email.utils import parsedate_to_datetime
@@ -31,6 +30,7 @@ from tidegate.flow.run.user_calls import encode_output
 from tidegate.flow.run.workflow import Context, Workflow
 from tidegate.model.addresses import Allowed, is_allowed, parse_address, parse_allowed, private_kind
 from tidegate.model.http_workflow import KIND, SECRET_PREFIX, HttpConfig, signing_secrets, with_secrets
+from tidegate.model.ids import DefinitionId
 from tidegate.model.secrets import require_readable
 from tidegate.settings import Settings
 from tidegate.store import locks, triggers
@@ -289,7 +289,7 @@ class HttpWorkflows:
         self._by = by
         self._version = -1
 
-    async def refresh(self, workflows: dict[str, Workflow]) -> list[uuid.UUID] | None:
+    async def refresh(self, workflows: dict[str, Workflow]) -> list[DefinitionId] | None:
         """Add new definitions to `workflows`. Returns the ids of all, or None when the registry has not changed."""
         async with self._database.connection() as connection:
             version = await triggers.registry_version(connection)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import uuid
 from collections.abc import Callable, Iterable
 
 from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
+from tidegate.model.ids import DefinitionId, RunId
 from tidegate.model.run import ClaimedRun
 from tidegate.store import runs, workers
 from tidegate.store.db import STATEMENT_SECONDS, Database
@@ -37,13 +37,13 @@ class LeaseKeeper:
         self,
         url: str,
         worker: str,
-        definitions: Callable[[], list[uuid.UUID]],
+        definitions: Callable[[], list[DefinitionId]],
         lease_ms: int,
         held: Callable[[], Iterable[tuple[ClaimedRun, float]]],
         *,
         lost: Callable[[ClaimedRun], None],
         overdue: Callable[[ClaimedRun], None],
-        cancelled: Callable[[uuid.UUID], None],
+        cancelled: Callable[[RunId], None],
     ) -> None:
         self._url = url
         self._worker = worker
@@ -135,7 +135,7 @@ class LeaseKeeper:
                 worker.call_soon_threadsafe(self._cancelled, run_id)
 
 
-_Claim = tuple[uuid.UUID, int]
+_Claim = tuple[RunId, int]
 
 
 def _claim(run: ClaimedRun) -> _Claim:

@@ -4,7 +4,6 @@ commit)."""
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
@@ -16,6 +15,7 @@ from tidegate.flow.decide.reporting import log_source_moves, log_trigger_moves
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Fill, Freed
 from tidegate.flow.run.journal import RecordedOutcome, Written
+from tidegate.model.ids import RunId, StepId, TriggerId
 from tidegate.model.run import FinishedRun
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.step import Closing, RunOutcome, StepWrite, SuspendedRun
@@ -38,7 +38,7 @@ _log = logger("run")
 class WaitingStep(NamedTuple):
     """A step that waits until a time: what a wake-up needs to know."""
 
-    id: uuid.UUID
+    id: StepId
     retry_attempts: int
     next_attempt_at: datetime | None
 
@@ -112,7 +112,7 @@ class OutcomeWriter:
     async def _write_group(self, items: list[RunOutcome]) -> list[RecordedOutcome]:
         claim = self._claim(sum(isinstance(item.end, FinishedRun) for item in items))
         fill = None if claim is None else self._fill
-        also: frozenset[uuid.UUID] = frozenset()
+        also: frozenset[TriggerId] = frozenset()
         are_simple = True
         while True:
             work = partial(self._write_together, items=items, are_simple=are_simple, fill=fill, claim=claim, also=also)
@@ -167,14 +167,14 @@ class OutcomeWriter:
         items: list[RunOutcome],
         fill: Fill | None,
         claim: Claim | None,
-        also: frozenset[uuid.UUID],
+        also: frozenset[TriggerId],
     ) -> tuple[list[RecordedOutcome], Freed]:
         """The general path: outcomes of steps, suspended runs, runs that ended."""
         finished = [item.end for item in items if isinstance(item.end, FinishedRun)]
         suspended = [item.end for item in items if isinstance(item.end, SuspendedRun)]
         step_writes = [write for item in items for write in item.steps]
         closing = [write for write in step_writes if write.closes is not None]
-        kept: dict[tuple[uuid.UUID, str], steps.RecordedStep] = {}
+        kept: dict[tuple[RunId, str], steps.RecordedStep] = {}
 
         async def close() -> None:
             kept.update(await steps.write(connection, closing))

@@ -9,7 +9,6 @@ again; the trial gets longer with each death, so that a run which kills its work
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -18,6 +17,7 @@ from tidegate.errors import Unavailable
 from tidegate.flow.decide.reporting import run_fields
 from tidegate.flow.run.claiming import DueRuns, ReadyRun
 from tidegate.flow.run.execution import Execution
+from tidegate.model.ids import DefinitionId
 from tidegate.model.run import SUSPECT_CRASHES
 from tidegate.store import runs
 from tidegate.store.db import Database
@@ -62,7 +62,7 @@ class Quarantine:
         """There may be suspects."""
         self._check_at = 0.0
 
-    async def check(self, definitions: Sequence[uuid.UUID]) -> None:
+    async def check(self, definitions: Sequence[DefinitionId]) -> None:
         """Every CHECK_SECONDS: check for suspects, and begin to drain if there are any."""
         if self.state != "open" or monotonic() < self._check_at:
             return
@@ -76,7 +76,7 @@ class Quarantine:
 
     async def next(
         self,
-        definitions: Sequence[uuid.UUID],
+        definitions: Sequence[DefinitionId],
         is_busy: bool,
         *,
         is_counted: bool,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,6 +17,7 @@ from tidegate.flow.run.outcomes import OutcomeWriter, WaitingStep
 from tidegate.flow.run.quarantine import Quarantine
 from tidegate.flow.run.workflow import Workflow
 from tidegate.model.event import Event
+from tidegate.model.ids import DefinitionId
 from tidegate.model.retry import STEP_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
@@ -61,7 +61,7 @@ class Runner:
         self._concurrency = concurrency
         self._lease_ms = lease_ms
         self._after_free = after_free
-        self._definitions: list[uuid.UUID] = []
+        self._definitions: list[DefinitionId] = []
         self._free = asyncio.Event()
         self._has_backlog = False
         self._closing = False
@@ -83,7 +83,7 @@ class Runner:
             cancelled=self._executions.cancelled,
         )  # fmt: skip
 
-    def serve(self, definitions: list[uuid.UUID]) -> None:
+    def serve(self, definitions: list[DefinitionId]) -> None:
         """Set the definitions whose code is in this process; only their runs are claimed."""
         self._definitions = definitions
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from tidegate.flow.decide.reporting import run_fields
+from tidegate.model.ids import RunId
 from tidegate.telemetry.logs import logger
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class EarlierExecutions:
     never executed twice at a time in one process."""
 
     def __init__(self) -> None:
-        self._stopping: dict[uuid.UUID, asyncio.Task[None]] = {}
+        self._stopping: dict[RunId, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
         return len(self._stopping)
