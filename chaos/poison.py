@@ -70,7 +70,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
             made.append(f"{self.remembered_crashes} runs that ended well are still counted as crashed")
         if self.breakers:
             made.append(f"{self.breakers} breakers opened")
-        if wrong := [error for error in self.errors if "while this run was executing there alone" not in error]:
+        if wrong := [error for error in self.errors if "while this run was the only one executing there" not in error]:
             made.append(f"unclear: {wrong}")
         return made
 

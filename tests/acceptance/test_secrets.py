@@ -112,7 +112,7 @@ def test_keys_change_while_everything_runs(database_url: str, app: Path, receive
             eventually(lambda seen=seen: len(sender.answers) > seen + 3, "webhooks are sent")
             done = run("secrets", "rotate", env={"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_SECRETS_KEY": keys})
             assert (done.returncode, done.stderr) == (0, ""), done.stderr
-            assert "anew: 2" in done.stdout
+            assert "re-encrypted: 2" in done.stdout
             text = rows(database_url, STORED)[0]["text"]
             assert not [one for one in plain if one in text]
             # Whoever changes a webhook forgets what it knew: it reads what has just been encrypted.
