@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,76 @@ async def test_a_worker_stops_although_a_function_stays(connection: Connection, 
     may_end.set()
     await asyncio.sleep(0.1)
     assert (await the_run(connection))["status"] == "pending"
+
+
+async def test_a_run_resumes_when_its_function_has_stopped_at_last(
+    connection: Connection, clock: Clock, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only step waits and the function does not stop: the run is suspended without it. When the step is due, the
+    worker does not call the function a second time beside the first."""
+    monkeypatch.setattr(stopping, "WAITING_SECONDS", 0.02)
+    may_end = asyncio.Event()
+
+    @world.app.workflow(on="go")
+    async def work(ctx: Context) -> str:
+        world.done.append("called")
+        nap = asyncio.create_task(ctx.sleep("1h", name="nap"))
+        if world.done.count("called") == 1:
+            await _stays(world, may_end)
+            return "too late"
+        await nap
+        return "resumed"
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await _begun(world, runner)
+    await runner.idle()
+    assert (await the_run(connection))["status"] == "pending"
+    await clock.advance(3_600_000)
+    assert await runner.run_once() == 1
+    await asyncio.sleep(0.1)
+    assert world.done.count("called") == 1
+    may_end.set()
+    await asyncio.wait_for(runner.idle(), 30)
+    run = await the_run(connection)
+    assert (run["status"], run["output"]) == ("succeeded", "resumed")
+    assert world.done.count("called") == 2
+
+
+async def test_what_cannot_be_written_fails_the_run_also_while_the_worker_stops(
+    connection: Connection, clock: Clock, world: World
+) -> None:
+    """The end is refused by the database after the worker has stopped waiting for it: the run ends as failed, and no
+    other worker executes it again."""
+    blocked, may_write = asyncio.Event(), asyncio.Event()
+
+    @world.app.workflow(on="go")
+    async def work(ctx: Context) -> int:
+        return 1
+
+    runner = await world.runner()
+    write, refused = runner._outcomes._write_group, []
+
+    async def refuse_once(items: Any) -> Any:
+        if not refused:
+            refused.append(items)
+            blocked.set()
+            await may_write.wait()
+            raise ValueError("the database refuses it")
+        return await write(items)
+
+    runner._outcomes._write_group = refuse_once  # type: ignore[method-assign]
+    await publish(connection, "go")
+    await world.dispatch.run_once()
+    await runner.run_once()
+    await blocked.wait()
+    stopping_worker = asyncio.create_task(runner.stop(0.01))
+    await asyncio.sleep(0.1)
+    may_write.set()
+    await asyncio.wait_for(stopping_worker, 30)
+    run = await the_run(connection)
+    assert run["status"] == "failed"
+    assert "the database refuses it" in run["error"]
 
 
 async def test_runs_that_end_differently_are_written_together(

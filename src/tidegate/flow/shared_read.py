@@ -13,33 +13,35 @@ Value = TypeVar("Value")
 
 
 class SharedRead(Generic[Value]):
-    """A value that `read` provides. `read` is called with the value of the read before, or None if that has failed.
+    """A value that `read` provides. `read` is called with the value of the last read that succeeded, or None.
 
     An error is shared like a value. With `one_at_a_time`, callers who need a newer read than the one in progress wait
-    for it to end and then share the next; so they never cost the database more than one read at a time.
+    for it to end and then share the next; so they never cost the database more than one read at a time. With
+    `joins_slow_reads`, callers share a read in progress however long it takes, and its age counts from its end: for
+    values that must be quick rather than exact, so that a slow database is not read back to back.
     """
 
-    __slots__ = ("_began_at", "_latest", "_next", "_read", "_turn")
+    __slots__ = ("_aged_since", "_joins", "_latest", "_next", "_read", "_turn", "value")
 
-    def __init__(self, read: Callable[[Value | None], Awaitable[Value]], *, one_at_a_time: bool = True) -> None:
+    def __init__(
+        self,
+        read: Callable[[Value | None], Awaitable[Value]],
+        *,
+        one_at_a_time: bool = True,
+        joins_slow_reads: bool = False,
+    ) -> None:
+        self.value: Value | None = None  # of the last read that succeeded
         self._read = read
         self._turn = asyncio.Lock() if one_at_a_time else contextlib.nullcontext()
-        self._began_at = 0.0
+        self._joins = joins_slow_reads
+        self._aged_since = 0.0
         self._latest: asyncio.Task[Value] | None = None
         self._next: asyncio.Task[Value] | None = None
-
-    @property
-    def value(self) -> Value | None:
-        """The value of the latest read, or None if it is still in progress or has failed."""
-        task = self._latest
-        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
-            return None
-        return task.result()
 
     async def get(self, max_age_seconds: float) -> Value:
         """The value of a read that began less than `max_age_seconds` ago; 0: of one that begins after this call."""
         task = self._latest
-        if task is None or task.cancelled() or monotonic() - self._began_at >= max_age_seconds:
+        if task is None or task.cancelled() or self._is_old(task, max_age_seconds):
             task = self._next
             if task is None:
                 task = self._next = asyncio.create_task(self._run(), name="shared read")
@@ -50,10 +52,19 @@ class SharedRead(Generic[Value]):
 
     async def _run(self) -> Value:
         async with self._turn:
-            before = self.value
             self._latest, self._next = self._next, None
-            self._began_at = monotonic()
-            return await self._read(before)
+            self._aged_since = monotonic()
+            try:
+                self.value = value = await self._read(self.value)
+            finally:
+                if self._joins:
+                    self._aged_since = monotonic()
+            return value
+
+    def _is_old(self, task: asyncio.Task[Value], max_age_seconds: float) -> bool:
+        if self._joins and not task.done():
+            return False
+        return monotonic() - self._aged_since >= max_age_seconds
 
 
 def _retrieve_error(task: asyncio.Task[Value]) -> None:

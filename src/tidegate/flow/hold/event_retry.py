@@ -103,7 +103,7 @@ class EventRetry:
                 error=exc,
                 reason="processing the first event of each source by itself to isolate the failing one",
             )
-            turn = await self._one_by_one()
+            return await self._one_by_one()
         self._committed(turn)
         return turn
 
@@ -146,7 +146,9 @@ class EventRetry:
 
     async def _retry_one(self, due: tuple[str, EventId]) -> EventTurn:
         source, event_id = due
-        return await self._database.run(partial(self._take, names=[source], batch_size=1, only=event_id))
+        turn = await self._database.run(partial(self._take, names=[source], batch_size=1, only=event_id))
+        self._committed(turn)
+        return turn
 
     async def _exhaust(self, due: tuple[str, EventId], error: Exception) -> EventTurn:
         (source, event_id), reason = due, error_text(error)
@@ -154,7 +156,9 @@ class EventRetry:
         for row, correlation_id in found:
             _log.error("event.retry_failed", event_id=row.event_id, correlation_id=correlation_id, source=source,
                        attempt=row.attempts, reason=reason)  # fmt: skip
-        return EventTurn(due=len(found), expired=len(found))
+        turn = EventTurn(due=len(found), expired=len(found))
+        self._committed(turn)
+        return turn
 
     async def _dead_letter(
         self, connection: Connection, source: str, event_id: EventId, reason: str

@@ -194,7 +194,7 @@ class Exposition:
     def __init__(self, database: Database, policy: HealthPolicy = HEALTH) -> None:
         self._database = database
         self._policy = policy
-        self._shared = SharedRead(self._read)
+        self._shared = SharedRead(self._read, joins_slow_reads=True)
 
     async def text(self) -> bytes:
         """The exposition text; without the shared gauges while the database is down."""

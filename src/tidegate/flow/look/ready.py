@@ -46,7 +46,7 @@ class Readiness:
         self._publishing = publishing
         self._queue = queue
         self._notices = notices(settings)
-        self._shared = SharedRead(self._read)
+        self._shared = SharedRead(self._read, joins_slow_reads=True)
 
     async def check(self) -> Ready:
         """The state, at most FRESH_SECONDS old; never fails."""

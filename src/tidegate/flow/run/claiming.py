@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tidegate.clock import monotonic
-from tidegate.errors import Unavailable
 from tidegate.flow.run.execution import Execution
 from tidegate.flow.run.states import RELEASED
 from tidegate.model.event import Event
@@ -168,7 +167,7 @@ class Prefetch:
 
     async def settle(self) -> None:
         """Wait for releases in progress."""
-        await asyncio.gather(*self._background)
+        await asyncio.gather(*self._background, *([self._releasing] if self._releasing else ()))
 
     async def _release_old(self) -> None:
         try:
@@ -189,7 +188,7 @@ class Prefetch:
             async with self._database.transaction() as connection:
                 await runs.release_unstarted(connection, [execution.run for execution in unbegun])
             _log.info("run.released", count=len(unbegun))
-        except Unavailable as exc:
+        except Exception as exc:  # noqa: BLE001 - the leases end by themselves, and a worker that stops must continue
             _log.warning("run.release_failed", count=len(unbegun), error=exc)
         finally:
             self._on_release()

@@ -1,6 +1,6 @@
 """Executions: the runs that one worker executes, in slots, from the claim until their end is written.
 
-Each execution has one state (`states`), and every change of it after `ready` passes through `_move`:
+Each execution has one state (`states`). In order:
 
     add ▸ take_up (ready) ▸ begin (executing) ▸ _execute ▸ _write_end (writing) ▸ _end_written (finished or suspended)
 
@@ -146,7 +146,7 @@ class Executions:
         if self._earlier:
             await self._earlier.stopped(execution)
         end = await execution.call()
-        if execution.state.holds_slot:  # or it was abandoned, and the run went on without this task
+        if execution.task is asyncio.current_task():  # or it was abandoned, and the run continues without this task
             self._prefetch.learn(monotonic() - began_at)
             await self._write_end(execution, end)
 
@@ -173,30 +173,29 @@ class Executions:
     ) -> None:
         """The end is committed, or cannot be. In place of one that cannot, and of the suspension of a run that is to be
         cancelled, another end is written, without steps."""
-        if execution.state is not WRITING:
-            return  # it was lost meanwhile
         if not is_replacement and (other := _replacement(execution, end, written)) is not None:
             try:
                 self._put_end(execution, other, is_replacement=True)
                 return
             except Exception as exc:  # noqa: BLE001 - reported below, as the reason why nothing was written
                 written = exc
-        failpoints.hit("run.after_finish")
+        if execution.state is not WRITING:
+            return  # it was lost meanwhile
         if not isinstance(written, Written) or not written.is_kept:
             self._lose(execution)
+            failpoints.hit("run.after_finish")
             if isinstance(written, Exception):
                 log_left(execution.run, execution.event, written)
             elif isinstance(written, Written):
                 fields = run_fields(execution.run, execution.event)
                 _log.warning("run.result_discarded", **fields, reason="the lease was lost")
             return
+        self._move(execution, FINISHED if isinstance(end, FinishedRun) else SUSPENDED)
+        failpoints.hit("run.after_finish")
         if execution.spans is not None:
             execution.spans.end(end, is_kept=True)
         if isinstance(end, FinishedRun):
-            self._move(execution, FINISHED)
             report_ended(execution.run, execution.event, end, monotonic() - execution.claimed_at)
-        else:
-            self._move(execution, SUSPENDED)
 
     def _task_done(self, execution: Execution, task: asyncio.Task[None]) -> None:
         """The task of an execution has ended. If it is still the execution's, it failed before the end was handed over:
@@ -213,9 +212,9 @@ class Executions:
     def _lose(self, execution: Execution) -> None:
         """Nothing more is written of the execution here."""
         execution.task = None
+        self._move(execution, LOST)
         if execution.spans is not None:
             execution.spans.end(None, is_kept=False)
-        self._move(execution, LOST)
 
     def _move(self, execution: Execution, state: ExecutionState) -> None:
         held_slot = execution.state.holds_slot
@@ -248,10 +247,12 @@ class Executions:
         assert stuck is not None, "a function that is called without a task"
         self._abandoned.add(stuck)
         stuck.add_done_callback(self._abandoned_ended)
-        if end is not None:
-            self._work_on(execution, self._write_end(execution, end))
-        else:
+        if end is None:
             self._lose(execution)
+            return
+        if isinstance(end, SuspendedRun):
+            self._earlier.add(execution)  # should this worker resume the run, that waits until the function has stopped
+        self._work_on(execution, self._write_end(execution, end))
 
     def _abandoned_ended(self, task: asyncio.Task[None]) -> None:
         self._abandoned.discard(task)
