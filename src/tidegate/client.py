@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -65,9 +66,26 @@ def _event(
 
 def _body(value: object) -> bytes:
     try:
-        return msgspec.json.encode(value)
+        body = msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidInput("the event cannot be sent", [FieldError("payload", f"is not JSON: {exc}")]) from exc
+    if b"null" in body and (path := _not_finite(value)) is not None:  # msgspec writes NaN and infinity as null
+        raise InvalidInput("the event cannot be sent", [FieldError(path, "is not a finite number")])
+    return body
+
+
+def _not_finite(root: object) -> str | None:
+    """Where a value holds NaN or an infinity: `payload.amount`, `[2].payload.amount`."""
+    stack: list[tuple[str, object]] = [("", msgspec.to_builtins(root))]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return path
+        if isinstance(value, dict):
+            stack += [(f"{path}.{key}" if path else str(key), inner) for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            stack += [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]
+    return None
 
 
 def _result(response: httpx.Response) -> Any:

@@ -497,7 +497,7 @@ async def test_code_does_not_take_over_a_slug_nor_the_other_way_round(
     del app.workflows["hook"]
     await database.run(app.register)
     body = {"slug": "coded", "kind": "http", "url": "https://example.com/"}
-    with pytest.raises(Conflict, match="coded exists already"):
+    with pytest.raises(Conflict, match="coded already exists"):
         await control.create_workflow(database, body, allowed=(), actor="ann")
     with pytest.raises(Conflict, match="declared in code"):
         await control.update_workflow(database, "coded", {"url": "https://e.com"}, allowed=(), actor="ann")

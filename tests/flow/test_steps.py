@@ -431,6 +431,40 @@ async def test_the_reason_is_the_first_line_of_what_was_raised(
     assert {line.reason for line in story.decisions if line.stage == "run"} == {reason, f"step 'call' failed: {reason}"}
 
 
+async def test_explain_says_why_and_until_when_a_run_waits(connection: Connection, clock: Clock, world: World) -> None:
+    def away() -> None:
+        raise ConnectionError("the bank is away")
+
+    @world.app.workflow(on="go")
+    async def naps(ctx: Context) -> None:
+        await ctx.sleep("2h")
+
+    @world.app.workflow(on="go")
+    async def retries(ctx: Context) -> None:
+        await ctx.step("pay", away)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    event_id = str(await connection.fetchval("select id from tidegate.workflow_events"))
+    await world.dispatch.run_once()
+    fresh = [line for line in (await explain(connection, event_id)).decisions if line.stage == "run"]
+    assert {line.reason for line in fresh} == {"waits for a worker that has its code and a free slot"}
+    await world.turn(runner)
+    story = await explain(connection, event_id)
+    lines = {line.workflow: line for line in story.decisions if line.stage == "run"}
+    due = dict(
+        await connection.fetch(
+            "select w.slug, r.next_attempt_at from tidegate.workflow_runs r "
+            "join tidegate.workflow_definitions w on w.id = r.workflow_definition_id"
+        )
+    )
+    assert {workflow: line.until for workflow, line in lines.items()} == due
+    assert lines["naps"].reason == "suspended until its next step or timer is due"
+    assert "step 'pay' failed 1 times" in (lines["retries"].reason or "")
+    assert "the bank is away" in (lines["retries"].reason or "")
+    assert f"naps waits until {due['naps']:%Y-%m-%d %H:%M:%S} UTC" in story.summary
+
+
 async def test_unknown_run(database: Database) -> None:
     with pytest.raises(Exception, match="no run"):
         await control.cancel_run(database, uuid.uuid4(), "ann", TRIGGER_BREAKER)

@@ -126,3 +126,13 @@ def test_only_overload_has_a_type_of_its_own() -> None:
 
     assert type_of(Overloaded("x")) == "urn:tidegate:overloaded"
     assert {type_of(exc) for exc, _, _ in RAISED if not isinstance(exc, Overloaded)} == {"about:blank"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_json_does_not_have_are_refused_before_they_are_sent(value: float) -> None:
+    """They would arrive as null."""
+    with Client("http://127.0.0.1:9") as client:
+        with pytest.raises(InvalidInput, match=r"payload\.lines\[1\]\.price: is not a finite number"):
+            client.publish("a.b", source="s", payload={"lines": [{"price": None}, {"price": value}]})
+        with pytest.raises(InvalidInput, match=r"\[1\]\.payload\.x: is not a finite number"):
+            client.publish_many([{"type": "a", "source": "s"}, {"type": "a", "source": "s", "payload": {"x": value}}])

@@ -221,16 +221,26 @@ def _recorded_line(line: NewDecision) -> Decision:
 
 
 def _run_line(run: Run, trigger_id: TriggerId, trigger: str) -> Decision:
+    is_suspended = run.status == "pending" and run.attempts > 0
     return Decision(
         at=run.finished_at or run.started_at or run.created_at,
         stage="run",
         decision=run.status,
-        reason=first_line(run.error) if run.error else None,
+        reason=first_line(run.error) if run.error else _why_pending(run),
+        until=run.next_attempt_at if is_suspended else None,
         workflow=run.workflow,
         trigger_id=trigger_id,
         trigger=trigger,
         run_id=run.id,
     )
+
+
+def _why_pending(run: Run) -> str | None:
+    if run.status != "pending":
+        return None
+    if run.attempts == 0:
+        return "waits for a worker that has its code and a free slot"
+    return run.warning or "suspended until its next step or timer is due"
 
 
 def _waits(retry: IngressRetry | None) -> TypeGuard[IngressRetry]:
