@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import Clock
 from tests.flow.step_world import World, the_run
 from tests.flow.test_dispatch import publish
-from tidegate import Context
+from tidegate import Context, Unavailable
 from tidegate.flow.run import stopping
 from tidegate.flow.run.execution import Execution
 from tidegate.flow.run.runner import Runner
@@ -201,6 +201,41 @@ async def test_what_cannot_be_written_fails_the_run_also_while_the_worker_stops(
     run = await the_run(connection)
     assert run["status"] == "failed"
     assert "the database refuses it" in run["error"]
+
+
+async def test_a_worker_stops_although_the_database_is_down(
+    connection: Connection, clock: Clock, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it could not write is left to the lease: another worker executes the run again."""
+    may_end = asyncio.Event()
+
+    @world.app.workflow(on="go")
+    async def work(ctx: Context) -> int:
+        world.done.append("here")
+        await may_end.wait()
+        return 1
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await _begun(world, runner)
+
+    async def down(*_: Any, **__: Any) -> Any:
+        raise Unavailable("the database is down")
+
+    with monkeypatch.context() as without_database:
+        without_database.setattr(world.database, "run", down)
+        without_database.setattr(world.database, "transaction", _Down)
+        may_end.set()
+        await asyncio.wait_for(runner.stop(0.05), 30)
+    assert len(runner._executions) == 0
+    assert (await the_run(connection))["status"] == "running"
+
+
+class _Down:
+    async def __aenter__(self) -> None:
+        raise Unavailable("the database is down")
+
+    async def __aexit__(self, *_: object) -> None: ...
 
 
 async def test_runs_that_end_differently_are_written_together(

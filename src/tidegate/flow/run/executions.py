@@ -18,6 +18,7 @@ from typing import Any
 
 from tidegate import failpoints
 from tidegate.clock import monotonic
+from tidegate.errors import Unavailable
 from tidegate.flow.decide.reporting import log_left, report_ended, run_fields
 from tidegate.flow.run.claiming import Claims, Prefetch
 from tidegate.flow.run.endings import End
@@ -158,6 +159,8 @@ class Executions:
         self._move(execution, WRITING)
         try:
             await execution.journal.settle()
+        except Unavailable:
+            raise
         except Exception as exc:  # noqa: BLE001 - a step's outcome cannot be stored: the run ends as failed instead
             self._put_end(execution, execution.unwritable(exc), is_replacement=True)
         else:
@@ -275,6 +278,8 @@ class Executions:
 
 def _replacement(execution: Execution, end: End, written: Written | BaseException) -> FinishedRun | None:
     """What to write in place of an end that could not be written as it is."""
+    if isinstance(written, Unavailable):
+        return None  # the worker stops while the database is down; the lease ends by itself
     if isinstance(written, Exception):
         return execution.unwritable(written)
     if isinstance(end, SuspendedRun) and isinstance(written, Written) and written.is_cancel_requested:

@@ -76,6 +76,7 @@ class OutcomeWriter:
         self._after_free = after_free
         self._after_wait = after_wait
         self._after_close = after_close
+        self._waits_for_database = True
         self._group: GroupCommit[RunOutcome, RecordedOutcome] = GroupCommit(
             self._write_all, weight=_weight, max_weight=MAX_WRITES, max_waiting=1_000_000
         )
@@ -83,6 +84,10 @@ class OutcomeWriter:
     def put(self, item: RunOutcome, then: Callable[[RecordedOutcome | BaseException], None]) -> None:
         """Hand over an outcome; `then` is called when it is committed, with whether it took effect."""
         self._group.put(item, then)
+
+    def stop_waiting(self) -> None:
+        """From now on fail when the database is down, in place of waiting for it: the worker stops."""
+        self._waits_for_database = False
 
     @property
     def is_busy(self) -> bool:
@@ -98,7 +103,7 @@ class OutcomeWriter:
         try:
             return await self._write_group(items)
         except Exception as exc:
-            if len(items) == 1:
+            if len(items) == 1 or isinstance(exc, Unavailable):
                 raise
             _log.warning("run.group_failed", count=len(items), error=exc, reason="writing one by one")
         answers: list[RecordedOutcome | Exception] = []
@@ -122,6 +127,8 @@ class OutcomeWriter:
                 are_simple = False
                 continue
             except Unavailable as exc:
+                if not self._waits_for_database:
+                    raise
                 # The work is done: keep its result until the database is back. If the lease ends first, another
                 # worker runs it again, and this write takes no effect.
                 _log.warning("run.finish_waits", count=len(items), error=exc)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 from tidegate import failpoints
+from tidegate.errors import Unavailable
 from tidegate.flow.run.claiming import DueRuns, Prefetch
 from tidegate.flow.run.execution import Execution
 from tidegate.flow.run.executions import Executions
@@ -204,6 +205,7 @@ class Runner:
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_seconds):
                 await self.idle()
+        self._outcomes.stop_waiting()
         left: list[Execution] = []
         while self._executions or self._outcomes.is_busy:  # a commit in progress may still begin what fills a slot
             left += self._executions.held()
@@ -214,14 +216,21 @@ class Runner:
         await self._prefetch.release_all()
         await self._prefetch.settle()
         if left:
+            await self._release(left)
+        await self._leases.stop()
+        self._executions.close()
+
+    async def _release(self, left: Sequence[Execution]) -> None:
+        """Let other workers have what was still running. If that fails, the leases end by themselves."""
+        try:
             async with self._database.transaction() as connection:
                 back = await runs.release(connection, [one.run for one in left if one.has_stopped])
                 # A function that has not stopped ends with the process: no worker is to begin its run before that.
                 later = [one.run for one in left if not one.has_stopped]
                 back |= await runs.release(connection, later, delay_ms=self._lease_ms)
             _log.info("run.handed_back", count=len(back))
-        await self._leases.stop()
-        self._executions.close()
+        except Unavailable as exc:
+            _log.warning("run.release_failed", count=len(left), error=exc)
 
     def _claim_freed(self, ending: int) -> Claim | None:
         """How much this worker claims of what is launched into the slots of runs that end; None: launch nothing."""
