@@ -29,7 +29,7 @@ POINTS = frozenset(
         "step.before_commit",
         "run.before_finish",
         "run.after_finish",
-        "outcome.before_bury",
+        "outcome.before_dead_letter",
         "outcome.before_commit",
         "outcome.after_commit",
         "queue.after_send",

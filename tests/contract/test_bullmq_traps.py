@@ -203,7 +203,7 @@ async def test_ours_gives_up_counts_and_recovers(
 ) -> None:
     monkeypatch.setattr("tidegate.queue.sender.OPEN_SECONDS", 0.1)
     server.stop()
-    while not queue._sender.is_resting:
+    while not queue._sender.is_backing_off:
         queue.schedule([wakeup(60)])
         await asyncio.sleep(0.01)
     before = queue.dropped

@@ -63,7 +63,7 @@ async def test_worker_dies_between_a_failure_and_its_dead_letter(
         "select (select count(*) from tidegate.workflow_runs where status = 'failed'), "
         "       (select count(*) from tidegate.dead_letters)"
     )
-    with worker(database_url, APP, TIDEGATE_FAILPOINTS="outcome.before_bury=kill", **LEASE) as process:
+    with worker(database_url, APP, TIDEGATE_FAILPOINTS="outcome.before_dead_letter=kill", **LEASE) as process:
         assert process.wait() == 137
     assert tuple(await connection.fetchrow(both) or ()) == (0, 0)
     with worker(database_url, APP, **LEASE):

@@ -252,7 +252,7 @@ async def test_beside_runs_that_take_long_suspects_are_begun_and_not_blamed(
         "update tidegate.workflow_runs set crashes = $1, trials = $2 where status = 'pending'",
         SUSPECT_CRASHES, MAX_TRIALS - 1,
     )  # fmt: skip
-    runner.look_for_suspects()
+    runner.check_for_suspects()
     assert await runner.run_once() == 0
     assert runner.room == 0, "it waits until nothing executes, for a moment"
     await publish(connection, "other")

@@ -147,11 +147,11 @@ async def test_after_failures_the_backend_is_left_alone_for_a_while(
     backend.does = fault
     sender = Sender(backend)
     for n in range(sender_module.FAILURES_TO_OPEN):
-        assert not sender.is_resting
+        assert not sender.is_backing_off
         sender.hint("inbox")
         await settled(sender)
         assert sender.dropped == n + 1
-    assert sender.is_resting
+    assert sender.is_backing_off
     backend.does = "accept"
     sender.hint("inbox")
     await settled(sender)

@@ -85,6 +85,6 @@ control: what operators do, shared by API and CLI. Each verb is one transaction 
     event_retries       … for events
     delivery_retries    … for deliveries
     step_retries        … for steps
-    verbs               what a kind provides for cancel and force
+    retry_verbs         what a kind provides for cancel and force
     pauses              checks of a pause's length
 """

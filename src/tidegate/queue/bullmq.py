@@ -108,7 +108,7 @@ class BullmqQueue:
 
     async def missing(self, wakeups: Sequence[Wakeup]) -> list[Wakeup]:
         """The wake-ups that have no job; empty if Redis does not answer."""
-        if not wakeups or self._sender.is_resting:
+        if not wakeups or self._sender.is_backing_off:
             return []
         try:
             async with asyncio.timeout(ASK_SECONDS):

@@ -42,7 +42,7 @@ class Sender:
         self.dropped = 0
 
     @property
-    def is_resting(self) -> bool:
+    def is_backing_off(self) -> bool:
         """Whether the backend is not called for now, after failures."""
         return monotonic() < self._rests_until
 
@@ -67,7 +67,7 @@ class Sender:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _begin(self) -> None:
-        if self._is_stopped or self.is_resting:
+        if self._is_stopped or self.is_backing_off:
             self._drop_all()
         elif self._task is None or self._task.done():
             self._task = asyncio.create_task(self._send())

@@ -65,7 +65,7 @@ class StepOfRun(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind == "step" and self.retry_state == "scheduled"
 
     @property
-    def is_resting(self) -> bool:
+    def is_suspended(self) -> bool:
         """Whether it waits for a retry, and no worker holds its run."""
         return self.is_retry and self.run_status == "pending"
 

@@ -234,7 +234,7 @@ class Worker:
         await self._database.close()
 
     async def _dispatch_once(self) -> int:
-        await self._runner.breathe()
+        await self._runner.pause_for_room()
         outcome = await self._dispatch.run_once()
         return outcome.events if self._dispatch.has_more else 0
 
@@ -345,7 +345,7 @@ class Worker:
     async def _release(self) -> dict[str, int]:
         released = await self._reconcile.run_once()
         if released["runs"]:
-            self._runner.look_for_suspects()
+            self._runner.check_for_suspects()
         return released
 
     async def _requeue_once(self) -> int:

@@ -16,6 +16,7 @@ from tidegate.flow.control.retries import (
     change_retry,
     preview_retries,
 )
+from tidegate.flow.control.retry_verbs import DONE, RetryDone, RetryVerb
 from tidegate.flow.control.runs import cancel_run
 from tidegate.flow.control.sources import pause, resume, seed_breakers, seed_limits, set_breaker, set_limit
 from tidegate.flow.control.tokens import NewToken, create_token, revoke_token
@@ -27,7 +28,6 @@ from tidegate.flow.control.triggers import (
     resume_trigger,
     update_trigger,
 )
-from tidegate.flow.control.verbs import DONE, RetryDone, RetryVerb
 from tidegate.flow.control.webhooks import (
     WebhookWritten,
     delete_webhook,

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from tidegate.errors import NotFound
-from tidegate.flow.control.verbs import DONE, ChangedRetries, RetryOrder, RetryRow
+from tidegate.flow.control.retry_verbs import DONE, ChangedRetries, RetryOrder, RetryRow
 from tidegate.model.ids import DeliveryId
 from tidegate.store import decisions, held_deliveries, trigger_gates
 from tidegate.store.bulk_retries import WaitingMatch

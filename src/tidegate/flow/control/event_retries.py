@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from tidegate.errors import NotFound
-from tidegate.flow.control.verbs import DONE, ChangedRetries, RetryOrder, RetryRow
+from tidegate.flow.control.retry_verbs import DONE, ChangedRetries, RetryOrder, RetryRow
 from tidegate.model.ids import EventId
 from tidegate.store import decisions, events, ingress_retries
 from tidegate.store.bulk_retries import WaitingMatch

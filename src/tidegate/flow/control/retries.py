@@ -18,8 +18,8 @@ from tidegate.clock import monotonic
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow.control.delivery_retries import DeliveryVerbs
 from tidegate.flow.control.event_retries import EventVerbs
+from tidegate.flow.control.retry_verbs import DONE, ChangedRetries, RetryOrder, RetryRow, RetryVerb, RetryVerbs
 from tidegate.flow.control.step_retries import StepVerbs
-from tidegate.flow.control.verbs import DONE, ChangedRetries, RetryOrder, RetryRow, RetryVerb, RetryVerbs
 from tidegate.flow.decide.reporting import log_trigger_moves
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
 from tidegate.store import audit, bulk_retries

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 
 from tidegate.errors import Conflict, NotFound
-from tidegate.flow.control.verbs import DONE, ChangedRetries, RetryOrder, RetryRow
+from tidegate.flow.control.retry_verbs import DONE, ChangedRetries, RetryOrder, RetryRow
 from tidegate.flow.run import finish
 from tidegate.model.ids import StepId
 from tidegate.store import decisions, held_steps, runs
@@ -67,7 +67,7 @@ async def _cancel(
 
     async def end() -> list[EndedRun]:
         now = await _locked(connection, known, order.reason)
-        suspended.extend(one for one in now if one.is_resting)
+        suspended.extend(one for one in now if one.is_suspended)
         for one in now:
             if one.waits_beside_others and await runs.request_cancel(connection, one.workflow_run_id, order.actor):
                 stopping.append(one)
@@ -90,7 +90,7 @@ async def _cancel(
 async def _force(
     connection: Connection, known: Sequence[StepOfRun], order: RetryOrder
 ) -> tuple[list[StepOfRun], ChangedRetries]:
-    suspended = [one for one in await _locked(connection, known, order.reason) if one.is_resting]
+    suspended = [one for one in await _locked(connection, known, order.reason) if one.is_suspended]
     forced = await held_steps.force(connection, [one.id for one in suspended])
     return [one for one in suspended if one.id in forced], ChangedRetries()
 

@@ -202,22 +202,22 @@ class OutcomeWriter:
             also=also | {write.closes.trigger_id for write in closing if write.closes},
         )
         kept |= await steps.write(connection, [write for write in step_writes if write.closes is None], freed.written)
-        resting = await runs.suspend(connection, suspended) if suspended else set()
+        kept_suspensions = await runs.suspend(connection, suspended) if suspended else set()
         ended = [run for run in finished if run.id in freed.written]
         cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
         if failed := [run for run in ended if run.status == "failed"]:
-            failpoints.hit("outcome.before_bury")
+            failpoints.hit("outcome.before_dead_letter")
             await runs.dead_letter(connection, failed)
         # Ended before, by a commit whose answer was lost.
         before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
-        asked = await runs.cancel_requested(connection, [s.id for s in suspended if s.id not in resting])
+        asked = await runs.cancel_requested(connection, [s.id for s in suspended if s.id not in kept_suspensions])
 
         def recorded(item: RunOutcome) -> RecordedOutcome:
             rows = [kept.get((write.workflow_run_id, write.name)) for write in item.steps]
             end = item.end.id if item.end else None
             return RecordedOutcome(
                 [Written(True, *row) if row else Written(False) for row in rows],
-                Written(end in resting or end in freed.written or end in before, end in asked),
+                Written(end in kept_suspensions or end in freed.written or end in before, end in asked),
             )
 
         return [recorded(item) for item in items], freed._replace(cancelled_retries=cancelled)

@@ -125,7 +125,7 @@ class Runner:
         if self.room == 0 and not self._closing:
             await self._free.wait()
 
-    async def breathe(self) -> None:
+    async def pause_for_room(self) -> None:
         """While short runs are executed, wait a moment for room: runs that are created then are claimed at once."""
         if self._prefetch.limit < BUSY_PREFETCH:
             return
@@ -166,7 +166,7 @@ class Runner:
             self._executions.add(*ready)
         return len(claimed) or (await self._try_suspect() if self._quarantine.has_suspects else 0)
 
-    def look_for_suspects(self) -> None:
+    def check_for_suspects(self) -> None:
         """Runs of a dead worker are due again."""
         self._quarantine.check_now()
 
