@@ -783,14 +783,15 @@ async def test_several_triggers_of_one_workflow_are_told_apart(
     await make_trigger(database, name="all")
     [alone] = await ticks(connection, 1)
     await worker.turn()
-    assert (await explain(connection, alone)).summary == "tick pending"
+    pending = "pending: waits for a worker that has its code and a free slot"
+    assert (await explain(connection, alone)).summary == f"tick {pending}"
     await make_trigger(database, name="some", max_concurrency=1)
     ids = await ticks(connection, 2)
     await worker.turn()
     story = await explain(connection, ids[1])
     told = [(line.decision, f"{line.workflow}/{line.trigger}") for line in story.decisions if line.workflow]
     assert sorted(told) == [("launched", "tick/all"), ("pending", "tick/all"), ("throttled", "tick/some")]
-    assert story.summary.startswith("tick/all pending; tick/some waits for a free slot: ")
+    assert story.summary.startswith(f"tick/all {pending}; tick/some waits for a free slot: ")
 
 
 async def test_totals_of_a_trigger(
