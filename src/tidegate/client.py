@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -27,6 +26,7 @@ from tidegate.errors import (
     Unavailable,
 )
 from tidegate.model.masking import masked
+from tidegate.model.not_finite import not_finite
 from tidegate.telemetry import traces
 
 DEFAULT_URL = "http://127.0.0.1:8700"
@@ -69,23 +69,9 @@ def _body(value: object) -> bytes:
         body = msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidInput("the event cannot be sent", [FieldError("payload", f"is not JSON: {exc}")]) from exc
-    if b"null" in body and (path := _not_finite(value)) is not None:  # msgspec writes NaN and infinity as null
+    if b"null" in body and (path := not_finite(value)) is not None:
         raise InvalidInput("the event cannot be sent", [FieldError(path, "is not a finite number")])
     return body
-
-
-def _not_finite(root: object) -> str | None:
-    """Where a value holds NaN or an infinity: `payload.amount`, `[2].payload.amount`."""
-    stack: list[tuple[str, object]] = [("", msgspec.to_builtins(root))]
-    while stack:
-        path, value = stack.pop()
-        if isinstance(value, float) and not math.isfinite(value):
-            return path
-        if isinstance(value, dict):
-            stack += [(f"{path}.{key}" if path else str(key), inner) for key, inner in value.items()]
-        elif isinstance(value, list | tuple):
-            stack += [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]
-    return None
 
 
 def _result(response: httpx.Response) -> Any:

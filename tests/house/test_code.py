@@ -36,7 +36,7 @@ ANY_BUDGET = {
     "flow/hold": 1,
     "flow/keep": 5,
     "flow/look": 1,
-    "flow/run": 77,
+    "flow/run": 76,
     "model": 91,
     "queue": 18,
     "store": 61,

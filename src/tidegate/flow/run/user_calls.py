@@ -18,6 +18,7 @@ import msgspec
 
 from tidegate import errors
 from tidegate.errors import NonRetryable, RetryAfter, SecretsUnreadable, first_line
+from tidegate.model.not_finite import not_finite
 from tidegate.model.units import MAX_DURATION_MS, duration_ms
 
 MAX_ERROR_CHARACTERS, MAX_HEADLINE = 8000, 1000
@@ -193,7 +194,7 @@ def encode_output(result: Any, what: str, step: str | None = None) -> str | None
         raise _refused(what, step, f"cannot be stored as JSON: {exc}") from exc
     if len(output) > MAX_OUTPUT_BYTES:
         raise _refused(what, step, f"is {len(output)} bytes; at most {MAX_OUTPUT_BYTES} are kept")
-    if b"null" in output and _is_beyond_json(result):
+    if b"null" in output and not_finite(result) is not None:
         raise _refused(what, step, "cannot be stored as JSON: it holds a number that is not finite")
     if b"u0000" in output and _NUL.search(output):
         raise _refused(what, step, "holds the character U+0000, which cannot be stored")
@@ -202,17 +203,3 @@ def encode_output(result: Any, what: str, step: str | None = None) -> str | None
 
 def _refused(what: str, step: str | None, why: str) -> NonRetryable:
     return NonRetryable(f"{what} {why}" if step is None else f"{what} of step {step!r} {why}")
-
-
-def _is_beyond_json(value: Any) -> bool:
-    """Whether it holds NaN or an infinity, which msgspec silently writes as null."""
-    waiting = [msgspec.to_builtins(value)]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, float) and not math.isfinite(one):
-            return True
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list | tuple | set | frozenset):
-            waiting += one
-    return False
