@@ -10,7 +10,7 @@ JOBS   ?= 2
 # Anything: install exactly what requirements/dev.txt has, with its hashes, as CI does.
 LOCKED ?=
 
-.PHONY: dev test test-fast test-pythons check fmt bench chaos wheel lock clean
+.PHONY: dev test test-fast test-pythons check fmt bench soak chaos wheel lock clean
 
 dev: $(READY)
 	@exec $(BIN)/tidegate dev examples/demo.py
@@ -45,8 +45,15 @@ fmt: $(READY)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+# Restate's server is a package of npm; without npm the benchmark goes without it.
 bench: $(READY) $(OTHERS)/.ready
+	@[ -d $(OTHERS)/node_modules ] || ! command -v npm >/dev/null || npm install --silent --no-fund --no-audit --prefix $(OTHERS) \
+	  @restatedev/restate-server@1.7.12 >/dev/null || true
 	@$(BIN)/python -m bench $(ARGS)
+
+# Half an hour of days that pass quickly, with retention; fails when something grows (`make soak ARGS="--minutes 120"`).
+soak: $(READY) $(OTHERS)/.ready
+	@$(BIN)/python -m bench.soak $(ARGS)
 
 # Both queues, one after the other; with ARGS, one run as they say (`make chaos ARGS="--seed 7 --only kill"`). Wrong clocks
 # are libfaketime's where it can be had.
@@ -59,8 +66,11 @@ chaos: $(READY)
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.hostile --out chaos/results/hostile.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.wire --out chaos/results/wire.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.poison --out chaos/results/poison.json
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.talk --out chaos/results/talk.json
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.skew --out chaos/results/skew.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.silence
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.pooler
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.failover --out chaos/results/failover.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.roles
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.fences
 

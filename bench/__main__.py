@@ -1,4 +1,4 @@
-"""`make bench`, or `python -m bench [--quick] [--only FIGURE]... [--out FILE]`."""
+"""`make bench`, or `python -m bench [--quick] [--only FIGURE]... [--history EVENTS] [--out FILE]`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from bench import (
     memory,
     recovery,
     results,
+    retention,
     runs,
     single,
     stage,
@@ -40,6 +41,9 @@ from tidegate.telemetry import logs
 
 DEFAULT_LEASE_MS = Settings().lease_ms
 LATEST = Path(__file__).parent / "results" / "latest.json"
+
+
+REMOVED = retention.Amount(days=5, events=500_000, busy_days=15, busy_events=75_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +73,13 @@ class Size:
     rounds: int = 5
     lease_ms: int = DEFAULT_LEASE_MS
     history: int = 1_000_000
+    days: int = 90
     waiting: int = 100_000
     beside: int = 5_000
     looks: int = 10
     backlog: int = 100_000
+    paced: int = 20_000
+    removed: retention.Amount = REMOVED
 
 
 FULL = Size()
@@ -80,7 +87,8 @@ QUICK = Size(
     turns=1, close_turns=1, events=500, singles=200, commits=50, limit_workers=2, limit=50, intervals=2, held=300,
     drain_limit=200, throttled=300, many_events=200, crowds=((1, False), (1000, True)), crowd_turns=1, fanned=5,
     slow_runs=20, runs=200, started=25, stepped=2, stepped_at_once=5, rounds=1, lease_ms=3_000, history=2_000,
-    waiting=200, beside=200, looks=2, backlog=500,
+    days=5, waiting=200, beside=200, looks=2, backlog=500, paced=200,
+    removed=retention.Amount(days=2, events=1_000, busy_days=2, busy_events=500),
 )  # fmt: skip
 
 
@@ -95,7 +103,7 @@ FIGURES: dict[str, Callable[[Stage, Size], Awaitable[Any]]] = {
     "single": lambda ground, size: single.measure(ground, size.singles, size.turns),
     "limit": lambda ground, size: gate.accuracy(ground, size.limit, size.intervals, size.limit_workers),
     "drain": lambda ground, size: gate.drain(ground, size.held, size.drain_limit),
-    "limit_cost": lambda ground, size: gate.cost(ground, size.many_events, size.turns),
+    "limit_cost": lambda ground, size: gate.cost(ground, size.events, size.close_turns),
     "triggers": lambda ground, size: triggers.crowd(ground, size.many_events, size.crowd_turns, size.crowds),
     "fanout": lambda ground, size: triggers.fan_out(ground, size.fanned, size.turns),
     "throttle_drain": lambda ground, size: trigger_limits.drain(ground, size.throttled, size.drain_limit),
@@ -105,8 +113,11 @@ FIGURES: dict[str, Callable[[Stage, Size], Awaitable[Any]]] = {
     "start": lambda ground, size: start.measure(ground, size.started, size.commits),
     "step_overhead": lambda ground, size: steps.measure(ground, size.stepped, size.stepped_at_once, size.commits),
     "recovery": lambda ground, size: recovery.measure(ground, size.rounds, size.lease_ms),
-    "health": lambda ground, size: health.measure(ground, size.history, size.waiting, size.looks),
-    "history": lambda ground, size: grown.measure(ground, size.history, size.waiting, size.beside, size.turns),
+    "health": lambda ground, size: health.measure(ground, size.history, size.days, size.waiting, size.looks),
+    "history": lambda ground, size: grown.measure(
+        ground, size.history, size.days, size.waiting, size.beside, size.turns
+    ),
+    "retention": lambda ground, size: retention.measure(ground, size.removed, size.beside, size.paced, size.turns),
     "memory": lambda ground, size: memory.measure(ground, size.backlog),
 }
 
@@ -129,13 +140,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Tidegate on this machine.")
     parser.add_argument("--quick", action="store_true", help="small counts: shows that it works, not how fast")
     parser.add_argument("--only", choices=FIGURES, action="append", help="one figure; may be repeated")
+    parser.add_argument("--history", type=int, metavar="EVENTS", help=f"finished events in the tables [{FULL.history}]")
     parser.add_argument("--out", type=Path, default=LATEST, help="where the results go as JSON [%(default)s]")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything we started is taken down
     logs.configure("error", "console")
     figures = [name for name in FIGURES if name in (arguments.only or FIGURES)]
+    size = QUICK if arguments.quick else FULL
+    if arguments.history:
+        size = replace(size, history=arguments.history)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        found = runner.run(run(figures, QUICK if arguments.quick else FULL, arguments.quick))
+        found = runner.run(run(figures, size, arguments.quick))
     results.write(found, arguments.out)
     if yardstick.OTHERS.exists():
         subprocess.run([yardstick.OTHERS, "-m", "bench.plots", arguments.out.resolve()], cwd=stage.ROOT, check=True)

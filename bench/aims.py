@@ -32,6 +32,7 @@ def judge(results: Results) -> list[Aim]:
         *_triggers(results),
         *_start(results),
         *_history(results),
+        *_retention(results),
         *_memory(results),
     ]
 
@@ -67,6 +68,8 @@ def _limits(results: Results) -> Iterator[Aim]:
     if found := results.limit:
         yield _at_most("limit", "launches in any interval", found.most_in_any_interval, found.limit)
         yield _at_least("limit", "share of the limit that is used", found.use, 0.95)
+    if results.limit_cost:
+        yield _at_least("limit_cost", "rate with a limit that never bites", results.limit_cost.ratio, 0.90)
     if results.drain:
         yield _at_least("drain", "share of the limit that a drain uses", round(1 / results.drain.ratio, 3), 0.95)
     if drained := results.throttle_drain:
@@ -88,18 +91,27 @@ def _triggers(results: Results) -> Iterator[Aim]:
 
 
 def _start(results: Results) -> Iterator[Aim]:
-    if results.start:
-        yield _at_most("start", "publish to start p50, in commits", results.start.p50_commits, 5)
-        yield _at_most("start", "publish to start p99, in commits", results.start.p99_commits, 25)
+    for one in results.start or ():
+        rate = f"at {one.per_second}/s"
+        yield _at_most("start", f"publish to start {rate}, p50 in ms", one.latency.p50_ms, 4.5)
+        yield _at_most("start", f"publish to start {rate}, p99 of its p50", one.p99_to_p50, 3)
+        yield _at_most("start", f"publish to start {rate}, p50 in commits", one.p50_commits, 5)
 
 
 def _history(results: Results) -> Iterator[Aim]:
     if results.health:
         yield _at_most("health", "a snapshot's database ms", results.health.settled.snapshot.database_ms, 50)
     if found := results.history:
-        yield _at_least("history", "launched beside a history, of empty", median(found.launched.ratios), 0.80)
-        yield _at_least("history", "succeeded beside a history, of empty", median(found.succeeded.ratios), 0.80)
+        yield _at_least("history", "launched beside a history, of empty", median(found.launched.ratios), 0.90)
+        yield _at_least("history", "succeeded beside a history, of empty", median(found.succeeded.ratios), 0.90)
         yield _at_most("history", "whole tables read beside it", sum(found.whole_table_reads.values()), 0)
+
+
+def _retention(results: Results) -> Iterator[Aim]:
+    if found := results.retention:
+        yield _at_least("retention", "events removed, of the rate of launches", found.removal.ratio, 3)
+        yield _at_most("retention", "p99 of POSTs while days are dropped", median(found.p99_ratios), 1.5)
+        yield _at_least("retention", "rate while days are dropped", median(found.rate_ratios), 0.90)
 
 
 def _memory(results: Results) -> Iterator[Aim]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from typing import Any
 
+from bench import marks
 from tidegate import Context, Tidegate
 
 MAX_CONCURRENCY = 4
 RUN_SECONDS = 0.05
 STEPS = 100
-# The environment variable with the path of the file for marks.
-MARKS = "BENCH_MARKS"
 
 app = Tidegate()
 nothing = Tidegate()  # its worker creates runs but executes none
@@ -26,7 +24,6 @@ _PREDICATES: list[dict[str, Any]] = [
     {"path": "$.payload.amount", "operator": "gt", "value": 100},
     {"path": "$.payload.currency", "operator": "in", "values": ["EUR", "USD"]},
 ]
-_marks = os.open(os.environ[MARKS], os.O_WRONLY | os.O_APPEND | os.O_CREAT) if MARKS in os.environ else None
 
 
 @app.workflow(on="order.created", predicates=_PREDICATES)
@@ -44,7 +41,7 @@ async def take_time(ctx: Context) -> None:
 @one_step.workflow(on="order.created", predicates=_PREDICATES)
 async def step_once(ctx: Context, id: int) -> int:
     """As little as a workflow with a step can do."""
-    _mark(id, time.monotonic())
+    marks.write(id, time.monotonic())
     return await ctx.step("nothing", _same, id)
 
 
@@ -58,23 +55,17 @@ async def step_often(ctx: Context, id: int) -> None:
 
     for number in range(STEPS):
         await ctx.step(f"step-{number}", note)
-    _mark(id, *began)
+    marks.write(id, *began)
 
 
 @outliving.workflow(on="order.created", predicates=_PREDICATES)
 async def outlive(ctx: Context, id: int) -> None:
     """At first it runs until its worker is killed; whoever goes on with it ends it at once."""
     await ctx.step("nothing", _same, id)
-    _mark(id, time.monotonic())
+    marks.write(id, time.monotonic())
     if ctx.attempt == 1:
         await asyncio.sleep(3600)
 
 
 async def _same(id: int) -> int:
     return id
-
-
-def _mark(number: int, *times: float) -> None:
-    """The event's number, this process and times of the monotonic clock; one write, as processes share the file."""
-    if _marks is not None:
-        os.write(_marks, f"{number} {os.getpid()} {' '.join(map(str, times))}\n".encode())

@@ -28,6 +28,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     connections: int
     per_second: float | None = None
+    path: str = "/v1/events"
 
 
 class Enqueue(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +42,8 @@ class Enqueue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """When the first request went out and the last answer came in; when each request was sent, in order; and their
-    latencies as they were answered."""
+    """When the first request went out and the last answer came in; when each request was sent, and how long after
+    that it was answered, in order."""
 
     started_at: float
     ended_at: float
@@ -58,7 +59,7 @@ class Shared:
         self.gap_seconds = 1 / per_second if per_second else 0.0
         self.started_at = 0.0
         self.sent_at = [0.0] * len(requests)
-        self.latencies_ms: list[float] = []
+        self.latencies_ms = [0.0] * len(requests)
 
 
 class Sender(asyncio.Protocol):
@@ -67,7 +68,7 @@ class Sender(asyncio.Protocol):
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._received = b""
-        self._sent_at = 0.0
+        self._sent_at, self._number = 0.0, 0
         self._transport: asyncio.WriteTransport | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -93,6 +94,7 @@ class Sender(asyncio.Protocol):
 
     def _send(self, number: int, request: bytes) -> None:
         assert self._transport is not None
+        self._number = number
         self._sent_at = self._shared.sent_at[number] = time.monotonic()
         self._transport.write(request)
 
@@ -105,7 +107,7 @@ class Sender(asyncio.Protocol):
         if not answer.startswith(b"HTTP/1.1 202 "):
             self.done.set_exception(RuntimeError(f"refused: {answer.decode(errors='replace')[:500]}"))
             return
-        self._shared.latencies_ms.append((time.monotonic() - self._sent_at) * 1000)
+        self._shared.latencies_ms[self._number] = (time.monotonic() - self._sent_at) * 1000
         self.send_next()
 
 
@@ -115,7 +117,7 @@ def _content_length(head: bytes) -> int:
 
 
 def _requests(job: Job) -> list[bytes]:
-    head = f"POST /v1/events HTTP/1.1\r\nhost: 127.0.0.1:{job.port}\r\ncontent-type: application/json\r\n"
+    head = f"POST {job.path} HTTP/1.1\r\nhost: 127.0.0.1:{job.port}\r\ncontent-type: application/json\r\n"
     return [
         f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
         for body in workload.bodies(job.first, job.events, job.batch)

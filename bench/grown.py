@@ -11,7 +11,7 @@ from itertools import count
 import asyncpg
 import msgspec
 
-from bench import history, neighbours, pipeline, side, workload
+from bench import history, neighbours, pipeline, side
 from bench.pipeline import Goal, Numbers
 from bench.rate import Rate
 from bench.side import Side
@@ -32,12 +32,11 @@ select not exists (select from tidegate.event_inbox)
                     where r.status = 'pending' and r.next_attempt_at <= now() and d.slug = '{slug}')
    and not exists (select from tidegate.workflow_runs where status = 'running')
 """
-# By the source of our events, which an index finds: to count all runs would read the whole table.
+# Of today, and of yesterday if midnight comes in between: to count all runs would read the whole table.
 _RUNS = """
-select count(*) from tidegate.workflow_events e
-  join tidegate.workflow_trigger_deliveries d on d.event_id = e.id
-  join tidegate.workflow_runs r on r.id = d.workflow_run_id
- where e.source = '{source}' and r.status = '{status}'
+select count(*) from tidegate.workflow_runs r join tidegate.workflow_definitions d on d.id = r.workflow_definition_id
+ where d.slug = '{slug}' and r.status = '{status}'
+   and r.id >= tidegate.first_of_day((tidegate.now() at time zone 'UTC')::date - 1)
 """
 # All of them behind pauses: what waits for a slot or a limit that is free would be launched whatever its time.
 _PUT_OFF = """
@@ -51,8 +50,12 @@ update tidegate.workflow_trigger_deliveries
 update tidegate.workflow_run_steps set next_attempt_at = now() + interval '1 day' where retry_state = 'scheduled';
 update tidegate.workflow_runs set next_attempt_at = now() + interval '1 day' where status = 'pending';
 """
+# Of each table, or partition with the name of its table: how often it was read as a whole, and how many rows that were.
 _SCANS = """
-select relname, coalesce(seq_scan, 0) from pg_stat_user_tables where schemaname = 'tidegate' and relname = any ($1)
+select s.relid, t.name, coalesce(s.seq_scan, 0), coalesce(s.seq_tup_read, 0)
+  from unnest($1::text[]) as t (name)
+  join pg_stat_user_tables s
+    on s.schemaname = 'tidegate' and regexp_replace(s.relname, '_(live|default|[0-9]{8})$', '') = t.name
 """
 _first = count(0, 10_000_000)
 
@@ -67,9 +70,11 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grown(msgspec.Struct, frozen=True, kw_only=True):
-    """`whole_table_reads` are the sequential scans of each grown table in all turns, whoever's statement it was."""
+    """Beside so many events over so many days. `whole_table_reads` are the sequential scans of each grown table, summed
+    over partitions that are not empty, in all turns, whoever's statement it was."""
 
     events: int
+    days: int
     retries: int
     measured: int
     launched: Work
@@ -77,9 +82,9 @@ class Grown(msgspec.Struct, frozen=True, kw_only=True):
     whole_table_reads: dict[str, int]
 
 
-async def measure(stage: Stage, events: int, retries: int, measured: int, turns: int) -> Grown:
+async def measure(stage: Stage, events: int, days: int, retries: int, measured: int, turns: int) -> Grown:
     """Both goals, each in turns."""
-    url = await history.database(stage, events=events, retries=retries)
+    url = await history.database(stage, events=events, retries=retries, days=days)
     connection = await asyncpg.connect(url, command_timeout=900)
     try:
         await connection.execute(_PUT_OFF)
@@ -92,11 +97,12 @@ async def measure(stage: Stage, events: int, retries: int, measured: int, turns:
         await connection.close()
     return Grown(
         events=events,
+        days=days,
         retries=retries,
         measured=measured,
         launched=launched,
         succeeded=succeeded,
-        whole_table_reads={table: after[table] - before[table] for table in history.TABLES},
+        whole_table_reads=reads(before, after),
     )
 
 
@@ -110,8 +116,8 @@ def lines(found: Grown) -> list[tuple[str, str]]:
     read = {table: scans for table, scans in found.whole_table_reads.items() if scans}
     sides = (found.launched.empty, found.launched.grown, found.succeeded.empty, found.succeeded.grown)
     return [
-        (f"launched beside {found.events:,} events", against(found.launched)),
-        (f"succeeded beside {found.events:,} events", against(found.succeeded)),
+        (f"launched beside {found.events:,} events of {found.days} days", against(found.launched)),
+        (f"succeeded beside {found.events:,} events of {found.days} days", against(found.succeeded)),
         ("  whole tables read meanwhile", ", ".join(f"{t} {n} times" for t, n in read.items()) or "none"),
         *neighbours.disturbed("history", [cores for one in sides for cores in one.neighbours]),
     ]
@@ -130,7 +136,8 @@ async def _work(stage: Stage, url: str, goal: Goal, events: int, turns: int) -> 
 
 async def _empty(stage: Stage, goal: Goal, events: int) -> Rate:
     prepare = without_triggers if goal is pipeline.SUCCEEDED else None
-    return await pipeline.measure(stage, events, prepare, warm_up=min(pipeline.WARM_UP, events), goal=goal)
+    warm_up = min(pipeline.WARM_UP, events)
+    return await pipeline.measure(stage, events, prepare, warm_up=warm_up, goal=goal, environment=pipeline.KEEP_ALL)
 
 
 async def _beside(stage: Stage, url: str, goal: Goal, events: int) -> Rate:
@@ -138,19 +145,30 @@ async def _beside(stage: Stage, url: str, goal: Goal, events: int) -> Rate:
     await execute(url, statement=_ONLY, arguments=(slug, list(_SLUGS.values())))
     await stage.flush()
     numbers = Numbers(next(_first), min(pipeline.WARM_UP, events), events)
-    return await pipeline.measure_on(stage, url, numbers, goal=_beside_history(goal, slug))
+    own = _beside_history(goal, slug)
+    return await pipeline.measure_on(stage, url, numbers, goal=own, environment=pipeline.KEEP_ALL)
 
 
 def _beside_history(goal: Goal, slug: str) -> Goal:
     """The goal for this workflow's runs alone."""
     if goal is pipeline.LAUNCHED:
-        return goal._replace(runs=_RUNS.format(source=workload.SOURCE, status="pending"))
-    runs = _RUNS.format(source=workload.SOURCE, status="succeeded")
+        return goal._replace(runs=_RUNS.format(slug=slug, status="pending"))
+    runs = _RUNS.format(slug=slug, status="succeeded")
     return goal._replace(is_reached=_IS_REACHED.format(slug=slug), runs=runs)
 
 
-async def _scans(connection: asyncpg.Connection) -> dict[str, int]:
+async def _scans(connection: asyncpg.Connection) -> dict[int, tuple[str, int, int]]:
     """Every process that counted has ended by now, and with that has told; this connection is made to."""
     await connection.execute("select pg_stat_force_next_flush()")
     await connection.execute("select pg_stat_clear_snapshot()")
-    return {row[0]: row[1] for row in await connection.fetch(_SCANS, list(history.TABLES))}
+    return {row[0]: (row[1], row[2], row[3]) for row in await connection.fetch(_SCANS, list(history.TABLES))}
+
+
+def reads(before: dict[int, tuple[str, int, int]], after: dict[int, tuple[str, int, int]]) -> dict[str, int]:
+    """The scans in between that read any row; those of partitions that are still empty cost nothing."""
+    found = dict.fromkeys(history.TABLES, 0)
+    for relation, (table, scans, rows) in after.items():
+        _, scans_before, rows_before = before.get(relation, (table, 0, 0))
+        if rows > rows_before:
+            found[table] += scans - scans_before
+    return found

@@ -81,9 +81,9 @@ class Timed:
         self.ms += msgspec.json.decode(found)[0]["Execution Time"]
 
 
-async def measure(stage: Stage, events: int, retries: int, turns: int) -> Health:
-    """A history of so many finished events, and so many retries that wait."""
-    url = await history.database(stage, events=events, retries=retries)
+async def measure(stage: Stage, events: int, days: int, retries: int, turns: int) -> Health:
+    """A history of so many finished events over so many days, and so many retries that wait."""
+    url = await history.database(stage, events=events, retries=retries, days=days)
     connection = await asyncpg.connect(url, server_settings={"jit": "off", "timezone": "UTC"}, command_timeout=900)
     try:
         with neighbours.watched() as others:

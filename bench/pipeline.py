@@ -23,6 +23,8 @@ CONNECTIONS = 8
 WARM_UP = 1000
 # Long enough for any machine: a worker that fails must not make the benchmark wait for ever.
 STALLED_SECONDS = 300
+# For workers beside a history that is older than they would keep it.
+KEEP_ALL = {"TIDEGATE_RETENTION_EVENTS_SECONDS": "0"}
 
 
 LISTENING = "select count(*) from pg_stat_activity where datname = current_database() and query ilike 'listen%'"

@@ -10,7 +10,6 @@ import asyncpg
 import msgspec
 
 from bench import gate, marks, neighbours
-from bench.app import MARKS
 from bench.client import Job
 from bench.stage import Stage, publish, without_triggers
 
@@ -62,7 +61,7 @@ def lines(found: Recovery) -> list[tuple[str, str]]:
 async def _round(stage: Stage, number: int, lease_ms: int, wait_seconds: float) -> list[float]:
     """Seconds for each of the killed worker's runs."""
     path = stage.folder / f"recovery-{number}.marks"
-    environment = {MARKS: str(path), "TIDEGATE_LEASE_MS": str(lease_ms)}
+    environment = {marks.MARKS: str(path), "TIDEGATE_LEASE_MS": str(lease_ms)}
     async with stage.database() as url, stage.api(url) as port:
         await without_triggers(url)
         with stage.worker(url, "outliving", f"victim-{number}", environment) as victim:

@@ -19,6 +19,7 @@ from bench import (
     health,
     memory,
     recovery,
+    retention,
     runs,
     single,
     start,
@@ -35,6 +36,7 @@ from bench.health import Health
 from bench.latency import Latency
 from bench.memory import Memory
 from bench.recovery import Recovery
+from bench.retention import Kept
 from bench.runs import Runs
 from bench.single import Single
 from bench.start import Start
@@ -77,11 +79,12 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: list[Concurrency] | None = None
     runs: Runs | None = None
     workers: Workers | None = None
-    start: Start | None = None
+    start: list[Start] | None = None
     step_overhead: StepOverhead | None = None
     recovery: Recovery | None = None
     health: Health | None = None
     history: Grown | None = None
+    retention: Kept | None = None
     memory: Memory | None = None
     aims: list[Aim] = []
 
@@ -104,6 +107,7 @@ _LINES: dict[str, Callable[[Any], list[tuple[str, str]]]] = {
     "recovery": recovery.lines,
     "health": health.lines,
     "history": grown.lines,
+    "retention": retention.lines,
     "memory": memory.lines,
 }
 

@@ -164,15 +164,20 @@ class Stage:
         }
         program = Path(sys.executable).parent / "tidegate"
         command = [str(program), *arguments]
-        with self.program(f"tidegate {name}", command, self.folder, inherited | own | dict(environment or {})) as it:
+        given = inherited | own | dict(environment or {})
+        given["PYTHONPATH"] = os.pathsep.join(filter(None, (given.get("PYTHONPATH"), str(ROOT))))  # for `bench.app`
+        with self.program(f"tidegate {name}", command, self.folder, given) as it:
             yield it
 
 
 @contextlib.asynccontextmanager
-async def opened(child_environment: Mapping[str, str] | None = None) -> AsyncIterator[Stage]:
-    """A stage, taken down at the end. `child_environment` is added to that of Tidegate's processes."""
+async def opened(
+    child_environment: Mapping[str, str] | None = None, options: Mapping[str, str] = POSTGRES_OPTIONS
+) -> AsyncIterator[Stage]:
+    """A stage, taken down at the end. `child_environment` is added to that of Tidegate's processes; `options` are the
+    server's."""
     with tempfile.TemporaryDirectory(prefix="tidegate-bench-", ignore_cleanup_errors=True) as folder:
-        postgres = EmbeddedPostgres(Path(folder) / "postgres", POSTGRES_OPTIONS)
+        postgres = EmbeddedPostgres(Path(folder) / "postgres", options)
         postgres.start()
         try:
             stage = Stage(Path(folder), postgres, child_environment or {})

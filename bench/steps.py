@@ -9,7 +9,7 @@ import asyncpg
 import msgspec
 
 from bench import commit, gate, marks, neighbours
-from bench.app import MARKS, STEPS
+from bench.app import STEPS
 from bench.client import Job
 from bench.latency import Latency, latency
 from bench.stage import Stage, publish, without_triggers
@@ -41,7 +41,7 @@ async def measure(stage: Stage, runs: int, at_once: int, commits: int) -> StepOv
     """One run after the other, then all at once, in a worker with a slot for each."""
     before = await commit.measure(stage, commits)
     path = stage.folder / "steps.marks"
-    environment = {MARKS: str(path), "TIDEGATE_WORKER_CONCURRENCY": str(at_once)}
+    environment = {marks.MARKS: str(path), "TIDEGATE_WORKER_CONCURRENCY": str(at_once)}
     async with stage.database() as url:
         await without_triggers(url)
         async with stage.running(url, "many_steps", environment=environment) as port:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import asyncpg
@@ -89,6 +89,10 @@ class Member:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def use(self, command: list[str], environment: Mapping[str, str]) -> None:
+        """Be this from the next start on."""
+        self._command, self._environment = command, dict(environment)
+
     def start(self, **more: str) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -160,15 +164,33 @@ class Cluster:
 
     async def start(self) -> None:
         """Everything, in order; returns when the APIs answer."""
-        self.postgres.start()
-        await self.postgres.answers()
-        if self.redis is not None:
-            self.redis.start()
+        await self._start_stores()
         database = Database(self.database_url, "migrate", size=1)
         try:
             await migrate.migrate(database)
         finally:
             await database.close()
+        self._make_members()
+        for member in self.members:
+            member.start()
+        await self.until_ready()
+
+    async def start_with(self, migrates: Callable[[], object], starts: Callable[[Member], None]) -> None:
+        """The same, with members of another version: its own command migrates, and `starts` starts each."""
+        await self._start_stores()
+        await asyncio.to_thread(migrates)
+        self._make_members()
+        for member in self.members:
+            starts(member)
+        await self.until_ready()
+
+    async def _start_stores(self) -> None:
+        self.postgres.start()
+        await self.postgres.answers()
+        if self.redis is not None:
+            self.redis.start()
+
+    def _make_members(self) -> None:
         apis, workers = self._counts
         environment = self.environment()
         for n, url in enumerate(self.urls[:apis], 1):
@@ -177,9 +199,6 @@ class Cluster:
         for n in range(1, workers + 1):
             log = self.folder / "logs" / f"worker-{n}.log"
             self.workers.append(Member(f"worker-{n}", [TIDEGATE, "worker", f"{self._app}:app"], environment, log))
-        for member in self.members:
-            member.start()
-        await self.until_ready()
 
     def environment(self) -> dict[str, str]:
         """What every process of the cluster is given."""

@@ -57,6 +57,9 @@ def broken(folder: Path) -> list[str]:
             answer = httpx.post(f"{address}/v1/events", json=event, timeout=30)
             if answer.status_code != 202:
                 return [f"publishing: {answer.status_code} {answer.text}"]
+            pruned = run(app, "prune", "--audit", "1d", "--events", "30d", "--yes")
+            if pruned.returncode != 0:
+                return [f"prune: {pruned.stderr}"]
             asyncio.run(_as(producer, """select tidegate.publish('chaos.effect', 'sql', '{"key": "by-sql"}')"""))
             missing = _missing(effects, {"by-api", "by-sql"})
         found = [f"no effect of {key}; see {folder}" for key in sorted(missing)]

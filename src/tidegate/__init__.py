@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tidegate.app import Tidegate
     from tidegate.client import AsyncClient, Client
     from tidegate.errors import (
+        ChildFailed,
         Conflict,
         Forbidden,
         InvalidInput,
@@ -20,36 +21,42 @@ if TYPE_CHECKING:
         Overloaded,
         RequestRefused,
         RetryAfter,
+        RunFailed,
         StepFailed,
         TidegateError,
         TooManyRequests,
         Unauthorized,
         Unavailable,
     )
-    from tidegate.flow.run.workflow import Context, SyncContext
+    from tidegate.flow.code.context import Context
+    from tidegate.flow.code.sync_context import SyncContext
     from tidegate.model.retry import Retry
     from tidegate.model.source import Breaker
+    from tidegate.model.wait import On
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "AsyncClient": "client",
     "Breaker": "model.source",
+    "ChildFailed": "errors",
     "Client": "client",
     "Conflict": "errors",
-    "Context": "flow.run.workflow",
+    "Context": "flow.code.context",
     "Tidegate": "app",
     "TidegateError": "errors",
     "Forbidden": "errors",
     "InvalidInput": "errors",
     "NonRetryable": "errors",
     "NotFound": "errors",
+    "On": "model.wait",
     "Overloaded": "errors",
     "RequestRefused": "errors",
     "Retry": "model.retry",
     "RetryAfter": "errors",
+    "RunFailed": "errors",
     "StepFailed": "errors",
-    "SyncContext": "flow.run.workflow",
+    "SyncContext": "flow.code.sync_context",
     "TooManyRequests": "errors",
     "Unauthorized": "errors",
     "Unavailable": "errors",
@@ -58,6 +65,7 @@ _HOMES = {
 __all__ = [
     "AsyncClient",
     "Breaker",
+    "ChildFailed",
     "Client",
     "Conflict",
     "Context",
@@ -65,10 +73,12 @@ __all__ = [
     "InvalidInput",
     "NonRetryable",
     "NotFound",
+    "On",
     "Overloaded",
     "RequestRefused",
     "Retry",
     "RetryAfter",
+    "RunFailed",
     "StepFailed",
     "SyncContext",
     "Tidegate",

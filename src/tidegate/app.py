@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,17 +15,25 @@ from tidegate import settings as settings_module
 from tidegate.clock import utc_now, uuid7
 from tidegate.errors import AppError, FieldError, InvalidInput, TidegateError
 from tidegate.flow import control
-from tidegate.flow.accept.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Accepted, Ingest
+from tidegate.flow.accept.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Ingest
+from tidegate.flow.accept.starts import Starts
+from tidegate.flow.code.workflow import Workflow
 from tidegate.flow.keep import schedule as scheduling
-from tidegate.flow.run.workflow import Workflow
-from tidegate.model.event import NewEvent, check_event
+from tidegate.flow.look.ends import RunEnds, RunHandle
+from tidegate.flow.presence import Presence
+from tidegate.model import typed
+from tidegate.model.event import Accepted, NewEvent, as_delay_ms, check_event
 from tidegate.model.ids import DefinitionId
+from tidegate.model.not_json import not_encodable, set_or_bytes
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
-from tidegate.model.schedule import SOURCE, TRIGGER, ScheduleSpec, declared, event_type
+from tidegate.model.schedule import SOURCE, TRIGGER, Overlap, ScheduleSpec, declared, event_type
 from tidegate.model.source import BreakerPolicy
+from tidegate.model.start import StartedRun, start_spec
 from tidegate.model.trigger import TriggerSpec, check_spec
+from tidegate.model.typed import Payload
 from tidegate.model.units import named_duration_ms, rate
+from tidegate.model.wait import On, check_on
 from tidegate.model.wording import as_written
 from tidegate.queue.choose import open_queue
 from tidegate.settings import Settings
@@ -51,6 +60,7 @@ class Tidegate:
         self._overrides = overrides
         self._settings: Settings | None = None
         self._publisher: _Publisher | None = None
+        self._clock: Callable[[], datetime] = utc_now  # for the bounds of input; a harness replaces it
         self.workflows: dict[str, Workflow] = {}
         self.schedules: dict[str, ScheduleSpec] = {}
         self._declared: list[scheduling.DeclaredSchedule] = []  # by the last `register`, logged after its commit
@@ -74,6 +84,7 @@ class Tidegate:
         every: str | int | float | None = None,
         cron: str | None = None,
         timezone: str | None = None,
+        overlap: Overlap | None = None,
         source: str = "*",
         where: str | None = None,
         predicates: list[dict[str, Any]] | None = None,
@@ -86,17 +97,21 @@ class Tidegate:
         retry: RetryPolicy | None = None,
         breaker: BreakerPolicy | None = None,
         timeout: str | int | float | None = None,
+        cancel_on: str | On | list[str | On] | tuple[str | On, ...] = (),
+        version: str | None = None,
         name: str | None = None,
     ) -> Callable[[Function], Function]:
         """Declare a workflow: the function runs for each matching event of type `on`, or on a schedule.
 
         Which events: `on` (type) and `source` are exact or contain `*`; `where` (CEL) and `predicates` filter further.
-        Schedules: `every` ("10m") or `cron` ("0 3 * * *", read in `timezone`, default UTC), instead of `on`.
+        Schedules: `every` ("10m") or `cron` ("0 3 * * *", read in `timezone`, default UTC), instead of `on`. `overlap`
+        says what happens to a tick while an earlier run is unfinished: "allow" (default), "queue" or "skip".
         Arguments: `params` (Liquid templates by argument name); by default, the payload's fields by argument name.
         Limits: `throttle` ("20/min"), `max_concurrency` (per `concurrency_key`, if given), `breaker`. `retry` is the
         policy for held deliveries; steps have their own (`ctx.step(…, retry=…)`).
         Idempotency: one run per `idempotency_key` within `idempotency_window` (default one day; 0: forever).
-        `timeout` bounds a run from its first start, including the time that it waits.
+        `timeout` bounds a run from its first start, waits included. `version`: of the code; by default, a hash of it.
+        `cancel_on`: events that cancel a run; a type alone means those with the run's correlation id, `On(…)` others.
 
         The slug defaults to the function's name; `name` overrides it. Raises AppError if the declaration is invalid.
         """
@@ -108,18 +123,15 @@ class Tidegate:
         def declare(function: Function) -> Function:
             slug = name or function.__name__
             try:
-                schedule = declared(every, cron, timezone)
+                schedule = declared(every, cron, timezone, overlap)
                 launched_by = _launched_by(slug, on, source, schedule)
-                specs = [_spec(launched_by | fields, predicates, throttle, idempotency_window)] if launched_by else []
+                given = launched_by | fields | _one_at_a_time(slug, schedule, fields)
+                specs = [_spec(given, predicates, throttle, idempotency_window)]
                 timeout_ms = None if timeout is None else named_duration_ms("timeout", timeout)
-                self._declare(Workflow(slug, function, specs, timeout_ms=timeout_ms), schedule)
-            except AppError:
-                raise
-            except InvalidInput as exc:
-                renamed = InvalidInput(exc.args[0], [as_written(error, _NAMES) for error in exc.errors])
-                raise AppError(f"workflow {slug}: {renamed}") from exc
+                made = partial(Workflow, timeout_ms=timeout_ms, takes_payload=on is not None, version=version)
+                self._declare(made(slug, function, specs, cancel_on=_cancelled_by(cancel_on)), schedule)
             except (TidegateError, ValueError, msgspec.ValidationError) as exc:
-                raise AppError(f"workflow {slug}: {exc}") from exc
+                raise _declaration_error(slug, exc) from exc
             return function
 
         return declare
@@ -138,12 +150,14 @@ class Tidegate:
         await locks.exclude_triggers(connection)
         ids, self._declared = [], []
         for workflow in sorted(self.workflows.values(), key=lambda w: w.slug):
+            workflow.check_types()
+            workflow.check_steps()
             definition_id = await triggers.upsert_definition(
                 connection,
                 slug=workflow.slug,
                 kind="python",
                 parameters=workflow.parameter_names,
-                config={},
+                config=workflow.stored_config,
                 actor=REGISTERED_BY,
             )
             for spec in workflow.triggers:
@@ -173,17 +187,22 @@ class Tidegate:
         type: str,
         *,
         source: str,
-        payload: dict[str, Any] | None = None,
+        payload: Payload | None = None,
         id: str | None = None,
         occurred_at: datetime | None = None,
         correlation_id: str | None = None,
         ttl_ms: int | None = None,
         metadata: dict[str, Any] | None = None,
+        deliver_at: datetime | None = None,
+        delay: str | int | float | None = None,
     ) -> Accepted:
         """Publish an event directly to the database, without the API; returns after the commit.
 
+        `payload` is a dict, a dataclass, a msgspec Struct or a pydantic model.
         `id` is the producer's id, unique per source: publishing the same event again returns the status `duplicate`.
-        Raises InvalidInput, Conflict (the id was already used with a different body) or Unavailable.
+        With `deliver_at`, or `delay` ("10m") from now, it is stored at once and decided at that time.
+        Raises InvalidInput, Conflict (the id was already used with a different body), Unavailable, or SchemaError (the
+        schema is not for this version of Tidegate).
         """
         given = {
             "id": id,
@@ -194,15 +213,47 @@ class Tidegate:
             "correlation_id": correlation_id,
             "ttl_ms": ttl_ms,
             "metadata": metadata,
+            "deliver_at": deliver_at.isoformat() if deliver_at else None,
+            "delay_ms": None if delay is None else as_delay_ms(delay),
         }
-        event = checked(given, self.settings)
+        event = checked(given, self.settings, self._clock())
+        return await self._opened().publish(event)
+
+    def _opened(self) -> _Publisher:
         loop = asyncio.get_running_loop()
         if self._publisher is None or self._publisher.loop is not loop:
             self._publisher = _Publisher(self.settings, loop)
-        return (await self._publisher.ingest.accept([event]))[0]
+        return self._publisher
+
+    async def start(
+        self,
+        workflow: str | Callable[..., object],
+        parameters: Mapping[str, object] | None = None,
+        *,
+        id: str | None = None,
+        correlation_id: str | None = None,
+    ) -> RunHandle:
+        """Start a run of a workflow, by its slug or function; returns after the commit. Its limits hold as for events.
+
+        The same `id` again is the same run. Raises NotFound, InvalidInput (names each parameter), Conflict (the id was
+        used with other parameters, or the trigger is disabled), Unavailable.
+        """
+        slug = self.slug_of(workflow)
+        publisher = self._opened()
+        started = await publisher.start(slug, parameters or {}, id=id, correlation_id=correlation_id)
+        return RunHandle(started, publisher.ends)
+
+    def slug_of(self, workflow: str | Callable[..., object]) -> str:
+        """The slug of a workflow of this application, given its function; a slug stays as it is."""
+        if isinstance(workflow, str):
+            return workflow
+        found = [one.slug for one in self.workflows.values() if one.function is workflow]
+        if not found:
+            raise AppError(f"{getattr(workflow, '__name__', workflow)} is not a workflow of this application")
+        return found[0]
 
     async def close(self) -> None:
-        """Close the connections that `publish` opened."""
+        """Close the connections that `publish` and `start` opened."""
         if self._publisher is not None:
             publisher, self._publisher = self._publisher, None
             await publisher.close()
@@ -216,15 +267,45 @@ class Tidegate:
         await self.close()
 
 
+def _cancelled_by(cancel_on: str | On | list[str | On] | tuple[str | On, ...]) -> list[On]:
+    """What cancels the runs of a workflow. InvalidInput names what is wrong."""
+    given = list(cancel_on) if isinstance(cancel_on, list | tuple) else [cancel_on]
+    checked = [check_on(one, "cancel_on") for one in given]
+    if errors := [error for _, wrong in checked for error in wrong]:
+        raise InvalidInput("the workflow is not valid", errors)
+    return [on for on, _ in checked]
+
+
+def _declaration_error(slug: str, exc: Exception) -> AppError:
+    """The error of a declaration, with the names that the user wrote."""
+    if isinstance(exc, AppError):
+        return exc
+    if isinstance(exc, InvalidInput):
+        exc = InvalidInput(exc.args[0], [as_written(error, _NAMES) for error in exc.errors])
+    return AppError(f"workflow {slug}: {exc}")
+
+
 def _launched_by(slug: str, on: str | None, source: str, schedule: ScheduleSpec | None) -> dict[str, str]:
-    """The name, event type and source of the trigger: those of `on`, or the schedule's own; empty without either."""
+    """The name, event type and source of the trigger: those of `on`, the schedule's own, or one for starts."""
     if schedule is None:
-        return {} if on is None else {"name": "code", "event_type": on, "event_source": source}
+        return start_spec(slug) if on is None else {"name": "code", "event_type": on, "event_source": source}
     if on is not None:
         raise AppError(f"workflow {slug}: on: cannot be combined with every or cron, which publish their own events")
     if source != "*":
         raise AppError(f"workflow {slug}: source: requires on; the events of a schedule have the source {SOURCE}")
     return {"name": TRIGGER, "event_type": event_type(slug), "event_source": SOURCE}
+
+
+def _one_at_a_time(slug: str, schedule: ScheduleSpec | None, fields: dict[str, Any]) -> dict[str, Any]:
+    """The trigger's fields by which ticks do not overlap."""
+    if schedule is None or schedule.overlap == "allow":
+        return {}
+    for name in ("max_concurrency", "concurrency_key"):
+        if fields[name] is not None:
+            raise AppError(
+                f"workflow {slug}: {name}: cannot be combined with overlap={schedule.overlap!r}, which is one"
+            )
+    return {"max_concurrency": 1, "overlap": schedule.overlap}
 
 
 def _spec(
@@ -258,24 +339,45 @@ class _Publisher:
             url, "publish", size=2, lock_timeout_ms=LOCK_TIMEOUT_MS, statement_seconds=STATEMENT_SECONDS
         )
         self._queue = open_queue(settings, self._database)
-        self.ingest = Ingest(
-            self._database, max_waiting=settings.ingest_max_waiting, after_commit=lambda: self._queue.hint("inbox")
+        self._ingest = Ingest(
+            self._database,
+            max_waiting=settings.ingest_max_waiting,
+            after_commit=lambda: self._queue.hint("inbox"),
+            after_later=lambda: self._queue.hint("retries"),
         )
+        self._presence = Presence("publisher")
+        self._starts = Starts(self._database, self._ingest, settings.limits)
+        self.ends = RunEnds(self._database)
+
+    async def publish(self, event: NewEvent) -> Accepted:
+        """Store an event. SchemaError if this program cannot use the schema any more."""
+        await self._presence.renew(self._database)
+        return (await self._ingest.accept([event]))[0]
+
+    async def start(self, workflow: str, parameters: Mapping[str, object], **given: str | None) -> StartedRun:
+        await self._presence.renew(self._database)
+        return await self._starts.start(workflow, parameters, **given)
 
     async def close(self) -> None:
-        await self.ingest.close()
+        await self.ends.close()
+        await self._ingest.close()
         await self._queue.close()
+        await self._presence.leave(self._database)
         await self._database.close()
 
 
-def checked(given: dict[str, Any], settings: Settings) -> NewEvent:
+def checked(given: dict[str, Any], settings: Settings, now: datetime | None = None) -> NewEvent:
     """A validated event from its field values. InvalidInput names each invalid field."""
     try:
-        plain = msgspec.to_builtins(given, str_keys=True)
+        if typed.has_fields(type(given.get("payload"))):
+            given = given | {"payload": typed.payload_of(given["payload"])}
+        plain = msgspec.to_builtins(given, str_keys=True, enc_hook=typed.plain)
     except (TypeError, ValueError, RecursionError) as exc:
-        raise InvalidInput("the event cannot be published", [FieldError("payload", f"is not JSON: {exc}")]) from exc
+        raise InvalidInput("the event cannot be published", [not_encodable(given, exc)]) from exc
+    if (refused := set_or_bytes(given)) is not None:
+        raise InvalidInput("the event cannot be published", [refused])
     errors: list[FieldError] = []
-    event = check_event(plain, new_id=uuid7(), now=utc_now(), limits=settings.limits, errors=errors)
+    event = check_event(plain, new_id=uuid7(), now=now or utc_now(), limits=settings.limits, errors=errors)
     if event is None:
         raise InvalidInput("the event cannot be published", errors)
     return event

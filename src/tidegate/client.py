@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from tidegate import settings
+from tidegate.client_runs import MAX_WAIT_SECONDS, Answer, AsyncClientRun, ClientRun, Ending, runs_of, start_body
 from tidegate.errors import (
     Conflict,
     FieldError,
@@ -25,8 +27,12 @@ from tidegate.errors import (
     Unauthorized,
     Unavailable,
 )
+from tidegate.model import typed
+from tidegate.model.event import as_delay_ms
 from tidegate.model.masking import masked
 from tidegate.model.not_finite import not_finite
+from tidegate.model.not_json import not_encodable, set_or_bytes
+from tidegate.model.typed import Payload
 from tidegate.telemetry import traces
 
 DEFAULT_URL = "http://127.0.0.1:8700"
@@ -44,12 +50,14 @@ def _event(
     type: str,
     *,
     source: str,
-    payload: dict[str, Any] | None = None,
+    payload: Payload | None = None,
     id: str | None = None,
     occurred_at: datetime | None = None,
     correlation_id: str | None = None,
     ttl_ms: int | None = None,
     metadata: dict[str, Any] | None = None,
+    deliver_at: datetime | None = None,
+    delay: str | int | float | None = None,
 ) -> dict[str, Any]:
     given = {
         "type": type,
@@ -60,17 +68,31 @@ def _event(
         "correlation_id": correlation_id,
         "ttl_ms": ttl_ms,
         "metadata": metadata,
+        "deliver_at": deliver_at,
+        "delay_ms": None if delay is None else as_delay_ms(delay),
     }
     return {name: value for name, value in given.items() if value is not None}
 
 
 def _body(value: object) -> bytes:
     try:
-        body = msgspec.json.encode(value)
+        value = _plain_payloads(value)
+        body = typed.encode(value)
     except (TypeError, ValueError, RecursionError) as exc:
-        raise InvalidInput("the event cannot be sent", [FieldError("payload", f"is not JSON: {exc}")]) from exc
+        raise InvalidInput("the request cannot be sent", [not_encodable(value, exc)]) from exc
     if b"null" in body and (path := not_finite(value)) is not None:
-        raise InvalidInput("the event cannot be sent", [FieldError(path, "is not a finite number")])
+        raise InvalidInput("the request cannot be sent", [FieldError(path, "is not a finite number")])
+    if (refused := set_or_bytes(value)) is not None:
+        raise InvalidInput("the request cannot be sent", [refused])
+    return body
+
+
+def _plain_payloads(body: object) -> object:
+    """The body with payloads that are dataclasses, Structs or pydantic models as objects in JSON."""
+    if isinstance(body, list):
+        return [_plain_payloads(one) for one in body]
+    if isinstance(body, dict) and typed.has_fields(type(body.get("payload"))):
+        return body | {"payload": typed.payload_of(body["payload"])}
     return body
 
 
@@ -180,22 +202,68 @@ class Client:
         self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10, *, actor: str | None = None
     ) -> None:
         self._url = url
+        self._timeout = timeout
         self._http = httpx.Client(**_options(url, token, timeout, actor))
 
     def publish(self, type: str, **fields: Any) -> Receipt:
-        """Publish one event: `publish("order.created", source="shop.api", payload={…}, id="o-7")`."""
+        """Publish one event: `publish("order.created", source="shop.api", payload={…}, id="o-7")`. The payload is a
+        dict, a dataclass, a msgspec Struct or a pydantic model."""
         return msgspec.convert(self.request("POST", "/v1/events", _event(type, **fields)), Receipt)
 
     def publish_many(self, events: Sequence[dict[str, Any]]) -> list[Receipt]:
         """Publish a batch, all or nothing; the receipts are in the order of the events."""
         return _receipts(self.request("POST", "/v1/events", list(events)))
 
+    def cancel_event(self, event_id: str) -> None:
+        """Take back an event that waits for its time, or that its source holds, by our id or the producer's. Conflict
+        when it has been decided."""
+        self.request("POST", f"/v1/events/{quote(event_id, safe='')}/cancel")
+
+    def start(
+        self,
+        workflow: str,
+        parameters: Mapping[str, object] | None = None,
+        *,
+        id: str | None = None,
+        correlation_id: str | None = None,
+    ) -> ClientRun:
+        """Start a run of a workflow: `start("fulfil", {"order_id": 7}, id="o-7").result(timeout="30s")`. The same `id`
+        again is the same run; with other parameters it is a Conflict."""
+        answer = self.request("POST", runs_of(workflow), start_body(parameters, id, correlation_id))
+        return ClientRun(self.waiting, answer)
+
+    def run(
+        self,
+        workflow: str,
+        parameters: Mapping[str, object] | None = None,
+        *,
+        id: str | None = None,
+        timeout: str | int | float | None = None,
+    ) -> Any:
+        """Start a run and wait for its end; its output. RunFailed or TimeoutError as for `ClientRun.result`."""
+        ending = Ending(timeout)
+        answer = self.waiting("POST", runs_of(workflow), ending.wait, start_body(parameters, id))
+        return ending.output(answer) if ending.is_over(answer) else ClientRun(self.waiting, answer).result(ending.left)
+
+    def waiting(self, method: str, path: str, wait: str | None, body: object = None) -> Answer:
+        """Send a request that the server answers after `wait` at the latest."""
+        timeout = httpx.Timeout(self._timeout, read=self._timeout + MAX_WAIT_SECONDS)
+        answer: Answer = self._send(method, path, body, {"wait": wait}, timeout)
+        return answer
+
     def request(self, method: str, path: str, body: Any = None, **params: Any) -> Any:
         """Send any request to the API and return the decoded answer."""
+        return self._send(method, path, body, params, self._timeout)
+
+    def _send(
+        self, method: str, path: str, body: object, params: dict[str, Any], timeout: float | httpx.Timeout
+    ) -> Any:
         given = {name: value for name, value in params.items() if value is not None}
-        content = None if body is None else _body(body)
+        content, headers = None if body is None else _body(body), _trace()
         try:
-            return _result(self._http.request(method, path, content=content, params=given, headers=_trace()))
+            return _result(
+                self._http.request(method, path, content=content, params=given, headers=headers, timeout=timeout)
+            )
         except httpx.TransportError as exc:
             raise _unreachable(self._url, exc) from exc
 
@@ -218,6 +286,7 @@ class AsyncClient:
         self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10, *, actor: str | None = None
     ) -> None:
         self._url = url
+        self._timeout = timeout
         self._http = httpx.AsyncClient(**_options(url, token, timeout, actor))
 
     async def publish(self, type: str, **fields: Any) -> Receipt:
@@ -228,12 +297,57 @@ class AsyncClient:
         """Publish a batch, all or nothing; the receipts are in the order of the events."""
         return _receipts(await self.request("POST", "/v1/events", list(events)))
 
+    async def cancel_event(self, event_id: str) -> None:
+        """Take back an event that waits for its time, or that its source holds, by our id or the producer's. Conflict
+        when it has been decided."""
+        await self.request("POST", f"/v1/events/{quote(event_id, safe='')}/cancel")
+
+    async def start(
+        self,
+        workflow: str,
+        parameters: Mapping[str, object] | None = None,
+        *,
+        id: str | None = None,
+        correlation_id: str | None = None,
+    ) -> AsyncClientRun:
+        """Start a run of a workflow; see `Client.start`."""
+        answer = await self.request("POST", runs_of(workflow), start_body(parameters, id, correlation_id))
+        return AsyncClientRun(self.waiting, answer)
+
+    async def run(
+        self,
+        workflow: str,
+        parameters: Mapping[str, object] | None = None,
+        *,
+        id: str | None = None,
+        timeout: str | int | float | None = None,
+    ) -> Any:
+        """Start a run and wait for its end; its output. See `Client.run`."""
+        ending = Ending(timeout)
+        answer = await self.waiting("POST", runs_of(workflow), ending.wait, start_body(parameters, id))
+        if ending.is_over(answer):
+            return ending.output(answer)
+        return await AsyncClientRun(self.waiting, answer).result(ending.left)
+
+    async def waiting(self, method: str, path: str, wait: str | None, body: object = None) -> Answer:
+        """Send a request that the server answers after `wait` at the latest."""
+        timeout = httpx.Timeout(self._timeout, read=self._timeout + MAX_WAIT_SECONDS)
+        answer: Answer = await self._send(method, path, body, {"wait": wait}, timeout)
+        return answer
+
     async def request(self, method: str, path: str, body: Any = None, **params: Any) -> Any:
         """Send any request to the API and return the decoded answer."""
+        return await self._send(method, path, body, params, self._timeout)
+
+    async def _send(
+        self, method: str, path: str, body: object, params: dict[str, Any], timeout: float | httpx.Timeout
+    ) -> Any:
         given = {name: value for name, value in params.items() if value is not None}
-        content = None if body is None else _body(body)
+        content, headers = None if body is None else _body(body), _trace()
         try:
-            return _result(await self._http.request(method, path, content=content, params=given, headers=_trace()))
+            return _result(
+                await self._http.request(method, path, content=content, params=given, headers=headers, timeout=timeout)
+            )
         except httpx.TransportError as exc:
             raise _unreachable(self._url, exc) from exc
 

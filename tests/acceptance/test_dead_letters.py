@@ -70,7 +70,10 @@ async def test_look_preview_replay(database_url: str, database: Database, tmp_pa
         assert (one["status"], one["replayed_into"]) == ("replayed", letter["workflow_run_id"])
         refused = run("dlq", "replay", letter["id"], env={"TIDEGATE_URL": url})
         assert refused.returncode == 1 and "force it" in refused.stderr
-        plan = cli(url, "replay", "--trigger", f"fulfil/{letter['trigger']}", "--rate", "50")
+        unasked = run("dlq", "replay", "--all", env={"TIDEGATE_URL": url}, input="")
+        assert (unasked.returncode, unasked.stdout) == (2, ""), unasked
+        assert "standard input is not a terminal: add --yes" in unasked.stderr
+        plan = cli(url, "replay", "--trigger", f"fulfil/{letter['trigger']}", "--rate", "50", "--yes")
         assert (plan["status"], plan["count"]) == ("scheduled", 4)
         await eventually(database, DONE, 5)
         shown = cli(url, "show", letter["id"])
@@ -78,7 +81,7 @@ async def test_look_preview_replay(database_url: str, database: Database, tmp_pa
         replayed = client.request("GET", f"/v1/runs/{letter['workflow_run_id']}")["run"]
         assert (replayed["status"], replayed["replayed_from"]) == ("succeeded", letter["id"])
         assert cli(url, "list")["dead_letters"] == [] and cli(url, "stop") == {"count": 0}
-        for command in (("list", "--state", "all"), ("show", letter["id"]), ("replay", "--all"), ("stop",)):
+        for command in (("list", "--state", "all"), ("show", letter["id"]), ("replay", "--all", "--yes"), ("stop",)):
             assert run("dlq", *command, env={"TIDEGATE_URL": url}).returncode == 0
         assert run("dlq", "replay", env={"TIDEGATE_URL": url}).returncode == 2
         assert run("dlq", "replay", letter["id"], "--all", env={"TIDEGATE_URL": url}).returncode == 2
@@ -123,7 +126,7 @@ async def test_killed_in_the_middle_nothing_is_lost_or_doubled(
         ids,
     )
     with api(database_url) as (_, url):
-        assert cli(url, "replay", "--all", "--rate", "100")["count"] == 20
+        assert cli(url, "replay", "--all", "--rate", "100", "--yes")["count"] == 20
     for point in ("replay.before_commit=kill@5", "replay.after_commit=kill@5"):
         with worker(database_url, app, TIDEGATE_FAILPOINTS=point, TIDEGATE_LEASE_MS="1000") as process:
             assert process.wait() == 137

@@ -9,6 +9,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -91,6 +93,16 @@ def test_first_start_restart_and_ctrl_c(tmp_path: Path) -> None:
         process.signal(signal.SIGKILL)
         process.wait()
     wait_until_ended(children)
+
+
+def test_it_ends_when_its_postgres_ends_and_names_the_log(tmp_path: Path) -> None:
+    with tidegate("dev", "--port", "0", "--data", str(tmp_path), TIDEGATE_PROT="1") as process:
+        started(process)
+        assert re.search(r"settings.unknown_variable.*did you mean TIDEGATE_PORT\?", process.output)
+        os.kill(int((tmp_path / "pg" / "postmaster.pid").read_text().split()[0]), signal.SIGKILL)
+        assert process.wait() == 1
+        assert f"the embedded Postgres has stopped; {tmp_path / 'postgres.log'} says why" in process.output
+    assert "Traceback" not in process.output
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's Postgres runs as that user")
@@ -241,3 +253,91 @@ def test_a_server_with_fsync_off_is_refused(tmp_path: Path) -> None:
         assert "fsync=off" in refused.stderr and "TIDEGATE_ALLOW_UNSAFE_DURABILITY" in refused.stderr
     finally:
         server.stop()
+
+
+APP_TEXT = """
+from tidegate import Context, NonRetryable, Tidegate
+
+import letters
+
+app = Tidegate()
+
+
+@app.workflow(on="order.created")
+async def fulfil(ctx: Context, id: int):
+    if id == 13:
+        raise NonRetryable("unlucky")
+    return await ctx.step("letter", letters.text, id)
+"""
+
+
+def output_of(address: str, id: int) -> str:
+    """What the run of a new order returns."""
+    with Client(address) as client:
+        receipt = client.publish("order.created", source="shop.api", payload={"id": id})
+    return str(finished_run(address, receipt.id)["output"])
+
+
+def test_code_is_reloaded_and_lines_are_printed(tmp_path: Path) -> None:
+    """The file itself, and what it imports; what cannot be loaded is told, and the old code continues."""
+    app, letters = tmp_path / "app.py", tmp_path / "letters.py"
+    app.write_text(APP_TEXT)
+    letters.write_text("def text(id):\n    return f'first {id}'\n")
+    with tidegate("dev", "app.py", "--port", "0", cwd=tmp_path) as process:
+        address = started(process)
+        assert output_of(address, 1) == "first 1"
+        process.wait_for_line(r"^\d\d:\d\d:\d\d event [0-9a-f-]{36} accepted: order.created from shop.api$")
+        launched = process.wait_for_line(r"run   ([0-9a-f-]{36}) launched: fulfil/code by event [0-9a-f-]{36}$")
+        process.wait_for_line(rf"run   {launched[1]} finished: fulfil$")
+
+        letters.write_text("def text(id):\n    return f'second {id}'\n")
+        process.wait_for_line("reloaded; workflows: fulfil$")
+        assert output_of(address, 2) == "second 2"
+
+        letters.write_text("def text(id:\n")
+        process.wait_for_line(r"not reloaded, the old code continues: .*SyntaxError.*letters.py")
+        assert output_of(address, 3) == "second 3"
+        app.write_text(APP_TEXT.replace("fulfil(ctx", "deliver(ctx"))
+        letters.write_text("def text(id):\n    return f'third {id}'\n")
+        process.wait_for_line("reloaded; workflows: deliver$")
+        with Client(address) as client:
+            receipt = client.publish("order.created", source="shop.api", payload={"id": 13})
+        process.wait_for_line(rf"launched: deliver/code by event {receipt.id}")
+        process.wait_for_line(r"run   [0-9a-f-]{36} failed: deliver: NonRetryable: unlucky$")
+        assert "component=" not in process.output.split("Press Ctrl-C")[1]  # no structured logs
+        process.signal(signal.SIGINT)
+        assert process.wait() == 0
+
+
+def test_verbose_prints_the_log_and_code_can_stay(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP_TEXT)
+    (tmp_path / "letters.py").write_text("text = str\n")
+    with tidegate("dev", "app.py", "--port", "0", "--verbose", "--no-reload", cwd=tmp_path) as process:
+        address = started(process)
+        (tmp_path / "letters.py").write_text("def text(id):\n    return 'changed'\n")
+        assert output_of(address, 1) == "1"
+        process.wait_for_line("run.succeeded .*workflow=fulfil")
+        assert "finished: fulfil" not in process.output and "reloaded" not in process.output
+
+
+def test_init_writes_a_project_that_works(tmp_path: Path) -> None:
+    done = run("init", "shop", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shop = tmp_path / "shop"
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:randomly"],
+        cwd=shop, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "3 passed" in tests.stdout, tests.stdout + tests.stderr
+    with tidegate("dev", "app.py", "--port", "0", cwd=shop) as process:
+        address = started(process)
+        with Client(address) as client:
+            client.publish("order.created", source="shop.api", payload={"id": 7, "amount": 120})
+        process.wait_for_line("launched: fulfil/code")
+
+    before = {file: file.read_bytes() for file in shop.rglob("*") if file.is_file()}
+    (shop / ".gitignore").unlink()
+    again = run("init", "shop", cwd=tmp_path)
+    assert again.returncode == 2 and "app.py exists already" in again.stderr
+    assert not (shop / ".gitignore").exists()  # none is written if one exists
+    assert all(file.read_bytes() == text for file, text in before.items() if file.name.endswith(".py"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 
@@ -118,3 +119,15 @@ async def test_limited_api(load: Load) -> None:
     assert api.contacts == set(range(25)) and len(api.calls) == 5 + 25
     # In each of the next two minutes those that were refused come on top of the ten that are launched, three at a time.
     assert api.refused <= 9
+
+
+async def test_typed_orders(load: Load) -> None:
+    example = load("typed_orders")
+    order = example.Order(id=7, customer="c-7", lines=[example.Line(sku="a", price=Decimal("9.90"), count=2)])
+    async with Harness(example.app) as harness:
+        await harness.publish("order.placed", source="shop", payload=order)
+        await harness.advance("1h")
+        run = await harness.only_run("pay")
+    assert run.status == "succeeded", run.error
+    receipt = example.app.workflows["pay"].result_rule.restored(run.output)
+    assert isinstance(receipt, example.Receipt) and receipt.order == order and receipt.total == Decimal("19.80")

@@ -39,6 +39,8 @@ CHECKS = [
     response_schema_conformance,
     unsupported_method,
 ]
+# A producer's id may contain slashes: GET /v1/events/x/replay asks for the event x/replay.
+MAY_BE_AN_ID = ("POST /v1/events/{id}/replay", "POST /v1/events/{id}/cancel")
 DOCUMENT = openapi.document(ROUTES)
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 LABELS = [f"{method.upper()} {path}" for path, operations in DOCUMENT["paths"].items() for method in operations]
@@ -116,7 +118,8 @@ def explore(label: str, schema: Any, examples: int, judge: Callable[[Case], None
 @pytest.mark.parametrize("label", LABELS)
 def test_only_documented_answers(fuzzed: Fuzzed, label: str) -> None:
     def judge(case: Case) -> None:
-        case.validate_response(call(case, fuzzed, fuzzed.headers), checks=CHECKS)
+        checks = [check for check in CHECKS if check is not unsupported_method or label not in MAY_BE_AN_ID]
+        case.validate_response(call(case, fuzzed, fuzzed.headers), checks=checks)
 
     assert explore(label, SCHEMA, EXAMPLES, judge) > 1
 

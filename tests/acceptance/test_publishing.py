@@ -80,7 +80,7 @@ def test_cli_payload_from_file_and_standard_input(demo: str, tmp_path: Any) -> N
         (("publish", "a.b", "--source", "s", "--data", "[1]"), 2, "must be a JSON object"),
         (("publish", "a.b", "--source", "s", "--data", "@/no/such/file"), 2, "/no/such/file cannot be read"),
         (("publish", "a.b"), 2, "Missing option '--source'"),
-        (("publish", "a b", "--source", "s"), 1, "type: contains other characters"),
+        (("publish", "a b", "--source", "s"), 1, "TYPE: contains ' '; expected 1 to 200 letters"),
         (("events", "show", "no-such"), 1, "no event 'no-such'"),
         (("nonsense",), 2, "No such command 'nonsense'"),
     ],

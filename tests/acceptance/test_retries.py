@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.acceptance.test_top import terminal
 from tests.flow.test_bulk_retries import hold_events, states
 from tests.processes import api, run, tidegate
 from tests.store.builders import make_events, make_runs, make_triggers
 from tidegate import Client, RequestRefused
 from tidegate.clock import uuid7
+from tidegate.model.ids import step_id
 from tidegate.store.db import Connection
 
 
@@ -22,7 +24,7 @@ async def hold_steps(connection: Connection, count: int) -> list[uuid.UUID]:
     at = await connection.fetchval("select tidegate.now() + interval '1 hour'")
     ids = []
     for run_id in await make_runs(connection, [at] * count):
-        ids.append(uuid7())
+        ids.append(step_id(run_id, "call"))
         await connection.execute(
             "insert into tidegate.workflow_run_steps (id, workflow_run_id, name, retry_state, next_attempt_at, "
             "retry_attempts, retry_metadata) values ($1, $2, 'call', 'scheduled', $3, 2, '{\"reason\": \"failed\"}')",
@@ -43,6 +45,14 @@ async def hold_deliveries(connection: Connection, count: int) -> None:
     await connection.execute("delete from tidegate.event_inbox")
 
 
+def at_terminal(url: str, answer: str, *arguments: str) -> tuple[int, str]:
+    """The status of a `retries` command at a terminal that was answered so, and its question."""
+    with terminal("retries", *arguments, TIDEGATE_URL=url) as asking:
+        asking.press(answer)
+        status, drawn = asking.wait()
+    return status, next(line.partition("?")[0] + "?" for line in drawn.splitlines() if "?" in line)
+
+
 async def test_commands_about_all_that_wait(database_url: str, connection: Connection) -> None:
     await hold_events(connection, 1203)
     await hold_events(connection, 2, source="other")
@@ -57,12 +67,13 @@ async def test_commands_about_all_that_wait(database_url: str, connection: Conne
         assert say("cancel", "--source", "shop.api", "--dry-run").stdout == "1203 events would be cancelled\n"
         previewed = json.loads(say("force", "--all", "--dry-run", "--json").stdout)
         assert (previewed["status"], previewed["remaining"], previewed["done"]) == ("preview", 1205, 0)
-        asked = say("cancel", "--source", "shop.api", answer="n\n", status=130)
-        assert "Cancel 1203 events?" in asked.stdout
-        say("cancel", "--source", "shop.api", status=130)  # nobody to ask
+        assert at_terminal(url, "n\n", "cancel", "--source", "shop.api") == (130, "Cancel 1203 events?")
+        for answer in ("", "y\n"):  # nobody to ask
+            refused = say("cancel", "--source", "shop.api", answer=answer, status=2)
+            assert "standard input is not a terminal: add --yes" in refused.stderr
         assert (await states(connection)) == {("shop.api", "scheduled"): 1203, ("other", "scheduled"): 2}
 
-        done = say("cancel", "--source", "shop.api", answer="y\n")
+        done = say("cancel", "--source", "shop.api", "--yes")
         assert done.stdout.endswith("cancelled 1203 events\n") and "cancelled 1000 of 1203" in done.stderr
         assert (await states(connection)) == {("shop.api", "cancelled"): 1203, ("other", "scheduled"): 2}
         forced = json.loads(say("force", "--all", "--yes", "--json").stdout)
@@ -111,8 +122,8 @@ async def test_deliveries_and_steps_on_the_command_line(database_url: str, conne
         assert say("force", "--kind", "steps", str(first)) == f"forced {first}\n"
         assert say("cancel", "--kind", "steps", str(second)) == f"cancelled {second}\n"
         say("cancel", "--kind", "steps", str(second), status=1)
-        asked = run("retries", "cancel", "--kind", "steps", "--all", env=env, input="n\n")
-        assert "Cancel 2 steps, and with them their runs?" in asked.stdout
+        asked = at_terminal(url, "n\n", "cancel", "--kind", "steps", "--all")
+        assert asked == (130, "Cancel 2 steps, and with them their runs?")
         assert say("cancel", "--kind", "steps", "--reason", "failed", "--yes") == "cancelled 2 steps\n"
         assert say("force", "--kind", "deliveries", "--trigger", "fulfil/t0", "--yes") == "forced 3 deliveries\n"
         assert say("cancel", "--kind", "deliveries", "--workflow", "fulfil", "--yes") == "cancelled 3 deliveries\n"

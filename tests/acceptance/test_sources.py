@@ -504,7 +504,7 @@ def test_the_verbs_of_the_command_line(server: str, source: str) -> None:
         assert done.returncode == 0, done.stderr
         return str(done.stdout)
 
-    assert told("sources", "limit", source, "100/s", "--pause", "5s").strip() == f"{source}: 100/s, pause 5s; open"
+    assert told("sources", "limit", source, "100/s", "--pause", "5s").strip() == f"{source}: 100/s, pause 5s; ok"
     listed = told("sources", "list")
     assert source in listed and "100/s, pause 5s" in listed and "carol" in listed
     assert "paused until resumed by carol: tests" in told("sources", "pause", source, "--reason", "tests")
@@ -515,13 +515,22 @@ def test_the_verbs_of_the_command_line(server: str, source: str) -> None:
     assert told("retries", "cancel", ids[0]).strip() == f"cancelled {ids[0]}"
     assert json.loads(told("retries", "force", ids[1], "--json")) == {"id": ids[1], "status": "forced"}
     assert json.loads(told("sources", "pause", source, "--for", "10m", "--json"))["paused_until"]
-    assert told("sources", "resume", source).startswith(f"{source}: 100/s, pause 5s; open")
+    assert told("sources", "resume", source).startswith(f"{source}: 100/s, pause 5s; ok")
     eventually(lambda: launched(server, ids) == ids[1:], "the other one launches")
     assert "no limit" in told("sources", "limit", source, "--remove")
     found = json.loads(told("sources", "list", "--json"))["sources"]
     assert next(s for s in found if s["source"] == source)["limit"] is None
+    policy = told("sources", "breaker", source, "--threshold", "20", "--ratio", "0.8", "--window", "1m", "--runs")
+    assert policy.strip() == (
+        f"{source}: breaker opens for 5m after 20 failures within 1m, if they are at least 80% of the outcomes; "
+        "failed runs count; ok"
+    )
+    assert "no breaker policy of its own" in told("sources", "breaker", source, "--remove")
+    for listed in ("events list --type no.such", "runs list --workflow nobody", "deliveries list --status exhausted",
+                   "dlq list --source nobody", "audit list --actor nobody"):  # fmt: skip
+        assert told(*listed.split()).strip().endswith(" match."), listed
     assert told("retries", "list", "--source", source).strip() == (
-        "No events are waiting; use --kind deliveries and --kind steps for the others."
+        "No waiting events match; use --kind deliveries and --kind steps for the others."
     )
 
 
@@ -534,11 +543,15 @@ def test_the_verbs_of_the_command_line(server: str, source: str) -> None:
         (("sources", "limit", "x", "5/s", "--pause", "long"), 2, "a duration is written like"),
         (("sources", "limit", "a b", "5/s"), 1, "source: is not the name of a source"),
         (("sources", "pause", "x", "--for", "5m", "--until", "2099-01-01T00:00:00Z"), 2, "--for or --until, not both"),
-        (("sources", "pause", "x", "--until", "noon"), 2, "is not a time; write it like"),
+        (("sources", "pause", "x", "--until", "noon"), 2, "--until: must be an RFC 3339 time with a time zone"),
         (("sources", "pause", "x", "--until", "2099-01-01T00:00:00"), 2, "the time zone is missing"),
         (("sources", "pause", "x", "--until", "2020-01-01T00:00:00Z"), 1, "until: is in the past"),
         (("sources", "resume", "nobody-knows-it"), 1, "no source 'nobody-knows-it': it has no limit"),
-        (("retries", "cancel", "no-such"), 1, "no event 'no-such'"),
+        (("sources", "breaker", "x", "--threshold", "0"), 1, "--threshold: must lie between 1"),
+        (("dlq", "list", "--since", "yesterday"), 1, "--since: must be an RFC 3339 time with a time zone"),
+        (("dlq", "replay", "--all", "--yes", "--rate", "0"), 1, "--rate: must lie between 0.001 and 1000"),
+        (("publish", "", "--source", "s"), 1, "TYPE: is empty; expected 1 to 200 letters"),
+        (("retries", "cancel", "no-such"), 1, "no event 'no-such'; if the id is not one of --kind events"),
         (("retries", "list", "--kind", "nonsense"), 2, "nonsense"),
     ],
 )

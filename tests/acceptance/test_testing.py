@@ -6,15 +6,16 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from tidegate import Context, NonRetryable, Retry, RetryAfter, Tidegate
+from tidegate import Context, NonRetryable, Retry, RetryAfter, SyncContext, Tidegate
 from tidegate.errors import AppError
 from tidegate.testing import Harness, with_harness
+from tidegate.worker.supervisor import LoopTurn, Worker
 
 PATIENT = Retry(max_attempts=50, base="10s", factor=2, cap="10m", jitter=0)
 
@@ -221,6 +222,70 @@ async def test_cancel(shop: Shop) -> None:
         await harness.advance("2h")
         assert (await harness.only_run()).status == "cancelled"
     assert shop.done == []
+
+
+async def test_a_jump_wakes_only_what_became_due(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty days, in which two runs sleep, cost as many turns as there are due times, and the same as an hour."""
+    turns: list[datetime] = []
+    turn = Worker.turn
+
+    async def counted(self: Worker, now: datetime) -> LoopTurn:
+        turns.append(now)
+        return await turn(self, now)
+
+    monkeypatch.setattr(Worker, "turn", counted)
+
+    @shop.app.workflow(on="go")
+    async def work(ctx: Context, days: int) -> None:
+        await ctx.sleep(f"{days}d")
+        shop.do("awake")
+
+    async with shop.harness as harness:
+        for days in (3, 20):
+            await harness.publish("go", source="test", payload={"days": days})
+        await harness.run_until_idle()
+        began = harness.now
+        turns.clear()
+        await harness.advance("30d")
+        times = {round((at - began) / timedelta(days=1), 3) for at in turns}
+        assert times == {0, 3, 20, 30} and len(turns) <= 3 * len(times)
+        assert [run.status for run in await harness.runs()] == ["succeeded"] * 2
+        turns.clear()
+        await harness.advance("365d")
+        assert len(turns) <= 3
+    assert len(shop.done) == 2
+
+
+async def test_fail_step_counts_and_names(shop: Shop) -> None:
+    @shop.app.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        await ctx.step("call", shop.do, "work")
+
+    @shop.app.workflow(on="go")
+    def other(ctx: SyncContext) -> None:
+        ctx.step("call", shop.do, "other")
+
+    async with shop.harness as harness:
+        with pytest.raises(ValueError, match="there is no 'nothing'; there are other, work"):
+            harness.fail_step("call", workflow="nothing")
+        with pytest.raises(ValueError, match="times must be at least 1"):
+            harness.fail_step("call", times=0)
+        harness.fail_step("call", workflow="work", times=2, error=OSError("away"))
+        harness.fail_step("call", workflow="other", error=NonRetryable("never"))
+        accepted = await harness.publish("go", source="test", id="one")
+        await harness.run_until_idle()
+        explained = await harness.explain(await harness.only_run("other"))
+        assert "NonRetryable: never" in explained.summary
+        assert (await harness.explain("one")).summary == (await harness.explain(accepted)).summary
+        await harness.advance("1h")
+        assert (await harness.only_run("work")).steps["call"].attempts == 3
+        error = (await harness.only_run("other")).error
+        assert error is not None and error.startswith("step 'call' failed: NonRetryable: never")
+    assert [what for what, _ in shop.done] == ["work"]
+    async with Harness(shop.app) as again:  # nothing of it is left
+        await again.publish("go", source="test")
+        await again.advance("1h")
+        assert {run.status for run in await again.runs()} == {"succeeded"}
 
 
 async def test_settings_are_the_applications_and_the_harnesss() -> None:

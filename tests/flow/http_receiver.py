@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tidegate.flow.run.http import Outgoing
+from tidegate.flow.code.http import Outgoing
 from tidegate.model.addresses import parse_allowed
 
 # Where receivers of tests are.

@@ -98,3 +98,59 @@ async def thread(ctx: Context) -> None:
 @app.workflow(on="steps.plain_thread")
 def plain_thread(ctx: SyncContext) -> None:
     ctx.step("long", time.sleep, 3600)
+
+
+@app.workflow(on="steps.tell")
+async def tell(ctx: Context) -> None:
+    """Publishes between two effects."""
+    await ctx.step("first", record, ctx.run_id, "first")
+    await ctx.publish("steps.told", {"run": str(ctx.run_id)})
+    await ctx.step("second", record, ctx.run_id, "second")
+
+
+@app.workflow(on="steps.told")
+async def told(ctx: Context, run: str) -> None:
+    await ctx.step("told", record, uuid.UUID(run), "told")
+
+
+@app.workflow(on="tidegate.run.succeeded", where="event.payload.workflow == 'tell'")
+async def tell_ended(ctx: Context, run_id: str) -> None:
+    await ctx.step("ended", record, uuid.UUID(run_id), "ended")
+
+
+@app.workflow()
+async def fulfil(ctx: Context, n: int, seconds: float = 0.0, fails: bool = False) -> dict[str, int]:
+    """No event launches it: it is started by name."""
+    await ctx.step("effect", record, ctx.run_id, f"fulfil {n}")
+    if seconds:
+        await ctx.sleep(seconds)
+    if fails:
+        raise ValueError("no such order")
+    return {"n": n}
+
+
+@app.workflow()
+async def leaf(ctx: Context, n: int) -> int:
+    await ctx.step("leaf", record, ctx.run_id, f"leaf {n}")
+    return n
+
+
+@app.workflow(on="steps.tree")
+async def tree(ctx: Context) -> list[int]:
+    """One child, then a map of five, two at a time, then an effect."""
+    first = await ctx.run(leaf, n=100)
+    rest = await ctx.map(leaf, range(5), at_once=2)
+    await ctx.step("after", record, ctx.run_id, "after")
+    return [first, *rest]
+
+
+@app.workflow(on="steps.stop")
+async def stop(ctx: Context) -> None:
+    """Its children sleep until they are cancelled with it."""
+    await ctx.map("sleeper", [{"n": n} for n in range(6)], at_once=4)
+
+
+@app.workflow()
+async def sleeper(ctx: Context, n: int) -> None:
+    await ctx.step("begun", record, ctx.run_id, f"sleeper {n}")
+    await ctx.sleep("1h")

@@ -400,3 +400,28 @@ async def test_a_wrong_or_dead_redis_does_not_keep_a_worker_from_starting(
         await publish(connection, 3)
         await eventually(database, SUCCEEDED, 3)
         assert "hunter2" not in process.output
+
+
+async def test_a_delayed_event_is_a_delayed_job_and_a_lost_job_loses_nothing(
+    start: Start, database: Database, connection: Connection, client: Any, effects: Effects
+) -> None:
+    publish_later = "select tidegate.publish('work.quick', 'noisy', $1, delay_ms => $2)"
+    soon = await connection.fetchval(publish_later, {"n": 1}, 8_000)
+    later = await connection.fetchval(publish_later, {"n": 2}, 1_800_000)
+    await settle(connection)
+    with start():
+
+        async def has_job() -> bool:
+            return f"event-retry:{later}:0" in await jobs(client)
+
+        await until(has_job)
+        await client.flushall()
+        await eventually(database, SUCCEEDED, 1)
+        decided = await connection.fetchrow(
+            "select r.created_at >= e.deliver_at as is_in_time, e.id::text from tidegate.workflow_runs r "
+            "join tidegate.workflow_events e on e.id = r.event_id"
+        )
+        assert decided is not None and tuple(decided) == (True, soon)
+        await control.change_retry(database, "events", uuid.UUID(later), "force", "test")
+        await eventually(database, SUCCEEDED, 2)
+    assert [what for _, what in await effects()] == ["quick", "quick"]

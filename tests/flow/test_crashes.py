@@ -21,6 +21,7 @@ from tidegate.client import Client
 from tidegate.errors import Unavailable
 from tidegate.flow import control
 from tidegate.store.db import Connection, Database
+from tidegate.store.event_replays import EventRange
 
 Effects = Callable[[], Awaitable[list[tuple[Any, str]]]]
 
@@ -200,3 +201,23 @@ async def test_worker_dies_with_concurrency_slots_in_its_hands(
     assert await connection.fetchval(WAITING) > 0
     with worker(database_url, APP, **LEASE):
         await check_limited(database, connection, effects, count)
+
+
+@pytest.mark.parametrize("point", ["event_replay.before_commit=kill@3", "event_replay.after_commit=kill@3"])
+async def test_worker_dies_while_events_are_decided_again(
+    database_url: str, database: Database, connection: Connection, effects: Effects, point: str
+) -> None:
+    """Events that no trigger took are replayed once there is one; each is launched once."""
+    for n in range(6):
+        await connection.execute("select tidegate.publish('work.quick', 'test', $1)", {"n": n})
+    await connection.execute("delete from tidegate.event_inbox")
+    await control.replay_events(database, EventRange(type="work.quick"), "ann", rate=1000)
+    with worker(database_url, APP, TIDEGATE_FAILPOINTS=point, **LEASE) as process:
+        assert process.wait() == 137
+    left = await connection.fetchval("select count(*) from tidegate.event_replays")
+    assert left == (4 if "before" in point else 3)
+    with worker(database_url, APP, **LEASE):
+        await eventually(database, SETTLED, 6)
+    assert await connection.fetchval("select count(*) from tidegate.event_replays") == 0
+    assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == 6
+    assert len({run for run, _ in await effects()}) == 6  # the killed worker may have been executing some of them

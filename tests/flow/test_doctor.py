@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from tidegate.store import doctor as store
 from tidegate.store.db import Connection, Database
 from tidegate.store.doctor import GUARDS, ORPHANS, ServerFacts
 from tidegate.store.health import Alive, QueueDepth
+from tidegate.store.retention import HistorySpan
 from tidegate.store.workers import Unserved
 
 HOUR_MS = 3_600_000
@@ -137,6 +138,52 @@ async def run_without_launch(connection: Connection) -> None:
     await a_run(connection, "status = 'succeeded', finished_at = tidegate.now()", delivery_id=delivery_id)
 
 
+async def wait_of_nobody(connection: Connection) -> None:
+    await connection.execute(
+        "insert into tidegate.event_waits (id, workflow_run_id, step_id, number, mode, event_type, source, paths, key, "
+        "contained, after_sequence) "
+        "values (gen_random_uuid(), gen_random_uuid(), gen_random_uuid(), 0, 'cancel', 'a', '*', '[]', '[]', '{}', 0)"
+    )
+
+
+async def step_waits_for_nothing(connection: Connection) -> None:
+    run_id = await a_run(connection, "status = 'pending'")
+    await a_step(connection, run_id, f"kind = 'wait', retry_state = 'scheduled', next_attempt_at = {FUTURE}")
+
+
+async def delivery_twice(connection: Connection) -> None:
+    delivery_id, _ = await a_delivery(connection, "status = 'cancelled'")
+    await connection.execute(
+        "insert into tidegate.workflow_trigger_deliveries "
+        "(id, trigger_id, event_id, status, retry_state, next_attempt_at, reason) "
+        f"select id, trigger_id, event_id, 'throttled', 'scheduled', {FUTURE}, 'throttle' "
+        "from tidegate.workflow_trigger_deliveries where id = $1", delivery_id,
+    )  # fmt: skip
+
+
+async def run_twice(connection: Connection) -> None:
+    run_id = await a_run(connection, "status = 'succeeded', finished_at = tidegate.now()")
+    await connection.execute(
+        "insert into tidegate.workflow_runs (id, workflow_definition_id, next_attempt_at) "
+        f"select id, workflow_definition_id, {FUTURE} from tidegate.workflow_runs where id = $1", run_id,
+    )  # fmt: skip
+
+
+async def external_id_alone(connection: Connection) -> None:
+    await connection.execute("insert into tidegate.event_external_ids values ('o-7', 'shop', $1)", uuid.uuid4())
+
+
+async def held_event_alone(connection: Connection) -> None:
+    await a_retry(connection, uuid.uuid4(), "reason = 'rate_limit'")
+
+
+async def letter_alone(connection: Connection) -> None:
+    await connection.execute(
+        "insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason) "
+        "select gen_random_uuid(), 'event', $1, $1, 'test'", uuid.uuid4(),
+    )  # fmt: skip
+
+
 async def inbox_row_alone(connection: Connection) -> None:
     await connection.execute(
         "insert into tidegate.event_inbox (ingress_sequence, event_id) values (7, $1)", uuid.uuid4()
@@ -211,6 +258,13 @@ async def letter_late(connection: Connection) -> None:
     )
 
 
+async def event_replay_late(connection: Connection) -> None:
+    await connection.execute(
+        "insert into tidegate.event_replays (event_id, replay_at, replay_by) "
+        f"values (gen_random_uuid(), {PAST}, 'test')"
+    )
+
+
 async def tick_late(connection: Connection) -> None:
     await connection.execute(
         f"insert into tidegate.schedules (workflow_definition_id, every_ms, next_at) values ($1, 1000, {PAST})",
@@ -227,8 +281,15 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
     "deliveries_claimed_by_nobody": delivery_claimed,
     "deliveries_of_deleted_triggers": delivery_of_deleted,
     "deliveries_waiting_for_a_free_slot": free_slot,
+    "deliveries_stored_twice": delivery_twice,
+    "runs_stored_twice": run_twice,
     "launches_without_a_run": launch_without_run,
     "runs_without_a_launch": run_without_launch,
+    "waits_of_nobody": wait_of_nobody,
+    "steps_that_wait_for_nothing": step_waits_for_nothing,
+    "external_ids_without_an_event": external_id_alone,
+    "held_events_without_an_event": held_event_alone,
+    "dead_letters_without_an_event": letter_alone,
     "inbox_rows_without_an_event": inbox_row_alone,
     "deliveries_without_an_event": delivery_without_event,
     "deliveries_without_a_trigger": delivery_without_trigger,
@@ -243,6 +304,7 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
     "source_plans_without_an_end": source_plan,
     "trigger_plans_without_an_end": trigger_plan,
     "dead_letters_not_replayed_in_time": letter_late,
+    "events_not_replayed_in_time": event_replay_late,
     "ticks_not_published_in_time": tick_late,
 }
 # What may be on its way for a while.
@@ -287,8 +349,8 @@ async def test_a_world_in_all_states_is_well(database: Database, connection: Con
 
 async def test_a_missing_or_broken_guard_is_named(connection: Connection) -> None:
     assert await store.missing_guards(connection) == []
-    await connection.execute("alter table tidegate.workflow_runs drop constraint workflow_runs_pkey")
-    assert await store.missing_guards(connection) == ["workflow_runs_pkey"]
+    await connection.execute("alter table tidegate.workflow_runs_live drop constraint workflow_runs_live_pkey")
+    assert await store.missing_guards(connection) == ["workflow_runs_live_pkey"]
     assert len(GUARDS) == len(set(GUARDS))
 
 
@@ -296,7 +358,7 @@ def facts(**changes: Any) -> doctor.DoctorFacts:
     server = ServerFacts(
         version=180000, version_text="18.0", fsync="on", full_page_writes="on", synchronous_commit="on",
         synchronous_standby_names="", is_read_only=False, clock=datetime(2026, 1, 1, tzinfo=UTC), connections=10,
-        max_connections=100,
+        max_connections=100, max_locks=25_600,
     )  # fmt: skip
     of_server = {name: changes.pop(name) for name in list(changes) if name in ServerFacts.__struct_fields__}
     depth = QueueDepth(ready=0, delayed=0, active=0, oldest_due_age_seconds=0.0)
@@ -304,6 +366,7 @@ def facts(**changes: Any) -> doctor.DoctorFacts:
         server=msgspec.structs.replace(server, **of_server), clock_offset_seconds=0.0, own_clock_offset_seconds=0.0,
         missing_guards=[], orphans=[], queues={"runs": depth}, unserved=[],
         workers=Alive(alive=1, reconciled_at=None),
+        history=HistorySpan(date(2025, 12, 1), date(2026, 1, 2), 0),
     )._replace(**changes)  # fmt: skip
 
 
@@ -319,9 +382,12 @@ LATE = QueueDepth(ready=3, delayed=0, active=0, oldest_due_age_seconds=31.0)
         ({"full_page_writes": "off"}, "durability"),
         ({"synchronous_commit": "off"}, "durability"),
         ({"connections": 90}, "connections"),
+        ({"max_locks": 950}, "locks"),
         ({"clock_offset_seconds": -5.1}, "clock"),
         ({"own_clock_offset_seconds": 1.1}, "scheduling clock"),
         ({"missing_guards": ["x"]}, "unique indexes"),
+        ({"history": HistorySpan(date(2025, 12, 1), date(2026, 1, 1), 0)}, "history"),
+        ({"history": HistorySpan(None, None, 0)}, "history"),
         ({"queues": {"runs": LATE}}, "due lag of runs"),
         ({"unserved": [Unserved(workflow="w", waiting=1, since=datetime(2026, 1, 1, tzinfo=UTC))]}, "workflows"),
     ],
@@ -367,6 +433,8 @@ def test_a_schema_that_is_not_there(empty_database_url: str) -> None:
     done = run("doctor", env={"TIDEGATE_DATABASE_URL": empty_database_url})
     assert done.returncode == 1
     assert "NOT OK" in done.stdout and "tidegate migrate" in done.stdout
+    status = run("migrate", "--status", env={"TIDEGATE_DATABASE_URL": empty_database_url})
+    assert status.returncode == 1 and "pending" in status.stdout
 
 
 async def test_redis_that_may_evict_or_is_away(database_url: str, server: RedisServer, client: Any) -> None:

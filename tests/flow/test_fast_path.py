@@ -1,5 +1,5 @@
-"""The fast path of dispatch (`Batch.launch`) and its general path (`Batch.deliver`): one table of batches through both,
-which must leave the same rows and return the same outcomes."""
+"""The fast path of dispatch (`Batch.launch`), by itself or after the sources' gates, and its general path
+(`Batch.deliver`): one table of batches through all, which must leave the same rows and return the same outcomes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.conftest import Clock
 from tests.flow.trigger_worker import make_trigger
 from tidegate.flow.decide.batch import MAX_FILTERED, Batch, Delivered
 from tidegate.flow.decide.dispatch import Dispatch, DispatchCounts
-from tidegate.model.source import SOURCE_BREAKER
-from tidegate.store import triggers
+from tidegate.model.source import SOURCE_BREAKER, RateLimit
+from tidegate.store import sources, triggers
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import NOBODY, Claim
 
@@ -32,6 +32,9 @@ TABLES = (
     "dead_letters",
     "event_inbox",
 )
+
+
+FAST, GATED, GENERAL = "fast", "gated", "general"
 
 
 class Case(NamedTuple):
@@ -76,19 +79,22 @@ CASES = {
 class Path(Batch):
     """A batch that records which path was taken and its result."""
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, claim: Claim, path: str) -> None:
         super().__init__(SOURCE_BREAKER, claim=lambda: claim)
+        self.path = path
         self.taken: list[tuple[str, Delivered]] = []
 
-    async def launch(self, *given: Any) -> Delivered | None:
-        done = await super().launch(*given)
+    async def launch(self, connection: Any, now: Any, matched: Any, gates: Any = None) -> Delivered | None:
+        if self.path == GENERAL:
+            return None
+        done = await super().launch(connection, now, matched, gates)
         if done is not None:
-            self.taken.append(("fast", done))
+            self.taken.append((FAST if gates is None else GATED, done))
         return done
 
     async def deliver(self, *given: Any) -> Delivered:
         done = await super().deliver(*given)
-        self.taken.append(("general", done))
+        self.taken.append((GENERAL, done))
         return done
 
 
@@ -98,9 +104,11 @@ class Result(NamedTuple):
     rows: dict[str, list[Any]]
 
 
-async def decide(database: Database, connection: Connection, case: Case, claim: Claim, *, is_fast: bool) -> Result:
-    """Decide the events of a case by one of the paths, and leave the tables empty."""
-    batch = Path(claim)
+async def decide(
+    database: Database, connection: Connection, case: Case, claim: Claim, path: str, limit: RateLimit | None = None
+) -> Result:
+    """Decide the events of a case by one of the paths, and leave the tables empty. `limit` is that of every source."""
+    batch = Path(claim, path)
     one = Dispatch(database, batch_size=500, after_launch=lambda: None, batch=batch)
     await connection.execute("select tidegate.publish('warm.up', 'warm.up')")
     await one.run_once()  # loads the triggers
@@ -109,10 +117,12 @@ async def decide(database: Database, connection: Connection, case: Case, claim: 
     for kind, source, payload, fields in case.events:
         names = "".join(f", {name} => ${n}" for n, name in enumerate(fields, start=4))
         await connection.execute(f"select tidegate.publish($1, $2, $3{names})", kind, source, payload, *fields.values())
-    one._expects_no_state = is_fast
+    if limit is not None:
+        await sources.set_limit(connection, "*", limit, "bob")
+    one._expects_no_state = path == FAST
     outcome = await one.run_once()
-    [(path, delivered)] = batch.taken
-    assert path == ("fast" if is_fast else "general")
+    [(taken, delivered)] = batch.taken
+    assert taken == path
     labels = await name_rows(connection)
     seen = {
         "launched": delivered.launched,
@@ -157,7 +167,7 @@ async def dump(connection: Connection, table: str, labels: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_both_paths_leave_the_same_rows(
+async def test_all_paths_leave_the_same_rows(
     database: Database, connection: Connection, clock: Clock, name: str
 ) -> None:
     case = CASES[name]
@@ -165,14 +175,32 @@ async def test_both_paths_leave_the_same_rows(
         await make_trigger(database, slug, **fields)
     definitions = [one.id for one in await triggers.list_definitions(connection)]
     claim = Claim("worker", 30_000, definitions, case.claims) if case.claims else NOBODY
-    fast = await decide(database, connection, case, claim, is_fast=True)
-    general = await decide(database, connection, case, claim, is_fast=False)
-    assert fast.outcome == general.outcome
-    assert fast.delivered == general.delivered
-    for table in TABLES:
-        assert fast.rows[table] == general.rows[table], table
+    fast, gated, general = [await decide(database, connection, case, claim, path) for path in (FAST, GATED, GENERAL)]
+    assert_same(gated, fast)
+    assert_same(general, fast)
     assert fast.outcome.events == len(case.events)
     assert len(fast.rows["workflow_runs"]) == fast.outcome.launched
     assert sum('"status": "running"' in row for row in fast.rows["workflow_runs"]) == min(
         case.claims, fast.outcome.launched
     )
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_limit_with_room_is_counted_alike(
+    database: Database, connection: Connection, clock: Clock, name: str
+) -> None:
+    case = CASES[name]
+    for slug, fields in case.triggers.items():
+        await make_trigger(database, slug, **fields)
+    limit = RateLimit(limit=1000, interval_ms=60_000)
+    gated, general = [await decide(database, connection, case, NOBODY, path, limit=limit) for path in (GATED, GENERAL)]
+    assert_same(gated, general)
+    spent = [json.loads(row)["ring"] for row in gated.rows["event_scheduler_sources"]]
+    assert sum(sum(ring or ()) for ring in spent) == len(case.events)
+
+
+def assert_same(one: Result, other: Result) -> None:
+    assert one.outcome == other.outcome
+    assert one.delivered == other.delivered
+    for table in TABLES:
+        assert one.rows[table] == other.rows[table], table

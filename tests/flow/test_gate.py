@@ -368,10 +368,14 @@ async def test_a_pause_without_an_end_is_explained_without_a_time(
     await worker.turn()
     story = await explain(connection, event_id)
     assert story.summary == "held until its source is resumed: paused by ann: stocktaking"
+    assert (story.decisions[-1].decision, story.decisions[-1].waits_for) == ("held", "its source to be resumed")
     await control.pause(database, "noisy", duration_ms=60_000, reason="stocktaking", actor="ann")
     await worker.turn()
     story = await explain(connection, event_id)
     assert story.summary == "held until 2026-06-01 12:01:00 UTC: paused by ann: stocktaking"
+    held = story.decisions[-1]
+    told = (held.waits_for, f"{held.until:%H:%M}")
+    assert told == ("the end of its source's pause", "12:01"), "of the pause as it is now"
 
 
 async def test_too_many_refused_attempts_are_given_up_as_a_dead_letter(

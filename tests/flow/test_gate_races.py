@@ -343,7 +343,7 @@ async def test_a_half_open_breaker_admits_one_probe(
         await publish(connection, 10, event_type="bad")
         await workers[0].dispatch.run_once()
         await workers[0].replan.run_once()
-        if n % 2:  # of the two trials that are to fail, the second follows at once
+        if n % 2:  # of the two probes that are to fail, the second follows at once
             await clock.advance(BREAKER.pause_ms)
         await publish(connection, 10, event_type="bad")
         stages = [stage.run_once() for worker in workers for stage in (worker.retry, worker.dispatch)]
@@ -481,11 +481,11 @@ async def test_a_line_longer_than_the_calendar(
     await limit(database, 1, interval_ms=366 * 86_400_000)
     await publish(connection, 30)
     for _ in range(2):
-        assert (await workers[0].dispatch.run_once()).quarantined == 0
+        assert (await workers[0].dispatch.run_once()).dead_lettered == 0
     await connection.execute("update tidegate.event_scheduler_sources set drain_at = '8990-01-01'")
     await publish(connection, 20)
     outcome = await workers[0].dispatch.run_once()
-    assert (outcome.held, outcome.quarantined) == (20, 0)
+    assert (outcome.held, outcome.dead_lettered) == (20, 0)
 
 
 @pytest.mark.parametrize("are_held", [False, True], ids=["newcomers", "held events"])
@@ -528,3 +528,26 @@ async def test_a_launch_that_waited_for_a_trigger_counts_from_when_it_was_launch
     await worker.database.close()
     assert len(rows) == 20
     assert most_in_any_interval(milliseconds([row["launched_at"] for row in rows]), 1000) <= 10
+
+
+async def test_rows_of_new_sources_are_created_before_any_row_is_locked(
+    database: Database, connection: Connection
+) -> None:
+    """With a default limit each source gets a row; created while others are locked, it would be locked out of order."""
+    limit = RateLimit(limit=5, interval_ms=1000)
+    await sources.set_limit(connection, "*", limit, "test")
+    await sources.set_limit(connection, "old", limit, "test")
+    lock_old = "select from tidegate.event_scheduler_sources where source = 'old' for update skip locked"
+    was_free: list[bool] = []
+    async with database.transaction() as batch:
+
+        class Watched:
+            async def fetch(self, query: str, *args: Any) -> Any:
+                if query.lstrip().startswith("insert"):
+                    was_free.append(len(await connection.fetch(lock_old)) == 1)
+                return await batch.fetch(query, *args)
+
+        watched: Any = Watched()
+        locked = await sources.lock(watched, ["new", "old"])
+        assert (sorted(locked.sources), was_free) == (["new", "old"], [True])
+        assert await connection.fetch(lock_old) == []

@@ -449,3 +449,24 @@ async def test_a_failing_loop_is_counted() -> None:
     loop = Loop("reconcile", once, wait_seconds=0)
     await loop.run()
     assert count() == before + 1
+
+
+async def test_a_loop_that_is_not_vital_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_LONGEST_PAUSE_SECONDS", 0.001), ("_PAUSE_SECONDS", 0.001), ("MAX_FAILURES_IN_A_ROW", 3)):
+        monkeypatch.setattr(f"tidegate.worker.loop.{name}", value)
+    turns = 0
+
+    async def once() -> int:
+        nonlocal turns
+        turns += 1
+        if turns > 6:
+            loop.stop()
+        raise PermissionError("no")
+
+    loop = Loop("prune", once, wait_seconds=0, is_vital=False)
+    await loop.run()
+    loop = Loop("dispatch", once, wait_seconds=0)
+    turns = 0
+    with pytest.raises(PermissionError):
+        await loop.run()
+    assert turns == 3

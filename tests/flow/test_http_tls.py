@@ -13,7 +13,7 @@ import pytest
 
 from tests.flow.http_receiver import LOOPBACK, Receiver
 from tidegate.errors import SettingsError
-from tidegate.flow.run.http import GuardedTransport, outgoing
+from tidegate.flow.code.http import GuardedTransport, outgoing
 from tidegate.settings import Settings
 
 NAME = "hooks.example"

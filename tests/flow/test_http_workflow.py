@@ -23,9 +23,9 @@ from tests.flow.test_dispatch import publish
 from tidegate import Tidegate, __version__
 from tidegate.errors import Conflict, InvalidInput, NonRetryable, RetryAfter
 from tidegate.flow import control
+from tidegate.flow.code import http
+from tidegate.flow.code.http import MAX_ANSWER_BYTES, GuardedTransport, HttpWorkflows, Outgoing, post
 from tidegate.flow.decide.dispatch import Dispatch
-from tidegate.flow.run import http
-from tidegate.flow.run.http import MAX_ANSWER_BYTES, GuardedTransport, HttpWorkflows, Outgoing, post
 from tidegate.flow.run.runner import Runner
 from tidegate.model.addresses import parse_allowed
 from tidegate.model.http_workflow import HttpConfig

@@ -178,11 +178,31 @@ async def test_a_conflict_leaves_the_other_requests_of_its_group_alone(
     assert await counts(connection) == (10, 10)
 
 
+async def test_a_conflict_with_a_refused_request_of_the_same_group_is_none(
+    database: Database, connection: Connection
+) -> None:
+    async with ingesting(database) as (ingest, _):
+        await ingest.accept([event("taken")])
+        refused = [event("o-1"), event("taken", payload={"n": 2})]
+        answers = await asyncio.gather(
+            ingest.accept([event("first")]),  # the others arrive while it is written, and share the next commit
+            ingest.accept(refused),
+            ingest.accept([event("o-1", payload={"n": 3}), event("o-2")]),
+            return_exceptions=True,
+        )
+    assert [type(answer) for answer in answers] == [list, Conflict, list]
+    assert await counts(connection) == (4, 4)
+
+
 async def test_one_batch_with_the_same_id_twice(database: Database, connection: Connection) -> None:
     async with ingesting(database) as (ingest, _):
         one, two = await ingest.accept([event("o-1"), event("o-1")])
-        with pytest.raises(Conflict):
-            await ingest.accept([event("o-2"), event("o-2", payload={"n": 2})])
+        with pytest.raises(Conflict) as refused:
+            await ingest.accept([event("o-3"), event("o-2"), event("o-2", payload={"n": 2})])
+    [error] = refused.value.errors
+    assert (error.field, error.message) == (
+        "[2].id", "'o-2' is also the id of [1] in this batch, with another body; give each its own id",
+    )  # fmt: skip
     assert {one.status, two.status} == {"accepted", "duplicate"}
     assert one.id == two.id
     assert await counts(connection) == (1, 1)

@@ -14,8 +14,8 @@ from tests.conftest import Clock
 from tests.flow.step_world import World, the_run
 from tests.flow.test_dispatch import publish
 from tidegate import Context, Unavailable
-from tidegate.flow.run import stopping
-from tidegate.flow.run.execution import Execution
+from tidegate.flow.call import stopping
+from tidegate.flow.call.execution import Execution
 from tidegate.flow.run.runner import Runner
 from tidegate.model.retry import Retry
 from tidegate.store.db import Connection
@@ -227,7 +227,7 @@ async def test_a_worker_stops_although_the_database_is_down(
         without_database.setattr(world.database, "transaction", _Down)
         may_end.set()
         await asyncio.wait_for(runner.stop(0.05), 30)
-    assert len(runner._executions) == 0
+    assert len(runner._slots) == 0
     assert (await the_run(connection))["status"] == "running"
 
 
@@ -267,7 +267,8 @@ async def test_runs_that_end_differently_are_written_together(
         select w.slug || ' ' || (r.parameters ->> 'how') as run, r.status,
                count(s.id) filter (where s.status = 'succeeded')
           from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
-          left join tidegate.workflow_run_steps s on s.workflow_run_id = r.id group by r.id, w.slug order by 1
+          left join tidegate.workflow_run_steps s on s.workflow_run_id = r.id
+         group by r.id, w.slug, r.parameters, r.status order by 1
         """
     )
     limited_ones = [(f"limited {how}", "succeeded", 1) for how in ("fail", "fine", "fine", "retry", "sleep")]

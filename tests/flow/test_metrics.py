@@ -15,16 +15,18 @@ from tests.flow import test_gate
 from tests.flow.step_world import World
 from tests.flow.test_dispatch import publish
 from tests.flow.test_gate import limit
+from tests.flow.test_schedules import application, stage
 from tests.flow.trigger_worker import TriggerWorker, make_trigger
 from tidegate import NonRetryable, Retry
 from tidegate.flow import control
 from tidegate.flow.keep.reconcile import Reconcile, Requeue
 from tidegate.flow.look.health import Exposition
+from tidegate.model.retention import Retention
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.queue.port import Wakeup
 from tidegate.queue.postgres import PostgresQueue
-from tidegate.store import workers
+from tidegate.store import processes, workers
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry import metrics
 
@@ -382,6 +384,26 @@ async def nobody_looks_at_steps(scene: Scene) -> None:
 @moves("tidegate_workers_alive")
 async def a_worker(scene: Scene) -> None:
     await workers.heartbeat(scene.connection, "w", [])
+
+
+@moves('tidegate_schedule_ticks_total{outcome="published"}', 'tidegate_schedule_ticks_total{outcome="missed"}')
+async def ticks_of_a_schedule(scene: Scene) -> None:
+    schedule = await stage(scene.database, application(hourly={"every": "1h"}))
+    await scene.clock.advance(timedelta(hours=3) / timedelta(milliseconds=1))
+    await schedule.run_once()
+
+
+@moves("tidegate_overdue_schedules")
+async def a_schedule_that_nobody_serves(scene: Scene) -> None:
+    await stage(scene.database, application(hourly={"every": "1h"}))
+    await scene.clock.advance(timedelta(hours=2) / timedelta(milliseconds=1))
+
+
+@moves("tidegate_history_overdue_seconds")
+async def a_day_that_nobody_removes(scene: Scene) -> None:
+    await scene.connection.execute("select tidegate.add_day($1)", (scene.clock.now - timedelta(days=40)).date())
+    worker = processes.this_process("worker", 1, Retention(events_seconds=30 * 86_400))
+    await processes.beat(scene.connection, worker)
 
 
 @moves('tidegate_queue_depth{queue="runs",state="active"}', 'tidegate_expired_claims{kind="runs"}')

@@ -22,8 +22,9 @@ from tests.flow.test_dispatch import publish
 from tests.processes import PATIENCE_SECONDS, api, tidegate, worker
 from tidegate import Context, SyncContext, Tidegate
 from tidegate.client import Client
+from tidegate.flow.call import stopping
 from tidegate.flow.keep.reconcile import Reconcile
-from tidegate.flow.run import claiming, stopping
+from tidegate.flow.run import claiming
 from tidegate.flow.run.runner import Runner
 from tidegate.model.run import ClaimedRun
 from tidegate.store.db import Connection
@@ -168,8 +169,8 @@ async def test_a_claim_that_is_handed_over_twice_is_refused(connection: Connecti
 
     runner = await world.runner(concurrency=1)
     given: list[Any] = []
-    take = runner._executions._claims.take
-    runner._executions._claims.take = lambda run: given.append(run) or take(run)  # type: ignore[method-assign,func-returns-value]
+    take = runner._slots._claims.take
+    runner._slots._claims.take = lambda run: given.append(run) or take(run)  # type: ignore[method-assign,func-returns-value]
     refused = metrics.EXECUTIONS_REFUSED._value.get()
     await publish(connection, "go")
     await world.dispatch.run_once()
@@ -251,7 +252,7 @@ async def test_a_worker_that_takes_its_own_run_over_begins_when_the_earlier_exec
     runner = await world.runner(1000)
     await publish(connection, kind)
     await _taken_over(world, clock, runner, sink)
-    while kind == "async" and not runner._executions._abandoned:  # noqa: ASYNC110 - it was told often enough, and is given up
+    while kind == "async" and not runner._slots._abandoned:  # noqa: ASYNC110 - it was told often enough, and is given up
         await asyncio.sleep(0.01)
     for _ in range(100):  # what is to begin has begun
         await asyncio.sleep(0)
@@ -265,13 +266,13 @@ async def test_a_worker_that_takes_its_own_run_over_begins_when_the_earlier_exec
 async def test_a_run_that_waits_for_its_earlier_execution_can_be_cancelled(
     connection: Connection, clock: Clock, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidegate.flow.run.stopping.WAITING_SECONDS", 0.02)
+    monkeypatch.setattr("tidegate.flow.call.stopping.WAITING_SECONDS", 0.02)
     sink, may_end = Sink(), threading.Event()
     _staying(world, sink, may_end)
     runner = await world.runner(1000)
     await publish(connection, "plain")
     await _taken_over(world, clock, runner, sink)
-    runner._executions.cancelled((await the_run(connection))["id"])
+    runner._slots.cancelled((await the_run(connection))["id"])
     await asyncio.wait_for(runner.idle(), 30)
     assert (await the_run(connection))["status"] == "cancelled"
     may_end.set()

@@ -167,7 +167,7 @@ async def test_taken_apart_a_batch_still_waits_for_the_earlier_one(
         deciding = asyncio.create_task(worker.dispatch.run_once())
         await eventually(database, f"select ({WAITING}) = 1")
         assert await launched(connection) == []
-    assert (await deciding).quarantined == 1
+    assert (await deciding).dead_lettered == 1
     assert await drained(worker, connection, clock, 2, 500) == [first, third]
 
 

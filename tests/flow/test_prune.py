@@ -1,8 +1,9 @@
-"""Pruning on a real database: nothing alive goes, everything dead goes, in small parts, by however many at once."""
+"""Pruning on a real database: nothing alive goes, everything dead goes, by days or by rows, by several at once."""
 
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from tests.flow.test_dispatch import publish
 from tests.processes import run, worker
 from tests.store.builders import make_events
 from tidegate import Context, failpoints
-from tidegate.flow.keep.prune import Prune, Retention
-from tidegate.store import retention
+from tidegate.flow.keep import prune
+from tidegate.flow.keep.prune import Prune
+from tidegate.model.retention import Retention
+from tidegate.store import processes, retention
 from tidegate.store.db import Connection, Database
 from tidegate.store.events import ReceiptPlace
 
@@ -24,6 +27,25 @@ TABLES = (
     "workflow_events", "workflow_trigger_deliveries", "workflow_runs", "workflow_run_steps", "event_decisions",
     "event_ingress_retries",
 )  # fmt: skip
+
+
+@pytest.fixture
+async def today(clock: Clock) -> None:
+    """The database's clock begins today: ids have the real time, and days go by ids."""
+    await clock.advance((datetime.now(UTC) - clock.now).total_seconds() * 1000)
+
+
+@pytest.fixture(params=["by days", "by rows"])
+def by_days(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, today: None) -> bool:
+    """Whether a week of history is dropped by days, or deleted row by row as short retentions are."""
+    if request.param == "by rows":
+        monkeypatch.setattr(prune, "DAYS_FROM_SECONDS", 365 * 86_400)
+    return bool(request.param == "by days")
+
+
+@pytest.fixture
+def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prune, "DAYS_FROM_SECONDS", 365 * 86_400)
 
 
 async def counts(connection: Connection) -> dict[str, int]:
@@ -47,7 +69,9 @@ async def done_world(connection: Connection, world: World, **options: Any) -> An
     return runner
 
 
-async def test_everything_dead_goes(database: Database, connection: Connection, clock: Clock, world: World) -> None:
+async def test_everything_dead_goes(
+    database: Database, connection: Connection, clock: Clock, world: World, by_days: bool
+) -> None:
     await done_world(connection, world)
     [held] = await make_events(connection)
     await connection.execute("delete from tidegate.event_inbox")
@@ -59,13 +83,19 @@ async def test_everything_dead_goes(database: Database, connection: Connection, 
     assert not await Prune(database, WEEK).run()
     await clock.advance(2 * DAY_MS)
     deleted = await Prune(database, WEEK).run()
-    assert (deleted["events"], deleted["runs"], deleted["steps"], deleted["retries"]) == (5, 3, 3, 1)
+    if by_days:
+        assert deleted["days"] == 1 and not deleted["events"]
+    else:
+        assert (deleted["events"], deleted["runs"], deleted["steps"], deleted["retries"]) == (5, 3, 3, 1)
     assert set((await counts(connection)).values()) == {0}
+    assert await connection.fetchval("select count(*) from tidegate.event_external_ids") == 0
 
 
-async def test_nothing_alive_goes(database: Database, connection: Connection, clock: Clock, world: World) -> None:
-    runner = await done_world(connection, world, idempotency_key="{{ event.payload.n }}", idempotency_window="30d")
-    await publish(connection, "go", wait=True, n=7)  # a run that sleeps
+async def test_nothing_alive_goes(
+    database: Database, connection: Connection, clock: Clock, world: World, by_days: bool
+) -> None:
+    runner = await done_world(connection, world)
+    sleeping = await publish(connection, "go", wait=True, n=7)
     await world.turn(runner)
     undecided, waiting, dead = await make_events(connection, 3)
     await connection.execute("delete from tidegate.event_inbox where event_id <> $1", undecided)
@@ -77,24 +107,35 @@ async def test_nothing_alive_goes(database: Database, connection: Connection, cl
         "insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason) "
         "values (tidegate.uuid7(), 'event', $1, $1, 'broken')", dead,
     )  # fmt: skip
-    before = await counts(connection)
     await clock.advance(20 * DAY_MS)
-    assert (await Prune(database, WEEK).run())["events"] == 1  # the one that no trigger took
-    after = await counts(connection)
-    assert after | {"workflow_events": 0, "event_decisions": 0} == before | {"workflow_events": 0, "event_decisions": 0}
-    await clock.advance(20 * DAY_MS)  # the keys' windows are over
-    assert (await Prune(database, WEEK).run())["events"] == 3
-    left = {row[0] for row in await connection.fetch("select id from tidegate.workflow_events")}
-    assert {undecided, waiting, dead} < left and len(left) == 4
+    await Prune(database, WEEK).run()
+    left = {str(row[0]) for row in await connection.fetch("select id from tidegate.workflow_events")}
+    assert left == {str(one) for one in (undecided, waiting, dead, sleeping)}
+    assert (await counts(connection))["workflow_run_steps"] == 2  # of the run that sleeps: its finished step, its timer
+    await clock.advance(20 * DAY_MS)
     kept = Retention(WEEK.events_seconds, dead_letters_seconds=30 * 86_400)
-    assert (await Prune(database, kept).run()) == {"dead_letters": 1, "events": 1}
+    deleted = await Prune(database, kept).run()
+    assert (deleted["dead_letters"], deleted["events"]) == (1, 1)
+    # A delivery that waits keeps its event, too.
     await connection.execute(
         "update tidegate.workflow_trigger_deliveries set status = 'throttled', retry_state = 'scheduled', "
         "next_attempt_at = tidegate.now(), workflow_run_id = null"
     )
     await connection.execute("delete from tidegate.workflow_run_steps")
     await connection.execute("delete from tidegate.workflow_runs")
-    assert not await Prune(database, WEEK).run()  # a delivery that waits
+    assert not await Prune(database, WEEK).run()
+
+
+async def test_an_idempotency_key_outlives_the_history_of_its_run(
+    database: Database, connection: Connection, clock: Clock, world: World, by_days: bool
+) -> None:
+    runner = await done_world(connection, world, idempotency_key="{{ event.payload.n }}", idempotency_window="30d")
+    await clock.advance(9 * DAY_MS)
+    await Prune(database, WEEK).run()
+    assert set((await counts(connection)).values()) == {0}
+    await publish(connection, "go", n=1)
+    await world.turn(runner)
+    assert await connection.fetch("select status from tidegate.workflow_trigger_deliveries") == [("skipped",)]
 
 
 ALIVE = {
@@ -119,8 +160,10 @@ ALIVE = {
 
 @pytest.mark.parametrize("what", ALIVE)
 async def test_whatever_is_alive_keeps_its_event(
-    database: Database, connection: Connection, clock: Clock, world: World, what: str
+    database: Database, connection: Connection, clock: Clock, world: World, what: str, by_days: bool
 ) -> None:
+    if by_days and what == "it was replayed a moment ago":
+        pytest.skip("what was replayed has a run that ended later, or a dead letter: days ask for these")
     await done_world(connection, world)
     before = await counts(connection)
     await clock.advance(8 * DAY_MS)
@@ -129,19 +172,23 @@ async def test_whatever_is_alive_keeps_its_event(
     )
     await connection.execute(ALIVE[what], kept)
     both = Retention(WEEK.events_seconds, dead_letters_seconds=7 * 86_400)
-    assert (await Prune(database, both).run())["events"] == before["workflow_events"] - 1
+    deleted = await Prune(database, both).run()
+    assert by_days or deleted["events"] == before["workflow_events"] - 1
     assert await connection.fetchval("select id from tidegate.workflow_events") == kept
     left = await counts(connection)
     assert (left["workflow_trigger_deliveries"], left["workflow_runs"], left["workflow_run_steps"]) == (1, 1, 1)
 
 
 async def test_new_work_does_not_wait_for_a_batch_that_is_deleting(
-    database: Database, connection: Connection, clock: Clock, world: World
+    database: Database, connection: Connection, clock: Clock, world: World, by_rows: None
 ) -> None:
     runner = await done_world(connection, world)
     await clock.advance(8 * DAY_MS)
     async with database.transaction() as pruning:
-        page = await retention.page(pruning, after=ReceiptPlace(), limit=100, older_seconds=WEEK.events_seconds)
+        older = WEEK.events_seconds
+        page = await retention.page(
+            pruning, after=ReceiptPlace(), limit=100, older_seconds=older, is_default_only=False
+        )
         ids = await retention.lock_finished_events(pruning, page.ids, older_seconds=WEEK.events_seconds)
         assert (await retention.delete_events(pruning, ids))["events"] == 4
         await publish(connection, "go", n=10)  # a lock that is in the way ends this after two seconds
@@ -155,15 +202,19 @@ async def test_new_work_does_not_wait_for_a_batch_that_is_deleting(
 
 
 async def test_what_finished_a_moment_ago_stays_however_old_its_event(
-    database: Database, connection: Connection, clock: Clock, world: World
+    database: Database, connection: Connection, clock: Clock, world: World, by_days: bool
 ) -> None:
     runner = await done_world(connection, world)
     await publish(connection, "go", wait=True)
     await world.turn(runner)
     await clock.advance(301 * DAY_MS)
     await world.turn(runner)
-    assert (await Prune(database, WEEK).run())["runs"] == 3
-    assert (await counts(connection))["workflow_runs"] == 1
+    await Prune(database, WEEK).run()
+    left = await counts(connection)
+    assert (left["workflow_events"], left["workflow_trigger_deliveries"], left["workflow_runs"]) == (1, 1, 1)
+    await clock.advance(8 * DAY_MS)
+    await Prune(database, WEEK).run()
+    assert set((await counts(connection)).values()) == {0}
 
 
 async def test_letters_and_the_audit_log_have_times_of_their_own(
@@ -189,20 +240,81 @@ async def test_letters_and_the_audit_log_have_times_of_their_own(
 
 
 async def test_batches_are_small_and_several_may_prune_at_once(
-    database: Database, connection: Connection, clock: Clock
+    database: Database, connection: Connection, clock: Clock, by_rows: None
 ) -> None:
     await make_events(connection, 95)
     await connection.execute("delete from tidegate.event_inbox")
     await clock.advance(8 * DAY_MS)
-    prune = Prune(database, WEEK, batch_size=10)
-    assert (await prune.run_once()).deleted == {"events": 10}
+    one = Prune(database, WEEK, batch_size=10)
+    while not (first := await one.run_once()).deleted:  # no day is old enough
+        pass
+    assert first.deleted["events"] == 10
     totals = await asyncio.gather(*(Prune(database, WEEK, batch_size=10).run() for _ in range(4)))
     assert sum(total["events"] for total in totals) == 85
     assert (await counts(connection))["workflow_events"] == 0
 
 
+async def test_several_may_drop_a_day_at_once(
+    database: Database, connection: Connection, clock: Clock, world: World, today: None
+) -> None:
+    await done_world(connection, world)
+    await clock.advance(8 * DAY_MS)
+    totals = await asyncio.gather(*(Prune(database, WEEK).run() for _ in range(4)))
+    assert sum(total["days"] for total in totals) == 1
+    assert set((await counts(connection)).values()) == {0}
+
+
+async def test_dying_between_the_tables_of_a_day_leaves_it_to_the_next(
+    database: Database, connection: Connection, clock: Clock, world: World, today: None
+) -> None:
+    runner = await done_world(connection, world)
+    await publish(connection, "go", wait=True)
+    await world.turn(runner)
+    await clock.advance(8 * DAY_MS)
+    failpoints.arm("prune.before_commit=raise@3")
+    with pytest.raises(failpoints.FailpointHit):
+        await Prune(database, WEEK).run()
+    found = await counts(connection)
+    assert (found["workflow_runs"], found["workflow_run_steps"], found["workflow_trigger_deliveries"]) == (1, 2, 4)
+    await Prune(database, WEEK).run()
+    found = await counts(connection)
+    assert (found["workflow_runs"], found["workflow_run_steps"], found["workflow_trigger_deliveries"]) == (1, 2, 1)
+    await clock.advance(300 * DAY_MS)
+    await world.turn(runner)
+    assert await connection.fetchval("select status from tidegate.workflow_runs") == "succeeded"
+
+
+async def test_a_transaction_in_progress_is_not_held_up_by_a_day_that_is_to_go(
+    database: Database, connection: Connection, clock: Clock, world: World, today: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prune, "_TRIES", 2)
+    runner = await done_world(connection, world)
+    await clock.advance(8 * DAY_MS)
+    async with database.transaction() as reading:
+        assert await reading.fetchval("select count(*) from tidegate.workflow_runs") == 3
+        assert not (await Prune(database, WEEK).run())["days"]  # it gives up, and everyone else goes on
+        await publish(connection, "go", n=10)
+        await world.turn(runner)
+    assert (await Prune(database, WEEK).run())["days"] == 1
+    assert (await counts(connection))["workflow_runs"] == 1
+
+
+async def test_a_day_of_which_much_is_alive_is_kept(
+    database: Database, connection: Connection, clock: Clock, world: World, today: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prune, "MOST_MOVED", 2)
+    runner = await done_world(connection, world)
+    for _ in range(3):
+        await publish(connection, "go", wait=True)
+    await world.turn(runner)
+    before = await counts(connection)
+    await clock.advance(8 * DAY_MS)
+    assert not await Prune(database, WEEK).run()
+    assert await counts(connection) == before
+
+
 async def test_dying_in_the_middle_leaves_whole_events(
-    database: Database, connection: Connection, clock: Clock, world: World
+    database: Database, connection: Connection, clock: Clock, world: World, by_rows: None
 ) -> None:
     await done_world(connection, world)
     await clock.advance(8 * DAY_MS)
@@ -230,9 +342,67 @@ async def test_a_killed_worker_and_the_command(database_url: str, database: Data
     with worker(database_url, APP, **kept):
         await eventually(database, "select count(*) = 0 from tidegate.workflow_events")
     await old_events()
-    refused = run("prune", env={"TIDEGATE_DATABASE_URL": database_url})
-    assert refused.returncode == 2 and "TIDEGATE_RETENTION_" in refused.stderr
-    done = run("prune", "--events", "1d", env={"TIDEGATE_DATABASE_URL": database_url})
+    env = {"TIDEGATE_DATABASE_URL": database_url}
+    never = run("prune", "--events", "0s", "--yes", env=env)
+    assert never.returncode == 2 and "'--events': must be at least 1s, not '0s'" in never.stderr
+    asked = run("prune", "--events", "1d", env=env)
+    assert asked.returncode == 2 and "--yes" in asked.stderr
+    seen = run("prune", "--events", "1d", "--dry-run", env=env)
+    assert seen.stdout == "older than: events 1d\n  days to drop: 0 (about 0 events)\n" + (
+        "  events to delete one by one, unless they are needed: 300\n"
+    )
+    assert await connection.fetchval("select count(*) from tidegate.workflow_events") == 300
+    done = run("prune", "--events", "1d", "--yes", env=env)
     assert (done.returncode, done.stdout) == (0, "deleted 300 events\n"), done.stderr
-    assert done.stderr == "… 200 events\n… 300 events\n"
-    assert await connection.fetchval("select after from tidegate.audit_log where action = 'prune'") == {"events": 300}
+    assert done.stderr == "older than: events 1d\n… 200 events\n… 300 events\n"
+    assert await connection.fetchval("select after from tidegate.audit_log where action = 'prune'") == {
+        "events": 300,
+        "retention": {"events_seconds": 86_400, "dead_letters_seconds": 0, "audit_seconds": 0},
+    }
+
+
+async def alive(connection: Connection, kind: processes.ProcessKind, **kept: int) -> None:
+    """A living process with that retention."""
+    await processes.beat(connection, processes.this_process(kind, 1, Retention(**kept)))
+
+
+async def test_a_process_removes_nothing_that_another_wants_to_keep(
+    database: Database, connection: Connection, clock: Clock, by_rows: None
+) -> None:
+    """A laptop with the default settings beside workers that keep everything."""
+    await make_events(connection, 5)
+    await connection.execute("delete from tidegate.event_inbox")
+    await clock.advance(8 * DAY_MS)
+    worker = Prune(database, WEEK, is_agreed=True)
+    for longer in (0, 9 * 86_400):
+        await alive(connection, "api", events_seconds=longer)
+        assert not await worker.run()
+        await connection.execute("delete from tidegate.processes")
+    await alive(connection, "api", events_seconds=0)
+    await connection.execute("update tidegate.processes set seen_at = seen_at - interval '2 minutes'")
+    await alive(connection, "worker", events_seconds=WEEK.events_seconds)
+    assert (await worker.run())["events"] == 5  # nobody who wants to keep them is alive
+
+
+async def test_the_command_without_an_age_does_what_the_processes_would(
+    database_url: str, database: Database, connection: Connection
+) -> None:
+    env = {"TIDEGATE_DATABASE_URL": database_url, "TIDEGATE_RETENTION_EVENTS_SECONDS": "3600"}  # this shell's count not
+    refused = run("prune", env=env)
+    assert refused.returncode == 2 and "no API or worker is alive" in refused.stderr
+    await alive(connection, "api", events_seconds=0)
+    await alive(connection, "worker", events_seconds=3600)
+    refused = run("prune", env=env)
+    assert refused.returncode == 2 and "keep everything for ever" in refused.stderr
+    await connection.execute("delete from tidegate.processes where kind = 'api'")
+    done = run("prune", env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "deleted nothing\n", "older than: events 1h\n")
+
+
+async def test_only_the_kinds_that_are_given_are_deleted(database_url: str, connection: Connection) -> None:
+    await make_events(connection, 3)
+    await connection.execute("delete from tidegate.event_inbox")
+    await connection.execute("update tidegate.workflow_events set received_at = now() - interval '60 days'")
+    done = run("prune", "--dead-letters", "1d", "--yes", "--json", env={"TIDEGATE_DATABASE_URL": database_url})
+    assert (done.returncode, done.stdout) == (0, "{}\n")
+    assert await connection.fetchval("select count(*) from tidegate.workflow_events") == 3

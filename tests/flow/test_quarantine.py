@@ -153,7 +153,7 @@ async def test_nothing_executes_beside_a_suspect(
     for n in range(30):
         await publish(connection, "other", n=n)
     await world.dispatch.run_once()
-    while await runner.run_once() or len(runner._executions):
+    while await runner.run_once() or len(runner._slots):
         await asyncio.sleep(0.001)
         await world.dispatch.run_once()
     assert {status for status, *_ in await crashes(connection)} == {"succeeded"}

@@ -32,7 +32,7 @@ async def letters(connection: Connection, state: Any = "open", **filters: Any) -
 
 
 async def bury(connection: Connection, count: int = 1, reason: str = "broken", **changes: Any) -> list[uuid.UUID]:
-    """Events that were quarantined."""
+    """Events that were dead-lettered."""
     ids = await make_events(connection, count, **changes)
     await connection.execute("delete from tidegate.event_inbox")
     for event_id in ids:
@@ -95,6 +95,10 @@ async def test_a_failed_run_goes_on_as_the_same_run_after_its_finished_steps(
     assert (told.replayed_by, told.replayed_into, told.replayed_at is not None) == ("ann", run["id"], True)
     audited = await connection.fetchrow("select actor, action, subject from tidegate.audit_log")
     assert audited is not None and tuple(audited) == ("ann", "dead_letter.replay", str(letter.id))
+    story = await explain(connection, str(run["event_id"]))
+    entries = [(line.decision, line.reason, line.actor) for line in story.decisions if line.stage == "run"]
+    assert entries == [("replayed", f"from dead letter {letter.id}", "ann"), ("succeeded", None, None)]
+    assert story.summary == "work succeeded"
     with pytest.raises(Conflict, match="was replayed by ann"):
         await control.replay_letter(database, letter.id, "bob")
     with pytest.raises(Conflict, match="it is succeeded"):

@@ -15,10 +15,10 @@ from tests.flow.test_dispatch import publish
 from tidegate import Context, NonRetryable, RetryAfter, StepFailed, SyncContext
 from tidegate.errors import Conflict, Unavailable
 from tidegate.flow import control
+from tidegate.flow.call import stopping
 from tidegate.flow.hold.delivery_retry import DeliveryRetry
 from tidegate.flow.keep.reconcile import Reconcile
 from tidegate.flow.keep.schedule import Scheduler
-from tidegate.flow.run import stopping
 from tidegate.model.retry import Retry
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store import runs as store_runs
@@ -159,7 +159,7 @@ async def test_a_run_taken_over_by_the_same_worker_stays_held_when_its_ghost_end
     run = await the_run(connection)
     assert run["status"] == "running"
     try:
-        assert run["id"] in {execution.run.id for execution in runner._executions.held()}, (
+        assert run["id"] in {execution.run.id for execution in runner._slots.held()}, (
             "the heir is held: its lease is renewed, SIGTERM hands it back"
         )
     finally:
@@ -170,7 +170,7 @@ async def test_a_run_taken_over_by_the_same_worker_stays_held_when_its_ghost_end
 # --- a zombie's RetryAfter(everyone=…) ----------------------------------------------------------------------------
 
 
-async def test_a_zombies_retry_after_closes_nothing(
+async def test_a_zombies_retry_after_blocks_nothing(
     database: Database,
     connection: Connection,
     clock: Clock,
@@ -376,7 +376,7 @@ async def test_a_retry_loop_around_a_step_lets_the_run_rest(
     await runner.run_once()
     for _ in range(40):
         await asyncio.sleep(0.05)
-        if not len(runner._executions):
+        if not len(runner._slots):
             break
     status = (await the_run(connection))["status"]
     for _ in range(20):  # so that the test itself ends
@@ -552,7 +552,7 @@ async def test_a_commit_whose_answer_was_lost(
 
     runner = await world.runner()
     told: list[str] = []
-    monkeypatch.setattr("tidegate.flow.run.executions.report_ended", lambda _, __, run, ___: told.append(run.status))
+    monkeypatch.setattr("tidegate.flow.run.worker_slots.report_ended", lambda _, __, run, ___: told.append(run.status))
     real, lost = runner._database.run, []
 
     async def run(work: Any, attempts: int = 5) -> Any:

@@ -335,7 +335,7 @@ async def test_schedules_are_listed(database_url: str, database: Database, clock
     ]
     assert msgspec.convert(msgspec.json.decode(as_json.stdout), list[Shown]) == found
     assert [line.split() for line in listed.stdout.splitlines()] == [
-        ["WORKFLOW", "WHEN", "TIMEZONE", "NEXT", "LAST"],
-        ["nightly", "0", "3", "*", "*", "*", "Europe/Berlin", "2026-06-02", "01:00:00"],
-        ["often", "every", "15m", "2026-06-01", "12:30:00", "2026-06-01", "12:15:00"],
+        ["WORKFLOW", "WHEN", "TIMEZONE", "NEXT", "LAST", "MISSED", "STATE"],
+        ["nightly", "0", "3", "*", "*", "*", "Europe/Berlin", "2026-06-02", "01:00:00", "0", "active"],
+        ["often", "every", "15m", "2026-06-01", "12:30:00", "2026-06-01", "12:15:00", "0", "active"],
     ]

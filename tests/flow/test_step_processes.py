@@ -162,3 +162,22 @@ async def test_sigterm_ends_the_process_although_a_thread_is_busy(
         first.signal(signal.SIGTERM)
         assert first.wait() == 0  # the thread sleeps for an hour
     assert await connection.fetchval("select status from tidegate.workflow_runs") == "pending"
+
+
+@pytest.mark.parametrize("point", ["outcome.before_commit", "outcome.after_commit"])
+@pytest.mark.parametrize("hit", [1, 2, 3, 4])
+async def test_what_a_killed_run_publishes_is_published_once(
+    database_url: str, database: Database, connection: Connection, effects: Effects, point: str, hit: int
+) -> None:
+    """Killed before or after the commit of each of its steps and of its end."""
+    await connection.execute("select tidegate.publish('steps.tell', 'test')")
+    with worker(database_url, APP, TIDEGATE_FAILPOINTS=f"{point}=kill@{hit}", **QUICK) as first:
+        assert first.wait() == 137
+    with worker(database_url, APP, **QUICK):
+        await eventually(database, SUCCEEDED, 3)
+    types = await connection.fetch("select type, payload->>'workflow' from tidegate.workflow_events")
+    assert Counter(tuple(row) for row in types) == {
+        ("steps.tell", None): 1, ("steps.told", None): 1, ("tidegate.run.succeeded", "tell"): 1,
+        ("tidegate.run.succeeded", "told"): 1,
+    }  # fmt: skip
+    assert {what for _, what in await effects()} == {"first", "second", "told", "ended"}

@@ -19,6 +19,7 @@ from tidegate.flow.keep.reconcile import Reconcile
 from tidegate.flow.look.explain import explain
 from tidegate.model.retry import Retry
 from tidegate.model.source import TRIGGER_BREAKER
+from tidegate.store import runs
 from tidegate.store.db import Connection, Database
 
 
@@ -448,7 +449,7 @@ async def test_explain_says_why_and_until_when_a_run_waits(connection: Connectio
     event_id = str(await connection.fetchval("select id from tidegate.workflow_events"))
     await world.dispatch.run_once()
     fresh = [line for line in (await explain(connection, event_id)).decisions if line.stage == "run"]
-    assert {line.reason for line in fresh} == {"waits for a worker that has its code and a free slot"}
+    assert {line.waits_for for line in fresh} == {"a worker: none is running"}
     await world.turn(runner)
     story = await explain(connection, event_id)
     lines = {line.workflow: line for line in story.decisions if line.stage == "run"}
@@ -459,10 +460,10 @@ async def test_explain_says_why_and_until_when_a_run_waits(connection: Connectio
         )
     )
     assert {workflow: line.until for workflow, line in lines.items()} == due
-    assert lines["naps"].reason == "suspended until its next step or timer is due"
-    assert "step 'pay' failed 1 times" in (lines["retries"].reason or "")
-    assert "the bank is away" in (lines["retries"].reason or "")
-    assert f"naps waits until {due['naps']:%Y-%m-%d %H:%M:%S} UTC" in story.summary
+    assert lines["naps"].waits_for == "the timer 'sleep-1'"
+    assert lines["retries"].waits_for == "attempt 2 of 3 of step 'pay'"
+    assert "it failed once: ConnectionError: the bank is away" in (lines["retries"].reason or "")
+    assert f"naps sleeps until {due['naps']:%Y-%m-%d %H:%M:%S} UTC" in story.summary
 
 
 async def test_unknown_run(database: Database) -> None:
@@ -600,3 +601,31 @@ async def test_a_lambda_has_the_key_of_its_step(connection: Connection, clock: C
     await world.turn(runner)
     run = await the_run(connection)
     assert world.done == [f"{run['id']}:a", f"{run['id']}:b"]
+
+
+async def test_a_run_that_is_woken_while_a_step_executes_resumes_at_once_when_all_its_steps_wait(
+    connection: Connection, clock: Clock, world: World
+) -> None:
+    """The shared primitive of waits and children, seen from the function: it is called again without a lost time."""
+
+    async def woken_meanwhile(run_id: Any) -> None:
+        async with world.database.transaction() as other:
+            await runs.lock(other, [run_id])
+            await runs.wake(other, [run_id])
+
+    @world.app.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        world.done.append(f"attempt {ctx.attempt}")
+        await ctx.step("slow", woken_meanwhile, ctx.run_id)
+        await ctx.sleep("1h")
+        world.done.append("slept")
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert world.done == ["attempt 1", "attempt 2"]  # once more for the wake-up, and no oftener
+    assert (run["status"], run["wakes"], (run["next_attempt_at"] - clock.now).total_seconds()) == ("pending", 1, 3600)
+    await clock.advance(3_600_000)
+    await world.turn(runner)
+    assert world.done == ["attempt 1", "attempt 2", "attempt 3", "slept"]

@@ -21,8 +21,8 @@ from tidegate.api.server import bind, serving
 from tidegate.app import checked
 from tidegate.flow import control
 from tidegate.flow.accept.ingest import Ingest
+from tidegate.flow.call.states import WRITING
 from tidegate.flow.decide.dispatch import Dispatch
-from tidegate.flow.run.states import WRITING
 from tidegate.model.source import RateLimit
 from tidegate.settings import Settings
 from tidegate.store.db import Connection, Database
@@ -546,10 +546,10 @@ async def test_a_run_that_is_lost_while_its_end_is_written_is_told_as_discarded(
     turning = asyncio.create_task(workers[0].turn(clock.now))
     runner = workers[0]._runner
     async with asyncio.timeout(30):
-        while not [one for one in runner._executions.held() if one.state is WRITING]:  # noqa: ASYNC110 - it is not told
+        while not [one for one in runner._slots.held() if one.state is WRITING]:  # noqa: ASYNC110 - it is not told
             await asyncio.sleep(0.01)
-        [execution] = runner._executions.held()
-        runner._executions.lease_lost(execution.run)
+        [execution] = runner._slots.held()
+        runner._slots.lease_lost(execution.run)
         assert told(spans.one("step charge"), "status") == ("discarded",)
         assert told(spans.one("run fulfil"), "status") == ("discarded",)
         await hold.rollback()

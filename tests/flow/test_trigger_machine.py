@@ -515,10 +515,10 @@ class TriggerMachine(RuleBasedStateMachine):
     def _judge_launches(self, trigger_id: uuid.UUID, group: list[Row], gate: GateRow) -> None:
         trigger = self.triggers[trigger_id]
         assert trigger.status == "active" and not trigger.is_paused(self.now)
-        assert gate.breaker_state != "half_open", "only one trial at a time"
+        assert gate.breaker_state != "half_open", "only one probe at a time"
         if gate.breaker_state == "open":
             assert gate.breaker_until is not None and gate.breaker_until <= self.now, "the breaker is open"
-            assert len(group) == 1, "one trial"
+            assert len(group) == 1, "one probe"
             assert group[0].run_id is not None and self.tables.runs[group[0].run_id].is_probe
         for row in group:
             event = self.events[row.event_id]
@@ -569,7 +569,7 @@ class TriggerMachine(RuleBasedStateMachine):
     @invariant()
     def promises(self) -> None:
         self.slots_are_held_by_the_rule_in_force()
-        self.a_half_open_breaker_has_its_trial()
+        self.a_half_open_breaker_has_its_probe()
         self.nobody_waits_longer_than_is_asked()
         self.a_free_slot_is_offered()
 
@@ -597,7 +597,7 @@ class TriggerMachine(RuleBasedStateMachine):
             if run.is_unfinished and trigger.status != "deleted":
                 assert run.concurrency_key == trigger.slot(self.events[run.event_id])
 
-    def a_half_open_breaker_has_its_trial(self) -> None:
+    def a_half_open_breaker_has_its_probe(self) -> None:
         for gate in self.tables.gates.values():
             assert (gate.breaker_state == "half_open") == (gate.probe_run_id is not None)
             if gate.probe_run_id is not None:

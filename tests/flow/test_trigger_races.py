@@ -20,11 +20,11 @@ from tests.flow.conftest import eventually
 from tests.flow.trigger_worker import BREAKER, TriggerWorker, held, make_trigger, statuses
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
+from tidegate.flow.code.workflow import Workflow
 from tidegate.flow.control import RetryVerb
 from tidegate.flow.hold.delivery_retry import DeliveryTurn
 from tidegate.flow.run import finish
 from tidegate.flow.run.runner import Runner
-from tidegate.flow.run.workflow import Workflow
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.run import ClaimedRun, FinishedRun, RunStatus
 from tidegate.store import runs, trigger_gates, triggers
@@ -511,7 +511,7 @@ async def test_a_pause_that_has_returned_is_followed_by_no_launch(
 async def test_a_half_open_breaker_admits_one_probe(
     database: Database, connection: Connection, clock: Clock, workers: list[Worker]
 ) -> None:
-    """Eight looks at the instant when the breaker's pause ends; each trial fails, so nobody may follow it."""
+    """Eight looks at the instant when the breaker's pause ends; each probe fails, so nobody may follow it."""
     await make_trigger(database)
     await publish(connection, BREAKER.threshold)
     await workers[0].drain()
@@ -522,10 +522,10 @@ async def test_a_half_open_breaker_admits_one_probe(
         await publish(connection, 5)
         await workers[0].dispatch.run_once()
         await workers[0].delivery_replan.run_once()
-        if n % 2:  # of the two trials that are to fail, the second follows at once
+        if n % 2:  # of the two probes that are to fail, the second follows at once
             await clock.advance(BREAKER.pause_ms)
         await publish(connection, 5)
-        for _ in range(2):  # a second time while the trial is under way
+        for _ in range(2):  # a second time while the probe is under way
             looks = [look() for w in workers for look in (w.delivery_retry.run_once, w.dispatch.run_once)]
             await asyncio.gather(*looks)
             await workers[0].delivery_replan.run_once()

@@ -1,4 +1,4 @@
-"""What is known of a trigger outlives every process: its window of failures, its breaker, its trial, its pause."""
+"""What is known of a trigger outlives every process: its window of failures, its breaker, its probe, its pause."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def test_windows_breakers_and_pauses_outlive_all_processes(
     assert len({run for run, _ in await effects()}) == 11
 
 
-async def test_a_trial_goes_on_in_the_next_process_and_closes_the_breaker(
+async def test_a_probe_goes_on_in_the_next_process_and_closes_the_breaker(
     database_url: str, database: Database, connection: Connection, effects: Effects, tmp_path: Path
 ) -> None:
     app, lease = write_app(tmp_path, pause="100ms"), {"TIDEGATE_LEASE_MS": "3000"}
@@ -186,8 +186,8 @@ async def test_a_trial_goes_on_in_the_next_process_and_closes_the_breaker(
         await eventually(database, "select count(*) = 1 from effects where what = 'slow'")
         first.publish("pay", how="good")
         await eventually(database, WAITING, "pay", 1)
-        trial = first.triggers()["pay"]["state"]
-        assert trial["breaker_state"] == "half_open"
+        probe = first.triggers()["pay"]["state"]
+        assert probe["breaker_state"] == "half_open"
         first.end(signal.SIGKILL)
     assert await connection.fetchval("select breaker_state from tidegate.event_scheduler_triggers") == "half_open"
     with site(database_url, app, **lease) as second:

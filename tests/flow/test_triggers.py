@@ -360,7 +360,7 @@ async def test_a_failing_probe_opens_the_breaker_again(
     await clock.advance(10_100)
     await worker.turn()
     freed = await worker.end_runs(1, "failed")
-    assert [move.move for move in freed.moves] == ["trial_failed"]
+    assert [move.move for move in freed.moves] == ["probe_failed"]
     await worker.turn()
     freed = await worker.end_runs(1, "failed")
     assert [move.move for move in freed.moves] == ["reopened"]
@@ -375,7 +375,7 @@ async def test_a_failing_probe_opens_the_breaker_again(
 async def test_one_poisoned_delivery_does_not_keep_the_breaker_open(
     database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
 ) -> None:
-    """The first in line fails its trial; the next trial is another delivery, at once, and closes the breaker."""
+    """The first in line fails its probe; the next probe is another delivery, at once, and closes the breaker."""
     await make_trigger(database)
     await ticks(connection, 3)
     await worker.turn()
@@ -395,7 +395,7 @@ async def test_one_poisoned_delivery_does_not_keep_the_breaker_open(
     assert await statuses(connection) == {"launched": 7}
 
 
-async def test_a_cancelled_trial_shows_nothing_and_another_follows(
+async def test_a_cancelled_probe_shows_nothing_and_another_follows(
     database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
 ) -> None:
     await make_trigger(database)
@@ -408,7 +408,7 @@ async def test_a_cancelled_trial_shows_nothing_and_another_follows(
     for _ in range(2):
         await worker.turn()
         freed = await worker.end_runs(1, "cancelled")
-        assert [move.move for move in freed.moves] == ["trial_void"]
+        assert [move.move for move in freed.moves] == ["probe_void"]
     await worker.turn()
     freed = await worker.end_runs(1, "succeeded")
     assert [move.move for move in freed.moves] == ["closed"]
@@ -783,7 +783,7 @@ async def test_several_triggers_of_one_workflow_are_told_apart(
     await make_trigger(database, name="all")
     [alone] = await ticks(connection, 1)
     await worker.turn()
-    pending = "pending: waits for a worker that has its code and a free slot"
+    pending = "waits for a worker: none is running; start one: tidegate worker APP"
     assert (await explain(connection, alone)).summary == f"tick {pending}"
     await make_trigger(database, name="some", max_concurrency=1)
     ids = await ticks(connection, 2)
@@ -856,7 +856,7 @@ async def test_waiting_for_a_breaker_uses_no_attempts(
     await worker.dispatch.run_once()
     await worker.end_runs(6, "failed")
     await ticks(connection, 10)
-    for _ in range(8):  # eight trials fail
+    for _ in range(8):  # eight probes fail
         await clock.advance(1100)
         await worker.turn()
         await worker.turn()

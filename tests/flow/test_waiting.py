@@ -91,7 +91,7 @@ async def test_nothing_that_waits_for_weeks_is_given_up_by_default(
         await clock.advance(hours * HOUR_MS)
         for _ in range(3):
             await worker.turn()
-            if what == "breaker":  # the trial fails every time
+            if what == "breaker":  # the probe fails every time
                 await worker.end_runs(10, "failed")
     assert "exhausted" not in await statuses(connection)
     assert await connection.fetchval("select count(*) from tidegate.dead_letters") == 0

@@ -77,7 +77,11 @@ async def test_a_failing_workflow_fails_with_its_traceback(
     await connection.execute("select tidegate.publish('work.slow', 'test')")
     with worker(database_url, APP):
         await eventually(database, "select count(*) = 3 from tidegate.workflow_runs where status = 'failed'")
-    errors = [row[0] for row in await connection.fetch("select error from tidegate.workflow_runs order by id")]
+    in_order = (
+        "select r.error from tidegate.workflow_runs r join tidegate.workflow_events e on e.id = r.event_id "
+        "order by e.ingress_sequence"  # ids of one millisecond have no order
+    )
+    errors = [row[0] for row in await connection.fetch(in_order)]
     assert "RuntimeError: this one always fails" in errors[0] and "in broken" in errors[0]
     assert errors[1] == "NonRetryable: parameter 'seconds' of workflow slow is wrong: Expected `float`, got `str`"
     assert errors[2] == "NonRetryable: parameter 'seconds' of workflow slow is missing in the event"

@@ -31,7 +31,7 @@ def commands(command: click.Command, path: tuple[str, ...]) -> Iterator[str]:
 def test_every_command_is_there_and_every_command_there_exists() -> None:
     known = set(commands(cli, ("tidegate",)))
     tables = "\n".join(line for line in PAGE.split("## Routes")[0].splitlines() if line.startswith("|"))
-    told = {" ".join(re.findall(r"[a-z]+", words)) for words in re.findall(r"`(tidegate(?: [a-z]+)+)", tables)}
+    told = {" ".join(re.findall(r"[a-z-]+", words)) for words in re.findall(r"`(tidegate(?: [a-z][a-z-]*)+)", tables)}
     assert told == known
 
 

@@ -68,6 +68,7 @@ async def test_every_table_and_column_is_documented(connection: Connection) -> N
     sections = dict(re.findall(r"### `(\w+)`\n(.*?)(?=\n### |\n## |\Z)", text, re.DOTALL))
     rows = await connection.fetch(
         "select table_name, column_name from information_schema.columns "
+        "join pg_class on pg_class.oid = format('%I.%I', table_schema, table_name)::regclass and not relispartition "
         "where table_schema = 'tidegate' and table_name <> 'schema_migrations'"
     )
     assert {row["table_name"] for row in rows} == set(sections)
@@ -75,10 +76,19 @@ async def test_every_table_and_column_is_documented(connection: Connection) -> N
         assert f"`{row['column_name']}`" in sections[row["table_name"]], tuple(row)
 
 
+async def test_the_queries_of_sizes_find_the_days(connection: Connection) -> None:
+    by_day, others = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
+    days = [row["day"] for row in await connection.fetch("select * from tidegate.days() as found (day) order by 1")]
+    assert [row["day"] for row in await connection.fetch(by_day)] == days and len(days) >= 2
+    listed = {row["table"] for row in await connection.fetch(others)}
+    assert listed and not any(re.search(r"_\d{8}$", name) for name in listed)
+
+
 def test_public_names() -> None:
     assert sorted(n for n in tidegate.__all__ if n != "__version__") == [
         "AsyncClient",
         "Breaker",
+        "ChildFailed",
         "Client",
         "Conflict",
         "Context",
@@ -86,10 +96,12 @@ def test_public_names() -> None:
         "InvalidInput",
         "NonRetryable",
         "NotFound",
+        "On",
         "Overloaded",
         "RequestRefused",
         "Retry",
         "RetryAfter",
+        "RunFailed",
         "StepFailed",
         "SyncContext",
         "Tidegate",
@@ -108,3 +120,14 @@ def test_the_changelog_names_this_version() -> None:
     version, text = tidegate.__version__, (ROOT / "CHANGELOG.md").read_text()
     assert f"\n## Unreleased (will be {version})\n" in text or f"\n## {version}" in text
     assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("page", ["installing.md", "deploy.md"])
+def test_what_is_installed_is_this_version(page: str) -> None:
+    named = re.findall(r"tidegate-(\d+\.\d+\.\d+)", (ROOT / "docs" / page).read_text())
+    assert named and set(named) == {tidegate.__version__}
+
+
+def test_migrations_that_the_changelog_names_exist() -> None:
+    there = {file.name[:4] for file in (ROOT / "src" / "tidegate" / "store" / "migrations").glob("*.sql")}
+    assert set(re.findall(r"\bmigration (\d{4})\b", (ROOT / "CHANGELOG.md").read_text())) <= there

@@ -53,6 +53,6 @@ def test_an_instruction_to_install_by_name_would_be_noticed() -> None:
         assert BY_NAME.search(line), line
     for line in (
         "pip install './tidegate[embedded]'",
-        "pip install './dist/tidegate-0.1.0-py3-none-any.whl[embedded]'",
+        "pip install './dist/tidegate-0.2.0-py3-none-any.whl[embedded]'",
     ):
         assert not BY_NAME.search(line), line

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tidegate.errors import FieldError
-from tidegate.model import budget, cel_reader, expression, liquid_environment, path, pattern, predicate, template
+from tidegate.model import cel_reader, expression, liquid_environment, path, pattern, predicate, template, work_limit
 from tidegate.model.expression import compile_expression
 from tidegate.model.path import FIELDS
 from tidegate.model.predicate import OPERATORS, Predicate, compile_predicate
@@ -104,12 +104,12 @@ def test_limits() -> None:
         "values that a predicate compares": path.MAX_NODES,
         "characters of `where`": expression.MAX_LENGTH,
         "nested loops in `where`": cel_reader.MAX_NESTED_LOOPS,
-        "steps of a trigger's checks on an event": budget.MAX_STEPS,
+        "steps of a trigger's checks on an event": work_limit.MAX_STEPS,
         "characters of a string in a template": template.MAX_LENGTH,
         "levels of a template": template.MAX_DEPTH,
         "characters of a rendered string": template.MAX_OUTPUT,
         "bits of an integer in a template": liquid_environment.MAX_BITS,
-        "steps of its templates on an event": budget.MAX_STEPS,
+        "steps of its templates on an event": work_limit.MAX_STEPS,
     }
     assert f"template's step costs {liquid_environment.PRICE}" in TEXT
     assert f"Steps of `where`: {expression._CONVERSION_STEPS} for each value" in TEXT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from tidegate.flow.run import quarantine, user_calls
+from tidegate.flow.code import user_calls
+from tidegate.flow.run import quarantine
 from tidegate.model.retry import STEP_RETRY
 from tidegate.model.run import MAX_TRIALS, SUSPECT_CRASHES
 from tidegate.model.units import MAX_DURATION_MS
@@ -20,8 +20,7 @@ from tidegate.testing import Harness
 
 TEXT = (Path(__file__).parent.parent.parent / "docs" / "workflows.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-APP = "\n\n".join(block for block in BLOCKS if "tidegate.testing" not in block)
-TESTS = "\n\n".join(block for block in BLOCKS if "tidegate.testing" in block)
+APP = "\n\n".join(BLOCKS)
 
 
 @pytest.fixture
@@ -65,21 +64,6 @@ async def test_wrong_parameters_fail_the_run_at_once(app: ModuleType) -> None:
         await harness.run_until_idle()
         errors = [run.error or "" for run in await harness.runs("fulfil")]
     assert ["'id'" in error for error in errors] == [True, True, False]
-
-
-def test_its_tests_pass(tmp_path: Path) -> None:
-    (tmp_path / "app.py").write_text(APP)
-    (tmp_path / "test_app.py").write_text(TESTS)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "asyncio_mode=auto"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), "test_app.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
 
 
 def test_numbers() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tidegate.clock import uuid7
 from tidegate.model.event import NewEvent
+from tidegate.model.ids import delivery_id, step_id
 from tidegate.model.trigger import TriggerSpec
 from tidegate.store import events, triggers
 from tidegate.store.db import Connection
@@ -23,6 +24,20 @@ async def set_clock(connection: Connection, at: datetime = NOW) -> None:
         "create or replace function tidegate.now() returns timestamptz language sql stable parallel safe "
         f"as $$ select timestamptz '{at.isoformat()}' $$"
     )
+
+
+def day_of(table: str, row_id: uuid.UUID) -> str:
+    """The name of the partition that a table has for the day of this id."""
+    return f"{table}_{datetime.fromtimestamp((row_id.int >> 80) / 1000, UTC):%Y%m%d}"
+
+
+async def partitions_of(connection: Connection, table: str, row_id: uuid.UUID, key: str = "id") -> list[str]:
+    """The partitions that have a row with this id; more than one only if it is stored twice."""
+    rows = await connection.fetch(
+        f"select c.relname from tidegate.{table} t join pg_class c on c.oid = t.tableoid where t.{key} = $1 order by 1",
+        row_id,
+    )
+    return [row[0] for row in rows]
 
 
 def new_event(**changes: Any) -> NewEvent:
@@ -60,18 +75,18 @@ async def make_triggers(connection: Connection, count: int = 1, slug: str = "ful
     return [trigger.id for trigger in await triggers.list_of_workflow(connection, slug)]
 
 
-async def make_runs(connection: Connection, due: Iterable[datetime], slug: str = "fulfil") -> list[uuid.UUID]:
-    """Pending runs, due at the given times."""
+async def make_runs(
+    connection: Connection, due: Iterable[datetime], slug: str = "fulfil", of: uuid.UUID | None = None
+) -> list[uuid.UUID]:
+    """Pending runs, due at the given times; of no event, or all of one."""
     definition = await make_definition(connection, slug)
     made = []
     for at in due:
-        made.append(uuid7())
-        await connection.execute(
-            "insert into tidegate.workflow_runs (id, workflow_definition_id, next_attempt_at) values ($1, $2, $3)",
-            made[-1],
-            definition,
-            at,
-        )
+        made.append(delivery_id(of, uuid7()) if of else uuid7())  # as if each came of a trigger of its own
+        await insert_row(
+            connection, "workflow_runs",
+            id=made[-1], workflow_definition_id=definition, event_id=of, next_attempt_at=at,
+        )  # fmt: skip
     return made
 
 
@@ -95,11 +110,12 @@ async def waiting_events(connection: Connection, due: Sequence[datetime]) -> lis
 async def waiting_deliveries(connection: Connection, due: Sequence[datetime]) -> list[uuid.UUID]:
     """Held deliveries of one trigger, due at the given times."""
     [trigger_id] = await make_triggers(connection)
-    ids = [uuid7() for _ in due]
-    for row_id, event_id, at in zip(ids, await make_events(connection, len(due)), due, strict=True):
+    ids = []
+    for event_id, at in zip(await make_events(connection, len(due)), due, strict=True):
+        ids.append(delivery_id(event_id, trigger_id))
         await insert_row(
             connection, "workflow_trigger_deliveries",
-            id=row_id, trigger_id=trigger_id, event_id=event_id, status="throttled", retry_state="scheduled",
+            id=ids[-1], trigger_id=trigger_id, event_id=event_id, status="throttled", retry_state="scheduled",
             next_attempt_at=at,
         )  # fmt: skip
     return ids
@@ -108,7 +124,7 @@ async def waiting_deliveries(connection: Connection, due: Sequence[datetime]) ->
 async def waiting_steps(connection: Connection, due: Sequence[datetime]) -> list[uuid.UUID]:
     """Steps of one run that wait for a retry, due at the given times."""
     [run_id] = await make_runs(connection, [NOW])
-    ids = [uuid7() for _ in due]
+    ids = [step_id(run_id, f"s{number}") for number in range(len(due))]
     for number, (row_id, at) in enumerate(zip(ids, due, strict=True)):
         await insert_row(
             connection, "workflow_run_steps",

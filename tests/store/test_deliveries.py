@@ -9,15 +9,28 @@ import pytest
 
 from tidegate.clock import uuid7
 from tidegate.model.delivery import DELIVERY_STATUSES, Delivery
+from tidegate.model.ids import delivery_id
 from tidegate.store import deliveries, runs
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import Decided
 
-from .builders import NOW, insert_row, make_definition, make_events, make_triggers, set_clock, waiting_deliveries
+from .builders import (
+    NOW,
+    SECOND,
+    day_of,
+    insert_row,
+    make_definition,
+    make_events,
+    make_triggers,
+    partitions_of,
+    set_clock,
+    waiting_deliveries,
+)
 
 
 def delivery(trigger_id: uuid.UUID, event_id: uuid.UUID, **changes: Any) -> Delivery:
-    return Delivery(**{"id": uuid7(), "trigger_id": trigger_id, "event_id": event_id, "status": "matched"} | changes)
+    own_id = delivery_id(event_id, trigger_id)
+    return Delivery(**{"id": own_id, "trigger_id": trigger_id, "event_id": event_id, "status": "matched"} | changes)
 
 
 @pytest.mark.parametrize("status", ["bogus", "", "Launched", "pending"])
@@ -65,7 +78,7 @@ async def decided(connection: Connection, count: int = 1, **changes: Any) -> lis
     definition = await make_definition(connection)
     return [
         Decided(
-            id=(one := uuid7()),
+            id=(one := delivery_id(event_id, trigger_id)),
             trigger_id=trigger_id,
             event_id=event_id,
             trigger_version=1,
@@ -100,7 +113,6 @@ async def test_launch_records_the_delivery_and_creates_a_run_that_is_due(connect
     assert shown.delivery == delivery(
         one.trigger_id,
         one.event_id,
-        id=one.id,
         status="launched",
         attempts=1,
         workflow_run_id=one.run_id,
@@ -132,15 +144,48 @@ async def test_failed_decision_creates_no_run(connection: Connection) -> None:
 async def test_launch_again_launches_nothing(connection: Connection) -> None:
     first, second = await decided(connection, 2)
     await deliveries.launch(connection, [first], NOW)
-    again = first._replace(id=uuid7(), run_id=uuid7())
-    assert await deliveries.launch(connection, [again, second], NOW) == {second.run_id: None}
+    assert await deliveries.launch(connection, [first, second], NOW) == {second.run_id: None}
     assert await counts(connection) == (2, 2)
 
 
-async def test_same_decision_twice_in_one_batch_launches_once(connection: Connection) -> None:
+async def test_same_decision_twice_in_one_batch_is_refused(connection: Connection) -> None:
+    """Both are the same delivery and the same run: the batch is refused as a whole, and nothing of it is launched."""
     [one] = await decided(connection)
-    twin = one._replace(id=uuid7(), run_id=uuid7())
-    assert len(await deliveries.launch(connection, [one, twin], NOW)) == 1
+    await connection.execute("savepoint before")
+    with pytest.raises(asyncpg.UniqueViolationError, match="workflow_runs_live_pkey"):
+        await deliveries.launch(connection, [one, one], NOW)
+    await connection.execute("rollback to savepoint before")
+    assert await counts(connection) == (0, 0)
+    assert await deliveries.launch(connection, [one], NOW) == {one.run_id: None}
+
+
+def held(one: Decided) -> Decided:
+    """The same delivery, decided to wait."""
+    waits = {"status": "throttled", "run_id": None, "retry_state": "scheduled", "next_attempt_at": NOW}
+    return one._replace(**waits, reason="throttle", source="shop.api")
+
+
+async def test_what_waits_is_not_launched_again_and_what_was_launched_waits_no_more(connection: Connection) -> None:
+    """What waits and what is decided are in different partitions, each with a unique key of its own."""
+    first, second = await decided(connection, 2)
+    await deliveries.hold(connection, [held(first)], NOW)
+    assert await deliveries.launch(connection, [first, second], NOW) == {second.run_id: None}
+    await deliveries.hold(connection, [held(first), held(second)], NOW)
+    assert await counts(connection) == (2, 1)
+    states = dict(await connection.fetch("select id, status from tidegate.workflow_trigger_deliveries"))
+    assert states == {first.id: "throttled", second.id: "launched"}
+
+
+async def test_a_delivery_moves_when_it_is_settled_and_launches_once(connection: Connection) -> None:
+    [one] = await decided(connection)
+    await deliveries.hold(connection, [held(one)], NOW)
+    table = "workflow_trigger_deliveries"
+    assert await partitions_of(connection, table, one.id) == [f"{table}_live"]
+    settled = one._replace(retry_state="completed")
+    assert await deliveries.settle(connection, [settled], NOW) == {one.run_id: None}
+    assert await partitions_of(connection, table, one.id) == [day_of(table, one.id)]
+    assert await deliveries.settle(connection, [settled], NOW) == {}
+    assert await deliveries.launch(connection, [one], NOW) == {}
     assert await counts(connection) == (1, 1)
 
 
@@ -149,8 +194,7 @@ async def test_workers_that_launch_the_same_events_launch_each_once(database: Da
         all_decided = await decided(connection, 20)
 
     async def launch() -> deliveries.Created:
-        mine = [one._replace(id=uuid7(), run_id=uuid7()) for one in all_decided]
-        return await database.run(lambda connection: deliveries.launch(connection, mine, NOW))
+        return await database.run(lambda connection: deliveries.launch(connection, all_decided, NOW))
 
     created = await asyncio.gather(*(launch() for _ in range(6)))
     assert sum(map(len, created)) == 20
@@ -175,39 +219,51 @@ async def test_rolled_back_launch_leaves_nothing(database: Database) -> None:
         assert await deliveries.launch(connection, [one], NOW) == {one.run_id: None}
 
 
-async def test_database_refuses_a_second_delivery_of_an_event_to_a_trigger(connection: Connection) -> None:
+@pytest.mark.parametrize("is_waiting", [False, True], ids=["decided", "waiting"])
+async def test_database_refuses_a_second_delivery_of_an_event_to_a_trigger(
+    connection: Connection, is_waiting: bool
+) -> None:
     [one] = await decided(connection)
-    await deliveries.launch(connection, [one], NOW)
-    with pytest.raises(asyncpg.UniqueViolationError, match="once_key"):
-        await connection.execute(
-            "insert into tidegate.workflow_trigger_deliveries (id, trigger_id, event_id, status) "
-            "values ($1, $2, $3, 'matched')",
-            uuid7(),
-            one.trigger_id,
-            one.event_id,
-        )
+    if is_waiting:
+        await deliveries.hold(connection, [held(one)], NOW)
+        again, key = {"status": "throttled", "retry_state": "scheduled", "next_attempt_at": NOW}, "deliveries_live_pkey"
+    else:
+        await deliveries.launch(connection, [one], NOW)
+        again, key = {"status": "matched"}, f"{day_of('deliveries', one.id)}_pkey"
+    with pytest.raises(asyncpg.UniqueViolationError, match=key):
+        await insert_row(
+            connection, "workflow_trigger_deliveries",
+            id=delivery_id(one.event_id, one.trigger_id), trigger_id=one.trigger_id, event_id=one.event_id, **again,
+        )  # fmt: skip
 
 
-async def test_database_refuses_a_second_run_of_a_delivery(connection: Connection) -> None:
+@pytest.mark.parametrize("has_ended", [False, True], ids=["unfinished", "finished"])
+async def test_database_refuses_a_second_run_of_a_delivery(connection: Connection, has_ended: bool) -> None:
     [one] = await decided(connection)
     await deliveries.launch(connection, [one], NOW)
-    with pytest.raises(asyncpg.UniqueViolationError, match="workflow_runs_pkey"):
-        await connection.execute(
-            "insert into tidegate.workflow_runs (id, workflow_definition_id, delivery_id, next_attempt_at) "
-            "values ($1, $2, $1, now())",
-            one.id,
-            one.workflow_definition_id,
-        )
+    again, key = {"next_attempt_at": NOW}, "workflow_runs_live_pkey"
+    if has_ended:
+        ended = {"status": "succeeded", "finished_at": NOW}
+        await connection.execute("update tidegate.workflow_runs set status = 'succeeded', finished_at = $1", NOW)
+        again, key = ended, f"{day_of('workflow_runs', one.id)}_pkey"
+    with pytest.raises(asyncpg.UniqueViolationError, match=key):
+        await insert_row(
+            connection, "workflow_runs",
+            id=one.id, workflow_definition_id=one.workflow_definition_id, delivery_id=one.id, **again,
+        )  # fmt: skip
 
 
 async def test_deliveries_of_an_event_are_shown_in_order(connection: Connection) -> None:
-    [event_id] = await make_events(connection)
-    ids = await make_triggers(connection, 5)
-    rows = [delivery(trigger_id, event_id) for trigger_id in ids]
-    for row in rows:
+    """By the time of the decision; those of one batch, which share it, by trigger."""
+    [event_id, other] = await make_events(connection, 2)
+    ids = sorted(await make_triggers(connection, 5))
+    rows = [delivery(trigger_id, event_id) for trigger_id in ids] + [delivery(ids[0], other)]
+    for number, row in enumerate(rows):
         await insert_row(
             connection, "workflow_trigger_deliveries",
-            id=row.id, trigger_id=row.trigger_id, event_id=event_id, status=row.status,
+            id=row.id, trigger_id=row.trigger_id, event_id=row.event_id, status=row.status,
+            created_at=NOW if number >= 3 else NOW + SECOND,
         )  # fmt: skip
-    assert [d.delivery.id for d in await deliveries.list_of_event(connection, event_id)] == sorted(r.id for r in rows)
+    shown = [d.delivery.trigger_id for d in await deliveries.list_of_event(connection, event_id)]
+    assert shown == ids[3:] + ids[:3]
     assert await deliveries.list_of_event(connection, uuid7()) == []

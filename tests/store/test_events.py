@@ -11,10 +11,11 @@ import pytest
 
 from tidegate.clock import uuid7
 from tidegate.model.event import NewEvent
-from tidegate.store import events
+from tidegate.model.ids import EventId
+from tidegate.store import circumstances, events, retention
 from tidegate.store.db import Connection, Database
 
-from .builders import HOUR, NOW, SECOND, make_events, new_event, set_clock
+from .builders import HOUR, NOW, SECOND, insert_row, make_events, new_event, set_clock
 
 
 def again(event: NewEvent, **changes: Any) -> NewEvent:
@@ -196,17 +197,24 @@ async def test_one_event_is_taken_by_one(database: Database) -> None:
         assert len(await events.list_inbox(connection, 10)) == 1
 
 
-async def test_quarantined_event_leaves_the_inbox_with_its_reason(connection: Connection) -> None:
+async def told(connection: Connection, event_id: EventId) -> tuple[bool, str | None]:
+    """Whether an event is undecided, and why it was dead-lettered, as `explain` reads it."""
+    around = await circumstances.of_event(connection, event_id)
+    reasons = [letter.reason for letter in await circumstances.letters(connection, event_id)]
+    return around.is_undecided, reasons[-1] if reasons else None
+
+
+async def test_a_dead_lettered_event_leaves_the_inbox_with_its_reason(connection: Connection) -> None:
     [event_id, other] = await make_events(connection, 2)
     [sequence, _] = await events.list_inbox(connection, 10)
-    assert await events.is_waiting(connection, event_id) == (True, None)
-    assert await events.quarantine(connection, sequence, "ValueError: x") is not None
-    assert await events.is_waiting(connection, event_id) == (False, "ValueError: x")
-    assert await events.quarantine(connection, sequence, "again") is None
-    assert await events.is_waiting(connection, event_id) == (False, "ValueError: x")
+    assert await told(connection, event_id) == (True, None)
+    assert await events.dead_letter(connection, sequence, "ValueError: x") is not None
+    assert await told(connection, event_id) == (False, "ValueError: x")
+    assert await events.dead_letter(connection, sequence, "again") is None
+    assert await told(connection, event_id) == (False, "ValueError: x")
     assert [e.id for e in (await events.claim_inbox(connection, 10)).events] == [other]
-    assert await events.is_waiting(connection, other) == (False, None)
-    assert await events.is_waiting(connection, uuid7()) == (False, None)
+    assert await told(connection, other) == (False, None)
+    assert await told(connection, EventId(uuid7())) == (False, None)
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -302,14 +310,24 @@ async def test_illegal_event_is_refused(connection: Connection, assignment: str,
     assert caught.value.constraint_name == f"workflow_events_{constraint}"
 
 
-async def test_event_that_waits_cannot_be_deleted(connection: Connection) -> None:
+async def test_event_that_waits_is_not_taken_to_be_deleted(connection: Connection) -> None:
+    """No foreign key keeps it: nothing but retention deletes events, and retention asks."""
+    await set_clock(connection)
     [event_id] = await make_events(connection)
-    await connection.execute(
-        "insert into tidegate.event_ingress_retries (event_id, source, next_attempt_at) values ($1, 'shop', now())",
-        event_id,
+    await set_clock(connection, NOW + HOUR)
+
+    async def taken() -> list[uuid.UUID]:
+        return await retention.lock_finished_events(connection, [event_id], older_seconds=60)
+
+    assert await taken() == []  # undecided
+    await events.claim_inbox(connection, 1)
+    assert await taken() == [event_id]
+    await insert_row(
+        connection, "event_ingress_retries", event_id=event_id, source="shop", next_attempt_at=NOW, updated_at=NOW
     )
-    with pytest.raises(asyncpg.ForeignKeyViolationError):
-        await connection.execute("delete from tidegate.workflow_events")
+    assert await taken() == []  # held
+    await connection.execute("update tidegate.event_ingress_retries set retry_state = 'completed'")
+    assert await taken() == [event_id]
 
 
 async def test_received_at_is_the_databases_time(connection: Connection) -> None:

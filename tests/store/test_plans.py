@@ -6,7 +6,6 @@ generic plan that a long-lived connection settles on.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -17,13 +16,16 @@ import asyncpg
 import msgspec
 import pytest
 
-from tidegate.embedded import ROLE, EmbeddedPostgres
+from tidegate.embedded import EmbeddedPostgres
+from tidegate.model.ids import delivery_id
 from tidegate.store import deliveries, events, idempotency, trigger_gates
 from tidegate.store.db import TransientConflict
 from tidegate.store.deliveries import Claim, Decided
 from tidegate.store.events import ReceiptPlace
 from tidegate.store.sql import load
 from tidegate.store.totals import BatchTotals
+
+from .plans import MODES, STATISTICS, Recorder, Undone, explain, filled, rows_read
 
 ROWS = 50_000
 _events, _retries, _sources = load("events"), load("ingress_retries"), load("sources")
@@ -41,10 +43,6 @@ STATEMENTS: dict[str, tuple[str, tuple[Any, ...], set[str]]] = {
 }
 TABLES = ("workflow_events", "event_inbox", "event_ingress_retries")
 MOST_ROWS = 5_000
-
-
-class Undone(Exception):
-    """Ends a transaction without a trace: neither rows nor statistics."""
 
 
 FILL = """
@@ -70,41 +68,8 @@ def filled_url(request: pytest.FixtureRequest, postgres: EmbeddedPostgres, templ
     yield from filled(f"plans_{request.param}", postgres, template, TABLES, [(FILL, (request.param, ROWS))])
 
 
-def filled(
-    name: str, postgres: EmbeddedPostgres, template: str, tables: tuple[str, ...], fill: list[tuple[str, Any]]
-) -> Iterator[str]:
-    async def admin(statement: str) -> None:
-        connection = await asyncpg.connect(postgres.admin_url())
-        await connection.execute(statement)
-        await connection.close()
-
-    async def make() -> None:
-        await admin(f"create database {name} template {template} owner {ROLE}")
-        connection = await asyncpg.connect(postgres.admin_url(name))  # who may turn checks off
-        for table in tables:
-            await connection.execute(f"alter table tidegate.{table} set (autovacuum_enabled = false)")
-        for statement, arguments in fill:
-            await connection.execute(statement, *arguments)
-        await connection.close()
-
-    asyncio.run(make())
-    yield postgres.url(name)
-    asyncio.run(admin(f"drop database {name} with (force)"))
-
-
-def rows_read(node: dict[str, Any], tables: set[str]) -> Iterator[tuple[str, float]]:
-    """For each scan of one of the tables, the rows that it read, kept or not."""
-    if node.get("Relation Name") in tables:
-        kept = (
-            node["Actual Rows"] + node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
-        )
-        yield f"{node['Node Type']} on {node['Relation Name']}", kept * node["Actual Loops"]
-    for child in node.get("Plans", []):
-        yield from rows_read(child, tables)
-
-
-@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
-@pytest.mark.parametrize("has_statistics", [False, True], ids=["without statistics", "with statistics"])
+@MODES
+@STATISTICS
 async def test_no_turn_reads_the_whole_backlog(filled_url: str, mode: str, has_statistics: bool) -> None:
     connection = await asyncpg.connect(filled_url)
     try:
@@ -124,11 +89,7 @@ async def test_no_turn_reads_the_whole_backlog(filled_url: str, mode: str, has_s
 
 async def check(connection: Any, name: str, text: str, arguments: Any, tables: set[str], most: int = MOST_ROWS) -> None:
     """The statement, run and undone, reads few rows of each of the tables."""
-    attempt = connection.transaction()
-    await attempt.start()
-    found = await connection.fetchval(f"explain (analyze, format json) {text}", *arguments)
-    await attempt.rollback()
-    for scan, rows in rows_read(msgspec.json.decode(found)[0]["Plan"], tables):
+    for scan, rows in rows_read(await explain(connection, text, arguments), tables):
         assert rows <= most, f"{name} reads {rows:.0f} rows: {scan}"
 
 
@@ -151,31 +112,11 @@ class Facts(NamedTuple):
     now: datetime
 
 
-class Recorder:
-    """A connection that keeps what it is asked, and answers nothing."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, tuple[Any, ...]]] = []
-
-    async def fetch(self, query: str, *args: Any) -> list[Any]:
-        self.asked.append((query, args))
-        return []
-
-    async def execute(self, query: str, *args: Any) -> str:
-        self.asked.append((query, args))
-        return ""
-
-    async def fetchrow(self, query: str, *args: Any) -> None:
-        self.asked.append((query, args))
-
-    async def fetchval(self, query: str, *args: Any) -> Any:
-        self.asked.append((query, args))
-
-
 def decided(facts: Facts, **changes: Any) -> Decided:
     fields: dict[str, Any] = {
-        "id": uuid.uuid4(), "trigger_id": facts.paced, "event_id": facts.event, "trigger_version": 1,
-        "status": "launched", "last_error": None, "run_id": uuid.uuid4(), "workflow_definition_id": facts.definition,
+        "id": (own_id := delivery_id(facts.event, facts.paced)), "trigger_id": facts.paced, "event_id": facts.event,
+        "trigger_version": 1, "status": "launched", "last_error": None, "run_id": own_id,
+        "workflow_definition_id": facts.definition,
         "correlation_id": "c", "parameters": "{}", "concurrency_key": "",
     }  # fmt: skip
     return Decided(**fields | changes)
@@ -187,7 +128,8 @@ def waits(facts: Facts) -> Decided:
 
 
 def settled(facts: Facts) -> list[Decided]:
-    return [decided(facts, id=one, trigger_id=facts.narrow, retry_state="completed") for one in facts.some[:10]]
+    settled = {"trigger_id": facts.narrow, "retry_state": "completed"}
+    return [decided(facts, id=one, run_id=one, **settled) for one in facts.some[:10]]
 
 
 Call = Callable[[Any, Facts], Awaitable[Any]]
@@ -199,7 +141,7 @@ TRIGGER_STATEMENTS: dict[str, tuple[Call, set[str]]] = {
     "launch": (lambda c, f: deliveries.launch(c, [decided(f)], f.now), DELIVERIES | RUNS),
     "launch_unrestricted": (
         lambda c, f: deliveries.launch_unrestricted(
-            c, [decided(f)], f.now, Claim("w", 1000, [f.definition], 10), BatchTotals(), 1
+            c, [decided(f)], f.now, Claim("w", 1000, [f.definition], 10), BatchTotals(), 1, []
         ),
         DELIVERIES | RUNS | {"event_scheduler_triggers"},
     ),
@@ -220,7 +162,8 @@ TRIGGER_STATEMENTS: dict[str, tuple[Call, set[str]]] = {
     "claim of keys": (lambda c, f: idempotency.claim(c, [(f.paced, "1"), (f.paced, "new")]), KEYS),
 }
 # Triggers in two halves: even ones have deliveries that wait for a time or for their source to be resumed, odd ones
-# have deliveries that wait for a slot. Every event has also launched something: a run that has ended, and a key.
+# have deliveries that wait for a slot. Every event has also launched something: a run that has ended, and a key. The
+# ids begin as that of their event.
 FILL_TRIGGERS = """
 with definition as (
   insert into tidegate.workflow_definitions (id, slug, kind, created_by, updated_by)
@@ -242,21 +185,23 @@ with numbered as (
 ), stored as (
   insert into tidegate.workflow_events
     (id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, metadata)
-  select gen_random_uuid(), 'tick', 's' || n % 7, now(), now(), n, '{}', 'c', '{}' from generate_series(1, $2::int) n
-  returning id, source, ingress_sequence as n
+  select tidegate.uuid7(), 'tick', 's' || n % 7, now(), now(), n, '{}', 'c', '{}' from generate_series(1, $2::int) n
+  returning id, left(id::text, 18) || '-8' as story, source, ingress_sequence as n
 ), waiting as (
   insert into tidegate.workflow_trigger_deliveries
     (id, trigger_id, event_id, status, attempts, retry_state, next_attempt_at, retry_attempts, reason, source,
      concurrency_key, ingress_sequence)
-  select gen_random_uuid(), t.id, e.id, 'throttled', 1, 'scheduled', now() + (e.n - 1000) * interval '1 minute', 1,
+  select (e.story || '001-' || lpad(to_hex(e.n), 12, '0'))::uuid, t.id, e.id, 'throttled', 1, 'scheduled',
+         now() + (e.n - 1000) * interval '1 minute', 1,
          case when t.n % 2 = 1 then 'concurrency' when e.n % 4 = 0 then 'source_paused' else 'throttle' end,
          case when e.n % 4 = 0 then 'paused' else e.source end, case when t.n % 2 = 1 then '' end, e.n
     from stored e join numbered t on t.n = e.n % $1::int
 ), done as (
   insert into tidegate.workflow_trigger_deliveries
     (id, trigger_id, event_id, status, attempts, launched_at, workflow_run_id)
-  select gen_random_uuid(), t.id, e.id, 'launched', 1, now(), gen_random_uuid()
-    from stored e join numbered t on t.n = (e.n + 1) % $1::int
+  select d.id, t.id, e.id, 'launched', 1, now(), d.id
+    from stored e join numbered t on t.n = (e.n + 1) % $1::int,
+         lateral (select (e.story || '002-' || lpad(to_hex(e.n), 12, '0'))::uuid as id) d
   returning id, event_id, trigger_id, workflow_run_id
 ), keys as (
   insert into tidegate.trigger_idempotency_keys (trigger_id, dedupe_key, run_id, expires_at)
@@ -320,10 +265,6 @@ async def check_all(url: str, names: Iterable[str], mode: str, has_statistics: b
         pass
     finally:
         await connection.close()
-
-
-MODES = pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
-STATISTICS = pytest.mark.parametrize("has_statistics", [False, True], ids=["without statistics", "with statistics"])
 
 
 @MODES

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -259,3 +259,14 @@ async def test_producer_needs_only_the_right_to_call(postgres: EmbeddedPostgres,
         assert await count(connection) == 2
         await connection.execute("drop owned by tidegate_test_producer; drop role tidegate_test_producer")
     await database.close()
+
+
+async def test_ids_made_by_sql_are_uuid7_in_the_order_of_their_making(connection: Connection) -> None:
+    before = await connection.fetchval("select clock_timestamp()")
+    made = [await connection.fetchval("select tidegate.uuid7()") for _ in range(500)]
+    after = await connection.fetchval("select clock_timestamp()")
+    assert {(one.version, one.variant) for one in made} == {(7, uuid.RFC_4122)}
+    assert sorted(made) == made, "many of one millisecond, each behind the one before"
+    times = [datetime.fromtimestamp((one.int >> 80) / 1000, UTC) for one in made]
+    assert before - timedelta(milliseconds=1) <= times[0] <= times[-1] <= after
+    assert len({one.int & (2**62 - 1) for one in made}) == len(made), "the rest is random"

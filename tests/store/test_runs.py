@@ -244,14 +244,16 @@ async def test_next_due(connection: Connection, due: list[datetime], seconds: fl
     await set_clock(connection)
     await make_runs(connection, due)
     await make_runs(connection, [NOW - HOUR], "other")
-    assert await runs.next_due_seconds(connection, [await make_definition(connection)]) == seconds
+    definitions = [await make_definition(connection)]
+    assert await runs.next_due_seconds(connection, definitions, worker="w", lease_ms=1000) == seconds
 
 
 async def test_next_due_counts_only_what_waits(connection: Connection) -> None:
     await set_clock(connection)
     await make_runs(connection, [NOW])
     await claim(connection)
-    assert await runs.next_due_seconds(connection, [await make_definition(connection)]) is None
+    definitions = [await make_definition(connection)]
+    assert await runs.next_due_seconds(connection, definitions, worker="w", lease_ms=1000) is None
 
 
 async def test_get_of_an_unknown_run(connection: Connection) -> None:
@@ -270,9 +272,8 @@ async def test_pages_newest_first_neither_skip_nor_repeat(connection: Connection
 async def test_list_filters(connection: Connection) -> None:
     await set_clock(connection)
     mine, _waiting = await make_runs(connection, [NOW - HOUR, NOW + HOUR], "mine")
-    [other] = await make_runs(connection, [NOW + HOUR], "other")
     [event_id] = await make_events(connection)
-    await connection.execute("update tidegate.workflow_runs set event_id = $1 where id = $2", event_id, other)
+    [other] = await make_runs(connection, [NOW + HOUR], "other", of=event_id)
     await claim(connection, slug="mine")
 
     async def listed(**filters: Any) -> set[uuid.UUID]:
@@ -290,8 +291,8 @@ async def test_list_filters(connection: Connection) -> None:
 @pytest.mark.parametrize(
     ("assignment", "constraint"),
     [
-        ("status = 'bogus'", "status_check"),
-        ("status = ''", "status_check"),
+        ("status = 'bogus'", None),
+        ("status = ''", None),
         ("attempts = -1", "attempts_check"),
         ("next_attempt_at = null", "waiting_check"),
         ("next_attempt_at = 'infinity'", "waiting_check"),
@@ -304,11 +305,13 @@ async def test_list_filters(connection: Connection) -> None:
         ("status = 'succeeded', finished_at = now(), claim_expires_at = now()", "claim_check"),
     ],
 )
-async def test_illegal_state_is_refused(connection: Connection, assignment: str, constraint: str) -> None:
+async def test_illegal_state_is_refused(connection: Connection, assignment: str, constraint: str | None) -> None:
+    """By a constraint; a status that there is not (None), since no partition takes it."""
     await make_runs(connection, [NOW])
     with pytest.raises(asyncpg.CheckViolationError) as caught:
         await connection.execute(f"update tidegate.workflow_runs set {assignment}")
-    assert caught.value.constraint_name == f"workflow_runs_{constraint}"
+    assert caught.value.constraint_name == (f"workflow_runs_{constraint}" if constraint else None)
+    assert constraint or 'no partition of relation "workflow_runs" found for row' in str(caught.value)
 
 
 async def test_every_status_of_the_model_is_legal(connection: Connection) -> None:

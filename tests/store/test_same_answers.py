@@ -8,8 +8,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from tidegate.clock import uuid7
 from tidegate.model.event import NewEvent
+from tidegate.model.ids import delivery_id
 from tidegate.store import deliveries, events, totals
 from tidegate.store.db import Connection
 from tidegate.store.deliveries import NOBODY, Claim, Decided
@@ -39,11 +39,13 @@ EVENTS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 
 
 async def stored(connection: Connection) -> list[tuple[Any, ...]]:
-    """All events in the order of arrival, and whether each is in the inbox, without the numbers of the sequence."""
+    """All events in the order of arrival, and whether each is in the inbox, without the numbers of the sequence; with
+    the event that its producer's id leads to."""
     rows = await connection.fetch(
         "select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.payload, e.correlation_id, "
-        "e.ttl_ms, e.metadata, e.traceparent, e.replayed_at, i.event_id = e.id "
+        "e.ttl_ms, e.metadata, e.traceparent, e.replayed_at, i.event_id = e.id, x.event_id "
         "from tidegate.workflow_events e left join tidegate.event_inbox i using (ingress_sequence) "
+        "full join tidegate.event_external_ids x on x.external_id = e.external_id and x.source = e.source "
         "order by e.ingress_sequence"
     )
     return [tuple(row) for row in rows]
@@ -76,6 +78,7 @@ async def test_insert_and_insert_new(connection: Connection, case: str) -> None:
     assert are_new_fast == are_new
     assert rows_fast == (rows if are_new else before)  # all or nothing: then `insert` has its turn
     assert len(rows) == len(before) + len(batch) or not are_new
+    assert all(row[-1] == (row[0] if row[1] else None) for row in rows)
 
 
 # Launches: how many of each of two triggers, the worker's claim, how many runs of its definition are due already.
@@ -107,9 +110,9 @@ async def launches(connection: Connection, counts: Sequence[int]) -> list[Decide
     owners = [trigger_id for trigger_id, count in zip(triggers, counts, strict=True) for _ in range(count)]
     return [
         Decided(
-            id=(one := uuid7()), trigger_id=trigger_id, event_id=event_id, trigger_version=1, status="launched",
-            last_error=None, run_id=one, workflow_definition_id=definition, correlation_id=str(event_id),
-            parameters='{"order_id":7,"a":[1]}',
+            id=(one := delivery_id(event_id, trigger_id)), trigger_id=trigger_id, event_id=event_id, trigger_version=1,
+            status="launched", last_error=None, run_id=one, workflow_definition_id=definition,
+            correlation_id=str(event_id), parameters='{"order_id":7,"a":[1]}',
         )
         for trigger_id, event_id in zip(owners, await make_events(connection, len(owners)), strict=True)
     ]  # fmt: skip
@@ -130,7 +133,7 @@ async def test_launch_and_launch_unrestricted(connection: Connection, case: str)
     created = await deliveries.launch(connection, decided, NOW, claim)
     rows = await written(connection)
     await general.rollback()
-    claimed = await deliveries.launch_unrestricted(connection, decided, NOW, claim, BatchTotals(), version)
+    claimed = await deliveries.launch_unrestricted(connection, decided, NOW, claim, BatchTotals(), version, [])
 
     assert set(created) == {one.id for one in decided}
     assert len(rows) == len(decided)
@@ -145,14 +148,13 @@ async def test_what_exists_is_refused_by_one_and_left_by_the_other(connection: C
     version = await connection.fetchval("select version from tidegate.registry_version")
     await deliveries.launch(connection, decided[:1], NOW)
     before = await written(connection)
-    again = [one._replace(id=(new := uuid7()), run_id=new) for one in decided]
     attempt = connection.transaction()
     await attempt.start()
     with pytest.raises(asyncpg.UniqueViolationError):
-        await deliveries.launch_unrestricted(connection, again, NOW, NOBODY, BatchTotals(), version)
+        await deliveries.launch_unrestricted(connection, decided, NOW, NOBODY, BatchTotals(), version, [])
     await attempt.rollback()
     assert await written(connection) == before
-    assert set(await deliveries.launch(connection, again, NOW)) == {again[1].id}
+    assert set(await deliveries.launch(connection, decided, NOW)) == {decided[1].id}
 
 
 RESTRICTIONS = {
@@ -176,7 +178,9 @@ async def test_the_fast_path_writes_nothing_where_something_may_limit(connection
     version = await connection.fetchval("select version from tidegate.registry_version")
     await connection.execute(RESTRICTIONS[restriction])
     seen = BatchTotals(sources=[SourceMetrics(source="shop.api", total=2, last_event_at=NOW)])
-    assert await deliveries.launch_unrestricted(connection, decided, NOW, NOBODY, seen, version) is None
+    assert (
+        await deliveries.launch_unrestricted(connection, decided, NOW, NOBODY, seen, version, ["shop.api", "*"]) is None
+    )
     assert await written(connection) == []
     assert await connection.fetchval("select count(*) from tidegate.event_scheduler_source_metrics") == 0
 
@@ -203,7 +207,10 @@ async def test_totals_are_added_alike(connection: Connection) -> None:
         await undo.start()
         for _ in range(2):  # created, then added to
             if is_fast:
-                assert await deliveries.launch_unrestricted(connection, [], NOW, NOBODY, seen, version) == {}
+                assert (
+                    await deliveries.launch_unrestricted(connection, [], NOW, NOBODY, seen, version, ["shop.api", "*"])
+                    == {}
+                )
             else:
                 await totals.add(connection, seen)
         found.append(await totals_of())

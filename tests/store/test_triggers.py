@@ -10,6 +10,7 @@ import pytest
 
 from tests.store.builders import HOUR, NOW, make_definition, make_events, make_triggers, set_clock
 from tidegate.clock import uuid7
+from tidegate.model.ids import delivery_id
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy
@@ -165,7 +166,7 @@ async def test_rows_that_do_not_know_what_the_code_said(connection: Connection) 
 async def hold(connection: Connection, trigger_id: uuid.UUID, **given: Any) -> uuid.UUID:
     [event_id] = await make_events(connection, source=given.pop("source", "shop.api"))
     row: dict[str, Any] = {
-        "id": uuid7(), "trigger_id": trigger_id, "event_id": event_id, "status": "throttled",
+        "id": delivery_id(event_id, trigger_id), "trigger_id": trigger_id, "event_id": event_id, "status": "throttled",
         "retry_state": "scheduled", "next_attempt_at": NOW + HOUR, "reason": "throttle", "retry_attempts": 2,
     } | given  # fmt: skip
     columns = ", ".join(row)

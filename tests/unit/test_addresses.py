@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.errors import NonRetryable
-from tidegate.flow.run.http import check, resolve
+from tidegate.flow.code.http import check, resolve
 from tidegate.model.addresses import (
     is_allowed,
     literal_address,

@@ -56,6 +56,8 @@ def test_shared_gauges() -> None:
         unserved_workflows=0,
         overdue_retries={"events": 5},
         expired_claims={"runs": 6},
+        history_overdue_seconds=2,
+        overdue_schedules=1,
         deferred={("events", "paused"): 7},
         queue_depth={("runs", "ready"): 3},
         oldest_due_age_seconds={"runs": 1.5},

@@ -56,6 +56,7 @@ def test_a_position_survives_as_a_cursor(position: bytes) -> None:
 
 def test_every_list_in_pages_takes_a_limit_and_a_cursor() -> None:
     lists = [route for route in server.ROUTES if "next_cursor" in getattr(route.returns[0], "__struct_fields__", ())]
+    lists = [route for route in lists if route.method == "GET"]  # those that change many name the rest in their body
     assert len(lists) > 10
     for route in lists:
         assert {"limit", "cursor"} <= {query.name for query in route.query}, route.path

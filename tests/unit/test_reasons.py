@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tidegate.errors import NonRetryable, RetryAfter, StepFailed, first_line
-from tidegate.flow.run.user_calls import MAX_ERROR_CHARACTERS, error_text, reason_of
+from tidegate.flow.code.user_calls import MAX_ERROR_CHARACTERS, error_text, reason_of
 
 
 class HTTPStatusError(Exception):

@@ -1,6 +1,7 @@
 """Settings: defaults, sources in order, and refusals that say the name, what was expected and what was given."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from tidegate import failpoints
 from tidegate.errors import SettingsError
 from tidegate.model.retry import RetryPolicy
-from tidegate.settings import Settings, from_sources, trace_exporters
+from tidegate.model.secrets import new_key
+from tidegate.secret_files import SECRETS
+from tidegate.settings import Settings, client_token, from_sources, trace_exporters, unknown_variables
 
 # The numbers of the contract: base_ms, factor, max_ms, jitter_ratio, max_attempts.
 DEFAULT_RETRIES = {
@@ -112,6 +115,7 @@ def test_a_longest_wait_that_is_not_set_follows_the_first_one() -> None:
     [
         ("database_url", "postgresql://u@h/d", "postgresql://u@h/d"),
         ("database_url", "postgres://u@h/d", "postgres://u@h/d"),
+        ("database_direct_url", "postgresql://u@h1:1,h2:2/d", "postgresql://u@h1:1,h2:2/d"),
         ("queue", "Postgres", "postgres"),
         ("log_level", "WARNING", "warning"),
         ("log_format", "console", "console"),
@@ -180,6 +184,21 @@ def test_other_variables_are_left_alone() -> None:
     assert load({"PATH": "/bin", "TIDEGATE_URL": "http://h:1", "PORT": "1"}) == Settings(url="http://h:1")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("TIDEGATE_PROT", "TIDEGATE_PORT"),
+        ("TIDEGATE_DATABASEURL", "TIDEGATE_DATABASE_URL"),
+        ("TIDEGATE_EVENT_RETRY_MAX_ATTEMPT", "TIDEGATE_EVENT_RETRY_MAX_ATTEMPTS"),
+        ("TIDEGATE_SOURCE_LIMITS", "TIDEGATE_SOURCE_RATE_LIMITS"),
+        ("TIDEGATE_COLOUR_OF_THE_CONSOLE", ""),
+    ],
+)
+def test_a_misspelt_variable_is_found_with_what_was_meant(name: str, meant: str) -> None:
+    environ = {name: "1", "TIDEGATE_HEALTH_WORKER_DEGRADED_MS": "1", "TIDEGATE_TOKEN": "x", "PATH": "/bin"}
+    assert unknown_variables(environ) == [(name, meant)]
+
+
 def test_toml_is_read(toml: Path) -> None:
     toml.write_text(
         """
@@ -243,10 +262,99 @@ def test_unknown_override_is_refused() -> None:
     assert "'prot'" in refusal(prot=1)
 
 
+def test_the_direct_address_is_checked_and_is_the_database_url_unless_it_is_set() -> None:
+    assert load(database_url="postgresql://u@h/d").require_direct_url() == "postgresql://u@h/d"
+    both = load(database_url="postgresql://u@pooler/d", database_direct_url="postgresql://u@h/d")
+    assert both.require_direct_url() == "postgresql://u@h/d"
+    with pytest.raises(SettingsError, match="TIDEGATE_DATABASE_DIRECT_URL must start with postgresql://, not mysql://"):
+        load(database_direct_url="mysql://u:secret@h/d")
+
+
 def test_missing_database_url_is_explained() -> None:
     assert load(database_url="postgresql://u@h/d").require_database_url() == "postgresql://u@h/d"
     with pytest.raises(SettingsError, match="TIDEGATE_DATABASE_URL is not set"):
         load().require_database_url()
+
+
+SECRET_TEXTS = {
+    "database_url": "postgresql://u:p@h/d?sslmode=verify-full",
+    "database_direct_url": "postgresql://tidegate:pw@db-direct/tidegate",
+    "redis_url": "rediss://h:6379/0",
+    "token": "tg_secret",
+    "secrets_key": ",".join(new_key() for _ in range(2)),
+}
+
+
+def test_every_secret_can_be_in_a_file() -> None:
+    """A setting whose documented value holds a password, token or key is one of them."""
+    assert SECRET_TEXTS.keys() == set(SECRETS)
+    words = re.compile("url$|token|key|password|secret")
+    open_ones = {"url", "runbook_url"}  # addresses without a password
+    assert {name for name in Settings.__struct_fields__ if words.search(name)} - open_ones == set(SECRETS)
+
+
+@pytest.mark.parametrize("name", SECRET_TEXTS)
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_secret_is_read_from_its_file(tmp_path: Path, toml: Path, name: str, end: str) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes((SECRET_TEXTS[name] + end).encode())
+    expected = load(**{name: SECRET_TEXTS[name]})
+    assert load({f"TIDEGATE_{name.upper()}_FILE": str(file)}) == expected
+    assert load({f"TIDEGATE_{name.upper()}_FILE": str(file), f"TIDEGATE_{name.upper()}": ""}) == expected
+    toml.write_text(f"{name}_file = {str(file)!r}")
+    assert load({}, toml) == expected
+
+
+def test_only_one_line_break_is_not_part_of_a_secret(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(" tg_secret \n\n")
+    assert load({"TIDEGATE_TOKEN_FILE": str(tmp_path / "token")}).token == " tg_secret \n"
+
+
+def test_the_environment_beats_a_file_that_toml_names(tmp_path: Path, toml: Path) -> None:
+    toml.write_text("token_file = '/absent'")
+    assert "tidegate.toml: token_file is '/absent', which cannot be read" in refusal({}, toml)
+    (tmp_path / "token").write_text("from the file\n")
+    toml.write_text(f"token_file = '{tmp_path / 'token'}'")
+    assert load({"TIDEGATE_TOKEN": "given"}, toml).token == "given"
+    toml.write_text("token = 'in toml'\nsecrets_key_file = ''")
+    assert load({"TIDEGATE_TOKEN_FILE": str(tmp_path / "token")}, toml).token == "from the file"
+
+
+@pytest.mark.parametrize("name", SECRET_TEXTS)
+def test_a_secret_given_twice_or_unreadable_is_refused(tmp_path: Path, toml: Path, name: str) -> None:
+    variable, file = f"TIDEGATE_{name.upper()}", tmp_path / "secret"
+    file.write_text(SECRET_TEXTS[name])
+    both = refusal({variable: SECRET_TEXTS[name], f"{variable}_FILE": str(file)})
+    assert both == f"{variable} and {variable}_FILE are both set; set only one of them"
+    toml.write_text(f"{name} = {SECRET_TEXTS[name]!r}\n{name}_file = {str(file)!r}")
+    assert refusal({}, toml) == f"tidegate.toml: {name} and {name}_file are both set; set only one of them"
+    named = f"{variable}_FILE is {str(file)!r}, which "
+    file.write_bytes(b"\xff\xfe")
+    assert refusal({f"{variable}_FILE": str(file)}) == named + "cannot be read: it is not text in UTF-8"
+    file.write_text("\n")
+    assert refusal({f"{variable}_FILE": str(file)}) == named + "is empty"
+    file.unlink()
+    assert refusal({f"{variable}_FILE": str(file)}) == named + "cannot be read: No such file or directory"
+    assert "cannot be read: Is a directory" in refusal({f"{variable}_FILE": str(tmp_path)})
+
+
+def test_a_wrong_value_in_a_file_does_not_show_it(tmp_path: Path) -> None:
+    (tmp_path / "url").write_text("mysql://user:hunter2@h/d")
+    message = refusal({"TIDEGATE_DATABASE_URL_FILE": str(tmp_path / "url")})
+    assert "TIDEGATE_DATABASE_URL must start with postgresql://" in message and "hunter2" not in message
+
+
+def test_the_token_of_clients_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TIDEGATE_TOKEN", "TIDEGATE_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert client_token() is None
+    (tmp_path / "token").write_text("tg_secret\n")
+    monkeypatch.setenv("TIDEGATE_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("TIDEGATE_DATABASE_URL_FILE", "/absent")  # not a client's concern
+    assert client_token() == "tg_secret"
+    monkeypatch.setenv("TIDEGATE_TOKEN", "tg_other")
+    with pytest.raises(SettingsError, match="TIDEGATE_TOKEN and TIDEGATE_TOKEN_FILE are both set"):
+        client_token()
 
 
 @pytest.mark.parametrize(

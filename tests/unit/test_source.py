@@ -156,15 +156,15 @@ def test_the_breaker_opens_probes_once_and_closes() -> None:
     assert gate.room(after(200)) == 0
     assert gate.slots(after(200), 1) == [after(5100)]
     assert gate.is_probing(after(5100)) and gate.room(after(5100)) == 1
-    assert gate.record(after(5100), failures=1, admitted=1, policy=POLICY) == "trial_failed"
-    assert gate.is_probing(after(5100)) and gate.room(after(5100)) == 1, "another one is the next trial"
+    assert gate.record(after(5100), failures=1, admitted=1, policy=POLICY) == "probe_failed"
+    assert gate.is_probing(after(5100)) and gate.room(after(5100)) == 1, "another one is the next probe"
     assert gate.record(after(5100), failures=1, admitted=1, policy=POLICY) == "reopened"
     assert gate.room(after(5200)) == 0
     assert gate.record(after(10_100), failures=0, admitted=1, policy=POLICY) == "closed"
     assert gate.room(after(10_200)) is None and gate.outcomes.buckets == []
 
 
-def test_a_failure_during_the_pause_is_no_trial_and_does_not_end_it() -> None:
+def test_a_failure_during_the_pause_is_no_probe_and_does_not_end_it() -> None:
     policy = BreakerPolicy(threshold=2, window_ms=60_000, pause_ms=60_000)
     gate = Gate("shop")
     assert gate.record(T0, failures=2, admitted=2, policy=policy) == "opened"

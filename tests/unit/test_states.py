@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tidegate.flow.run.execution import Execution
-from tidegate.flow.run.states import (
+from tidegate.flow.call.execution import Execution
+from tidegate.flow.call.states import (
     EXECUTING,
     FINISHED,
     LOST,

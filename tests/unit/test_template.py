@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.errors import FieldError
-from tidegate.model.budget import OverBudget
 from tidegate.model.liquid_environment import MAX_STEPS, MAX_TEXT
 from tidegate.model.template import (
     MAX_DEPTH,
@@ -16,6 +15,7 @@ from tidegate.model.template import (
     TemplateError,
     compile_template,
 )
+from tidegate.model.work_limit import TooMuchWork
 
 from .json_values import EVENTS, JSON
 
@@ -35,7 +35,7 @@ EVENT = {
     },
 }
 
-STEPS = "over the budget"
+STEPS = "over the work limit"
 
 
 def compiled(source: Any) -> Render:
@@ -222,7 +222,7 @@ def test_depth_is_bounded() -> None:
 )
 def test_work_and_output_are_bounded(source: Any, message: str) -> None:
     payload = {"t": "x" * 2000, "long": "x" * 100_000, "l": list(range(2000)), "m": list(range(2000)), "n": 10**9}
-    with pytest.raises((TemplateError, OverBudget), match=f"parameter_template.*: .*{message}"):
+    with pytest.raises((TemplateError, TooMuchWork), match=f"parameter_template.*: .*{message}"):
         compiled(source)({"type": "t", "payload": payload})
 
 
@@ -253,7 +253,7 @@ def test_values_are_spelled_as_in_liquid_and_json(source: str, expected: str) ->
 def test_all_texts_of_a_template_share_the_work() -> None:
     loop = "{% for i in (1..4000) %}{% endfor %}"
     assert compiled([loop])(EVENT) == [""]
-    with pytest.raises(OverBudget, match=STEPS):
+    with pytest.raises(TooMuchWork, match=STEPS):
         compiled([loop] * 10)(EVENT)
 
 
@@ -307,5 +307,5 @@ def test_any_template_compiles_or_is_refused(source: Any) -> None:
         assert render is not None
         try:
             render(EVENT)
-        except (TemplateError, OverBudget) as exc:
+        except (TemplateError, TooMuchWork) as exc:
             assert str(exc).startswith("t")

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tidegate.errors import FieldError
-from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.liquid_environment import environment
 from tidegate.model.template import MAX_OUTPUT, TemplateError, compile_template
+from tidegate.model.work_limit import TooMuchWork, WorkLeft
 
 # As large as an event may be, of each kind.
 PAYLOAD: dict[str, Any] = {
@@ -82,8 +82,8 @@ def fault(source: str) -> str | None:
     if render is None:
         return None
     try:
-        found = render({"payload": PAYLOAD}, Budget())
-    except (TemplateError, OverBudget) as exc:
+        found = render({"payload": PAYLOAD}, WorkLeft())
+    except (TemplateError, TooMuchWork) as exc:
         return "takes more memory than it may" if isinstance(exc.__cause__, MemoryError) else None
     return "makes a text that is too long" if len(found.encode()) > MAX_OUTPUT else None
 
@@ -117,7 +117,7 @@ def test_a_loop_that_no_event_could_end_is_refused_on_save(stop: int) -> None:
     text, errors = f"{{% for i in (1..{stop}) %}}{{% endfor %}}", list[FieldError]()
     assert compile_template(text, "idempotency_key", []) is None
     compile_template({"a": text}, "parameter_template", errors)
-    assert len(errors) == 1 and errors[0].field == "parameter_template.a" and "budget" in errors[0].message
+    assert len(errors) == 1 and errors[0].field == "parameter_template.a" and "work limit" in errors[0].message
 
 
 def test_ordinary_sums_work() -> None:

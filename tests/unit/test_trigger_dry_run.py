@@ -202,7 +202,7 @@ def test_what_code_declared_leaves_defaults_out() -> None:
     }
 
 
-def test_a_dry_run_has_the_budget_of_a_delivery() -> None:
+def test_a_dry_run_has_the_work_limit_of_a_delivery() -> None:
     slow = Predicate(path="$.payload.text", operator="regex", value="error.{0,1000}timeout")
     found = evaluate(
         trigger(predicates=[Predicate(path="$.type", operator="exists"), slow], where="event.payload.id == 7"),
@@ -210,13 +210,13 @@ def test_a_dry_run_has_the_budget_of_a_delivery() -> None:
         event(payload={"id": 7, "text": "error " * 40_000}),
     )
     assert not found.matches
-    assert found.reason and found.reason.startswith("predicates[1]: over the budget")
+    assert found.reason and found.reason.startswith("predicates[1]: over the work limit")
     assert found.errors == [found.reason]
     assert [one.holds for one in found.predicates] == [True, False]
 
 
-def test_a_template_over_the_budget_is_reported_by_a_dry_run() -> None:
+def test_a_template_over_the_work_limit_is_reported_by_a_dry_run() -> None:
     loops = "{% for i in event.payload.l %}{% for j in event.payload.l %}{{ j }}{% endfor %}{% endfor %}"
     found = evaluate(trigger(parameter_template={"a": loops}), ["a"], event(payload={"l": list(range(500))}))
     assert found.matches
-    assert [error[:22] for error in found.errors] == ["parameter_template.a: "] and "budget" in found.errors[0]
+    assert [error[:22] for error in found.errors] == ["parameter_template.a: "] and "work limit" in found.errors[0]

@@ -21,6 +21,7 @@ from tidegate.flow.look import explain
 from tidegate.flow.look.health import Snapshot, SourceHealth, status_of
 from tidegate.flow.look.verdict import Cause
 from tidegate.model.ids import RunId
+from tidegate.model.start import source_of_starts
 from tidegate.store import dead_letters, events, held_deliveries, held_steps, runs
 from tidegate.store.db import Connection
 from tidegate.store.health import LimitHealth, PausedSource, SourceBreaker
@@ -132,6 +133,12 @@ async def _letter(request: Request, services: Services, principal: Principal) ->
         raise NotFound(f"no dead letter {letter_id}")
 
 
+async def _start(request: Request, _: Services, principal: Principal) -> None:
+    source = source_of_starts(request.path_params["slug"])
+    if not principal.may_use(source):
+        raise Forbidden(f"the token {principal.name} may not start this workflow: its source is {source}", "publish")
+
+
 async def _source(request: Request, _: Services, principal: Principal) -> None:
     _require(principal, request.path_params["source"])
 
@@ -161,10 +168,18 @@ RULES: dict[tuple[str, str], SourceRule] = {
     ("GET", "/admin/event-health"): SourceRule(),  # its handler filters the snapshot
     ("GET", "/v1/events"): SourceRule(rows="events"),
     ("GET", "/v1/events/{id:path}"): SourceRule(_event),
+    ("POST", "/v1/events/{id:path}/cancel"): SourceRule(_event),
     ("GET", "/v1/events/{id:path}/explain"): SourceRule(_event),
+    ("GET", "/v1/explain/{id:path}"): SourceRule(),  # its handler checks the source
+    ("POST", "/v1/events/{id:path}/replay"): SourceRule(_event),
+    ("POST", "/admin/event-replays"): SourceRule(_named_source),
+    ("POST", "/v1/workflows/{slug}/runs"): SourceRule(_start),
     ("GET", "/v1/runs"): SourceRule(rows="runs"),
     ("GET", "/v1/runs/{run_id}"): SourceRule(_run),
     ("POST", "/v1/runs/{run_id}/cancel"): SourceRule(_run),
+    ("POST", "/v1/runs/{run_id}/retry"): SourceRule(_run),
+    ("POST", "/v1/runs/{run_id}/rerun"): SourceRule(_run),
+    ("POST", "/v1/runs/{run_id}/resume"): SourceRule(_run),
     ("GET", "/v1/deliveries"): SourceRule(rows="deliveries"),
     ("GET", "/admin/decisions"): SourceRule(rows="decisions"),
     ("GET", "/admin/retries"): SourceRule(rows="retries"),

@@ -12,6 +12,7 @@ from msgspec import inspect
 from tidegate import __version__
 from tidegate.api.problems import TITLES, ProblemBody
 from tidegate.api.routes import MAX_PAGE, Query, Route
+from tidegate.model.event import MAX_DELAY_MS
 
 _REF = "#/components/schemas/{name}"
 # Statuses that any request other than GET may be answered with, whether or not it has a body.
@@ -37,6 +38,17 @@ EVENT_SCHEMA: dict[str, Any] = {
         "correlation_id": {"type": "string", "maxLength": 200},
         "ttl_ms": {"type": "integer", "minimum": 1},
         "metadata": {"type": "object", "description": "At most 16 KiB."},
+        "deliver_at": {
+            "type": "string",
+            "format": "date-time",
+            "description": "Decide it at this time, at most 366 days ahead; until then it waits and can be cancelled.",
+        },
+        "delay_ms": {
+            "type": "integer",
+            "minimum": 0,
+            "maximum": MAX_DELAY_MS,
+            "description": "Instead of deliver_at: decide it this long after it was stored.",
+        },
     },
 }
 # Below `$defs`, where openapi-python-client does not find them: it warns about these two bodies and skips them. For a

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -18,10 +17,14 @@ from tidegate.clock import has_utc
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow.accept.access import Access
 from tidegate.flow.accept.ingest import Ingest
+from tidegate.flow.accept.refusals import PublishRefusals
+from tidegate.flow.accept.starts import Starts
 from tidegate.flow.accept.webhooks import Webhooks
+from tidegate.flow.look.ends import RunEnds
 from tidegate.flow.look.health import Exposition, Snapshots
 from tidegate.flow.look.ready import Readiness
 from tidegate.model.ids import DeadLetterId, DeliveryId, RunId, StepId, TriggerId
+from tidegate.model.times import parse_time
 from tidegate.model.token import Scope
 from tidegate.queue.port import Queue
 from tidegate.settings import Settings
@@ -44,6 +47,9 @@ class Services:
     access: Access
     webhooks: Webhooks
     admission: Admission
+    refusals: PublishRefusals
+    starts: Starts
+    ends: RunEnds
 
 
 Handler = Callable[[Request, Services], Awaitable[Any]]
@@ -116,12 +122,7 @@ def _typed(query: Query, text: str) -> Any:
         except ValueError as exc:
             raise ValueError("must be a UUID") from exc
     if query.type == "date-time":
-        try:
-            parsed = msgspec.convert(text, datetime)
-        except msgspec.ValidationError as exc:
-            raise ValueError("must be an RFC 3339 time such as 2026-01-31T09:30:00Z") from exc
-        if parsed.tzinfo is None:
-            raise ValueError("must have a time zone, as in 2026-01-31T09:30:00Z")
+        parsed = parse_time(text)
         if not has_utc(parsed):
             raise ValueError("must be in the years 1 to 9999")
         return parsed

@@ -30,16 +30,20 @@ from tidegate.errors import NotFound, SettingsError
 from tidegate.flow import control
 from tidegate.flow.accept.access import Access
 from tidegate.flow.accept.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Ingest
+from tidegate.flow.accept.refusals import PublishRefusals
+from tidegate.flow.accept.starts import Starts
 from tidegate.flow.accept.webhooks import Webhooks
 from tidegate.flow.keep import secrets
 from tidegate.flow.look import notices
+from tidegate.flow.look.ends import RunEnds
 from tidegate.flow.look.health import Exposition, Snapshots
 from tidegate.flow.look.ready import Readiness
+from tidegate.flow.presence import Presence
 from tidegate.model.client_address import parse_networks
 from tidegate.model.secrets import SecretKeys
 from tidegate.queue.choose import open_queue
 from tidegate.settings import Settings
-from tidegate.store import durability, migrate
+from tidegate.store import durability
 from tidegate.store.db import Database
 from tidegate.telemetry import metrics, traces
 from tidegate.telemetry.logs import logger
@@ -79,7 +83,12 @@ class Api:
         size, keys = settings.serve_connections - ingesting, SecretKeys(settings.secrets_key)
         self._database = Database(url, "api", size=size, keys=keys)
         self._ingest_database = Database(
-            url, "ingest", size=ingesting, lock_timeout_ms=LOCK_TIMEOUT_MS, statement_seconds=STATEMENT_SECONDS
+            url,
+            "ingest",
+            size=ingesting,
+            lock_timeout_ms=LOCK_TIMEOUT_MS,
+            statement_seconds=STATEMENT_SECONDS,
+            direct_url=settings.database_direct_url,
         )
         # Hints use the connection that has just stored the events: the backend of another may have to wake up first.
         self._queue = open_queue(settings, self._ingest_database)
@@ -87,21 +96,32 @@ class Api:
             self._ingest_database,
             max_waiting=settings.ingest_max_waiting,
             after_commit=lambda: self._queue.hint("inbox"),
+            after_later=lambda: self._queue.hint("retries"),
         )
         access = Access(settings, self._database)
         exposition = Exposition(self._database, settings.health)
-        snapshots = Snapshots(self._database, settings.health, settings.runbook_url, notices.notices(settings))
+        snapshots = Snapshots(
+            self._database,
+            settings.health,
+            settings.runbook_url,
+            notices.notices(settings),
+            settings.retention,
+        )
         readiness = Readiness(settings, self._database, self._queue, self._ingest_database)
         received = Webhooks(self._database, ingest)
         self.services = Services(
             settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access, received,
-            Admission(settings.ingest_max_waiting),
+            Admission(settings.ingest_max_waiting), PublishRefusals(self._database),
+            Starts(self._database, ingest, settings.limits), RunEnds(self._database),
         )  # fmt: skip
         self.app = _application(self.services)
+        self._presence = Presence("api", retention=settings.retention)  # once it is unfit, `/readyz` says so
+        self._beating: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Check the database before anything is accepted: its schema version and its durability settings."""
-        await migrate.require_current(self._database)
+        await self._presence.join(self._database)
+        self._beating = asyncio.create_task(self._presence.keep(self._database))
         await durability.require_safe(self._database, allow_unsafe=self._settings.allow_unsafe_durability)
         await control.seed_limits(self._database, self._settings.source_rate_limits)
         await control.seed_breakers(self._database, self._settings.source_breakers)
@@ -118,7 +138,12 @@ class Api:
 
     async def close(self) -> None:
         await self.services.ingest.close()
+        await self.services.refusals.close()
         await self._queue.close()
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+            await self._presence.leave(self._database)
         await self._ingest_database.close()
         await self._database.close()
 
@@ -135,6 +160,7 @@ async def serving(settings: Settings, listening: socket.socket) -> AsyncIterator
         notices.log_notices(settings)
         yield server
     finally:
+        await api.services.ends.close()  # requests that wait are answered before the server stops
         await server.stop()
         await api.close()
         await traces.flush()

@@ -15,16 +15,19 @@ class _LazyGroup(click.Group):
     """Loads a command's module when it is used, so that `tidegate publish` does not import the server."""
 
     _homes: ClassVar[dict[str, str]] = {
-        "dev": "process",
+        "init": "init",
+        "dev": "dev",
         "serve": "process",
         "worker": "process",
         "migrate": "migrate",
         "publish": "publish",
+        "run": "run",
         "events": "events",
         "explain": "events",
         "runs": "runs",
         "workflows": "workflows",
         "schedules": "schedules",
+        "workers": "workers",
         "sources": "sources",
         "webhooks": "webhooks",
         "triggers": "triggers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tidegate.cli.output import client, json_option, print_json, print_table, short_json, short_time
+from tidegate.cli.output import client, json_option, none_found, print_json, print_table, short_json, short_time
 
 
 @click.group()
@@ -36,4 +36,5 @@ def list_audit(as_json: bool, limit: int, **filters: str | None) -> None:
          short_json(one["before"]), short_json(one["after"]))
         for one in page["entries"]
     ]  # fmt: skip
-    print_table(("AT", "ACTOR", "FROM", "ACTION", "SUBJECT", "BEFORE", "AFTER"), rows, "No changes.", page)
+    none = none_found("changes", *asked.values())
+    print_table(("AT", "ACTOR", "FROM", "ACTION", "SUBJECT", "BEFORE", "AFTER"), rows, none, page)

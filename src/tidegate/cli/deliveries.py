@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tidegate.cli.output import client, json_option, print_json, print_table, short_time
+from tidegate.cli.output import client, json_option, none_found, print_json, print_table, short_time
 from tidegate.cli.triggers import find_trigger, trigger_path
 from tidegate.model.delivery import DELIVERY_STATUSES
 
@@ -43,4 +43,4 @@ def list_deliveries(trigger: str | None, status: str | None, limit: int, as_json
         for d in page["deliveries"]
     ]
     columns = ("ID", "TRIGGER", "EVENT", "SOURCE", "STATUS", "RUN", "LAUNCHED/NEXT", "WHY")
-    print_table(columns, rows, "No deliveries yet.", page)
+    print_table(columns, rows, none_found("deliveries", trigger, status), page)

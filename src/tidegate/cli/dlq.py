@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from tidegate.cli.output import client, json_option, print_json, print_table, printable, short_json, short_time
+from tidegate.cli.output import (
+    client,
+    confirm,
+    json_option,
+    none_found,
+    print_json,
+    print_table,
+    printable,
+    require_answer,
+    short_json,
+    short_time,
+)
 from tidegate.cli.triggers import find_trigger
+from tidegate.cli.wording import written_as
 from tidegate.client import Client
 from tidegate.errors import first_line
+
+# The API's field names, and the options that set them.
+_NAMES = {name: f"--{name}" for name in ("kind", "source", "workflow", "reason", "since", "until", "rate", "limit")}
 
 
 @click.group()
@@ -55,7 +69,7 @@ def _asked(api: Client, trigger: str | None, **filters: str | None) -> dict[str,
 @json_option
 def list_letters(as_json: bool, limit: int, state: str, trigger: str | None, **filters: str | None) -> None:
     """List dead letters, newest first."""
-    with client() as api:
+    with client() as api, written_as(_NAMES):
         asked = _asked(api, trigger, **filters)
         page = api.request("GET", "/admin/dead-letters", state=state, limit=limit, **asked)
     if as_json:
@@ -66,7 +80,9 @@ def list_letters(as_json: bool, limit: int, state: str, trigger: str | None, **f
          first_line(one["reason"])[:80])
         for one in page["dead_letters"]
     ]  # fmt: skip
-    print_table(("ID", "KIND", "OF", "DEAD-LETTERED", "REPLAY", "REASON"), rows, "No dead letters.", page)
+    is_filtered = asked or state != "open"
+    none = none_found("dead letters", True) if is_filtered else "No open dead letters."
+    print_table(("ID", "KIND", "OF", "DEAD-LETTERED", "REPLAY", "REASON"), rows, none, page)
 
 
 @dlq.command("show")
@@ -88,10 +104,10 @@ def show_letter(letter_id: str, as_json: bool) -> None:
 @dlq.command("replay")
 @click.argument("letter_id", metavar="[ID]", required=False)
 @_filters
-@click.option("--all", "all_letters", is_flag=True, help="All open dead letters, when no filter is given.")
+@click.option("--all", "all_letters", is_flag=True, help="All open dead letters.")
 @click.option("--rate", default=10.0, show_default=True, type=float, help="Dead letters replayed per second.")
 @click.option("--dry-run", is_flag=True, help="Only count them.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation. Without a terminal, it is never asked.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
 @click.option("--force", is_flag=True, help="Replay it even if it was replayed before; with an ID only.")
 @json_option
 def replay(
@@ -105,20 +121,22 @@ def replay(
     trigger: str | None,
     **filters: str | None,
 ) -> None:
-    """Replay the dead letter ID at once; or all that match the options, one after the other at --rate."""
+    """Replay the dead letter ID at once; or those that match the options, or --all, one after the other at --rate."""
     is_filtered = trigger is not None or any(filters.values())
-    if (letter_id is not None) == (is_filtered or all_letters):
+    if [letter_id is not None, is_filtered, all_letters].count(True) != 1:
         raise click.UsageError("say which dead letters: give an ID, options such as --kind and --source, or --all")
     if letter_id is not None and dry_run:
         raise click.UsageError("--dry-run works with options such as --kind, not with an ID")
     if letter_id is None and force:
         raise click.UsageError("--force needs an ID")
-    with client() as api:
+    if letter_id is None:
+        require_answer(yes=yes, dry_run=dry_run)
+    with client() as api, written_as(_NAMES):
         if letter_id is not None:
             done = api.request("POST", f"/admin/dead-letters/{letter_id}/replay", {"force": force})
         else:
-            asked = _asked(api, trigger, **filters) | {"rate": rate}
-            if not (dry_run or yes) and sys.stdin.isatty():
+            asked = _asked(api, trigger, **filters) | {"rate": rate} | ({"all": True} if all_letters else {})
+            if not (dry_run or yes):
                 _confirm(api, asked)
             done = api.request("POST", "/admin/dead-letters/replay", asked | {"dry_run": dry_run})
     if as_json:
@@ -135,10 +153,9 @@ def replay(
 
 
 def _confirm(api: Client, asked: dict[str, Any]) -> None:
-    """Ask for confirmation on the terminal; Abort unless the answer is yes."""
     count = api.request("POST", "/admin/dead-letters/replay", asked | {"dry_run": True})["count"]
     letters = "1 dead letter" if count == 1 else f"{count} dead letters"
-    click.confirm(f"Replay {letters}, {asked['rate']:g} per second?", abort=True, err=True)
+    confirm(f"Replay {letters}, {asked['rate']:g} per second?")
 
 
 @dlq.command("stop")

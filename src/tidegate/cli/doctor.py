@@ -41,7 +41,8 @@ def doctor(grace: int, as_json: bool) -> None:
 
 
 async def _examine(settings: Settings, grace_ms: int) -> list[Check]:
-    database = Database(settings.require_database_url(), "doctor", size=1, keys=SecretKeys(settings.secrets_key))
+    url, direct_url = settings.require_database_url(), settings.database_direct_url
+    database = Database(url, "doctor", size=1, keys=SecretKeys(settings.secrets_key), direct_url=direct_url)
     try:
         allow_unsafe = settings.allow_unsafe_durability
         checks = await examine(database, settings.health, grace_ms=grace_ms, allow_unsafe=allow_unsafe)

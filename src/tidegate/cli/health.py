@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from tidegate.cli.output import client, json_option, print_json, print_table, printable, short_eta, short_time
+from tidegate.cli.output import client, json_option, kept_for, print_json, print_table, printable, short_eta, short_time
 
 _COLOURS = {"ok": "green", "degraded": "yellow", "critical": "red"}
 
@@ -51,6 +51,8 @@ def _print(found: dict[str, Any]) -> None:
     print_table(("QUEUE", "READY", "DELAYED", "ACTIVE", "OLDEST DUE"), rows, "")
     letters = found["dead_letters"]
     click.echo(f"dead letters: {letters['total']} ({letters['last_24h']} in the last 24 h)")
+    if history := found.get("history"):
+        click.echo(f"history: {kept_for(history['retention_events_seconds'])}, since {history['oldest_day']}")
 
 
 def _print_cause(cause: dict[str, Any], now: datetime, width: int | None) -> None:

@@ -21,7 +21,7 @@ def load_app(spec: str) -> Tidegate:
     if target.endswith(".py") or "/" in target:
         module = _from_file(Path(target))
     else:
-        sys.path.insert(0, str(Path.cwd()))
+        _search_in(Path.cwd())
         try:
             module = importlib.import_module(target)
         except ModuleNotFoundError as exc:
@@ -39,7 +39,7 @@ def _from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise AppError(f"{path} is not a Python file")
-    sys.path.insert(0, str(path.parent.absolute()))
+    _search_in(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:
@@ -47,6 +47,13 @@ def _from_file(path: Path) -> ModuleType:
     except Exception as exc:
         raise _failed(str(path), exc) from exc
     return module
+
+
+def _search_in(folder: Path) -> None:
+    """Modules of this folder can be imported."""
+    place = str(folder.absolute())
+    if place not in sys.path:
+        sys.path.insert(0, place)
 
 
 def _failed(target: str, exc: Exception) -> AppError:
@@ -79,13 +86,15 @@ def _instead(module: ModuleType, target: str, names: list[str]) -> str:
     """What to write instead, given the names in the module."""
     if names:
         return f"write {' or '.join(f'{target}:{name}' for name in names[:MAX_NAMES])}"
-    found = [k for k, v in vars(module).items() if not k.startswith("_") and not _is_imported(v, module)]
+    found = [k for k, v in vars(module).items() if not k.startswith("_") and not _is_imported(k, v, module)]
     more = ", …" if len(found) > MAX_NAMES else ""
     has = f"it defines {', '.join(found[:MAX_NAMES])}{more}" if found else "it defines no names"
     return f"{has}. Create one at its top level: `from tidegate import Tidegate`, then `app = Tidegate()`"
 
 
-def _is_imported(value: object, module: ModuleType) -> bool:
+def _is_imported(name: str, value: object, module: ModuleType) -> bool:
+    if name in ("annotations", "TYPE_CHECKING"):  # what `from __future__` and `typing` leave
+        return True
     is_code = isinstance(value, type | FunctionType)
     return isinstance(value, ModuleType) or (is_code and value.__module__ != module.__name__)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import getpass
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
 from itertools import chain
 from typing import Any
 
@@ -20,6 +23,9 @@ from tidegate.client import Client
 # The gap between two columns; the indent of the second and later lines of a row.
 _GAP, _INDENT = "  ", "  "
 _PAGE = 500
+
+# A JSON object of the API.
+Json = dict[str, Any]
 
 
 def client() -> Client:
@@ -53,6 +59,28 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
 
 
+def page_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--limit` and `--cursor` of a list."""
+    command = click.option("--cursor", default=None, help="Continue the list: as the note on the page before says.")(
+        command
+    )
+    return click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))(command)
+
+
+def require_answer(*, yes: bool, dry_run: bool) -> None:
+    """Refuse a bulk command that would have to ask for confirmation where nobody can answer."""
+    if not (yes or dry_run or sys.stdin.isatty()):
+        raise click.UsageError(
+            "this asks for confirmation, and standard input is not a terminal: add --yes to go ahead, or --dry-run to "
+            "count the items"
+        )
+
+
+def confirm(question: str) -> None:
+    """Ask on standard error, apart from the output that a program may read; Abort unless the answer is yes."""
+    click.confirm(question, abort=True, err=True)
+
+
 def print_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
@@ -70,7 +98,16 @@ def print_table(
     heading, body = lines[0], lines[1:]
     click.echo("\n".join([*(click.style(line, bold=True) for line in heading), *chain.from_iterable(body)]))
     if page is not None and page["next_cursor"] is not None:
-        click.echo(f"… more than these {len(rows)} exist: use --limit (up to 500) or a narrower filter", err=True)
+        more = f"… more than these {len(rows)} exist: use --limit (up to 500) or a narrower filter"
+        context = click.get_current_context(silent=True)
+        if context is not None and any(option.name == "cursor" for option in context.command.params):
+            more += f", or continue with --cursor {page['next_cursor']}"
+        click.echo(more, err=True)
+
+
+def none_found(items: str, *filters: object) -> str:
+    """What to print instead of an empty table: "No runs yet.", or "No runs match." if a filter was given."""
+    return f"No {items} match." if any(one is not None for one in filters) else f"No {items} yet."
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[list[str]]:
@@ -126,8 +163,46 @@ def short_eta(seconds: float | None) -> str:
     if seconds < 120:
         return f"{seconds:.0f}s"
     minutes = round(seconds / 60)
-    return f"{minutes}m" if minutes < 120 else f"{minutes // 60}h {minutes % 60}m"
+    if minutes < 120:
+        return f"{minutes}m"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours}h {rest}m" if hours < 48 else f"{hours // 24}d {hours % 24}h"
+
+
+# Whether times are printed in the zone of this machine; UTC otherwise.
+_is_local: ContextVar[bool] = ContextVar("is_local", default=False)
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) UTC")
+
+
+def local_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--local`: print times in the zone of this machine."""
+
+    def chosen(_: click.Context, __: click.Parameter, value: bool) -> None:
+        _is_local.set(value)
+
+    return click.option(
+        "--local", is_flag=True, expose_value=False, callback=chosen, help="Print times in this machine's time zone."
+    )(command)
 
 
 def short_time(text: str | None) -> str:
-    return text[:19].replace("T", " ") if text else ""
+    """A time of the API to the second: in UTC, or with its zone in that of this machine (`--local`)."""
+    if not text:
+        return ""
+    if not _is_local.get():
+        return text[:19].replace("T", " ")
+    return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S %Z}"
+
+
+def local_text(text: str) -> str:
+    """A sentence of the API with its times in the zone that was asked for."""
+    if not _is_local.get():
+        return text
+    return _TIME.sub(lambda found: short_time(f"{found[1].replace(' ', 'T')}+00:00"), text)
+
+
+def kept_for(seconds: int) -> str:
+    """How long events are kept, in words."""
+    days, rest = divmod(seconds, 86_400)
+    time = short_eta(seconds) if rest or not days else f"{days} day{'s' * (days > 1)}"
+    return f"events are kept for {time}" if seconds else "events are kept for ever"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
 from typing import Any
 
 import click
-import msgspec
 
 from tidegate.cli.wording import parsed
 from tidegate.model import units
+from tidegate.model.times import parse_time
 
 # The API's field names, and the options that set them.
 PAUSE_NAMES = {"duration_ms": "--for", "until": "--until", "reason": "--reason"}
@@ -42,10 +41,5 @@ def pause_body(duration: str | None, until: str | None, reason: str | None) -> d
 
 
 def _time(text: str) -> str:
-    try:
-        at = msgspec.convert(text, datetime)
-    except msgspec.ValidationError as exc:
-        raise click.UsageError(f"--until: {text!r} is not a time; write it like 2026-01-31T09:30:00Z") from exc
-    if at.tzinfo is None:
-        raise click.UsageError(f"--until: the time zone is missing; write {text}Z or {text}+02:00")
+    parsed(parse_time, text, "--until")
     return text

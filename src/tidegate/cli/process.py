@@ -1,4 +1,4 @@
-"""`tidegate dev`, `serve` and `worker`: the long-running processes, their signals and shutdown."""
+"""`tidegate serve` and `worker`: the long-running processes, their signals and shutdown (`dev` is in `cli/dev.py`)."""
 
 from __future__ import annotations
 
@@ -6,60 +6,27 @@ import asyncio
 import contextlib
 import gc
 import os
-import shutil
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 import uvloop
 
 from tidegate import settings as settings_module
 from tidegate.api.server import bind, serving
 from tidegate.app import Tidegate
 from tidegate.cli.load import load_app
-from tidegate.embedded import EmbeddedPostgres
-from tidegate.model.masking import masked
 from tidegate.settings import Settings
-from tidegate.store import migrate
-from tidegate.store.db import Database
 from tidegate.telemetry import logs
 from tidegate.worker.scrape import scrapable
 
+_log = logs.logger("process")
+
 # How long busy threads get to finish at exit; idle ones end at once.
 LEAVE_SECONDS = 0.5
-
-
-@click.command()
-@click.argument("app", required=False)
-@click.option("--port", type=click.IntRange(0, 65535), default=None, help="Port of the API and console [8700].")
-@click.option("--data", type=click.Path(path_type=Path), default=Path(".tidegate"), show_default=True,
-              help="Data directory of the embedded Postgres.")  # fmt: skip
-def dev(app: str | None, port: int | None, data: Path) -> None:
-    """Run everything in one process, on an embedded Postgres: API, console and a worker for APP.
-
-    APP is module:name or a Python file with a Tidegate object. If TIDEGATE_DATABASE_URL is set, that database is used
-    instead of the embedded one.
-    """
-    # No authentication: it listens on loopback only, for local development.
-    settings = _settings({"port": port}, {"auth": "off", "log_format": "console", "log_level": "warning"})
-    application = load_app(app) if app else Tidegate()
-    listening = bind(settings)
-    if settings.database_url is not None:
-        _run(lambda stop: _dev(application, settings, listening, stop))
-        return
-    postgres = EmbeddedPostgres(data)
-    try:
-        url = postgres.start(lambda message: click.echo(f"tidegate: {message} …"))
-        ready = msgspec.structs.replace(settings, database_url=url)
-        _run(lambda stop: _dev(application, ready, listening, stop))
-    finally:
-        postgres.stop()
 
 
 @click.command()
@@ -67,8 +34,8 @@ def dev(app: str | None, port: int | None, data: Path) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=None, help="Port to listen on [8700].")
 def serve(host: str | None, port: int | None) -> None:
     """Run the API."""
-    settings = _settings({"host": host, "port": port})
-    _run(lambda stop: _serve(settings, stop))
+    settings = read_settings({"host": host, "port": port})
+    run(lambda stop: _serve(settings, stop))
 
 
 @click.command()
@@ -78,20 +45,25 @@ def serve(host: str | None, port: int | None) -> None:
 )
 def worker(app: str, concurrency: int | None) -> None:
     """Run a worker: dispatch events and execute the workflows of APP (module:name or a Python file)."""
-    settings = _settings({"worker_concurrency": concurrency})
+    settings = read_settings({"worker_concurrency": concurrency})
     application = load_app(app)
-    _run(lambda stop: _worker(application, settings, stop))
+    run(lambda stop: _worker(application, settings, stop))
     _leave_threads_behind()
 
 
-def _settings(overrides: dict[str, Any], defaults: dict[str, Any] | None = None) -> Settings:
-    """The settings; the user's values take precedence over a command's own defaults."""
+def read_settings(
+    overrides: dict[str, Any], defaults: dict[str, Any] | None = None, observer: logs.Observer | None = None
+) -> Settings:
+    """The settings; the user's values take precedence over a command's own defaults. Logs are configured by them."""
     settings = settings_module.load(overrides, defaults)
-    logs.configure(settings.log_level, settings.log_format)
+    logs.configure(settings.log_level, settings.log_format, observer)
+    for variable, meant in settings_module.unknown_variables():
+        advice = f"did you mean {meant}?" if meant else "see docs/settings.md"
+        _log.warning("settings.unknown_variable", variable=variable, reason=f"not a setting, ignored; {advice}")
     return settings
 
 
-def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
     """Run until SIGINT or SIGTERM; a second signal ends the process at once."""
 
     async def body() -> None:
@@ -126,39 +98,24 @@ def _leave_threads_behind() -> None:
         os._exit(0)
 
 
-async def _dev(application: Tidegate, settings: Settings, listening: socket.socket, stop: asyncio.Event) -> None:
-    application.configure(settings)
-    database = Database(settings.require_database_url(), "migrate", size=1)
-    applied = await migrate.migrate(database)
-    await database.close()
-    if applied:
-        click.echo(f"tidegate: schema at version {migrate.latest()}")
-    working = await application.worker()
-    async with serving(settings, listening) as server:
-        _welcome(application, settings, server.port)
-        async with _supervised(working.run(), working.stop) as work:
-            await _first(stop.wait(), server.wait(), work)
-        click.echo("tidegate: stopping …")
-
-
 async def _serve(settings: Settings, stop: asyncio.Event) -> None:
     async with serving(settings, bind(settings)) as server:
         click.echo(
             f"tidegate: API on http://{settings.host}:{server.port}"
         )  # on standard output: standard error has only log lines
-        await _first(stop.wait(), server.wait())
+        await first(stop.wait(), server.wait())
 
 
 async def _worker(application: Tidegate, settings: Settings, stop: asyncio.Event) -> None:
     application.configure(settings)
     working = await application.worker()
     await working.log_secret_warnings()
-    async with scrapable(application.settings), _supervised(working.run(), working.stop) as work:
-        await _first(stop.wait(), work)
+    async with scrapable(application.settings), supervised(working.run(), working.stop) as work:
+        await first(stop.wait(), work)
 
 
 @contextlib.asynccontextmanager
-async def _supervised(main: Coroutine[Any, Any, None], stop: Callable[[], None]) -> Any:
+async def supervised(main: Coroutine[Any, Any, None], stop: Callable[[], None]) -> Any:
     """A background task: stopped and awaited when the context ends; its error is raised."""
     task = asyncio.create_task(main)
     try:
@@ -168,32 +125,11 @@ async def _supervised(main: Coroutine[Any, Any, None], stop: Callable[[], None])
         await task
 
 
-async def _first(*waits: Any) -> None:
+async def first(*waits: Any) -> None:
     """Wait until the first of them ends; its error is raised."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        if task.get_coro().__name__ in ("wait",):  # only ours; supervised tasks are stopped by their owner
-            task.cancel()
+    for task in pending.difference(waits):  # supervised tasks are stopped by their owner
+        task.cancel()
     for task in done:
         task.result()
-
-
-def _own_command() -> str:
-    """The command that starts this program from the current directory."""
-    if shutil.which("tidegate"):
-        return "tidegate"
-    program = Path(sys.argv[0]).absolute()
-    return str(program.relative_to(Path.cwd())) if program.is_relative_to(Path.cwd()) else str(program)
-
-
-def _welcome(application: Tidegate, settings: Settings, port: int) -> None:
-    url = f"http://{settings.host}:{port}"
-    command = ("" if port == 8700 else f"TIDEGATE_URL={url} ") + _own_command()
-    click.echo(f"\nTidegate is running: API and console on {url} (docs: {url}/docs)")
-    click.echo(f"  workflows: {', '.join(sorted(application.workflows)) or 'none'}")
-    click.echo(f"  database:  {masked(settings.database_url or '')}")
-    click.echo("\nTry it in another terminal:")
-    click.echo(f"""  {command} publish order.created --source shop.api --data '{{"id": 7, "amount": 120}}'""")
-    click.echo(f"  {command} runs list")
-    click.echo("\nPress Ctrl-C to stop; the data is kept.")

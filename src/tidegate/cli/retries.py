@@ -9,15 +9,35 @@ from urllib.parse import quote
 
 import click
 
-from tidegate.cli.output import client, json_option, print_json, print_table, short_eta, short_time
+from tidegate.cli.output import (
+    client,
+    confirm,
+    json_option,
+    print_json,
+    print_table,
+    require_answer,
+    short_eta,
+    short_time,
+)
 from tidegate.cli.triggers import find_trigger
 from tidegate.client import Client
-from tidegate.errors import first_line
+from tidegate.errors import NotFound, first_line
 
+_Retry = dict[str, Any]
 KINDS = ("events", "deliveries", "steps")
 _SINGULAR = {"events": "event", "deliveries": "delivery", "steps": "step"}
 # Reasons that use no attempt: it waits for something to end, not for a limit that may refuse it or after a failure.
-_USING_NO_ATTEMPTS = ("concurrency", "paused", "source_paused", "breaker_open", "retry_after", "sleep", "replay")
+_USING_NO_ATTEMPTS = (
+    "scheduled",
+    "concurrency",
+    "paused",
+    "source_paused",
+    "breaker_open",
+    "retry_after",
+    "sleep",
+    "event",
+    "replay",
+)
 _DONE = {"cancel": "cancelled", "force": "forced"}
 
 
@@ -44,7 +64,7 @@ def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
 def _bulk_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.argument("row_id", metavar="[ID]", required=False),
-        click.option("--yes", is_flag=True, help="Do not ask for confirmation."),
+        click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal."),
         click.option("--dry-run", is_flag=True, help="Only count them."),
         click.option("--all", "is_all", is_flag=True, help="All waiting items of the kind."),
     ):
@@ -63,16 +83,22 @@ def list_retries(kind: str, limit: int, as_json: bool, **filters: str | None) ->
     if as_json:
         print_json(page)
         return
-    rows = [(*_what(r), r["reason"] or "", _attempts(r), short_time(r["next_attempt_at"]), _eta(r),
+    rows = [(*_what(r), r["reason"] or "", _attempts(r), _next(r), _eta(r),
              first_line(r["last_error"] or "")[:80]) for r in page["retries"]]  # fmt: skip
     who = {
         "events": ("EXTERNAL ID", "TYPE", "SOURCE"),
         "deliveries": ("TRIGGER", "EVENT", "SOURCE"),
         "steps": ("WORKFLOW", "STEP", "RUN"),
     }[kind]
-    others = " and ".join(f"--kind {other}" for other in ("events", "deliveries", "steps") if other != kind)
-    none = f"No {kind} are waiting; use {others} for the others."
-    print_table(("ID", *who, "REASON", "ATTEMPTS", "NEXT ATTEMPT", "ETA", "WHY"), rows, none, page)
+    others = " and ".join(f"--kind {other}" for other in KINDS if other != kind)
+    is_filtered = any(value is not None for value in filters.values())
+    none = f"No waiting {kind} match" if is_filtered else f"No {kind} are waiting"
+    print_table(
+        ("ID", *who, "REASON", "ATTEMPTS", "NEXT ATTEMPT", "ETA", "WHY"),
+        rows,
+        f"{none}; use {others} for the others.",
+        page,
+    )
 
 
 @retries.command("cancel")
@@ -110,8 +136,8 @@ def _act(
         raise click.UsageError("say which items: give an ID, options such as --source and --reason, or --all")
     if row_id is not None and dry_run:
         raise click.UsageError("--dry-run works with options such as --source, not with an ID")
-    if row_id is None and as_json and not (yes or dry_run):
-        raise click.UsageError("--json cannot ask for confirmation: give --yes, or --dry-run to count them")
+    if row_id is None:
+        require_answer(yes=yes, dry_run=dry_run)
     with client() as api:
         if row_id is not None:
             _act_on_one(api, verb, kind, row_id, as_json)
@@ -121,7 +147,11 @@ def _act(
 
 
 def _act_on_one(api: Client, verb: str, kind: str, row_id: str, as_json: bool) -> None:
-    changed = api.request("POST", f"/admin/retries/{kind}/{quote(row_id, safe='')}/{verb}")
+    try:
+        changed = api.request("POST", f"/admin/retries/{kind}/{quote(row_id, safe='')}/{verb}")
+    except NotFound as exc:
+        others = " or ".join(f"--kind {other}" for other in KINDS if other != kind)
+        raise NotFound(f"{exc}; if the id is not one of --kind {kind}, give {others}") from exc
     if as_json:
         print_json(changed)
     elif changed["status"] == "cancelling":
@@ -145,7 +175,7 @@ def _act_on_many(
     else:
         if not yes:
             with_runs = ", and with them their runs" if (verb, kind) == ("cancel", "steps") else ""
-            click.confirm(f"{verb.capitalize()} {_counted(count, kind)}{with_runs}?", abort=True)
+            confirm(f"{verb.capitalize()} {_counted(count, kind)}{with_runs}?")
         _print_done(_change_all(api, path, asked, count, _DONE[verb]), kind, as_json)
 
 
@@ -187,7 +217,7 @@ def _counted(count: int, kind: str) -> str:
     return f"{count} {_SINGULAR[kind] if count == 1 else kind}"
 
 
-def _what(retry: dict[str, Any]) -> tuple[str, ...]:
+def _what(retry: _Retry) -> tuple[str, ...]:
     if retry["kind"] == "deliveries":
         event = retry["external_id"] or retry["event_id"]
         return retry["id"], f"{retry['workflow']}/{retry['trigger']}", event, retry["source"]
@@ -196,16 +226,21 @@ def _what(retry: dict[str, Any]) -> tuple[str, ...]:
     return retry["id"], retry["external_id"] or "", retry["type"] or "", retry["source"] or ""
 
 
-def _attempts(retry: dict[str, Any]) -> str:
+def _attempts(retry: _Retry) -> str:
     """How many attempts it has used; `-` while it waits for a reason that uses none (the first check counts as one)."""
     is_unused = retry["attempts"] <= 1 and retry["reason"] in _USING_NO_ATTEMPTS
     return "-" if is_unused else str(retry["attempts"])
 
 
-def _eta(retry: dict[str, Any]) -> str:
+def _next(retry: _Retry) -> str:
+    """The time of the next attempt; empty when it is unknown: the stored one is only the next check."""
+    return short_time(retry["next_attempt_at"]) if retry["eta_seconds"] is not None else ""
+
+
+def _eta(retry: _Retry) -> str:
     """The time until the next attempt, or what it waits for when that time is unknown."""
     if retry["eta_seconds"] is not None:
         return short_eta(retry["eta_seconds"])
-    return {"concurrency": "when a slot is free", "breaker_open": "after the trial run"}.get(
+    return {"concurrency": "when a slot is free", "breaker_open": "after the probe"}.get(
         retry["reason"], "when resumed"
     )

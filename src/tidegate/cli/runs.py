@@ -2,27 +2,119 @@
 
 from __future__ import annotations
 
-import click
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
-from tidegate.cli.output import client, json_option, print_json, print_table, printable, short_json, short_time
+import click
+import msgspec
+
+from tidegate.cli.output import (
+    Json,
+    client,
+    confirm,
+    json_option,
+    local_option,
+    local_text,
+    none_found,
+    page_options,
+    print_json,
+    print_table,
+    printable,
+    require_answer,
+    short_json,
+    short_time,
+)
+from tidegate.cli.wording import written_as
+from tidegate.client import Client
 from tidegate.errors import first_line
-from tidegate.model.run import RUN_STATUSES
+from tidegate.model.run import FINAL_RUN_STATUSES, RUN_STATUSES
+
+# The API's field names, and the options that set them.
+_NAMES = {
+    "workflow": "--workflow", "status": "--status", "correlation_id": "--correlation-id", "from": "--from",
+    "to": "--to", "error": "--error", "parameters": "--parameter", "event_id": "--event", "all": "--all",
+    "cursor": "--cursor",
+}  # fmt: skip
+_DONE = {"cancel": "cancelled", "retry": "resumed", "rerun": "repeated"}
 
 
 @click.group()
 def runs() -> None:
-    """Show runs, and cancel them."""
+    """Find runs, and cancel, retry, repeat or resume them."""
+
+
+def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option(
+            "--parameter", "parameters", multiple=True, metavar="PATH=VALUE",
+            help="Only runs with this parameter, e.g. order_id=7 or order.customer=ann; may be repeated.",
+        ),
+        click.option("--tag", default=None, metavar="NAME:VALUE", help="Only runs with this tag."),
+        click.option("--error", default=None, help="Only runs with this text in their error or warning."),
+        click.option("--to", "until", default=None, metavar="TIME", help="Only runs created before this time."),
+        click.option("--from", "since", default=None, metavar="TIME", help="Only runs created at this time or later."),
+        click.option("--correlation-id", default=None, help="Only runs with this correlation id."),
+        click.option("--event", default=None, metavar="ID", help="Only runs that this event launched."),
+        click.option("--status", default=None, type=click.Choice(RUN_STATUSES), help="Only runs in this status."),
+        click.option("--workflow", default=None, help="Only runs of this workflow."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _asked(
+    workflow: str | None,
+    status: str | None,
+    event: str | None,
+    correlation_id: str | None,
+    since: str | None,
+    until: str | None,
+    error: str | None,
+    tag: str | None,
+    parameters: tuple[str, ...],
+) -> Json:
+    found = {
+        "workflow": workflow, "status": status, "event_id": event, "correlation_id": correlation_id, "from": since,
+        "to": until, "error": error, "tag": tag, "parameters": _object(parameters) if parameters else None,
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _object(parameters: tuple[str, ...]) -> Json:
+    """The object that the parameters of a run must contain."""
+    found: Json = {}
+    for text in parameters:
+        path, has_value, value = text.partition("=")
+        if not has_value or not path or "" in path.split("."):
+            raise click.UsageError(f"--parameter: {text!r} is not PATH=VALUE, such as order.id=7")
+        place = found
+        *parents, last = path.split(".")
+        for name in parents:
+            inner = place.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise click.UsageError(f"--parameter: {path} is below another value")
+            place = inner
+        try:
+            place[last] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            place[last] = value
+    return found
 
 
 @runs.command("list")
-@click.option("--workflow", default=None, help="Only runs of this workflow.")
-@click.option("--status", default=None, type=click.Choice(RUN_STATUSES), help="Only runs in this status.")
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 500))
+@_filters
+@page_options
+@local_option
 @json_option
-def list_runs(workflow: str | None, status: str | None, limit: int, as_json: bool) -> None:
+def list_runs(limit: int, cursor: str | None, as_json: bool, **filters: Any) -> None:
     """List runs, newest first."""
-    with client() as api:
-        page = api.request("GET", "/v1/runs", workflow=workflow, status=status, limit=limit)
+    asked = _asked(**filters)
+    if "parameters" in asked:
+        asked["parameters"] = msgspec.json.encode(asked["parameters"]).decode()
+    with client() as api, written_as(_NAMES):
+        page = api.request("GET", "/v1/runs", limit=limit, cursor=cursor, **asked)
     if as_json:
         print_json(page)
         return
@@ -37,26 +129,146 @@ def list_runs(workflow: str | None, status: str | None, limit: int, as_json: boo
         )
         for r in page["runs"]
     ]
-    print_table(("CREATED", "WORKFLOW", "STATUS", "ID", "PARAMETERS", "OUTPUT"), rows, "No runs yet.", page)
+    none = none_found("runs", asked or None, cursor)
+    print_table(("CREATED", "WORKFLOW", "STATUS", "ID", "PARAMETERS", "OUTPUT"), rows, none, page)
 
 
-@runs.command("cancel")
+def _verb(verb: str, text: str) -> None:
+    """The command of a verb: about one run, or about all that match the options."""
+
+    @_filters
+    @click.argument("run_id", required=False)
+    @click.option("--all", "all_runs", is_flag=True, help="All runs that it applies to.")
+    @click.option("--dry-run", is_flag=True, help="Only count them.")
+    @click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
+    @json_option
+    def change(run_id: str | None, all_runs: bool, dry_run: bool, yes: bool, as_json: bool, **filters: Any) -> None:
+        asked = _asked(**filters)
+        if [run_id is not None, bool(asked), all_runs].count(True) != 1:
+            raise click.UsageError("say which runs: give an ID, options such as --workflow and --status, or --all")
+        if run_id is not None and dry_run:
+            raise click.UsageError("--dry-run works with options such as --workflow, not with an ID")
+        if run_id is None:
+            require_answer(yes=yes, dry_run=dry_run)
+        with client() as api, written_as(_NAMES):
+            if run_id is not None:
+                done = api.request("POST", f"/v1/runs/{run_id}/{verb}")
+            else:
+                done = _change_all(api, verb, asked | ({"all": True} if all_runs else {}), dry_run=dry_run, yes=yes)
+        if as_json:
+            print_json(done)
+        elif run_id is not None:
+            click.echo(_one(verb, run_id, done))
+        else:
+            _many(verb, done)
+
+    change.__doc__ = text
+    runs.command(verb)(change)
+
+
+_verb("cancel", "Cancel a run, or all that match: a waiting one at once, a running one at its next step.")
+_verb("retry", "Resume a failed or cancelled run, or all that match, after the steps that it has completed.")
+_verb("rerun", "Execute a finished run, or all that match, again from the start, as a new run.")
+
+
+def _change_all(api: Client, verb: str, asked: Json, *, dry_run: bool, yes: bool) -> Json:
+    """Count, ask, then change them call by call."""
+    path = f"/v1/runs/{verb}"
+    if dry_run or not yes:
+        preview: Json = api.request("POST", path, asked | {"dry_run": True})
+        if dry_run:
+            return preview
+        runs_of = "1 run" if preview["remaining"] == 1 else f"{preview['remaining']} runs"
+        confirm(f"{verb.capitalize()} {runs_of}?")
+    total: Json = {"verb": verb, "status": "done", "done": 0, "refused": 0, "reasons": {}, "remaining": 0}
+    cursor: str | None = None
+    while True:
+        done = api.request("POST", path, asked | ({"cursor": cursor} if cursor else {}))
+        total["done"] += done["done"]
+        total["refused"] += done["refused"]
+        for reason, count in done["reasons"].items():
+            total["reasons"][reason] = total["reasons"].get(reason, 0) + count
+        cursor = done["next_cursor"]
+        if cursor is None:
+            return total
+
+
+def _one(verb: str, run_id: str, done: Json) -> str:
+    if verb == "rerun":
+        return f"run {run_id} is repeated as {done['id']}"
+    return {
+        "cancelled": f"run {run_id} is cancelled",
+        "cancelling": f"run {run_id} is running; it stops at its next step",
+        "resumed": f"run {run_id} is resumed",
+        "scheduled": f"run {run_id} waits for a free slot of its trigger",
+    }[done["status"]]
+
+
+def _many(verb: str, done: Json) -> None:
+    if done["status"] == "preview":
+        click.echo(f"{done['remaining']} would be {_DONE[verb]}")
+        return
+    click.echo(f"{done['done']} {_DONE[verb]}")
+    for reason, count in done["reasons"].items():
+        click.echo(printable(f"{count} not: {reason}"), err=True)
+
+
+@runs.command("watch")
 @click.argument("run_id")
-@json_option
-def cancel_run(run_id: str, as_json: bool) -> None:
-    """Cancel a run: a waiting one at once, a running one at its next step."""
+@click.option(
+    "--interval", default=1.0, show_default=True, type=click.FloatRange(0.1, 60), help="Seconds between looks."
+)
+@local_option
+def watch_run(run_id: str, interval: float) -> None:
+    """Print what a run does until it has ended. The exit status is 1 if it did not succeed."""
     with client() as api:
-        done = api.request("POST", f"/v1/runs/{run_id}/cancel")
+        status = follow(api, run_id, interval)
+    if status != "succeeded":
+        sys.exit(1)
+
+
+def follow(api: Client, run_id: str, interval: float) -> str:
+    """Print each change of a run's state, until it has ended; its status."""
+    last = ""
+    while True:
+        found = api.request("GET", f"/v1/runs/{run_id}")["run"]
+        story = api.request("GET", f"/v1/explain/{run_id}")
+        if story["summary"] != last:
+            last = story["summary"]
+            click.echo(printable(f"{short_time(_now(story, found))}  {local_text(last)}"))
+        if found["status"] in FINAL_RUN_STATUSES:
+            if found["output"] is not None:
+                click.echo(printable(short_json(found["output"], 2000)))
+            return str(found["status"])
+        time.sleep(interval)
+
+
+def _now(story: Json, run: Json) -> str | None:
+    """When the last thing that is known happened."""
+    times = [line["at"] for line in story["decisions"] if line.get("at")]
+    return run["finished_at"] or (max(times) if times else None)
+
+
+@runs.command("resume")
+@click.argument("run_id")
+@click.option(
+    "--on-current-code", is_flag=True, required=True,
+    help="Although its recorded steps do not fit that code: they are used where it asks for them, others are not.",
+)  # fmt: skip
+@json_option
+def resume_run(run_id: str, on_current_code: bool, as_json: bool) -> None:
+    """Resume a run that waits for a version of its code, on the code that workers have now."""
+    with client() as api:
+        done = api.request("POST", f"/v1/runs/{run_id}/resume", {"on_current_code": on_current_code})
     if as_json:
         print_json(done)
-    elif done["status"] == "cancelled":
-        click.echo(f"run {run_id} is cancelled")
     else:
-        click.echo(f"run {run_id} is running; it stops at its next step")
+        click.echo(f"run {run_id} is due: it goes on with the code of the worker that claims it")
 
 
 @runs.command("show")
 @click.argument("run_id")
+@local_option
 @json_option
 def show_run(run_id: str, as_json: bool) -> None:
     """Show one run with its steps."""
@@ -67,15 +279,19 @@ def show_run(run_id: str, as_json: bool) -> None:
         return
     run = found["run"]
     click.echo(f"run {run['id']} of {run['workflow']}: {run['status']}")
-    known = ("event_id", "correlation_id", "attempts", "created_at", "started_at", "finished_at", "next_attempt_at")
-    for field in (*known, "cancelled_by", "warning"):
+    known = ("event_id", "correlation_id", "rerun_of", "attempts", "created_at", "started_at", "finished_at")
+    for field in (*known, "next_attempt_at", "cancelled_by", "version", "warning"):
         if run.get(field) is not None:
             click.echo(f"  {field:<16}{short_time(run[field]) if field.endswith('_at') else run[field]}")
+    if run["tags"]:
+        click.echo(f"  {'tags':<16}{printable(', '.join(f'{n}:{v}' for n, v in run['tags'].items()))}")
     click.echo(f"  {'parameters':<16}{short_json(run['parameters'], 100)}")
     if run["error"]:
         click.echo(f"  {'error':<16}{printable(first_line(run['error']))}")
     elif run["output"] is not None:
         click.echo(f"  {'output':<16}{short_json(run['output'], 100)}")
+    if found.get("parent_run_id"):
+        click.echo(f"  {'child of':<16}run {found['parent_run_id']}")
     rows = [
         (
             s["name"], s["status"], str(s["retry_attempts"]), short_time(s["next_attempt_at"]),
@@ -84,3 +300,9 @@ def show_run(run_id: str, as_json: bool) -> None:
         for s in found["steps"]
     ]  # fmt: skip
     print_table(("STEP", "STATUS", "FAILED", "NEXT", "RESULT"), rows, "No steps.")
+    if found.get("children"):
+        shown = [
+            (c["step"], str(c["position"]), c["workflow"], c["status"], c["run_id"] or "", (c["error"] or "")[:80])
+            for c in found["children"]
+        ]
+        print_table(("STEP", "ITEM", "WORKFLOW", "STATUS", "RUN", "ERROR"), shown, "")

@@ -13,6 +13,7 @@ from tidegate.cli.wording import parsed, written_as
 from tidegate.model import units
 from tidegate.model.units import written_duration, written_rate
 
+_Source = dict[str, Any]
 # The API's field names, and the arguments and options that set them.
 _NAMES = {"limit": "RATE", "interval_ms": "RATE", "pause_ms": "--pause", "window_ms": "--window",
           "threshold": "--threshold", "ratio": "--ratio"}  # fmt: skip
@@ -32,10 +33,7 @@ def list_sources(as_json: bool) -> None:
     if as_json:
         print_json({"sources": found})
         return
-    rows = [
-        (s["source"], _limit(s), str(s["waiting"]), short_time(s["next_attempt_at"]), s["updated_by"], _state(s))
-        for s in found
-    ]
+    rows = [(s["source"], _limit(s), str(s["waiting"]), _next(s), s["updated_by"], _state(s)) for s in found]
     empty = "No source has a limit, a pause, a breaker or waiting events."
     print_table(("SOURCE", "LIMIT", "WAITING", "NEXT", "CHANGED BY", "STATE"), rows, empty)
 
@@ -79,13 +77,14 @@ def limit_source(source: str, rate: str | None, pause: str | None, remove: bool,
 @json_option
 def breaker_of_source(source: str, remove: bool, as_json: bool, **given: Any) -> None:
     """Set the breaker policy of SOURCE. Options that are not given get their defaults."""
-    body = {name: value for name, value in given.items() if value not in (None, False)}
+    body = {name: value for name, value in given.items() if value is not None and value is not False}
     if remove and body:
         raise click.UsageError("give options such as --threshold 10, or --remove alone")
     for name in ("window", "pause"):
         if name in body:
             body[f"{name}_ms"] = parsed(units.duration_ms, body.pop(name), f"--{name}")
-    _act("DELETE" if remove else "PUT", _path(source, "breaker"), None if remove else body, as_json)
+    changed = _change("DELETE" if remove else "PUT", _path(source, "breaker"), None if remove else body)
+    _print_changed(changed, as_json, _policy(changed))
 
 
 @sources.command("pause")
@@ -106,31 +105,61 @@ def resume_source(source: str, as_json: bool) -> None:
 
 
 def _act(method: str, path: str, body: Any, as_json: bool) -> None:
+    changed = _change(method, path, body)
+    _print_changed(changed, as_json, _limit(changed))
+
+
+def _change(method: str, path: str, body: Any) -> _Source:
     with client() as api, written_as(_NAMES | PAUSE_NAMES):
-        changed = api.request(method, path, body)
+        changed: _Source = api.request(method, path, body)
+    return changed
+
+
+def _print_changed(changed: _Source, as_json: bool, what: str) -> None:
     if as_json:
         print_json(changed)
         return
     waiting = f"; {changed['waiting']} waiting" if changed["waiting"] else ""
-    click.echo(f"{changed['source']}: {_limit(changed)}; {_state(changed)}{waiting}")
+    click.echo(f"{changed['source']}: {what}; {_state(changed)}{waiting}")
 
 
 def _path(source: str, verb: str) -> str:
     return f"/admin/sources/{quote(source, safe='')}/{verb}"
 
 
-def _limit(source: dict[str, Any]) -> str:
+def _limit(source: _Source) -> str:
     if source["limit"] is None:
         return "no limit"
     text = written_rate(source["limit"], source["interval_ms"])
     return f"{text}, pause {written_duration(source['pause_ms'])}" if source["pause_ms"] else text
 
 
-def _state(source: dict[str, Any]) -> str:
+def _policy(source: _Source) -> str:
+    """The breaker policy of a source, in words."""
+    policy = source["breaker"]
+    if policy is None:
+        return "no breaker policy of its own, the settings TIDEGATE_SOURCE_ERROR_… apply"
+    failures = "1 failure" if policy["threshold"] == 1 else f"{policy['threshold']} failures"
+    runs = "failed runs count" if policy["runs"] else "failed runs do not count"
+    non_retryable = ", also with NonRetryable" if policy["runs"] and policy["non_retryable"] else ""
+    return (
+        f"breaker opens for {written_duration(policy['pause_ms'])} after {failures} within "
+        f"{written_duration(policy['window_ms'])}, if they are at least {policy['ratio'] * 100:g}% of the outcomes; "
+        f"{runs}{non_retryable}"
+    )
+
+
+def _next(source: _Source) -> str:
+    """The time of the next attempt; empty while a pause without an end holds the events: it is only the next check."""
+    is_open_ended = source["paused"] and not source["paused_until"]
+    return "" if is_open_ended else short_time(source["next_attempt_at"])
+
+
+def _state(source: _Source) -> str:
     if source["paused"]:
         until = f"until {short_time(source['paused_until'])} UTC" if source["paused_until"] else "until resumed"
         reason = f": {source['pause_reason']}" if source["pause_reason"] else ""
         return f"paused {until} by {source['paused_by']}{reason}"
     if source["breaker_state"] != "closed":
-        return f"breaker open, next trial after {short_time(source['breaker_until'])} UTC: {source['breaker_reason']}"
-    return "open"
+        return f"breaker open, next probe after {short_time(source['breaker_until'])} UTC: {source['breaker_reason']}"
+    return "ok"

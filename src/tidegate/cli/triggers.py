@@ -12,6 +12,7 @@ from tidegate.cli.output import (
     all_pages,
     client,
     json_option,
+    none_found,
     print_json,
     print_table,
     short_json,
@@ -53,7 +54,7 @@ def list_triggers(workflow: str | None, as_json: bool) -> None:
         for t in found
     ]
     columns = ("ID", "TRIGGER", "ON", "LIMITS", "WAITING", "VERSION", "STATE")
-    print_table(columns, rows, "No triggers yet.")
+    print_table(columns, rows, none_found("triggers", workflow))
 
 
 @triggers.command("create")
@@ -168,11 +169,11 @@ def test_trigger(trigger_id: str, file: str | None, event_id: str | None, as_jso
     body = {"event": read_object(file)} if file is not None else {"event_id": event_id}
     with client() as api:
         found = find_trigger(api, trigger_id)
-        trial = api.request("POST", f"{trigger_path(found)}/test", body)
+        dry_run = api.request("POST", f"{trigger_path(found)}/test", body)
     if as_json:
-        print_json(trial)
+        print_json(dry_run)
     else:
-        _print_trial(_name(found), trial)
+        _print_dry_run(_name(found), dry_run)
 
 
 @triggers.command("versions")
@@ -253,9 +254,9 @@ def _state(trigger: dict[str, Any]) -> str:
         reason = f": {state['pause_reason']}" if state["pause_reason"] else ""
         return f"paused {until} by {state['paused_by']}{reason}"
     if state["breaker_state"] == "half_open":
-        return f"breaker half open, run {state['probe_run_id']} is the trial run: {state['breaker_reason']}"
+        return f"breaker half open, run {state['probe_run_id']} is the probe: {state['breaker_reason']}"
     if state["breaker_state"] == "open":
-        return f"breaker open, next trial after {short_time(state['breaker_until'])} UTC: {state['breaker_reason']}"
+        return f"breaker open, next probe after {short_time(state['breaker_until'])} UTC: {state['breaker_reason']}"
     return "active"
 
 
@@ -285,26 +286,26 @@ def _operand(predicate: dict[str, Any]) -> str:
     return short_json(predicate["values"] if predicate.get("values") is not None else predicate.get("value"), 200)
 
 
-def _print_trial(name: str, trial: dict[str, Any]) -> None:
-    checks = [("type", trial["event_type"]), ("source", trial["event_source"])]
-    checks += [(f"{p['path']} {p['operator']}", p) for p in trial["predicates"]]
-    if trial["where"]:
-        checks.append(("where", trial["where"]))
+def _print_dry_run(name: str, dry_run: dict[str, Any]) -> None:
+    checks = [("type", dry_run["event_type"]), ("source", dry_run["event_source"])]
+    checks += [(f"{p['path']} {p['operator']}", p) for p in dry_run["predicates"]]
+    if dry_run["where"]:
+        checks.append(("where", dry_run["where"]))
     rows = [("yes" if c["holds"] else "no", what, c["reason"] or "") for what, c in checks]
     print_table(("HOLDS", "CHECK", "WHY NOT"), rows, "")
-    if not trial["matches"]:
-        click.echo(f"=> {name} does not match: {trial['reason']}")
+    if not dry_run["matches"]:
+        click.echo(f"=> {name} does not match: {dry_run['reason']}")
         return
     rendered = {
-        "parameters": short_json(trial["parameters"], 500),
-        "idempotency key": trial["idempotency_key"],
-        "concurrency key": trial["concurrency_key"],
+        "parameters": short_json(dry_run["parameters"], 500),
+        "idempotency key": dry_run["idempotency_key"],
+        "concurrency key": dry_run["concurrency_key"],
     }
     for what, text in rendered.items():
         if text:
             click.echo(f"{what}: {text}")
-    if trial["errors"]:
-        click.echo(f"=> {name} matches, but the delivery would fail: {'; '.join(trial['errors'])}")
+    if dry_run["errors"]:
+        click.echo(f"=> {name} matches, but the delivery would fail: {'; '.join(dry_run['errors'])}")
     else:
         click.echo(f"=> {name} matches")
 

@@ -32,6 +32,9 @@ _PARTS = ("FullYear", "Month", "Date", "DayOfMonth", "DayOfWeek", "DayOfYear", "
 _METHODS: dict[str, tuple[int, ...]] = {f"get{part}": (0,) for part in (*_PARTS, "Milliseconds")}
 _METHODS |= {"size": (0,), "contains": (1,), "startsWith": (1,), "endsWith": (1,), "matches": (1,), **_LOOPS}
 WORDS = frozenset({"true", "false", "null", "in", "int", "uint", "double", "string", "bytes"})
+# What an expression may read of the run that waits for an event.
+RUN = "run"
+RUN_FIELDS = ("id", "parameters")
 
 
 def _timestamp(value: object) -> object:
@@ -120,9 +123,11 @@ class Mistake(Exception):
 
 
 class Reader:
-    """One pass over the tokens of an expression whose grammar the library has already checked."""
+    """One pass over the tokens of an expression whose grammar the library has already checked. `roots` are the names
+    that it may read: `event`, and `run` where a run waits for the event; a path into the run begins with `run`."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, roots: tuple[str, ...] = ("event",)) -> None:
+        self._roots = roots
         found = (CelToken(m.lastgroup or "", m[0], *m.span()) for m in _TOKEN.finditer(source))
         self.tokens = [token for token in found if token.kind != "space"]
         self.reads: list[Read] = []
@@ -185,7 +190,7 @@ class Reader:
             raise Mistake(f"creates a `{token.text}`; message types are not supported", token.start)
         frame = self._frames[-1] if self._frames else None
         if frame is not None and frame.loop >= 0 and not frame.commas:
-            if token.text in (*WORDS, "event") or any(f.variable == token.text for f in self._frames):
+            if token.text in (*WORDS, *self._roots) or any(f.variable == token.text for f in self._frames):
                 raise Mistake(f"names a variable `{token.text}`, which is a reserved name", token.start)
             frame.variable = token.text
             self.names.add(token.text)
@@ -195,19 +200,19 @@ class Reader:
         self.names.add(token.text)
         for outer in self._frames:
             outer.plain = False
-        if token.text == "event":
-            return self._take_event(i)
+        if token.text in self._roots:
+            return self._take_root(i, [RUN] if token.text == RUN else [])
         for outer in self._frames:
             if outer.variable == token.text and outer.commas:
                 self.named_in.append((self._inside, outer.loop))
                 self._lists[i] = List("member", outer.loop)
                 return i + 1
-        raise Mistake(f"uses `{token.text}`; only `event` is available", token.start)
+        known = "`event` is" if self._roots == ("event",) else "`event` and `run` are"
+        raise Mistake(f"uses `{token.text}`; only {known} available", token.start)
 
-    def _take_event(self, i: int) -> int:
-        """The longest path of simple names from `event` becomes a variable."""
-        path: list[str] = []
-        ends = [i]
+    def _take_root(self, i: int, path: list[str]) -> int:
+        """The longest path of simple names from `event` or `run` becomes a variable."""
+        of_run, ends = len(path), [i]
         while True:
             j = ends[-1] + 1
             if self._text(j) == "." and self._text(j + 2) != "(":
@@ -221,11 +226,14 @@ class Reader:
                 ends.append(j + 2)
             else:
                 break
-            if path[0] not in FIELDS:
+            if of_run and path[1] not in RUN_FIELDS:
+                message = f"uses `run.{path[1]}`; a run has run.{', run.'.join(RUN_FIELDS)}"
+                raise Mistake(message, self.tokens[j + 1].start)
+            if not of_run and path[0] not in FIELDS:
                 raise Mistake(unknown_field(path[0]), self.tokens[j + 1].start)
         frame = self._frames[-1] if self._frames else None
         asked = frame is not None and frame.name is not None and frame.name.text == "has" and self._text(j) == ")"
-        read = Read(tuple(path[:-1]), path[-1]) if asked and path else Read(tuple(path), None)
+        read = Read(tuple(path[:-1]), path[-1]) if asked and len(ends) > 1 else Read(tuple(path), None)
         if read not in self.reads:
             self.reads.append(read)
         number = self.reads.index(read)

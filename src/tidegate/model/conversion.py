@@ -11,6 +11,7 @@ from msgspec import inspect
 
 from tidegate.clock import has_utc
 from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.times import TIME_RULE
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -28,7 +29,6 @@ _WORDS = {
     "bool": "true or false",
     "object": "an object",
     "array": "a list",
-    "datetime": "a time such as 2026-01-31T09:30:00Z",
     "null": "null",
 }
 
@@ -39,8 +39,9 @@ def convert(plain: Any, kind: type[T], message: str) -> T:
         found = msgspec.convert(plain, kind)
     except msgspec.ValidationError as exc:
         raise InvalidInput(message, [field_error(str(exc), kind)]) from exc
-    times = [name for name in kind.__struct_fields__ if isinstance(getattr(found, name), datetime)]
-    wrong = [FieldError(name, "must lie in the years 1 to 9999") for name in times if not has_utc(getattr(found, name))]
+    names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
+    times = [(shown, at) for name, shown in names if isinstance(at := getattr(found, name), datetime)]
+    wrong = [FieldError(shown, "must lie in the years 1 to 9999") for shown, at in times if not has_utc(at)]
     if wrong:
         raise InvalidInput(message, wrong)
     return found
@@ -57,9 +58,13 @@ def field_error(message: str, kind: type[msgspec.Struct]) -> FieldError:
         known = ", ".join(_fields_at(place, kind)) or "none"
         return FieldError(_inside(place, named["field"][:MAX_SHOWN]), f"unknown field; known fields: {known}")
     expected = _EXPECTED.fullmatch(text)
+    if text.startswith("Invalid RFC3339") or (expected and "datetime" in expected["expected"]):
+        return FieldError(place or "body", TIME_RULE)
+    if text.startswith("Invalid enum value") and (choices := _choices_at(place, kind)):
+        return FieldError(place or "body", f"must be one of {', '.join(choices)}, not{text.partition('value')[2]}")
     if expected:
         what = " or ".join(_WORDS.get(word, word) for word in expected["expected"].split(" | "))
-        got = f", not {expected['got']}" if expected["got"] else f" {expected['more']}"
+        got = f", not {_WORDS.get(expected['got'], expected['got'])}" if expected["got"] else f" {expected['more']}"
         return FieldError(place or "body", f"must be {what}{got}")
     rule = _FIELD_FIRST.fullmatch(text)
     if rule and rule["field"] in _fields_at(place, kind):  # raised by the struct itself: `max_ms must lie between …`
@@ -73,12 +78,23 @@ def _inside(place: str, field: str) -> str:
 
 def _fields_at(place: str, kind: type[msgspec.Struct]) -> list[str]:
     """The field names of the object at `place`."""
-    found: Any = inspect.type_info(kind)
+    return [field.encode_name for field in getattr(_struct_in(_type_at(place, kind)), "fields", ())]
+
+
+def _choices_at(place: str, kind: type[msgspec.Struct]) -> list[str]:
+    """The words that are valid at `place`."""
+    found = _type_at(place, kind)
+    types = found.types if isinstance(found, inspect.UnionType) else (found,)
+    return [str(value) for one in types if isinstance(one, inspect.LiteralType) for value in one.values]
+
+
+def _type_at(place: str, kind: type[msgspec.Struct]) -> inspect.Type | None:
+    found: inspect.Type | None = inspect.type_info(kind)
     for part in _PART.finditer(place):
         found = _struct_in(found)
         if part[1] is not None:
             found = next((f.type for f in getattr(found, "fields", ()) if f.encode_name == part[1]), None)
-    return [field.encode_name for field in getattr(_struct_in(found), "fields", ())]
+    return found
 
 
 def _struct_in(found: Any) -> Any:

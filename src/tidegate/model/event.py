@@ -7,18 +7,31 @@ import re
 import uuid
 from datetime import datetime, timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from tidegate.errors import FieldError
-from tidegate.model.ids import EventId
+from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.child import ChildOf
+from tidegate.model.ids import EventId, RunId, StepId, TriggerId
+from tidegate.model.times import TIME_RULE, parse_time
+from tidegate.model.units import duration_ms
 
-FIELDS = frozenset({"id", "type", "source", "occurred_at", "payload", "correlation_id", "ttl_ms", "metadata"})
+FIELDS = frozenset(
+    {"id", "type", "source", "occurred_at", "payload", "correlation_id", "ttl_ms", "metadata", "deliver_at", "delay_ms"}
+)
 MAX_TTL_MS = 3650 * 86_400_000
+MAX_DELAY_MS = 366 * 86_400_000
+# Types that begin so are those of Tidegate's own events: nobody else may publish them, and no `*` stands for them.
+RESERVED = "tidegate."
+# The types of the events that ends of runs publish: `tidegate.run.failed` and so on.
+RUN_ENDS = "tidegate.run."
+# In an event's `origin`: it comes of the end of a run. The ends of what it launches are not published again.
+OF_END = "of_end"
 
 # All characters of a URI (CloudEvents sources are URIs) except `*`, the wildcard of trigger patterns.
 _NAME = re.compile(r"[A-Za-z0-9._~:/?#@&=+%-]{1,200}", re.ASCII)
+_NOT_IN_NAME = re.compile(r"[^A-Za-z0-9._~:/?#@&=+%-]", re.ASCII)
 _NAME_RULE = "1 to 200 letters, digits or . _ ~ : / ? # @ & = + % -"
 # Control characters, and unpaired surrogates, which have no UTF-8 encoding.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -38,10 +51,12 @@ class EventLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_keys: int = 10_000
     max_past: timedelta = timedelta(days=3650)
     max_future: timedelta = timedelta(days=1)
+    max_delay: timedelta = timedelta(milliseconds=MAX_DELAY_MS)
 
 
 class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated event that is not stored yet; `payload` and `metadata` are JSON text."""
+    """A validated event that is not stored yet; `payload`, `metadata` and `origin` are JSON text. An event for a later
+    time has `deliver_at`, or `delay_ms` from the time at which it is stored."""
 
     id: EventId
     external_id: str | None
@@ -53,10 +68,30 @@ class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
     ttl_ms: int | None
     metadata: str
     traceparent: str | None = None
+    origin: str | None = None
+    deliver_at: datetime | None = None
+    delay_ms: int | None = None
+
+    @property
+    def is_later(self) -> bool:
+        """Whether it was published with a time of its own; the database decides whether that has passed."""
+        return self.deliver_at is not None or self.delay_ms is not None
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """The answer to one event: `accepted`, or `duplicate` with the id of the first."""
+
+    id: EventId
+    external_id: str | None
+    status: Literal["accepted", "duplicate"]
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A stored event, as the API, predicates and templates see it. SQL selects the columns in this order."""
+    """A stored event, as the API, predicates and templates see it. SQL selects the columns in this order.
+
+    `origin` says where it comes from, unless from a producer: `run_id` is the run that published it, `event_id` the
+    event that launched that run; `trigger_id` is the trigger that a start is for.
+    """
 
     id: EventId
     external_id: str | None
@@ -71,11 +106,31 @@ class Event(msgspec.Struct, frozen=True):
     metadata: dict[str, Any]
     traceparent: str | None = None
     replayed_at: datetime | None = None
+    deliver_at: datetime | None = None
+    origin: dict[str, str | int | None] | None = None
+
+    @property
+    def starts(self) -> TriggerId | None:
+        """The trigger that it is for, if it is a start: it fires this one, and no other."""
+        found = self.origin.get("trigger_id") if self.origin is not None else None
+        return None if found is None else TriggerId(uuid.UUID(str(found)))
+
+    @property
+    def child_of(self) -> ChildOf | None:
+        """Whose child the run is that it launches."""
+        found = self.origin or {}
+        if "step_id" not in found:
+            return None
+        run_id, step_id = (uuid.UUID(str(found[name])) for name in ("run_id", "step_id"))
+        return ChildOf(RunId(run_id), StepId(step_id), int(str(found["position"])))
 
     @property
     def counted_from(self) -> datetime:
-        """The start of its age and of its time to live: when it was received, or last replayed."""
-        return self.replayed_at or self.received_at
+        """The start of its age and of its time to live: when it was received, its `deliver_at` if that was later, or
+        when it was last replayed."""
+        if self.deliver_at is None:
+            return self.replayed_at or self.received_at
+        return self.replayed_at or max(self.received_at, self.deliver_at)
 
     def envelope(self) -> dict[str, Any]:
         """The event as JSON values: the value of `$` in paths and of `event` in expressions and templates."""
@@ -121,13 +176,19 @@ def check_event(
             for name in sorted(raw.keys() - FIELDS)[:20]
         )
     event_type = _name(raw.get("type"), prefix, "type", errors)
+    if event_type.startswith(RESERVED):
+        errors.append(FieldError(f"{prefix}type", f"must not begin with {RESERVED}, which is reserved"))
     source = _name(raw.get("source"), prefix, "source", errors)
     external_id = _text(raw.get("id"), prefix, "id", errors)
     correlation_id = _text(raw.get("correlation_id"), prefix, "correlation_id", errors) or correlation_id
     occurred_at = _time(raw.get("occurred_at"), prefix, "occurred_at", now, limits, errors)
+    deliver_at = delay_ms = None
+    if "deliver_at" in raw or "delay_ms" in raw:
+        deliver_at, delay_ms = _later(raw, prefix, now, limits, errors)
     ttl_ms = raw.get("ttl_ms")
     if ttl_ms is not None and (type(ttl_ms) is not int or not 1 <= ttl_ms <= MAX_TTL_MS):
-        errors.append(FieldError(f"{prefix}ttl_ms", f"must be a whole number from 1 to {MAX_TTL_MS}"))
+        given = ttl_ms if type(ttl_ms) is int and abs(ttl_ms) < 2**63 else _kind(ttl_ms)
+        errors.append(FieldError(f"{prefix}ttl_ms", f"must be a whole number from 1 to {MAX_TTL_MS}, not {given}"))
     payload = _object(raw.get("payload"), prefix, "payload", limits.max_payload_bytes, limits, errors)
     metadata = _object(raw.get("metadata"), prefix, "metadata", limits.max_metadata_bytes, limits, errors)
     if len(errors) > found:
@@ -143,7 +204,22 @@ def check_event(
         ttl_ms=ttl_ms,
         metadata=metadata,
         traceparent=traceparent,
+        deliver_at=deliver_at,
+        delay_ms=delay_ms,
     )
+
+
+def as_delay_ms(delay: str | int | float) -> int:
+    """Milliseconds in a `delay` as users write it. InvalidInput names the field."""
+    try:
+        return duration_ms(delay)
+    except ValueError as exc:
+        raise InvalidInput("the event cannot be published", [FieldError("delay", str(exc))]) from exc
+
+
+def source_of(workflow: str) -> str:
+    """The source of the events that a workflow's runs publish, unless they name another."""
+    return f"workflow.{workflow}"
 
 
 def trace_id(traceparent: str | None) -> str | None:
@@ -170,11 +246,17 @@ def _is_name(value: str) -> bool:
 def _name(value: object, prefix: str, field: str, errors: list[FieldError]) -> str:
     if isinstance(value, str) and is_name(value):
         return value
-    wrong = (
-        "is required" if value is None else "contains other characters" if isinstance(value, str) else "must be text"
-    )
-    errors.append(FieldError(prefix + field, f"{wrong}; expected {_NAME_RULE}"))
+    errors.append(FieldError(prefix + field, f"{_wrong_name(value)}; expected {_NAME_RULE}"))
     return ""
+
+
+def _wrong_name(value: object) -> str:
+    if not isinstance(value, str):
+        return "is required" if value is None else f"must be text, not {_kind(value)}"
+    if not value:
+        return "is empty"
+    other = _NOT_IN_NAME.search(value)
+    return f"contains {other[0]!r}" if other else f"has {len(value)} characters"
 
 
 def _text(value: object, prefix: str, field: str, errors: list[FieldError]) -> str | None:
@@ -194,12 +276,12 @@ def _time(
     field = prefix + field
     try:
         if not isinstance(value, str):
-            raise ValueError(_kind(value))
-        parsed = msgspec.convert(value, datetime)
-        if parsed.tzinfo is None or "T" not in value.upper():
-            raise ValueError("no time zone")
-    except (ValueError, msgspec.ValidationError):
-        errors.append(FieldError(field, "must be an RFC 3339 time with a time zone, such as 2026-01-31T09:30:00Z"))
+            raise ValueError(f"{TIME_RULE}, not {_kind(value)}")
+        parsed = parse_time(value)
+        if "T" not in value.upper():
+            raise ValueError(f"{TIME_RULE}, not {value!r}")
+    except ValueError as exc:
+        errors.append(FieldError(field, str(exc)))
         return None
     try:
         inside = now - limits.max_past <= parsed <= now + limits.max_future
@@ -210,6 +292,25 @@ def _time(
         errors.append(FieldError(field, f"must lie within the last {past} days and at most {future} day(s) ahead"))
         return None
     return parsed
+
+
+def _later(
+    raw: dict[str, object], prefix: str, now: datetime, limits: EventLimits, errors: list[FieldError]
+) -> tuple[datetime | None, int | None]:
+    """The time for which the event is published: `deliver_at`, or `delay_ms` from now."""
+    delay_ms = raw.get("delay_ms")
+    later = msgspec.structs.replace(limits, max_future=limits.max_delay)
+    deliver_at = _time(raw.get("deliver_at"), prefix, "deliver_at", now, later, errors)
+    if delay_ms is None:
+        return deliver_at, None
+    most = limits.max_delay // timedelta(milliseconds=1)
+    if isinstance(delay_ms, bool) or not isinstance(delay_ms, int) or not 0 <= delay_ms <= most:
+        given = delay_ms if type(delay_ms) is int and abs(delay_ms) < 2**63 else _kind(delay_ms)
+        errors.append(FieldError(f"{prefix}delay_ms", f"must be a whole number from 0 to {most}, not {given}"))
+        return deliver_at, None
+    if raw.get("deliver_at") is not None:
+        errors.append(FieldError(f"{prefix}delay_ms", "cannot be combined with deliver_at: give one of them"))
+    return deliver_at, delay_ms if isinstance(delay_ms, int) else None
 
 
 def _object(

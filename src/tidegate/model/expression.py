@@ -8,21 +8,22 @@ path, and the work on an event is computed before it is done.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tidegate.errors import FieldError
-from tidegate.model.budget import MAX_STEPS, Budget, OverBudget
 from tidegate.model.cel_library import cel
-from tidegate.model.cel_reader import CONVERSIONS, WORDS, List, Mistake, Read, Reader
+from tidegate.model.cel_reader import CONVERSIONS, RUN, WORDS, List, Mistake, Read, Reader
 from tidegate.model.pattern import Pattern
+from tidegate.model.type_errors import mismatch, type_of
+from tidegate.model.work_limit import MAX_STEPS, TooMuchWork, WorkLeft
 
 MAX_LENGTH = 2000
 _CONVERSION_STEPS = 15  # for each value that is passed to the library
 
 
 class CompiledExpression:
-    """`reason` returns None if the expression is true, else why it is not; or raises OverBudget."""
+    """`reason` returns None if the expression is true, else why it is not; or raises TooMuchWork."""
 
     __slots__ = ("_conversions", "_names", "_program", "_reader", "field", "source")
 
@@ -39,43 +40,61 @@ class CompiledExpression:
             text = text[:start] + name + text[end:]
         self._program = cel.compile(text)
 
-    def reason(self, envelope: dict[str, Any], budget: Budget | None = None) -> str | None:
-        budget = budget or Budget()
+    def reason(self, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> str | None:
+        work_left = work_left or WorkLeft()
         found = dict(_find(self._reader.reads, envelope))
-        budget.pay(_work(self._reader, found))
+        work_left.pay(_work(self._reader, found))
         variables = {self._names[number]: value for number, value in found.items()}
         functions: dict[str, Callable[..., Any]] = self._conversions  # passing each of them takes time
         if self._reader.patterns:
-            functions = functions | {f"{self._reader.prefix}matches": _Matches(self._reader.patterns, budget)}
+            functions = functions | {f"{self._reader.prefix}matches": _Matches(self._reader.patterns, work_left)}
         try:
             context = cel.Context(variables=variables, functions=functions)
             result = self._program.execute(context)
         except KeyError as exc:
             return f"where: {exc.args[0]} is not in the event"
         except Exception as exc:  # a division by zero, an index out of range, … on this event
-            if budget.left < 0:
-                raise OverBudget(self.field) from exc
-            return f"where: {self._told(exc)}"
-        if budget.left < 0:
-            raise OverBudget(self.field)
+            if work_left.left < 0:
+                raise TooMuchWork(self.field) from exc
+            return f"where: {self._told(exc, found)}"
+        if work_left.left < 0:
+            raise TooMuchWork(self.field)
         if result is True:
             return None
         shown = self.source if len(self.source) <= 200 else f"{self.source[:199]}…"
         return f"where is false: {shown}" if result is False else f"where is neither true nor false: {shown}"
 
-    def _told(self, exc: Exception) -> str:
+    def _told(self, exc: Exception, found: Mapping[int, object]) -> str:
         text = (str(exc).splitlines() or [type(exc).__name__])[0]
         unknown = re.match(r"Undefined variable or function: '(\w+)'", text)
         if unknown is None:
-            return text.split(". ")[0][:200]
+            is_of_types = text.startswith(("No such overload", "Unsupported operation"))
+            wrong = mismatch(self._reader, self.source, found) if is_of_types else None
+            return wrong or f"{text.split('. ')[0][:200]}{self._types(found) if is_of_types else ''}"
         if unknown[1] not in self._names:
-            return f"{unknown[1]}() does not accept such a value"
+            return f"{unknown[1]}() does not accept such a value{self._types(found)}"
         path = self._reader.reads[self._names.index(unknown[1])].path
+        if path[:1] == (RUN,):
+            return f"{'.'.join(path)[:200]} is not in the run"
         return f"{'.'.join(('event', *path))[:200]} is not in the event"
 
+    def _types(self, found: Mapping[int, object]) -> str:
+        """The fields that were read, and the type of each."""
+        told = [f"{'.'.join(('event', *self._reader.reads[n].path))} is {type_of(v)}" for n, v in found.items()]
+        return f" ({', '.join(told)[:200]})" if told else ""
 
-def compile_expression(source: str, field: str, errors: list[FieldError]) -> CompiledExpression | None:
-    """The compiled expression, or None; then `errors` says what is invalid."""
+
+def _syntax_error(text: str) -> str:
+    """The parser's message without the list of all tokens that it would have accepted."""
+    text = text.partition(" expecting ")[0][:200]
+    return "the expression ends too early" if "'<EOF>'" in text else text
+
+
+def compile_expression(
+    source: str, field: str, errors: list[FieldError], roots: tuple[str, ...] = ("event",)
+) -> CompiledExpression | None:
+    """The compiled expression, or None; then `errors` says what is invalid. `roots` are what it may read; a `run` is
+    given with the event, in `envelope["run"]`."""
     if not 0 < len(source) <= MAX_LENGTH:
         errors.append(FieldError(field, f"must be a CEL expression of 1 to {MAX_LENGTH} characters"))
         return None
@@ -84,18 +103,20 @@ def compile_expression(source: str, field: str, errors: list[FieldError]) -> Com
     except ValueError as exc:
         place = re.search(r"<input>:(\d+):(\d+): (.*)", str(exc))
         message = (
-            f"{place[3][:200]} at line {place[1]}, column {place[2]}" if place else str(exc).splitlines()[0][-200:]
+            f"{_syntax_error(place[3])} at line {place[1]}, column {place[2]}"
+            if place
+            else str(exc).splitlines()[0][-200:]
         )
         errors.append(FieldError(field, f"is not a CEL expression: {message}"))
         return None
     try:
-        reader = Reader(source)
+        reader = Reader(source, roots)
         if "event" not in reader.names:
             raise Mistake("does not use `event`; write for example event.payload.amount > 100", 0)
         if not set(program.variables()) <= reader.names | WORDS:
             raise Mistake("cannot be understood", 0)
         if _work(reader, {}) > MAX_STEPS:
-            raise Mistake("takes more steps than the budget of an event allows, for every event", 0)
+            raise Mistake("takes more steps than the work limit of an event allows, for every event", 0)
         return CompiledExpression(source, field, reader)
     except Mistake as exc:
         line, column = source.count("\n", 0, exc.index) + 1, exc.index - source.rfind("\n", 0, exc.index)
@@ -163,19 +184,19 @@ def _measure(value: object) -> tuple[int, int]:
 
 
 class _Matches:
-    """`matches()` for one evaluation. A search that would exceed the budget is not done."""
+    """`matches()` for one evaluation. A search that would exceed the work limit is not done."""
 
-    __slots__ = ("_budget", "_patterns")
+    __slots__ = ("_patterns", "_work_left")
 
-    def __init__(self, patterns: dict[str, Pattern], budget: Budget) -> None:
+    def __init__(self, patterns: dict[str, Pattern], work_left: WorkLeft) -> None:
         self._patterns = patterns
-        self._budget = budget
+        self._work_left = work_left
 
     def __call__(self, text: object, pattern: str) -> bool | None:
         # The library would log an exception; null makes the expression fail too.
-        if not isinstance(text, str) or self._budget.left < 0:
+        if not isinstance(text, str) or self._work_left.left < 0:
             return None
         try:
-            return self._patterns[pattern].is_in(text, self._budget)
-        except OverBudget:
+            return self._patterns[pattern].is_in(text, self._work_left)
+        except TooMuchWork:
             return None

@@ -14,12 +14,12 @@ from liquid.builtin.tags.echo_tag import EchoNode, EchoTag
 from liquid.exceptions import LiquidValueError
 from liquid.filter import sequence_filter, string_filter, with_environment
 
-from tidegate.model import budget
-from tidegate.model.budget import OverBudget
+from tidegate.model import work_limit
+from tidegate.model.work_limit import TooMuchWork
 
-# A step here takes most of a microsecond, so it is charged as several steps of the budget.
+# A step here takes most of a microsecond, so it is charged as several steps of the work limit.
 MAX_STEPS = 50_000
-PRICE = budget.MAX_STEPS // MAX_STEPS
+PRICE = work_limit.MAX_STEPS // MAX_STEPS
 MAX_TEXT = 1 << 20
 MAX_DATE_LENGTH = 100
 # Larger integers are not useful, and each multiplication of two doubles their size.
@@ -101,7 +101,7 @@ class BoundedRange(RangeLiteral):
     def evaluate(self, context: liquid.RenderContext) -> range:
         found = super().evaluate(context)
         if found.stop - found.start > MAX_STEPS:
-            raise OverBudget
+            raise TooMuchWork
         return found
 
 

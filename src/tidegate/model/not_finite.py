@@ -6,10 +6,12 @@ import math
 
 import msgspec
 
+from tidegate.model import typed
+
 
 def not_finite(root: object) -> str | None:
     """Where a value holds one (`payload.amount`, `[2].price`), or None."""
-    stack: list[tuple[str, object]] = [("", msgspec.to_builtins(root))]
+    stack: list[tuple[str, object]] = [("", msgspec.to_builtins(root, enc_hook=typed.plain))]
     while stack:
         path, value = stack.pop()
         if isinstance(value, float) and not math.isfinite(value):

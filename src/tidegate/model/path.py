@@ -12,9 +12,9 @@ from jsonpath.function_extensions import ExpressionType, FilterFunction
 from jsonpath.segments import JSONPathRecursiveDescentSegment
 from jsonpath.selectors import Filter, IndexSelector, NameSelector, SliceSelector
 
-from tidegate.model.budget import MAX_STEPS, Budget
 from tidegate.model.event import Event
 from tidegate.model.pattern import Pattern, compile_pattern
+from tidegate.model.work_limit import MAX_STEPS, WorkLeft
 
 MAX_PATH_LENGTH = 500
 MAX_NODES = 1000
@@ -27,12 +27,13 @@ MIN_VISITS = 50
 MAX_FILTER_TEXT = 1024
 
 # The fields of an event; the content of `payload` and `metadata` is the producer's.
-FIELDS = tuple(name for name in Event.__struct_fields__ if name not in ("traceparent", "replayed_at"))
+_INTERNAL = ("traceparent", "replayed_at", "deliver_at", "origin")
+FIELDS = tuple(name for name in Event.__struct_fields__ if name not in _INTERNAL)
 
-Find = Callable[[dict[str, Any], Budget], list[Any]]
+Find = Callable[[dict[str, Any], WorkLeft], list[Any]]
 
-# The budget and the patterns for match() and search() in filters: the library passes only the values to them.
-_asked: ContextVar[tuple[Budget, Mapping[str, Pattern]]] = ContextVar("asked")
+# The work left and the patterns for match() and search() in filters: the library passes only the values to them.
+_asked: ContextVar[tuple[WorkLeft, Mapping[str, Pattern]]] = ContextVar("asked")
 
 
 class WrongPath(Exception):
@@ -68,7 +69,7 @@ def compile_path(path: str) -> Find:
     if compiled.singular_query():
         return _walker(compiled)
     if visits < MIN_VISITS:
-        raise WrongPath("has filters that exceed the budget of an event; simplify them")
+        raise WrongPath("has filters that exceed the work limit of an event; simplify them")
     return _finder(compiled, MAX_STEPS // visits)
 
 
@@ -103,12 +104,12 @@ def _finder(compiled: jsonpath.JSONPath, price: int) -> Find:
     """A path that may find several values; each visited value is charged."""
     patterns = {text: compile_pattern(text) for text in _patterns(compiled)}
 
-    def find(envelope: dict[str, Any], budget: Budget) -> list[Any]:
-        matches: Iterable[jsonpath.JSONPathMatch] = [_Visit.of(envelope, budget, price)]
+    def find(envelope: dict[str, Any], work_left: WorkLeft) -> list[Any]:
+        matches: Iterable[jsonpath.JSONPathMatch] = [_Visit.of(envelope, work_left, price)]
         for segment in compiled.segments:
             matches = segment.resolve(matches)
         nodes: list[Any] = []
-        asked = _asked.set((budget, patterns))
+        asked = _asked.set((work_left, patterns))
         try:
             for match in matches:
                 nodes.append(match.obj)
@@ -131,11 +132,11 @@ class _Visit(jsonpath.JSONPathMatch):
     def __init__(self, *, filter_context: Any, obj: object, **rest: Any) -> None:
         super().__init__(filter_context=filter_context, obj=obj, **rest)
         size = len(obj) if isinstance(obj, dict | list) else len(obj) // 64 if isinstance(obj, str) else 0
-        filter_context["budget"].pay((1 + size) * filter_context["price"])
+        filter_context["work_left"].pay((1 + size) * filter_context["price"])
 
     @classmethod
-    def of(cls, root: dict[str, Any], budget: Budget, price: int) -> _Visit:
-        paying = {"budget": budget, "price": price}
+    def of(cls, root: dict[str, Any], work_left: WorkLeft, price: int) -> _Visit:
+        paying = {"work_left": work_left, "price": price}
         return cls(filter_context=paying, obj=root, parent=None, path="$", parts=(), root=root)
 
 
@@ -145,12 +146,12 @@ class _RegexFunction(FilterFunction):
     arg_types = [ExpressionType.VALUE, ExpressionType.VALUE]  # noqa: RUF012 - as the library declares it
     return_type = ExpressionType.LOGICAL
 
-    def __init__(self, how: Callable[[Pattern, str, Budget], bool]) -> None:
+    def __init__(self, how: Callable[[Pattern, str, WorkLeft], bool]) -> None:
         self._how = how
 
     def __call__(self, value: object, pattern: str) -> bool:
-        budget, patterns = _asked.get()
-        return isinstance(value, str) and self._how(patterns[pattern], value, budget)
+        work_left, patterns = _asked.get()
+        return isinstance(value, str) and self._how(patterns[pattern], value, work_left)
 
 
 class _Environment(jsonpath.JSONPathEnvironment):
@@ -192,7 +193,7 @@ def _walker(compiled: jsonpath.JSONPath) -> Find:
     selectors: list[Any] = [segment.selectors[0] for segment in compiled.segments]
     keys = [s.name if isinstance(s, NameSelector) else s.index for s in selectors]
 
-    def find(envelope: dict[str, Any], _: Budget) -> list[Any]:
+    def find(envelope: dict[str, Any], _: WorkLeft) -> list[Any]:
         node: Any = envelope
         for key in keys:
             if isinstance(key, str):

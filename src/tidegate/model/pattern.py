@@ -1,7 +1,7 @@
 """Regular expressions with RE2: the time of a search is linear in the length of the text, for every pattern.
 
-But the factor varies a thousandfold and RE2 cannot be interrupted. So a search is charged to the budget before it runs,
-by the size of RE2's program and the length of the text.
+But the factor varies a thousandfold and RE2 cannot be interrupted. So a search is charged to the work limit before it
+runs, by the size of RE2's program and the length of the text.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from functools import lru_cache
 
 import re2
 
-from tidegate.model.budget import MAX_STEPS, Budget
+from tidegate.model.work_limit import MAX_STEPS, WorkLeft
 
 MAX_PATTERN_LENGTH = 512
-# A pattern that could not search a text of this many bytes within the budget is refused.
+# A pattern that could not search a text of this many bytes within the work limit is refused.
 MIN_TEXT_BYTES = 1024
 # Maximum memory for the states of a search.
 _MAX_MEMORY = 1 << 20
@@ -39,18 +39,18 @@ class Pattern:
         self._ns_per_byte = 14 if size <= _SMALL else min(8 * size, 400 + size)
         if self._steps(MIN_TEXT_BYTES) > MAX_STEPS:
             raise ValueError(
-                f"it is too large ({size} instructions): a text of {MIN_TEXT_BYTES} bytes would exceed the budget of "
-                f"{MAX_STEPS} steps; use smaller repetitions, such as {{0,50}} instead of {{0,1000}}"
+                f"it is too large ({size} instructions): a text of {MIN_TEXT_BYTES} bytes would exceed the work limit "
+                f"of {MAX_STEPS} steps; use smaller repetitions, such as {{0,50}} instead of {{0,1000}}"
             )
 
-    def is_in(self, text: str, budget: Budget) -> bool:
+    def is_in(self, text: str, work_left: WorkLeft) -> bool:
         """Whether the pattern is found anywhere in the text."""
-        budget.pay(self._steps(_bytes(text)))
+        work_left.pay(self._steps(_bytes(text)))
         return self._compiled.search(text) is not None
 
-    def is_whole(self, text: str, budget: Budget) -> bool:
+    def is_whole(self, text: str, work_left: WorkLeft) -> bool:
         """Whether the pattern matches the whole text."""
-        budget.pay(self._steps(_bytes(text)))
+        work_left.pay(self._steps(_bytes(text)))
         return self._compiled.fullmatch(text) is not None
 
     def _steps(self, length: int) -> int:

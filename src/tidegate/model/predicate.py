@@ -1,4 +1,4 @@
-"""Predicates: a JSONPath into the event, an operator, an operand. Within the budget, each is either
+"""Predicates: a JSONPath into the event, an operator, an operand. Within the work limit, each is either
 true or false for every event.
 
 If the path finds nothing, or a value of a type that the operator does not accept, the predicate is false.
@@ -14,19 +14,19 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from tidegate.errors import FieldError
-from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.path import MAX_NODES, Find, Unanswerable, WrongPath, compile_path
 from tidegate.model.pattern import MAX_PATTERN_LENGTH, compile_pattern
+from tidegate.model.work_limit import TooMuchWork, WorkLeft
 
 Operator = Literal["exists", "equals", "not_equals", "in", "not_in", "gt", "gte", "lt", "lte", "contains", "regex"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 MAX_VALUES = 1000
 # Maximum number of values in the arrays and objects among a predicate's operands, in total.
 MAX_MEMBERS = 100
-# Comparing a text of up to this many characters is not charged to the budget.
+# Comparing a text of up to this many characters is not charged to the work limit.
 _SHORT_TEXT = 1024
 
-Test = Callable[[object, Budget], bool]
+Test = Callable[[object, WorkLeft], bool]
 
 
 class Predicate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -41,7 +41,7 @@ class Predicate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class CompiledPredicate:
-    """A compiled predicate: `reason` returns None if it holds, else why it does not; or raises OverBudget."""
+    """A compiled predicate: `reason` returns None if it holds, else why it does not; or raises TooMuchWork."""
 
     __slots__ = ("_all", "_find", "_test", "field", "predicate")
 
@@ -53,25 +53,25 @@ class CompiledPredicate:
         # A negation over several values holds only if it holds for each of them.
         self._all = predicate.operator in ("not_equals", "not_in")
 
-    def reason(self, envelope: dict[str, Any], budget: Budget | None = None) -> str | None:
+    def reason(self, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> str | None:
         p = self.predicate
-        budget = budget or Budget()
+        work_left = work_left or WorkLeft()
         try:
-            found = self._find(envelope, budget)
+            found = self._find(envelope, work_left)
         except Unanswerable as exc:
             return f"{p.path} {exc}"
         if len(found) == 1:
-            holds = self._test(found[0], budget)
+            holds = self._test(found[0], work_left)
         elif not found:
             return f"{p.path} is not in the event"
         elif self._all:
-            holds = len(found) <= MAX_NODES and all(self._test(value, budget) for value in found)
+            holds = len(found) <= MAX_NODES and all(self._test(value, work_left) for value in found)
         else:
-            holds = any(self._test(value, budget) for value in found)
+            holds = any(self._test(value, work_left) for value in found)
         if holds:
             return None
         if len(found) > MAX_NODES:
-            raise OverBudget(self.field)  # the result depends on values that were not read
+            raise TooMuchWork(self.field)  # the result depends on values that were not read
         operand = p.values if p.operator in ("in", "not_in") else p.value
         return f"{p.path} {p.operator} {_short(operand)} does not hold for {_short(found[0])}"
 
@@ -129,11 +129,11 @@ def _one_of(wanted: list[object], fold: bool, negated: bool) -> Test:
     plain = {_plain(w, fold) for w in wanted if not isinstance(w, list | dict)}
     nested = [w for w in wanted if isinstance(w, list | dict)]
 
-    def test(value: object, budget: Budget) -> bool:
+    def test(value: object, work_left: WorkLeft) -> bool:
         if isinstance(value, list | dict):
             return any(_same(value, w, fold) for w in nested) is not negated
         if isinstance(value, str) and len(value) > _SHORT_TEXT:
-            _pay_for(value, budget)
+            _pay_for(value, work_left)
         return (_plain(value, fold) in plain) is not negated
 
     return test
@@ -167,7 +167,7 @@ def _regex(p: Predicate) -> Test:
         pattern = compile_pattern(text, case_sensitive=p.case_sensitive and "i" not in p.flags)
     except ValueError as exc:
         raise _Wrong("value", f"is not an RE2 pattern: {exc}") from exc
-    return lambda value, budget: isinstance(value, str) and pattern.is_in(value, budget)
+    return lambda value, work_left: isinstance(value, str) and pattern.is_in(value, work_left)
 
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {"gt": gt, "gte": ge, "lt": lt, "lte": le}
@@ -179,14 +179,14 @@ def _comparison(p: Predicate) -> Test:
         raise _Wrong("value", f"{p.operator} takes a number or text")
     holds, text, fold = _COMPARE[p.operator], p.value, not p.case_sensitive
 
-    def test(value: object, budget: Budget) -> bool:
+    def test(value: object, work_left: WorkLeft) -> bool:
         mine = _number(value)
         if number is not None:
             return mine is not None and holds(mine, number)
         # Compare texts that are not numbers (RFC 3339 times in UTC sort correctly as text).
         if mine is not None or not isinstance(value, str):
             return False
-        _pay_for(value, budget)
+        _pay_for(value, work_left)
         return holds(value.casefold(), text.casefold()) if fold else holds(value, text)
 
     return test
@@ -218,21 +218,21 @@ def _contains(wanted: object, fold: bool) -> Test:
     text = "" if not isinstance(wanted, str) else wanted.casefold() if fold else wanted
     same = _one_of([wanted], fold, negated=False)
 
-    def test(value: object, budget: Budget) -> bool:
+    def test(value: object, work_left: WorkLeft) -> bool:
         if isinstance(value, list):
-            budget.pay(len(value))
-            return any(same(member, budget) for member in value)
+            work_left.pay(len(value))
+            return any(same(member, work_left) for member in value)
         if isinstance(value, str) and isinstance(wanted, str):
-            _pay_for(value, budget)
+            _pay_for(value, work_left)
             return text in (value.casefold() if fold else value)
         return isinstance(value, dict) and isinstance(wanted, str) and wanted in value
 
     return test
 
 
-def _pay_for(text: str, budget: Budget) -> None:
+def _pay_for(text: str, work_left: WorkLeft) -> None:
     """Charge for reading each character of a text, or for copying it with its case folded."""
-    budget.pay(len(text) // 16)
+    work_left.pay(len(text) // 16)
 
 
 def _short(value: object) -> str:

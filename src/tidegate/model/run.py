@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from tidegate.model.child import ChildOf
 from tidegate.model.ids import DefinitionId, DeliveryId, EventId, RunId, StepId, TriggerId
 from tidegate.model.retry import RetryState
 
@@ -44,14 +45,18 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     cancel_requested_at: datetime | None
     cancelled_by: str | None
     replayed_from: RunId | None
+    rerun_of: RunId | None = None
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    version: str | None = None
+    version_held_at: datetime | None = None
+    tags: dict[str, str] = {}
 
 
 class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that this worker holds until its lease ends; every write about it checks `claim_generation`. `now` is the
-    database's time at the claim."""
+    database's time at the claim, `wakes` how often it was woken before: what came then is among its stored steps."""
 
     id: RunId
     workflow: str
@@ -67,6 +72,10 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     trigger_id: TriggerId | None = None
     concurrency_key: str | None = None
     is_probe: bool = False
+    wakes: int = 0
+    version: str | None = None
+    version_since: datetime | None = None
+    has_misfit: bool = False
 
 
 class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +93,8 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     dead_step_id: StepId | None = None
     is_non_retryable: bool = False
     has_waiting_steps: bool = False
+    child_of: ChildOf | None = None
+    is_timed_out: bool = False
 
     @property
     def matters_to_trigger(self) -> bool:

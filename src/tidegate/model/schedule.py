@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from itertools import islice
+from typing import Literal, NamedTuple, get_args
 from zoneinfo import ZoneInfo
 
 import msgspec
@@ -20,17 +23,25 @@ TRIGGER = "schedule"
 MIN_EVERY_MS = 1000
 MAX_CRON_LENGTH = 200
 
+# allow: runs overlap; queue: one run at a time, the others wait; skip: a tick during a run launches nothing.
+Overlap = Literal["allow", "queue", "skip"]
+OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+# Of a cron expression, at most so many missed ticks are counted at once: each takes about 70 µs.
+MAX_COUNTED = 2000
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MS = timedelta(milliseconds=1)
+_US = timedelta(microseconds=1)
 _FORM = "expected five fields: minute hour day month weekday, such as 0 3 * * *; seconds are not supported"
 
 
 class ScheduleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A period, or a cron expression with a time zone."""
+    """A period, or a cron expression with a time zone; `overlap` is about ticks while an earlier run is unfinished."""
 
     every_ms: int | None = None
     cron: str | None = None
     timezone: str | None = None
+    overlap: Overlap = "allow"
 
 
 class Schedule(ScheduleSpec, frozen=True, kw_only=True):
@@ -41,8 +52,21 @@ class Schedule(ScheduleSpec, frozen=True, kw_only=True):
     last_at: datetime | None
 
 
-def declared(every: str | int | float | None, cron: str | None, timezone: str | None) -> ScheduleSpec | None:
+def declared(
+    every: str | int | float | None, cron: str | None, timezone: str | None, overlap: Overlap | None = None
+) -> ScheduleSpec | None:
     """The schedule that a declaration describes, or None. InvalidInput names the invalid field."""
+    spec = _declared(every, cron, timezone)
+    if overlap is None:
+        return spec
+    if spec is None:
+        raise _wrong("overlap", "requires every or cron; other workflows have max_concurrency")
+    if overlap not in OVERLAPS:
+        raise _wrong("overlap", f"must be one of {', '.join(OVERLAPS)}, not {overlap!r:.60}")
+    return msgspec.structs.replace(spec, overlap=overlap)
+
+
+def _declared(every: str | int | float | None, cron: str | None, timezone: str | None) -> ScheduleSpec | None:
     if every is not None and cron is not None:
         raise _wrong("cron", "cannot be combined with every")
     if cron is not None:
@@ -89,6 +113,53 @@ def latest(spec: ScheduleSpec, first: datetime, now: datetime) -> datetime:
     return low
 
 
+def count_ticks(spec: ScheduleSpec, first: datetime, before: datetime) -> int:
+    """How many ticks there are from the tick `first` on and before `before`; of a cron expression at most
+    MAX_COUNTED."""
+    if spec.every_ms is not None:
+        return max(0, -((first - before) // (spec.every_ms * _MS)))
+    return sum(1 for _ in islice(ticks(spec, first, before), MAX_COUNTED))
+
+
+def ticks(spec: ScheduleSpec, since: datetime, before: datetime) -> Iterator[datetime]:
+    """The ticks from `since` on and before `before`, in order."""
+    at = next_after(spec, since - _US)
+    while at < before:
+        yield at
+        at = next_after(spec, at)
+
+
+class DueTicks(NamedTuple):
+    """What becomes of the ticks that are due: `at` is published (None: none is), the others are missed: because no
+    worker ran (`missed`, the last of them `missed_to`), or because of a pause."""
+
+    at: datetime | None
+    next_at: datetime
+    missed: int = 0
+    missed_from: datetime | None = None
+    missed_to: datetime | None = None
+    in_pause: int = 0
+
+
+def due_ticks(
+    spec: ScheduleSpec, first: datetime, now: datetime, paused_at: datetime | None, paused_until: datetime | None
+) -> DueTicks:
+    """The ticks from `first` to `now`. Of those outside of a pause the latest is published."""
+    if paused_at is not None and (paused_until is None or paused_until > now):
+        return DueTicks(None, next_after(spec, now), in_pause=count_ticks(spec, first, now + _US))
+    in_pause = 0
+    if paused_until is not None and first < paused_until:
+        in_pause = count_ticks(spec, first, paused_until)
+        first = next_after(spec, paused_until - _US)
+        if first > now:
+            return DueTicks(None, first, in_pause=in_pause)
+    at = latest(spec, first, now)
+    following = next_after(spec, at)
+    if at == first:
+        return DueTicks(at, following, in_pause=in_pause)
+    return DueTicks(at, following, count_ticks(spec, first, at), first, latest(spec, first, at - _US), in_pause)
+
+
 def event_type(workflow: str) -> str:
     """The type of the events that a workflow's schedule publishes."""
     return f"schedule.{workflow}"
@@ -114,6 +185,13 @@ def tick_event(workflow: str, tick: datetime, new_id: uuid.UUID) -> NewEvent:
         ttl_ms=None,
         metadata="{}",
     )
+
+
+def manual_event(workflow: str, now: datetime, new_id: uuid.UUID, actor: str) -> NewEvent:
+    """The event of a tick that an operator asked for: `scheduled_at` is the time at which they did."""
+    tick = tick_event(workflow, now, new_id)
+    marked = msgspec.json.encode({"manual": True, "by": actor}).decode()
+    return msgspec.structs.replace(tick, external_id=f"{workflow}:manual:{new_id}", metadata=marked)
 
 
 def _cron_spec(cron: str, timezone: str) -> ScheduleSpec:

@@ -110,7 +110,7 @@ class SourceBreakerPolicy(BreakerPolicy, frozen=True, kw_only=True, forbid_unkno
 SOURCE_BREAKER = SourceBreakerPolicy()
 TRIGGER_BREAKER = BreakerPolicy()
 # The number of probes, each with a different event or delivery, that must fail before the next pause begins.
-TRIALS = 2
+PROBES = 2
 
 
 def Breaker(  # noqa: N802 - read as a noun where it is used: breaker=Breaker(threshold=3)
@@ -273,7 +273,7 @@ class Gate:
         if self.breaker_state != "closed" and self.breaker_until is not None and self.breaker_until > now:
             return None
         if admitted and self.breaker_state != "closed":
-            return self._fail_trial(now, policy) if failures else self._close_breaker()
+            return self._fail_probe(now, policy) if failures else self._close_breaker()
         return self.count(now, failed=failures, succeeded=admitted - failures, policy=policy)
 
     def count(self, now: datetime, *, failed: int, succeeded: int, policy: BreakerPolicy) -> str | None:
@@ -293,12 +293,12 @@ class Gate:
         self.breaker_at, self.failed_trials = now, 0
         return "opened"
 
-    def _fail_trial(self, now: datetime, policy: BreakerPolicy) -> str:
-        """A probe failed, maybe by its own fault: another follows. After `TRIALS` failed probes the pause begins."""
+    def _fail_probe(self, now: datetime, policy: BreakerPolicy) -> str:
+        """A probe failed, maybe by its own fault: another follows. After `PROBES` failed probes the pause begins."""
         self.failed_trials += 1
         self.breaker_state, self.breaker_until, self.is_changed = "open", now, True
-        if self.failed_trials < TRIALS:
-            return "trial_failed"
+        if self.failed_trials < PROBES:
+            return "probe_failed"
         self.failed_trials, self.breaker_until = 0, now + timedelta(milliseconds=policy.pause_ms)
         return "reopened"
 

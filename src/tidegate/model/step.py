@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
 
+from tidegate.model.child import ChildBatch
+from tidegate.model.event import NewEvent
 from tidegate.model.ids import RunId, StepId, TriggerId
 from tidegate.model.retry import RetryState
 from tidegate.model.run import FinishedRun, StepStatus
+from tidegate.model.wait import NewWait
 
-StepKind = Literal["step", "sleep"]
+StepKind = Literal["step", "sleep", "publish", "wait", "child", "map"]
 
 
-class Closing(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A step asked to be retried later: until then nothing of its trigger, or of its concurrency key, is launched."""
 
     trigger_id: TriggerId
@@ -26,7 +30,8 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
 class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one attempt at a step, or a timer; `result` is JSON text. Ignored if the claim has been lost.
 
-    It continues `delay_ms` after the database's current time. `is_new`: this step has no row yet.
+    It continues `delay_ms` after the database's current time. `is_new`: this step has no row yet. `event` is published
+    and `children` are started in the same transaction; `waits` are the events that it begins to wait for.
     """
 
     id: StepId
@@ -41,8 +46,21 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     delay_ms: int | None = None
     retry_attempts: int = 0
     retry_metadata: dict[str, Any] = {}
-    closes: Closing | None = None
+    blocks: LaunchBlock | None = None
     is_new: bool = False
+    event: NewEvent | None = None
+    waits: Sequence[NewWait] = ()
+    children: ChildBatch | None = None
+
+
+class RunNotes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run says of itself, written with what it writes next: the version of the code that it goes on with, if it
+    is another one than before, and tags."""
+
+    id: RunId
+    claim_generation: int
+    version: str | None = None
+    tags: dict[str, str] = {}
 
 
 class RunOutcome(msgspec.Struct, frozen=True):
@@ -50,11 +68,14 @@ class RunOutcome(msgspec.Struct, frozen=True):
 
     steps: list[StepWrite]
     end: FinishedRun | SuspendedRun | None = None
+    notes: RunNotes | None = None
 
 
 class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that is suspended until `next_attempt_at`, or for `delay_ms` from the database's current time, but not past
-    its `deadline_at`; it occupies no worker meanwhile. `is_retry`: its function has failed and is called again."""
+    its `deadline_at`; it occupies no worker meanwhile. `is_retry`: its function has failed and is called again.
+    `wakes` is that of the claim: if it was woken since, it is due at once. `misfit` is the version of the code here, if
+    the run's steps do not fit it: it waits for another one."""
 
     id: RunId
     claim_generation: int
@@ -63,3 +84,5 @@ class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
     deadline_at: datetime | None = None
     is_retry: bool = False
     warning: str | None = None
+    wakes: int = 0
+    misfit: str | None = None

@@ -17,7 +17,6 @@ from liquid.exceptions import LiquidError
 from liquid.output import LimitedStringIO
 
 from tidegate.errors import FieldError
-from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.liquid_environment import (
     MAX_STEPS,
     PRICE,
@@ -27,13 +26,14 @@ from tidegate.model.liquid_environment import (
     environment,
 )
 from tidegate.model.path import FIELDS, unknown_field
+from tidegate.model.work_limit import TooMuchWork, WorkLeft
 
 MAX_LENGTH = 4000
 MAX_DEPTH = 16
 MAX_OUTPUT = 64 * 1024
 _TEXT_STEPS = 10
 
-Render = Callable[..., Any]  # of an envelope and a budget
+Render = Callable[..., Any]  # of an envelope and the work left
 
 
 class TemplateError(Exception):
@@ -41,16 +41,16 @@ class TemplateError(Exception):
 
 
 class _Rendering:
-    """One event and the remaining budget; all templates of a trigger share it."""
+    """One event and the work that is left; all templates of a trigger share it."""
 
-    def __init__(self, envelope: dict[str, Any], paying: Budget) -> None:
+    def __init__(self, envelope: dict[str, Any], paying: WorkLeft) -> None:
         self.globals = {"event": envelope}
-        self._budget = paying
+        self._work_left = paying
         # Kept with the values, so that no other value gets the same id.
         self._sizes: dict[int, tuple[object, int]] = {}
 
     def pay(self, steps: int) -> None:
-        self._budget.pay(steps * PRICE)
+        self._work_left.pay(steps * PRICE)
 
     def size(self, value: Any) -> int:
         """The number of values in it; a long text counts as several."""
@@ -70,7 +70,7 @@ class _Rendering:
 
 
 class _TemplateContext(liquid.RenderContext):
-    """A context that charges the work to the budget, and whose buffers keep line ends (the library's do not)."""
+    """A context that charges the work to the work limit, and whose buffers keep line ends (the library's do not)."""
 
     def __init__(self, template: liquid.BoundTemplate, rendering: _Rendering, nodes: int) -> None:
         super().__init__(template, globals=rendering.globals)
@@ -108,7 +108,7 @@ def compile_template(source: object, field: str, errors: list[FieldError], depth
     A string that is exactly one expression, `{{ event.payload.id }}`, keeps the JSON type of its value.
     """
     render = _compile(source, field, errors, depth)
-    return None if render is None else lambda envelope, paying=None: render(_Rendering(envelope, paying or Budget()))
+    return None if render is None else lambda envelope, paying=None: render(_Rendering(envelope, paying or WorkLeft()))
 
 
 def _compile(source: object, field: str, errors: list[FieldError], depth: int) -> Callable[[_Rendering], object] | None:
@@ -160,8 +160,8 @@ def _compile_text(source: str, field: str, errors: list[FieldError]) -> Callable
                 buffer = context.get_buffer()
                 template.render_with_context(context, buffer)
                 return buffer.getvalue()
-        except OverBudget:
-            raise OverBudget(field) from None
+        except TooMuchWork:
+            raise TooMuchWork(field) from None
         except Exception as exc:  # filters may raise anything, depending on the event
             raise TemplateError(f"{field}: {(str(exc).splitlines() or [type(exc).__name__])[0][:200]}") from exc
         if issubclass(type(value), liquid.Undefined):
@@ -222,7 +222,7 @@ def _mistake(analysis: Any, expressions: list[Any]) -> tuple[str, int] | None:
 
 
 def _endless(expressions: list[Any]) -> tuple[str, int] | None:
-    """A loop that exceeds the budget for every event."""
+    """A loop that exceeds the work limit for every event."""
     for expression in expressions:
         over = expression.iterable if isinstance(expression, LoopExpression) else None
         if not isinstance(over, RangeLiteral) or expression.limit is not None:
@@ -230,7 +230,7 @@ def _endless(expressions: list[Any]) -> tuple[str, int] | None:
         start, stop = over.start, over.stop
         literal = isinstance(start, IntegerLiteral) and isinstance(stop, IntegerLiteral)
         if literal and stop.value - start.value > MAX_STEPS:  # type: ignore[attr-defined]
-            return f"loops over {over}, which is more than the budget of an event allows", over.token.start_index
+            return f"loops over {over}, which is more than the work limit of an event allows", over.token.start_index
     return None
 
 

@@ -11,16 +11,18 @@ import msgspec
 import re2
 
 from tidegate.errors import FieldError, InvalidInput
-from tidegate.model.budget import MAX_STEPS, Budget, OverBudget
-from tidegate.model.event import Event
+from tidegate.model.event import RESERVED, Event
 from tidegate.model.expression import compile_expression
 from tidegate.model.ids import DefinitionId, TriggerId
 from tidegate.model.predicate import Predicate, compile_predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import MAX_INTERVAL_MS, MAX_LIMIT, BreakerPolicy, RateLimit
 from tidegate.model.template import Render, TemplateError, compile_template
+from tidegate.model.work_limit import MAX_STEPS, TooMuchWork, WorkLeft
 
 TriggerStatus = Literal["active", "disabled"]
+# What happens to a delivery that finds no concurrency slot: it waits, or is skipped.
+TriggerOverlap = Literal["queue", "skip"]
 MAX_PREDICATES = 50
 MAX_NAME = 100
 MAX_KEY = 500
@@ -49,6 +51,7 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrency: int | None = None
     retry: RetryPolicy | None = None
     breaker: BreakerPolicy | None = None
+    overlap: TriggerOverlap = "queue"
 
     @property
     def throttle(self) -> RateLimit | None:
@@ -142,37 +145,39 @@ class CompiledTrigger:
         # Whether its checks are cheap: paths to a single value, and no patterns.
         self.is_light = self.of_payload and all(p.operator != "regex" for p in trigger.predicates)
         if errors:
-            raise InvalidInput(f"trigger {trigger.name} is not valid", errors)
+            raise InvalidInput(f"{_called(trigger.name)} is not valid", errors)
 
     def takes_type(self, event_type: str) -> bool:
+        if event_type.startswith(RESERVED) and not self.trigger.event_type.startswith(RESERVED):
+            return False  # `*` stands for users' types only
         return self._type is None or self._type.fullmatch(event_type) is not None
 
     def takes_source(self, source: str) -> bool:
         return self._source is None or self._source.fullmatch(source) is not None
 
-    def reason(self, envelope: dict[str, Any], budget: Budget | None = None) -> str | None:
-        """None if the event fires this trigger, else the check that fails. OverBudget names the check that would take
-        too long. A `budget` that is passed in is reset first."""
-        budget = budget or Budget()
-        budget.left = MAX_STEPS
+    def reason(self, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> str | None:
+        """None if the event fires this trigger, else the check that fails. TooMuchWork names the check that would take
+        too long. A `work_left` that is passed in is reset first."""
+        work_left = work_left or WorkLeft()
+        work_left.left = MAX_STEPS
         for check in self._checks:
             try:
-                reason = check.reason(envelope, budget)
-            except OverBudget:
-                raise OverBudget(check.field) from None
+                reason = check.reason(envelope, work_left)
+            except TooMuchWork:
+                raise TooMuchWork(check.field) from None
             if reason is not None:
                 return reason
         return None
 
-    def results(self, envelope: dict[str, Any]) -> list[str | OverBudget | None]:
+    def results(self, envelope: dict[str, Any]) -> list[str | TooMuchWork | None]:
         """The result of each predicate, then of `where` if there is one: None if it holds, else why it does not. All
-        share one budget, as for a delivery; once it is used up, the result is OverBudget."""
-        budget, results = Budget(), list[str | OverBudget | None]()
+        share one limit, as for a delivery; once it is used up, the result is TooMuchWork."""
+        work_left, results = WorkLeft(), list[str | TooMuchWork | None]()
         for check in self._checks:
             try:
-                results.append(check.reason(envelope, budget))
-            except OverBudget:
-                results.append(OverBudget(check.field))
+                results.append(check.reason(envelope, work_left))
+            except TooMuchWork:
+                results.append(TooMuchWork(check.field))
         return results
 
     def why_not(self, event: Event, envelope: dict[str, Any]) -> str | None:
@@ -187,21 +192,31 @@ class CompiledTrigger:
             return f"the trigger takes events from {self.trigger.event_source}"
         return None
 
-    def keys(self, envelope: dict[str, Any], budget: Budget | None = None) -> RenderedKeys:
-        """The rendered keys. TemplateError or OverBudget names the key that cannot be rendered."""
+    def keys(self, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> RenderedKeys:
+        """The rendered keys. TemplateError or TooMuchWork names the key that cannot be rendered."""
         dedupe, concurrency = self._idempotency_key, self._concurrency_key
         if dedupe is None and concurrency is None:
             return NO_KEYS
-        budget = budget or Budget()
+        work_left = work_left or WorkLeft()
         return RenderedKeys(
-            _key(dedupe(envelope, budget), "idempotency_key") if dedupe else None,
-            _key(concurrency(envelope, budget), "concurrency_key") if concurrency else "",
+            _key(dedupe(envelope, work_left), "idempotency_key") if dedupe else None,
+            _key(concurrency(envelope, work_left), "concurrency_key") if concurrency else "",
         )
 
-    def parameters(self, event: Event, envelope: dict[str, Any], budget: Budget | None = None) -> dict[str, Any]:
+    def start_keys(self, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> RenderedKeys:
+        """The keys for a start: its own id makes it idempotent, and without a key it holds a slot of no key."""
+        if self._concurrency_key is None:
+            return NO_KEYS
+        try:
+            rendered = self._concurrency_key(envelope, work_left or WorkLeft())
+            return RenderedKeys(None, _key(rendered, "concurrency_key"))
+        except (TemplateError, TooMuchWork):
+            return NO_KEYS
+
+    def parameters(self, event: Event, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> dict[str, Any]:
         """The run's arguments: the rendered template, else the payload's fields by argument name."""
         if self._parameters is not None:
-            rendered = self._parameters(envelope, budget or Budget())
+            rendered = self._parameters(envelope, work_left or WorkLeft())
             if not isinstance(rendered, dict):
                 raise TemplateError("parameter_template: must render an object")
             return rendered
@@ -210,11 +225,15 @@ class CompiledTrigger:
         return {name: event.payload[name] for name in self._names if name in event.payload}
 
 
+def _called(name: str) -> str:
+    return f"trigger {name}" if name else "the trigger"
+
+
 def check_spec(spec: TriggerSpec, workflow: str, parameter_names: list[str]) -> None:
     """Compile a trigger to reject errors when it is saved, not on the first event. InvalidInput names each field."""
     if spec.concurrency_key is not None and spec.max_concurrency is None:
         error = "is required with concurrency_key: it is the maximum number of unfinished runs per key"
-        raise InvalidInput(f"trigger {spec.name} is not valid", [FieldError("max_concurrency", error)])
+        raise InvalidInput(f"{_called(spec.name)} is not valid", [FieldError("max_concurrency", error)])
     unset = uuid.UUID(int=0)
     fields = {name: getattr(spec, name) for name in spec.__struct_fields__}
     CompiledTrigger(
@@ -282,6 +301,8 @@ def _check_numbers(spec: TriggerSpec, errors: list[FieldError]) -> None:
     if (spec.throttle_count is None) != (spec.throttle_window_ms is None):
         missing = "throttle_count" if spec.throttle_count is None else "throttle_window_ms"
         errors.append(FieldError(missing, "is required: set both throttle_count and throttle_window_ms, or neither"))
+    if spec.overlap == "skip" and spec.max_concurrency is None:
+        errors.append(FieldError("overlap", "skip requires max_concurrency: without it nothing overlaps"))
 
 
 def _compile_key(source: str | None, field: str, errors: list[FieldError]) -> Render | None:

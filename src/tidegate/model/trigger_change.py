@@ -12,7 +12,7 @@ from tidegate.model.conversion import convert
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy
-from tidegate.model.trigger import TriggerSpec, TriggerStatus, check_spec
+from tidegate.model.trigger import TriggerOverlap, TriggerSpec, TriggerStatus, check_spec
 
 MAX_DEPTH = 16
 MAX_NUMBER = 2**63
@@ -42,6 +42,7 @@ class TriggerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_concurrency: int | UnsetType | None = UNSET
     retry: RetryPolicy | UnsetType | None = UNSET
     breaker: BreakerPolicy | UnsetType | None = UNSET
+    overlap: TriggerOverlap | UnsetType | None = UNSET
     status: TriggerStatus | UnsetType = UNSET
 
 

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from tidegate.errors import FieldError, InvalidInput
-from tidegate.model.budget import OverBudget
 from tidegate.model.event import Event, EventLimits, check_event
 from tidegate.model.ids import TriggerId
 from tidegate.model.predicate import Operator
 from tidegate.model.template import TemplateError
 from tidegate.model.trigger import CompiledTrigger, Trigger
+from tidegate.model.work_limit import TooMuchWork
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 MAX_PARAMETER_BYTES = 256 * 1024
 
 
-class PatternTrial(msgspec.Struct, frozen=True):
+class PatternCheck(msgspec.Struct, frozen=True):
     """Whether the event's type or source matches the trigger."""
 
     pattern: str
@@ -32,7 +32,7 @@ class PatternTrial(msgspec.Struct, frozen=True):
     reason: str | None
 
 
-class PredicateTrial(msgspec.Struct, frozen=True):
+class PredicateCheck(msgspec.Struct, frozen=True):
     """The result of one predicate; `reason` says why it does not hold."""
 
     path: str
@@ -41,7 +41,7 @@ class PredicateTrial(msgspec.Struct, frozen=True):
     reason: str | None
 
 
-class WhereTrial(msgspec.Struct, frozen=True):
+class WhereCheck(msgspec.Struct, frozen=True):
     """The result of the CEL expression."""
 
     expression: str
@@ -49,17 +49,17 @@ class WhereTrial(msgspec.Struct, frozen=True):
     reason: str | None
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     """`matches` if every check holds. Even then, any of `errors` would make the delivery fail."""
 
     trigger_id: TriggerId
     version: int
     matches: bool
     reason: str | None
-    event_type: PatternTrial
-    event_source: PatternTrial
-    predicates: list[PredicateTrial]
-    where: WhereTrial | None
+    event_type: PatternCheck
+    event_source: PatternCheck
+    predicates: list[PredicateCheck]
+    where: WhereCheck | None
     parameters: dict[str, Any] | None
     idempotency_key: str | None
     concurrency_key: str | None
@@ -87,15 +87,15 @@ def sample_event(raw: Any, *, new_id: uuid.UUID, now: datetime, limits: EventLim
     )
 
 
-def evaluate(trigger: Trigger, parameter_names: list[str], event: Event) -> Trial:
+def evaluate(trigger: Trigger, parameter_names: list[str], event: Event) -> DryRun:
     """Evaluate every check and render every template, even if others fail."""
     compiled = CompiledTrigger(trigger, parameter_names)
     envelope = event.envelope()
     found = compiled.results(envelope)
-    results = [str(one) if isinstance(one, OverBudget) else one for one in found]
+    results = [str(one) if isinstance(one, TooMuchWork) else one for one in found]
     reason = compiled.not_taken(event) or next((one for one in results if one is not None), None)
-    errors = [str(one) for one in found if isinstance(one, OverBudget)][:1]
-    return Trial(
+    errors = [str(one) for one in found if isinstance(one, TooMuchWork)][:1]
+    return DryRun(
         trigger_id=trigger.id,
         version=trigger.version,
         matches=reason is None,
@@ -103,10 +103,10 @@ def evaluate(trigger: Trigger, parameter_names: list[str], event: Event) -> Tria
         event_type=_pattern("type", trigger.event_type, event.type, compiled.takes_type(event.type)),
         event_source=_pattern("source", trigger.event_source, event.source, compiled.takes_source(event.source)),
         predicates=[
-            PredicateTrial(p.path, p.operator, why is None, why)
+            PredicateCheck(p.path, p.operator, why is None, why)
             for p, why in zip(trigger.predicates, results, strict=False)
         ],
-        where=None if trigger.where is None else WhereTrial(trigger.where, results[-1] is None, results[-1]),
+        where=None if trigger.where is None else WhereCheck(trigger.where, results[-1] is None, results[-1]),
         parameters=_rendered(lambda: _parameters(compiled, event, envelope), errors),
         idempotency_key=_rendered(lambda: _alone(compiled, "concurrency_key").keys(envelope).dedupe_key, errors),
         concurrency_key=_rendered(lambda: _alone(compiled, "idempotency_key").keys(envelope).concurrency_key, errors)
@@ -116,8 +116,8 @@ def evaluate(trigger: Trigger, parameter_names: list[str], event: Event) -> Tria
     )
 
 
-def _pattern(what: str, pattern: str, value: str, holds: bool) -> PatternTrial:
-    return PatternTrial(pattern, value, holds, None if holds else f"the event's {what} is {value}, not {pattern}")
+def _pattern(what: str, pattern: str, value: str, holds: bool) -> PatternCheck:
+    return PatternCheck(pattern, value, holds, None if holds else f"the event's {what} is {value}, not {pattern}")
 
 
 def _parameters(compiled: CompiledTrigger, event: Event, envelope: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +136,6 @@ def _alone(compiled: CompiledTrigger, without: str) -> CompiledTrigger:
 def _rendered(render: Callable[[], T], errors: list[str]) -> T | None:
     try:
         return render()
-    except (TemplateError, OverBudget, TypeError, ValueError, RecursionError) as exc:
+    except (TemplateError, TooMuchWork, TypeError, ValueError, RecursionError) as exc:
         errors.append(str(exc))
         return None

@@ -13,7 +13,7 @@ from tidegate.model.source import BreakerPolicy, Gate, Hold
 
 
 class TriggerMove(NamedTuple):
-    """A change of a breaker (`opened`, `closed`, `reopened`, `trial_failed` or `trial_void`) and what caused it."""
+    """A change of a breaker (`opened`, `closed`, `reopened`, `probe_failed` or `probe_void`) and what caused it."""
 
     trigger_id: TriggerId
     move: str
@@ -64,9 +64,9 @@ class TriggerGate(Gate):
         self.probe_run_id = None
         if is_good is None:
             self.breaker_state, self.breaker_until, self.is_changed = "open", now, True
-            return "trial_void"
+            return "probe_void"
         if not is_good:
-            return self._fail_trial(now, policy)
+            return self._fail_probe(now, policy)
         self.counting_until = None
         return self._close_breaker()
 
@@ -75,4 +75,4 @@ class TriggerGate(Gate):
         if self.breaker_state == "closed":
             self.counting_until = now + timedelta(milliseconds=policy.window_ms)
             return self.count(now, failed=count, succeeded=0, policy=policy)
-        return self._fail_trial(now, policy) if self.is_probing(now) else None
+        return self._fail_probe(now, policy) if self.is_probing(now) else None

@@ -7,7 +7,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from tidegate.clock import monotonic
+from tidegate.errors import Unavailable
 from tidegate.queue.port import TOPICS, Topic, Wakeup
+from tidegate.store.connect import OTHER_DATABASE, NoSession, is_set
 from tidegate.store.db import Database
 from tidegate.telemetry.logs import logger
 
@@ -17,6 +20,8 @@ _UNFLUSHED = "set local synchronous_commit = off"
 _RECONNECT_SECONDS = 1.0
 # How often a listener checks that its connection still answers.
 _ALIVE_SECONDS = 10.0
+# How long an answer about poolers is believed, and until it is tried again to listen behind one that keeps no sessions.
+_POOLING_SECONDS = 300.0
 _log = logger("queue")
 
 
@@ -28,6 +33,8 @@ class PostgresQueue:
         self._wanted: set[Topic] = set()
         self._sender: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
+        self._trouble: str | None = None
+        self._asks_at = 0.0
         self._wakes: dict[Topic, asyncio.Event] = {topic: asyncio.Event() for topic in TOPICS}
 
     @property
@@ -56,8 +63,14 @@ class PostgresQueue:
         return []
 
     async def trouble(self) -> str | None:
-        """Always None: this queue needs nothing but the database."""
-        return None
+        """Why hints do not arrive, asked now and then: behind a pooler that keeps no sessions nobody can listen."""
+        if monotonic() >= self._asks_at:
+            try:
+                self._trouble = (await self._database.pooling()).lacking
+            except Unavailable:  # which concerns more than hints
+                return self._trouble
+            self._asks_at = monotonic() + _POOLING_SECONDS
+        return self._trouble
 
     def start_listening(self) -> None:
         self._listener = asyncio.create_task(self._listen())
@@ -85,34 +98,31 @@ class PostgresQueue:
     async def _listen(self) -> None:
         while True:
             connection: Any = None
+            seconds = _RECONNECT_SECONDS
             try:
                 connection = await self._database.dedicated()
+                if not await self._database.hears(connection):
+                    raise NoSession(OTHER_DATABASE)
                 lost = asyncio.Event()
                 connection.add_termination_listener(lambda _, lost=lost: lost.set())
                 for topic in TOPICS:
                     await connection.add_listener(f"tidegate_{topic}", self._received)
                 for wake in self._wakes.values():  # there may be work that was announced before we listened
                     wake.set()
-                while not await _is_set(lost, _ALIVE_SECONDS):
+                while not await is_set(lost, _ALIVE_SECONDS):
                     await connection.execute(f"listen tidegate_{TOPICS[0]}")  # only to see if the server answers
                 _log.warning("queue.listener_lost")
+            except NoSession as exc:  # workers continue to poll
+                _log.warning("queue.listener_deaf", error=exc)
+                seconds = _POOLING_SECONDS
             except Exception as exc:  # noqa: BLE001 - workers continue to poll
                 _log.warning("queue.listener_unavailable", error=exc)
             finally:
                 if connection is not None and not connection.is_closed():
                     connection.terminate()
-            await asyncio.sleep(_RECONNECT_SECONDS)
+            await asyncio.sleep(seconds)
 
     def _received(self, _: object, __: int, channel: str, ___: str) -> None:
         for topic in TOPICS:
             if channel == f"tidegate_{topic}":
                 self._wakes[topic].set()
-
-
-async def _is_set(event: asyncio.Event, seconds: float) -> bool:
-    """Whether the event is set within the time."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return False

@@ -1,9 +1,10 @@
 -- fragment: events
--- Waiting events that the filters describe, with ids after $3 up to $4.
+-- Waiting events that the filters describe, with ids after $3 up to $4. Events that were published for a later time are among them
+-- only if their reason is named: whoever forces or cancels what a limit or a pause holds does not mean them.
 tidegate.event_ingress_retries r
  where r.retry_state = 'scheduled'
    and ($1::text is null or r.source = $1)
-   and ($2::text is null or r.reason = $2)
+   and (r.reason = $2 or ($2::text is null and r.reason is distinct from 'scheduled'))
    and ($3::uuid is null or r.event_id > $3)
    and ($4::uuid is null or r.event_id <= $4)
 

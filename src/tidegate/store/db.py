@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import asyncpg
-import msgspec
 from asyncpg.pgproto.pgproto import UUID
 
 from tidegate import clock
 from tidegate.errors import SettingsError, Unavailable
 from tidegate.model.secrets import NO_KEYS, SecretKeys
+from tidegate.store import tls
+from tidegate.store.connect import OTHER_DATABASE, Connector, Pooling, Session, echoes, session_settings
 from tidegate.telemetry.logs import logger
 
 T = TypeVar("T")
@@ -33,17 +34,8 @@ STATEMENT_SECONDS = 10.0
 GRACE_SECONDS = 1.0
 # The same for what reads or changes whole tables (`take_time`).
 LONG_SECONDS = 120
-# How many times as long as one statement a whole transaction may take. The server measures a statement only once it
-# has all of it: for the rest of one that was cut it waits, with the locks held; before version 17 without end.
-STATEMENTS_TO_TRANSACTION = 2
-CONNECT_SECONDS = 3.0
 # How long a connection that is released after a failure may take to become idle.
 RELEASE_SECONDS = 2.0
-# A peer that is gone is noticed after 5 + 3 x 2 s of silence, also while a statement runs; data not taken, after 10 s.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
-
-_SET_UP = "select set_config(name, value, false) from unnest($1::text[], $2::text[]) as s (name, value)"
-
 _log = logger("store")
 
 Row = Any  # a driver's record: read by name
@@ -80,9 +72,11 @@ _MISCONFIGURED = (
 _CAUSES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
     (asyncpg.DiskFullError, "its disk is full: events cannot be stored"),
     (asyncpg.TooManyConnectionsError, "it has no connection left for this process: events cannot be stored"),
+    (asyncpg.TargetServerAttributeNotMatched, "none of its hosts accepts writes: events cannot be stored"),
     (asyncpg.ReadOnlySQLTransactionError, "it is read-only, as a standby is: events cannot be stored"),
     (asyncpg.InsufficientPrivilegeError, "this role may not do what is needed: see `tidegate migrate --grant-to`"),
     ((SettingsError, *_MISCONFIGURED), "it refuses the login, or is not there: see TIDEGATE_DATABASE_URL and the log"),
+    (ssl.SSLCertVerificationError, "its certificate is not accepted: see sslrootcert in TIDEGATE_DATABASE_URL"),
     (TimeoutError, "it does not answer in time"),
 )
 
@@ -111,6 +105,9 @@ async def translated() -> AsyncIterator[None]:
         raise SettingsError(f"TIDEGATE_DATABASE_URL cannot be understood: {exc}") from exc
     except _MISCONFIGURED as exc:
         raise SettingsError(f"TIDEGATE_DATABASE_URL does not work: {exc}") from exc
+    except ssl.SSLCertVerificationError as exc:
+        why = f"{exc.verify_message.rstrip('.')} (sslmode and sslrootcert in TIDEGATE_DATABASE_URL)"
+        raise Unavailable(f"the database's certificate is not accepted: {why}") from exc
     except _DOWN as exc:
         if isinstance(exc, asyncpg.InterfaceError) and not _is_lost_connection(exc):
             raise
@@ -146,13 +143,20 @@ class Database:
         lock_timeout_ms: int = 2000,
         statement_seconds: float = STATEMENT_SECONDS,
         keys: SecretKeys = NO_KEYS,
+        direct_url: str | None = None,
     ) -> None:
+        """`direct_url` is the same database without a pooler, for what needs a session (`dedicated`)."""
+        tls.check_files(url)
         self.url = url
         self.role = role
         self.keys = keys
         self._size = size
         self._answer_seconds = statement_seconds + GRACE_SECONDS
-        self._session = _session_settings(role, lock_timeout_ms, statement_seconds)
+        settings = session_settings(role, lock_timeout_ms, statement_seconds)
+        self._connector = _connector(url, settings, self._answer_seconds)
+        self._direct = self._connector
+        if direct_url not in (None, url):
+            self._direct = _connector(direct_url, settings, self._answer_seconds)
         self._pool: Any = None
         self._opening = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
@@ -166,15 +170,12 @@ class Database:
             if self._pool is None:
                 async with translated():
                     self._pool = await asyncpg.create_pool(
-                        self.url,
                         min_size=0,
                         max_size=self._size,
                         max_inactive_connection_lifetime=300,
-                        init=self._prepare,
+                        connect=self._connect,
+                        connection_class=Session,
                         reset=_keep_session,
-                        timeout=CONNECT_SECONDS,
-                        command_timeout=self._answer_seconds,
-                        server_settings={"application_name": self._session["application_name"]},
                     )
             return self._pool
 
@@ -185,25 +186,25 @@ class Database:
             pool, self._pool = self._pool, None
             await _close(pool, 5)
 
+    async def _connect(self, *_: object, **__: object) -> Session:
+        return await self._connector.connect()
+
     @asynccontextmanager
     async def connection(self, wait_seconds: float = 5) -> AsyncIterator[Connection]:
-        """A connection outside any transaction: each statement is one of its own."""
+        """A connection outside any transaction: each statement is one of its own. Behind a pooler they are one
+        transaction, since only a transaction has settings there."""
         async with translated(), self._acquired(wait_seconds) as connection:
-            yield connection
+            if not connection.is_pooled:
+                yield connection
+                return
+            async with _in_transaction(connection):
+                yield connection
 
     @asynccontextmanager
     async def transaction(self, wait_seconds: float = 5) -> AsyncIterator[Connection]:
         """One transaction: committed when the block ends, rolled back when it raises."""
-        async with translated(), self._acquired(wait_seconds) as connection:
-            transaction = connection.transaction()
-            await transaction.start()
-            try:
-                yield connection
-            except BaseException as exc:
-                if not isinstance(exc, TimeoutError):  # else it does not answer, and is cut off
-                    await _roll_back(connection, transaction)
-                raise
-            await transaction.commit()
+        async with translated(), self._acquired(wait_seconds) as connection, _in_transaction(connection):
+            yield connection
 
     @asynccontextmanager
     async def _acquired(self, wait_seconds: float) -> AsyncIterator[Any]:
@@ -228,22 +229,6 @@ class Database:
             except _DOWN:
                 pass  # what was done on it is done; the next one gets another
 
-    async def _prepare(self, connection: Any) -> None:
-        """Set the session up by a statement: a pooler may refuse or drop what is asked for when a connection begins."""
-        try:
-            _keep_alive(connection._transport.get_extra_info("socket"))  # the driver has no other way to its socket
-            session = dict(self._session)
-            if connection.get_server_version().major < 17:
-                del session["transaction_timeout"]
-            await connection.execute(_SET_UP, list(session), list(session.values()))
-            for kind in ("jsonb", "json"):
-                await connection.set_type_codec(
-                    kind, schema="pg_catalog", encoder=_encode_json, decoder=msgspec.json.decode, format="text"
-                )
-        except BaseException:
-            connection.terminate()  # the driver would wait for the server to agree
-            raise
-
     def _abandon(self, pool: Any) -> None:
         """Use none of this pool's connections again: one of them did not answer, and the others may be as silent. Those
         that are in use are left to their own deadlines."""
@@ -267,17 +252,39 @@ class Database:
                 await asyncio.sleep(random.uniform(0, 0.02 * 2**attempt))  # noqa: S311 - spreading, not secrecy
         raise AssertionError("unreachable")
 
-    async def dedicated(self, answer_seconds: float | None = None) -> Any:
-        """A connection of its own, outside the pool (LISTEN); the caller closes it."""
+    async def dedicated(self, answer_seconds: float | None = None) -> Session:
+        """A connection of its own, outside the pool, that keeps its session (LISTEN, migrations); the caller closes it.
+        NoSession behind a pooler that keeps none."""
         async with translated():
-            connection = await asyncpg.connect(
-                self.url,
-                timeout=CONNECT_SECONDS,
-                command_timeout=answer_seconds or self._answer_seconds,
-                server_settings={"application_name": self._session["application_name"]},
-            )
-            await self._prepare(connection)
-            return connection
+            return await self._direct.session(answer_seconds)
+
+    async def hears(self, listening: Session) -> bool:
+        """Whether what this pool notifies of arrives at a dedicated connection: not if that is to another database."""
+        if self._direct is self._connector:
+            return True
+
+        async def notify(statement: str) -> None:
+            async with self.connection() as connection:
+                await connection.execute(statement)
+
+        async with translated():
+            return await echoes(listening, notify)
+
+    async def pooling(self) -> Pooling:
+        """What is between this process and the database, and whether sessions can be had."""
+        async with self.connection():
+            pass
+        connector, lacking = self._connector, None
+        if connector.is_pooled or self._direct is not connector:
+            try:
+                connection = await self.dedicated()
+                try:
+                    lacking = None if await self.hears(connection) else OTHER_DATABASE
+                finally:
+                    connection.terminate()
+            except (SettingsError, Unavailable) as exc:
+                lacking = str(exc)
+        return Pooling(bool(connector.is_pooled), connector.is_tracked, self._direct is not connector, lacking)
 
 
 class _Patient:
@@ -315,6 +322,21 @@ async def take_time(connection: Connection) -> Connection:
     return _Patient(connection)
 
 
+@asynccontextmanager
+async def _in_transaction(connection: Session) -> AsyncIterator[None]:
+    transaction = connection.transaction()
+    await transaction.start()
+    try:
+        if connection.is_pooled:
+            await connection.execute(connection.local_settings)
+        yield
+    except BaseException as exc:
+        if not isinstance(exc, TimeoutError):  # else it does not answer, and is cut off
+            await _roll_back(connection, transaction)
+        raise
+    await transaction.commit()
+
+
 async def _roll_back(connection: Any, transaction: Any) -> None:
     """Never fails: to be cut off rolls back, too."""
     try:
@@ -322,6 +344,13 @@ async def _roll_back(connection: Any, transaction: Any) -> None:
             await transaction.rollback()
     except Exception:  # noqa: BLE001 - a connection that cannot roll back is closed, which rolls back too
         _cut_off(connection)
+
+
+def _connector(url: str, settings: dict[str, str], answer_seconds: float) -> Connector:
+    try:
+        return Connector(url, settings, answer_seconds)
+    except (asyncpg.ClientConfigurationError, ValueError) as exc:
+        raise SettingsError(f"the address of the database cannot be understood: {exc}") from exc
 
 
 def _cut_off(connection: Any) -> None:
@@ -340,44 +369,8 @@ async def _close(pool: Any, seconds: float) -> None:
         pool.terminate()
 
 
-def _session_settings(role: str, lock_timeout_ms: int, statement_seconds: float) -> dict[str, str]:
-    statement_ms = max(1000, round(statement_seconds * 1000))
-    return {
-        "application_name": f"tidegate-{role}",
-        "timezone": "UTC",
-        # An acknowledged event is on disk: whatever the server's default is, our commits wait for the flush.
-        "synchronous_commit": "on",
-        "statement_timeout": f"{round(statement_seconds * 1000)}ms",
-        "lock_timeout": f"{lock_timeout_ms}ms",
-        # So that the server, too, lets go of the locks of a client that is gone, or cannot be heard.
-        "idle_in_transaction_session_timeout": f"{statement_ms}ms",
-        "transaction_timeout": f"{STATEMENTS_TO_TRANSACTION * statement_ms}ms",
-        "tcp_keepalives_idle": "10",
-        "tcp_keepalives_interval": "5",
-        "tcp_keepalives_count": "3",
-        "jit": "off",
-        # Statements are prepared once; planning it again costs more than running it. Only lists, whose filters may be
-        # null, are better off with a plan of their own.
-        "plan_cache_mode": "auto" if role == "api" else "force_generic_plan",
-    }
-
-
-def _keep_alive(connected: socket.socket | None) -> None:
-    """Have the kernel notice that the other side is gone."""
-    if connected is None or connected.family == socket.AF_UNIX:
-        return
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEP_ALIVE.items():
-        if hasattr(socket, name):  # not every system has every one
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
 async def _keep_session(_: Any) -> None:
     """Our sessions change no session state, so a connection goes back to the pool without a round trip."""
-
-
-def _encode_json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def _is_lost_connection(exc: BaseException) -> bool:

@@ -203,8 +203,8 @@ async def describe_event(connection: Connection, event_id: EventId) -> DeadEvent
     return DeadEvent(*row) if row else None
 
 
-async def replay_event(connection: Connection, event_id: EventId, letter_id: DeadLetterId, actor: str) -> bool:
-    """Make a dead-lettered event due at its source's gate; False when it cannot be."""
+async def replay_event(connection: Connection, event_id: EventId, letter_id: DeadLetterId | None, actor: str) -> bool:
+    """Make an event, of a dead letter or not, due at its source's gate; False when it cannot be."""
     await connection.execute(_sql["count_anew"], event_id)
     return await connection.fetchval(_sql["replay_event"], event_id, letter_id, actor) is not None
 
@@ -229,9 +229,24 @@ async def describe_run(connection: Connection, subject_id: uuid.UUID) -> DeadRun
     return DeadRun(*row) if row else None
 
 
+async def open_of_run(connection: Connection, run_id: RunId) -> DeadLetterId | None:
+    """The newest letter of a run or one of its steps that was not replayed."""
+    found: DeadLetterId | None = await connection.fetchval(_sql["open_of_run"], run_id)
+    return found
+
+
+async def wait_for_slot(connection: Connection, run_id: RunId, *, actor: str, why: str, delay_ms: int) -> None:
+    """A run without a letter is to resume after a while."""
+    await connection.execute(_sql["wait_for_slot"], run_id, actor, why, delay_ms)
+
+
 async def replay_run(
-    connection: Connection, run: DeadRun, step_id: StepId | None, letter_id: DeadLetterId, concurrency_key: str | None
+    connection: Connection,
+    run: DeadRun,
+    step_id: StepId | None,
+    letter_id: DeadLetterId | None,
+    concurrency_key: str | None,
 ) -> bool:
-    """Resume a failed run after its completed steps; False when it cannot be."""
+    """Resume a failed or cancelled run after its completed steps; False when it cannot be."""
     await connection.execute(_sql["revive_steps"], run.id, step_id)
     return await connection.fetchval(_sql["replay_run"], run.id, letter_id, concurrency_key) is not None

@@ -126,7 +126,8 @@ update tidegate.dead_letters
 -- An event that is to be decided again: the state of its retry, and how many deliveries it has.
 select e.id, r.retry_state,
        exists (select from tidegate.event_inbox i where i.ingress_sequence = e.ingress_sequence) as is_undecided,
-       (select count(*) from tidegate.workflow_trigger_deliveries d where d.event_id = e.id) as deliveries
+       (select count(*) from tidegate.workflow_trigger_deliveries d
+         where d.id between tidegate.first_of(e.id) and tidegate.last_of(e.id) and d.event_id = e.id) as deliveries
   from tidegate.workflow_events e left join tidegate.event_ingress_retries r on r.event_id = e.id
  where e.id = $1
 
@@ -135,20 +136,30 @@ select e.id, r.retry_state,
 update tidegate.workflow_events set replayed_at = tidegate.now() where id = $1
 
 -- name: replay_event
--- Makes a dead-lettered event due at its source's gate, in the source's current plan. Returns the id if it did.
-insert into tidegate.event_ingress_retries as r
-  (event_id, source, ingress_sequence, retry_state, attempts, next_attempt_at, reason, last_error, metadata, plan_version,
-   replayed_from)
-select e.id, e.source, e.ingress_sequence, 'scheduled', 1, tidegate.now(), 'replay', 'replayed by ' || $3::text,
-       jsonb_build_object('reason', 'replay', 'dead_letter_id', $2::uuid),
-       coalesce((select s.plan_version from tidegate.event_scheduler_sources s where s.source = e.source), 0), $2::uuid
-  from tidegate.workflow_events e where e.id = $1
-on conflict (event_id) do update
-   set retry_state = 'scheduled', attempts = 1, next_attempt_at = excluded.next_attempt_at, reason = excluded.reason,
-       last_error = excluded.last_error, metadata = excluded.metadata, plan_version = excluded.plan_version,
-       replayed_from = excluded.replayed_from, claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
- where r.retry_state not in ('scheduled', 'running')
-returning event_id
+-- Makes a dead-lettered event due at its source's gate, in the source's current plan. Returns the id if it did. The caller has locked
+-- the dead letter, so no other transaction does the same.
+with due as materialized (
+  select e.id, e.source, e.ingress_sequence, tidegate.now() as next_attempt_at, 'replayed by ' || $3::text as last_error,
+         jsonb_build_object('reason', 'replay', 'dead_letter_id', $2::uuid) as metadata,
+         coalesce((select s.plan_version from tidegate.event_scheduler_sources s where s.source = e.source), 0) as plan_version
+    from tidegate.workflow_events e where e.id = $1
+), held_before as (
+  update tidegate.event_ingress_retries r
+     set retry_state = 'scheduled', attempts = 1, next_attempt_at = due.next_attempt_at, reason = 'replay',
+         last_error = due.last_error, metadata = due.metadata, plan_version = due.plan_version, replayed_from = $2::uuid,
+         claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
+    from due where r.event_id = due.id and r.retry_state not in ('scheduled', 'running')
+  returning r.event_id
+), held_first as (
+  insert into tidegate.event_ingress_retries
+    (event_id, source, ingress_sequence, retry_state, attempts, next_attempt_at, reason, last_error, metadata, plan_version,
+     replayed_from)
+  select due.id, due.source, due.ingress_sequence, 'scheduled', 1, due.next_attempt_at, 'replay', due.last_error, due.metadata,
+         due.plan_version, $2::uuid
+    from due where not exists (select from tidegate.event_ingress_retries r where r.event_id = due.id)
+  returning event_id
+)
+select event_id from held_before union all select event_id from held_first
 
 -- name: describe_delivery
 -- A delivery that is to be decided again, and its trigger.
@@ -178,34 +189,52 @@ select r.id, r.status, r.trigger_id, r.concurrency_key, w.slug as workflow, w.de
  where r.id = $1 or r.id = (select s.workflow_run_id from tidegate.workflow_run_steps s where s.id = $1)
 
 -- name: revive_steps
--- Resets what a failed run had not finished. The step that it failed with ($2, or if that is not known one after which
--- none has succeeded) is pending again; those that waited, or were cut off with the failure, start again. Finished steps
--- stay, also those whose failure the function had caught.
+-- Resets what a failed or cancelled run had not finished. The step that it failed with ($2, or if that is not known one after which
+-- none has succeeded) is pending again; those that waited, or were cut off with the failure, start again, and what cancels
+-- the run is registered again. Finished steps stay, also those whose failure the function had caught. Of a step with children,
+-- those that failed, or were cancelled with their parent, are started again; those that have not ended go on.
 with failure as materialized (
   select coalesce((select s.updated_at from tidegate.workflow_run_steps s where s.id = $2), r.finished_at)
-         - interval '1 second' as at
-    from tidegate.workflow_runs r where r.id = $1 and r.status = 'failed'
+         - interval '1 second' as at, r.status
+    from tidegate.workflow_runs r where r.id = $1 and r.status in ('failed', 'cancelled')
 ), forgotten as (
   delete from tidegate.workflow_run_steps s using failure f
-   where s.workflow_run_id = $1 and s.status in ('pending', 'running', 'cancelled')
+   where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1
+     and s.status in ('pending', 'running', 'cancelled') and (s.kind not in ('child', 'map') or s.status = 'cancelled')
      and (s.error is distinct from 'cut off by the workflow' or s.updated_at >= f.at)
+), cancels as (
+  update tidegate.workflow_run_steps s set status = 'pending', updated_at = tidegate.now() from failure
+   where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1
+     and s.kind = 'wait' and s.status = 'succeeded' and s.retry_metadata ->> 'reason' = 'cancel_on'
+), revived as materialized (
+  select s.id from tidegate.workflow_run_steps s, failure
+   where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1
+     and ((s.status = 'failed'
+           and (s.id = $2 or (failure.status = 'cancelled' and s.kind in ('child', 'map') and s.updated_at >= failure.at)
+                or ($2::uuid is null and failure.status = 'failed' and not exists (
+                  select from tidegate.workflow_run_steps o
+                   where o.id between tidegate.first_of($1) and tidegate.last_of($1) and o.workflow_run_id = $1
+                     and o.status = 'succeeded' and o.updated_at > s.updated_at))))
+          or (s.status = 'pending' and s.kind in ('child', 'map')))
+), kept as (
+  delete from tidegate.run_cancellations where run_id = $1
+), again as (
+  update tidegate.run_children c
+     set status = 'waiting', event_id = null, child_run_id = null, result = null, error = null, updated_at = tidegate.now()
+   where c.step_id in (select id from revived) and c.status in ('failed', 'cancelled')
 )
 update tidegate.workflow_run_steps s
    set status = 'pending', retry_state = 'none', next_attempt_at = null, retry_attempts = 0, error = null, result = null,
-       retry_metadata = '{}', claim_generation = s.claim_generation + 1, created_at = tidegate.now(),
+       retry_metadata = case when s.kind in ('child', 'map') then s.retry_metadata || '{"revived": true}' else '{}' end, claim_generation = s.claim_generation + 1, created_at = tidegate.now(),
        updated_at = tidegate.now()
-  from failure
- where s.workflow_run_id = $1 and s.status = 'failed'
-   and (s.id = $2 or ($2::uuid is null and not exists (
-         select from tidegate.workflow_run_steps o
-          where o.workflow_run_id = $1 and o.status = 'succeeded' and o.updated_at > s.updated_at)))
+  from revived where s.id = revived.id
 
 -- name: replay_run
--- Resumes a failed run as the same run, not before its trigger or key is open again; its time and its retries are counted from
+-- Resumes a failed or cancelled run as the same run, not before its trigger or key is open again; its time and its retries are counted from
 -- the start (`attempts` is kept: it shows that there may be steps). Returns the id if it did.
 update tidegate.workflow_runs r
    set status = 'pending', error = null, output = null, warning = null, finished_at = null, started_at = null,
-       deadline_at = null, crashes = 0, trials = null, retry_attempts = 0, cancel_requested_at = null, cancelled_by = null,
+       deadline_at = null, not_before = null, crashes = 0, trials = null, retry_attempts = 0, cancel_requested_at = null, cancelled_by = null,
        is_probe = false, concurrency_key = $3, replayed_from = $2::uuid, attempts = greatest(r.attempts, 1),
        next_attempt_at = greatest(
          tidegate.now(),
@@ -213,5 +242,22 @@ update tidegate.workflow_runs r
          (select h.until from tidegate.trigger_key_holds h
            where h.trigger_id = r.trigger_id and h.concurrency_key = $3)),
        claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
- where r.id = $1 and r.status = 'failed'
+ where r.id = $1 and r.status in ('failed', 'cancelled')
 returning r.id
+
+-- name: open_of_run
+-- The newest dead letter of a run or one of its steps that was not replayed.
+select l.id from tidegate.dead_letters l
+ where l.replayed_at is null
+   and l.subject_id = any (array[$1::uuid] || array(select s.id from tidegate.workflow_run_steps s
+                                                     where s.id between tidegate.first_of($1) and tidegate.last_of($1)
+                                                       and s.workflow_run_id = $1))
+ order by l.id desc limit 1
+
+-- name: wait_for_slot
+-- Keeps a run that is to resume when its trigger has a free slot as a dead letter that is due after $4 ms.
+insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, replay_at, replay_by, replay_error)
+select tidegate.uuid7(), 'run', r.id, r.event_id, coalesce(split_part(r.error, E'\n', 1), r.status),
+       tidegate.now() + $4::bigint * interval '1 ms', $2, $3
+  from tidegate.workflow_runs r where r.id = $1
+on conflict (kind, subject_id) where replayed_at is null do nothing

@@ -15,7 +15,6 @@ from tidegate.model.ids import DefinitionId, DeliveryId, EventId, RunId, Trigger
 from tidegate.model.retry import RetryState
 from tidegate.store.columns import column, same
 from tidegate.store.db import Connection, Row
-from tidegate.store.locks import DEFAULT
 from tidegate.store.retry_rows import json_texts
 from tidegate.store.sql import load
 from tidegate.store.totals import BatchTotals
@@ -175,10 +174,13 @@ async def launch_unrestricted(
     claim: Claim,
     totals: BatchTotals,
     registry_version: int,
+    stateless: Sequence[str],
+    unawaited: Sequence[str] = (),
 ) -> Created | None:
     """Launch deliveries that are all new and that nothing limits, and count them, when there is nothing else to write.
     Returns those alone whose runs are claimed; None, and nothing is written, when the triggers are not of that version
-    or any of them, or of the sources, has a state that must be locked first."""
+    or any of them, or of the sources that are expected to be `stateless`, has a state that must be locked first, or a
+    run waits for events of one of the types that are expected to be `unawaited`."""
     rows = await connection.fetch(
         _sql["launch_unrestricted"],
         *claim.parameters(now),
@@ -191,8 +193,9 @@ async def launch_unrestricted(
         [d.parameters for d in decided],
         same(claim.wanted(decided)),
         registry_version,
-        [*(one.source for one in totals.sources), DEFAULT],
+        stateless,
         *totals.parameters(),
+        unawaited,
     )
     if not all(row[0] for row in rows):
         return None

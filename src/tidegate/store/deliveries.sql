@@ -9,27 +9,31 @@ worker as materialized (
            select from (select r.workflow_definition_id from tidegate.workflow_runs r
                          where r.status = 'pending' and r.next_attempt_at <= $1::timestamptz
                          order by r.next_attempt_at limit 1000) oldest
-            where oldest.workflow_definition_id = any ($4::uuid[])) else false end as is_free
+            where oldest.workflow_definition_id = any ($4::uuid[])) else false end as is_free, o.definitions, o.versions
+    from (select) one left join tidegate.workers o on o.name = $2::text
 )
 
 -- fragment: create_runs
--- Creates the runs of the rows of `launched`. Those with `is_wanted` are claimed at once if the worker is free. Returns the
+-- Creates the runs of the rows of `launched`. Those with `is_wanted` are claimed at once if the worker is free, and note the
+-- version of its code. Returns the
 -- deliveries, and the parameters, as they are stored, of the runs that are claimed.
 insert into tidegate.workflow_runs
   (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
-   next_attempt_at, created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at)
+   next_attempt_at, created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at,
+   version)
 select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
        parameters::jsonb, $1::timestamptz, $1::timestamptz, $1::timestamptz,
        case when c.is_claimed then 'running' else 'pending' end, c.is_claimed::int, c.is_claimed::int,
        case when c.is_claimed then $2::text end,
        case when c.is_claimed then $1::timestamptz + $3::bigint * interval '1 ms' end,
-       case when c.is_claimed then $1::timestamptz end
+       case when c.is_claimed then $1::timestamptz end,
+       case when c.is_claimed then worker.versions[array_position(worker.definitions, workflow_definition_id)] end
   from launched, worker, lateral (select is_wanted and is_free as is_claimed) c
 returning delivery_id, case when status = 'running' then parameters end as parameters
 
 -- name: launch
--- Records decided deliveries and creates the runs of those that launch. A delivery that exists already creates nothing, so an
--- event launches a trigger at most once. An empty array means the default in every row: launched, no error, no key, no probe, no
+-- Records decided deliveries and creates the runs of those that launch. A delivery that exists already, waiting or decided, creates
+-- nothing, so an event launches a trigger at most once. An empty array means the default in every row: launched, no error, no key, no probe, no
 -- reason, and a run with the id of its delivery. Returns the deliveries whose runs were created, and the parameters, as they are
 -- stored, of those that are claimed.
 with input as materialized (
@@ -47,8 +51,9 @@ with input as materialized (
      reason, created_at, updated_at)
   select id, trigger_id, event_id, trigger_version, run_id, status, 1, dedupe_key, last_error,
          case when status = 'launched' then $1::timestamptz end, reason, $1::timestamptz, $1::timestamptz
-    from input
-  on conflict (event_id, trigger_id) do nothing
+    from input i
+   where not exists (select from tidegate.workflow_trigger_deliveries d where d.id = i.id offset 0)
+  on conflict do nothing
   returning id
 ), launched as (
   select i.* from input i join recorded using (id) where i.status = 'launched'
@@ -58,8 +63,8 @@ with input as materialized (
 -- name: launch_unrestricted
 -- Launches new deliveries that nothing limits, and adds what the batch saw to the totals of triggers ($15) and sources ($16): a
 -- statement of its own would add about 4 % to the time. Nothing is written unless nothing can limit them: $13 is the current version of
--- the registry, none of the sources $14 (with `*`) has a state, none of the triggers is paused, closed or has a breaker that is
--- not closed. That is read here, in a statement after the one that took the locks of `locks.share`, so it holds until the commit.
+-- the registry, none of the sources $14 (with `*`) has a state, no run waits for an event of one of the types $17, none of the triggers
+-- is paused, closed or has a breaker that is not closed. That is read here, in a statement after the one that took the locks of `locks.share`, so it holds until the commit.
 -- An array of one element means that value in every row. A delivery that exists already is not expected, and checking for it
 -- would take as long as writing it: the statement fails by the unique key. Returns whether it wrote, with each delivery whose run
 -- is claimed (null: none) and its parameters, as they are stored.
@@ -70,6 +75,7 @@ with checked as materialized (
          and not exists (select from tidegate.event_scheduler_triggers g
                           where g.trigger_id = any ($6::uuid[])
                             and (g.paused_at is not null or g.breaker_state <> 'closed' or g.closed_until is not null))
+         and not exists (select from tidegate.event_waits w where w.event_type = any ($17::text[]))
          as is_unrestricted
 ), launched as materialized (
   select u.id, u.id as run_id, coalesce(u.trigger_id, ($6::uuid[])[1]) as trigger_id, u.event_id,
@@ -106,7 +112,8 @@ select u.id, u.trigger_id, u.event_id, u.trigger_version, u.status, 1, u.dedupe_
               $9::bigint[], $10::text[], $11::text[], $12::text[], $13::bigint[], $14::bigint[], $15::text[])
     as u (id, trigger_id, event_id, trigger_version, status, dedupe_key, last_error, next_attempt_at, retry_attempts,
           reason, source, concurrency_key, ingress_sequence, plan_version, metadata)
-on conflict (event_id, trigger_id) do nothing
+ where not exists (select from tidegate.workflow_trigger_deliveries d where d.id = u.id offset 0)
+on conflict do nothing
 returning id
 
 -- name: due_triggers
@@ -182,7 +189,8 @@ with input as materialized (
 -- name: take_stale
 -- Locks waiting deliveries of a trigger whose time belongs to an older plan, in the order of arrival, after a given one.
 select d.id, d.event_id, d.retry_attempts, d.next_attempt_at, d.ingress_sequence, d.reason, d.concurrency_key,
-       (select coalesce(e.replayed_at, e.received_at) from tidegate.workflow_events e where e.id = d.event_id) as received_at
+       (select coalesce(e.replayed_at, greatest(e.received_at, e.deliver_at)) from tidegate.workflow_events e where e.id = d.event_id)
+         as received_at
   from tidegate.workflow_trigger_deliveries d
  where d.trigger_id = $1 and d.retry_state = 'scheduled' and d.plan_version < $2 and d.ingress_sequence > $3
  order by d.ingress_sequence
@@ -200,11 +208,12 @@ update tidegate.workflow_trigger_deliveries d
   from unnest($1::uuid[], $2::text[], $3::text[], $4::timestamptz[], $5::bigint[], $6::text[], $7::text[], $8::text[],
               $9::bigint[])
     as u (id, status, retry_state, next_attempt_at, retry_attempts, reason, last_error, metadata, plan_version)
- where d.id = u.id
+ where d.id = u.id and d.retry_state = 'scheduled'
 
 -- name: keep_waiting
 -- Deliveries that keep their place and time in a new plan.
-update tidegate.workflow_trigger_deliveries set plan_version = $2 where id = any ($1::uuid[])
+update tidegate.workflow_trigger_deliveries set plan_version = $2
+ where id = any ($1::uuid[]) and retry_state = 'scheduled'
 
 -- name: release_sources
 -- Makes deliveries due now that waited for their source to be resumed, once it is. Returns them. The index is walked from
@@ -231,7 +240,7 @@ with recursive names (source) as (
 )
 update tidegate.workflow_trigger_deliveries d
    set next_attempt_at = tidegate.now(), claim_generation = d.claim_generation + 1, updated_at = tidegate.now()
-  from freed where d.id = freed.id
+  from freed where d.id = freed.id and d.retry_state = 'scheduled'
 returning d.id
 
 -- name: next_due
@@ -261,5 +270,5 @@ select d.*, t.name as trigger_name, w.slug as workflow
   from tidegate.workflow_trigger_deliveries d
   join tidegate.workflow_event_triggers t on t.id = d.trigger_id
   join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
- where d.event_id = $1
- order by d.created_at, d.id
+ where d.id between tidegate.first_of($1) and tidegate.last_of($1) and d.event_id = $1
+ order by d.created_at, d.trigger_id

@@ -21,8 +21,15 @@ ORPHANS: dict[str, str] = {
     "deliveries_claimed_by_nobody": "deliveries whose claim is over and that nobody released",
     "deliveries_of_deleted_triggers": "deliveries that wait for a trigger that was deleted",
     "deliveries_waiting_for_a_free_slot": "deliveries that wait for a concurrency slot that nobody holds",
+    "deliveries_stored_twice": "deliveries that wait and are decided at once",
+    "runs_stored_twice": "runs that are unfinished and finished at once",
     "launches_without_a_run": "deliveries that launched, without their run",
     "runs_without_a_launch": "runs of deliveries that are gone or did not launch them",
+    "waits_of_nobody": "waits for events whose run or step has ended",
+    "steps_that_wait_for_nothing": "steps that wait for events, without the wait",
+    "external_ids_without_an_event": "producers' ids of events that are not there",
+    "held_events_without_an_event": "held events that are not there",
+    "dead_letters_without_an_event": "dead letters of events that are not there",
     "inbox_rows_without_an_event": "places in the inbox of events that are not there",
     "deliveries_without_an_event": "deliveries of events that are not there",
     "deliveries_without_a_trigger": "deliveries of triggers that are not there",
@@ -33,18 +40,22 @@ ORPHANS: dict[str, str] = {
     "runs_past_their_deadline": "runs that wait for longer than they may",
     "steps_of_finished_runs": "steps that wait in a run that has ended",
     "steps_claimed_by_nobody": "steps whose claim is over and that nobody released",
-    "breakers_waiting_for_an_ended_run": "half-open breakers whose trial run has ended or is gone",
+    "breakers_waiting_for_an_ended_run": "half-open breakers whose probe has ended or is gone",
     "source_plans_without_an_end": "sources whose events have been getting new slots for too long",
     "trigger_plans_without_an_end": "triggers whose deliveries have been getting new times for too long",
     "dead_letters_not_replayed_in_time": "dead letters that were to be replayed by now",
+    "events_not_replayed_in_time": "events that were to be decided again by now",
     "ticks_not_published_in_time": "schedules whose tick was to be published by now",
 }
 # The unique indexes that guarantee "at most once".
 GUARDS = (
-    "workflow_events_external_id_key",
-    "workflow_trigger_deliveries_once_key",
-    "workflow_runs_pkey",
-    "workflow_run_steps_name_key",
+    "workflow_events_pkey",
+    "event_external_ids_pkey",
+    "workflow_trigger_deliveries_live_pkey",
+    "workflow_trigger_deliveries_history_pkey",
+    "workflow_runs_live_pkey",
+    "workflow_runs_history_pkey",
+    "workflow_run_steps_pkey",
     "trigger_idempotency_keys_pkey",
     "dead_letters_open_key",
 )
@@ -71,6 +82,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     clock: datetime
     connections: int
     max_connections: int
+    max_locks: int
 
 
 async def orphans(connection: Connection, grace_ms: int) -> list[Orphans]:

@@ -14,7 +14,8 @@ with clock as materialized (
   union all
   select 'events_without_a_slot', r.event_id::text
     from tidegate.event_ingress_retries r join tidegate.event_scheduler_sources s on s.source = r.source
-   where r.retry_state = 'scheduled' and r.plan_version < s.plan_version and not s.is_replanning
+   where r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled' and r.plan_version < s.plan_version
+     and not s.is_replanning
   union all
   select 'events_claimed_by_nobody', r.event_id::text from tidegate.event_ingress_retries r, clock
    where r.retry_state = 'running' and r.claim_expires_at <= cut
@@ -43,13 +44,43 @@ with clock as materialized (
                       where r.trigger_id = d.trigger_id and r.concurrency_key = d.concurrency_key
                         and (r.status in ('pending', 'running') or r.finished_at > cut))
   union all
+  select 'deliveries_stored_twice', d.id::text
+    from tidegate.workflow_trigger_deliveries d join tidegate.workflow_trigger_deliveries h on h.id = d.id
+   where d.retry_state in ('scheduled', 'running') and h.retry_state in ('none', 'completed', 'cancelled', 'exhausted')
+  union all
+  select 'runs_stored_twice', r.id::text
+    from tidegate.workflow_runs r join tidegate.workflow_runs h on h.id = r.id
+   where r.status in ('pending', 'running') and h.status in ('succeeded', 'failed', 'cancelled')
+  union all
   select 'launches_without_a_run', d.id::text
     from tidegate.workflow_trigger_deliveries d left join tidegate.workflow_runs r on r.id = d.workflow_run_id
    where d.status = 'launched' and r.delivery_id is distinct from d.id
   union all
+  select 'waits_of_nobody', w.id::text
+    from tidegate.event_waits w
+    left join tidegate.workflow_runs r on r.id = w.workflow_run_id and r.status in ('pending', 'running')
+    left join tidegate.workflow_run_steps s on s.id = w.step_id
+   where r.id is null or s.id is null or (w.mode <> 'cancel' and s.status <> 'pending')
+  union all
+  select 'steps_that_wait_for_nothing', s.id::text from tidegate.workflow_run_steps s
+   where s.retry_state = 'scheduled' and s.kind = 'wait'
+     and not exists (select from tidegate.event_waits w where w.step_id = s.id)
+  union all
   select 'runs_without_a_launch', r.id::text
     from tidegate.workflow_runs r left join tidegate.workflow_trigger_deliveries d on d.id = r.delivery_id
    where r.delivery_id is not null and (d.status is distinct from 'launched' or d.workflow_run_id <> r.id)
+  union all
+  select 'external_ids_without_an_event', x.external_id
+    from tidegate.event_external_ids x left join tidegate.workflow_events e on e.id = x.event_id
+   where e.id is null
+  union all
+  select 'held_events_without_an_event', r.event_id::text
+    from tidegate.event_ingress_retries r left join tidegate.workflow_events e on e.id = r.event_id
+   where r.retry_state in ('scheduled', 'running') and e.id is null
+  union all
+  select 'dead_letters_without_an_event', l.id::text
+    from tidegate.dead_letters l left join tidegate.workflow_events e on e.id = l.event_id
+   where l.event_id is not null and e.id is null
   union all
   select 'inbox_rows_without_an_event', i.ingress_sequence::text
     from tidegate.event_inbox i left join tidegate.workflow_events e on e.id = i.event_id
@@ -100,6 +131,8 @@ with clock as materialized (
   union all
   select 'dead_letters_not_replayed_in_time', l.id::text from tidegate.dead_letters l, clock where l.replay_at <= cut
   union all
+  select 'events_not_replayed_in_time', p.event_id::text from tidegate.event_replays p, clock where p.replay_at <= cut
+  union all
   select 'ticks_not_published_in_time', s.workflow_definition_id::text
     from tidegate.schedules s join tidegate.workflow_definitions w on w.id = s.workflow_definition_id, clock
    where s.next_at <= cut and w.deleted_at is null
@@ -117,7 +150,7 @@ select c.relname as name
  where n.nspname = 'tidegate' and i.indisunique and i.indisvalid and i.indisready and c.relname = any ($1::text[])
 
 -- name: server
--- What the server is like: its version, what it keeps in a crash, whether it takes writes, its clock and its connections.
+-- What the server is like: its version, what it keeps in a crash, whether it takes writes, its clock, its connections and locks.
 select current_setting('server_version_num')::bigint as version, current_setting('server_version') as version_text,
        current_setting('fsync') as fsync, current_setting('full_page_writes') as full_page_writes,
        current_setting('synchronous_commit') as synchronous_commit,
@@ -125,7 +158,9 @@ select current_setting('server_version_num')::bigint as version, current_setting
        pg_is_in_recovery() or current_setting('default_transaction_read_only') = 'on' as is_read_only,
        clock_timestamp() as clock,
        (select count(*) from pg_catalog.pg_stat_activity where backend_type = 'client backend') as connections,
-       current_setting('max_connections')::bigint as max_connections
+       current_setting('max_connections')::bigint as max_connections,
+       current_setting('max_locks_per_transaction')::bigint
+         * (current_setting('max_connections')::bigint + current_setting('max_prepared_transactions')::bigint) as max_locks
 
 -- name: own_clock
 -- How far the clock that schedules is from the server's, in seconds.

@@ -26,6 +26,14 @@ def unsafe(found: Mapping[str, str]) -> str | None:
     return None
 
 
+async def confirm(connection: Connection) -> None:
+    """Let this transaction's commit wait until the synchronous standbys, if there are any, have all that it has seen. A
+    session that was ended while it waited for them leaves a commit that is visible here and missing there."""
+    await connection.execute(
+        "select pg_logical_emit_message(true, 'tidegate', '') where current_setting('synchronous_standby_names') <> ''"
+    )
+
+
 async def is_read_only(connection: Connection) -> bool:
     """Whether nothing can be written: a standby, or a server that was set so."""
     return bool(

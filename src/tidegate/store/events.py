@@ -28,7 +28,7 @@ class Resolved(NamedTuple):
     same_body: bool
 
 
-class Quarantined(NamedTuple):
+class DeadLettered(NamedTuple):
     """An event that was moved to the dead letters."""
 
     event_id: EventId
@@ -45,13 +45,17 @@ class Claimed(NamedTuple):
 
 async def insert(connection: Connection, events: Sequence[NewEvent]) -> set[EventId]:
     """Store events with their inbox rows; the ids of those that are new."""
-    rows = await connection.fetch(_sql["insert"], *_insert_columns(events))
+    later = [e for e in events if e.is_later]
+    columns = _insert_columns(events)
+    if later:
+        columns += ([e.id for e in later], [e.deliver_at for e in later], [e.delay_ms for e in later])
+    rows = await connection.fetch(_sql["insert_later" if later else "insert"], *columns)
     return {row[0] for row in rows}
 
 
 async def insert_new(connection: Connection, events: Sequence[NewEvent]) -> bool:
-    """Store events that are all new, faster than `insert`, as a transaction of its own; False, and nothing is stored,
-    when one of them is stored already."""
+    """Store events that are all new and none of which is for a later time, faster than `insert`, as a transaction of
+    its own; False, and nothing is stored, when one of them is stored already."""
     try:
         await connection.execute(_sql["insert_new"], *_insert_columns(events))
     except asyncpg.UniqueViolationError:
@@ -73,7 +77,8 @@ class _Undone(Exception):
 
 async def resolve(connection: Connection, events: Sequence[NewEvent]) -> dict[EventId, Resolved]:
     """By the given id: the stored event with the same id, or the same producer's id and source."""
-    rows = await connection.fetch(_sql["resolve"], *_columns(events))
+    later = [e.deliver_at for e in events], [e.delay_ms for e in events]
+    rows = await connection.fetch(_sql["resolve"], *_columns(events), *later)
     return {row["given_id"]: Resolved(row["id"], row["same_body"]) for row in rows}
 
 
@@ -82,7 +87,7 @@ async def claim_inbox(connection: Connection, limit: int) -> Claimed:
     `locks.share` does)."""
     rows = await connection.fetch(_sql["claim_inbox"], limit)
     # Metadata is null where there is none, as mostly; the last column is the time.
-    found = [Event(*[*row[:10], row[10] or {}, row[11]]) for row in rows]
+    found = [Event(*[*row[:10], row[10] or {}, row[11], None, None, row[12]]) for row in rows]
     return Claimed(found, rows[0]["now"] if rows else None)
 
 
@@ -96,10 +101,10 @@ async def list_inbox(connection: Connection, limit: int) -> list[int]:
     return [row[0] for row in await connection.fetch(_sql["list_inbox"], limit)]
 
 
-async def quarantine(connection: Connection, ingress_sequence: int, reason: str) -> Quarantined | None:
+async def dead_letter(connection: Connection, ingress_sequence: int, reason: str) -> DeadLettered | None:
     """Move an event that cannot be processed from the inbox to the dead letters; which it was, if it was there."""
-    row = await connection.fetchrow(_sql["quarantine"], ingress_sequence, reason)
-    return Quarantined(*row) if row else None
+    row = await connection.fetchrow(_sql["dead_letter"], ingress_sequence, reason)
+    return DeadLettered(*row) if row else None
 
 
 async def find(connection: Connection, event_id: str) -> list[Event]:
@@ -112,7 +117,11 @@ async def find(connection: Connection, event_id: str) -> list[Event]:
 
 async def get_many(connection: Connection, ids: Iterable[EventId]) -> dict[EventId, Event]:
     """Events by our ids."""
-    return {row["id"]: Event(*row) for row in await connection.fetch(_sql["get_many"], list(ids))}
+    wanted = list(ids)
+    if not wanted:
+        return {}
+    rows = await connection.fetch(_sql["get_many"], wanted, min(wanted), max(wanted))
+    return {row["id"]: Event(*row) for row in rows}
 
 
 async def correlation_id(connection: Connection, event_id: EventId) -> str | None:
@@ -124,13 +133,13 @@ async def correlation_id(connection: Connection, event_id: EventId) -> str | Non
 async def set_traceparents(connection: Connection, traceparents: Mapping[EventId, str]) -> None:
     """Name the traces of events that came without one."""
     if traceparents:
-        await connection.execute(_sql["set_traceparents"], list(traceparents), list(traceparents.values()))
-
-
-async def is_waiting(connection: Connection, event_id: EventId) -> tuple[bool, str | None]:
-    """Whether the event is still undecided, and why it was quarantined, if it was."""
-    row = await connection.fetchrow(_sql["is_waiting"], event_id)
-    return (row["undecided"], row["dead_reason"]) if row else (False, None)
+        await connection.execute(
+            _sql["set_traceparents"],
+            list(traceparents),
+            list(traceparents.values()),
+            min(traceparents),
+            max(traceparents),
+        )
 
 
 class ReceiptPlace(NamedTuple):
@@ -184,6 +193,7 @@ def _insert_columns(events: Sequence[NewEvent]) -> tuple[Sequence[object], ...]:
         column(metadata, "{}"),
         column([e.correlation_id for e in events]),
         column([e.traceparent for e in events]),
+        column([e.origin for e in events]),
     )
 
 

@@ -4,30 +4,34 @@
 -- sessions.
 input as materialized (
   select u.id, u.external_id, coalesce(u.type, ($3::text[])[1]) as type, coalesce(u.source, ($4::text[])[1]) as source,
-         u.occurred_at, u.payload, u.ttl_ms, coalesce(u.metadata, '{}') as metadata, u.correlation_id, u.traceparent,
+         u.occurred_at, u.payload, u.ttl_ms, coalesce(u.metadata, '{}') as metadata, u.correlation_id, u.traceparent, u.origin,
          nextval('tidegate.ingress_sequence') as ingress_sequence
     from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::bigint[],
-                $8::text[], $9::text[], $10::text[])
-      as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent)
+                $8::text[], $9::text[], $10::text[], $11::text[])
+      as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent, origin)
 ), clock as materialized (
   select tidegate.now() as now where set_config('synchronous_commit', 'on', true) = 'on'
 )
 
 -- fragment: store_events
--- Stores the events of `input`. Rows go in by producer's id, so that two transactions with the same ids wait for each other instead
--- of deadlocking; the sequence keeps the arrival order.
+-- Stores the events of `input`.
 insert into tidegate.workflow_events
   (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
-   metadata, traceparent)
+   metadata, traceparent, origin)
 select id, external_id, type, source, coalesce(occurred_at, now), now, ingress_sequence, payload::jsonb,
-       coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent
+       coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent, origin::jsonb
   from input, clock
- order by external_id, source, ingress_sequence
+
+-- fragment: name_events
+-- Takes the producers' ids of `input`. Rows go in by these ids, so that two transactions with the same ids wait for each other instead
+-- of deadlocking.
+insert into tidegate.event_external_ids (external_id, source, event_id)
+select external_id, source, id from input where external_id is not null order by external_id, source, ingress_sequence
 
 -- fragment: event
 -- The columns of an event, in the order of `model.event.Event`.
 e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at, e.deliver_at, e.origin
 
 -- fragment: filters
 -- The filters of lists; null does not filter. $6 is the correlation id as an event's own id, if it may be one: the index has only
@@ -39,8 +43,13 @@ e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_s
 
 -- name: insert
 -- Stores events and their inbox rows, except those that are stored already; returns the ids that are new.
-with {{input}}, stored as (
+with {{input}}, named as (
+  {{name_events}}
+  on conflict do nothing
+  returning event_id
+), stored as (
   {{store_events}}
+   where external_id is null or id in (select event_id from named)
   on conflict do nothing
   returning id, ingress_sequence
 ), inboxed as (
@@ -51,10 +60,48 @@ select id from stored
 -- name: insert_new
 -- Stores events that are all expected to be new, in two thirds of the time that `insert` takes. If one is stored already, the
 -- statement fails by a unique key and nothing is stored.
-with {{input}}, stored as (
+with {{input}}, named as (
+  {{name_events}}
+), stored as (
   {{store_events}}
 )
 insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from input
+
+-- name: insert_later
+-- As `insert`, for a batch in which some events ($12) are for a later time: at $13, or $14 ms from now. Those are not in the inbox: they
+-- wait with the reason `scheduled`. A time that has passed already means now.
+with {{input}}, later as materialized (
+  select u.id, coalesce(u.deliver_at, clock.now + u.delay_ms * interval '1 ms') as deliver_at
+    from unnest($12::uuid[], $13::timestamptz[], $14::bigint[]) as u (id, deliver_at, delay_ms), clock
+), named as (
+  {{name_events}}
+  on conflict do nothing
+  returning event_id
+), stored as (
+  insert into tidegate.workflow_events
+    (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
+     metadata, traceparent, origin, deliver_at)
+  select id, external_id, type, source, coalesce(occurred_at, now), now, ingress_sequence, payload::jsonb,
+         coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent, origin::jsonb, later.deliver_at
+    from input left join later using (id), clock
+   where external_id is null or id in (select event_id from named)
+  on conflict do nothing
+  returning id, source, ingress_sequence, received_at, deliver_at
+), waiting as (
+  insert into tidegate.event_ingress_retries
+    (event_id, source, ingress_sequence, next_attempt_at, reason, last_error, metadata, created_at, updated_at)
+  select id, source, ingress_sequence, deliver_at, 'scheduled', 'published for a later time',
+         jsonb_build_object('reason', 'scheduled', 'until', deliver_at), received_at, received_at
+    from stored where deliver_at > received_at
+), recorded as (
+  insert into tidegate.event_decisions (event_id, at, stage, decision, reason, until)
+  select id, received_at, 'gate', 'scheduled', 'published for a later time', deliver_at
+    from stored where deliver_at > received_at
+), inboxed as (
+  insert into tidegate.event_inbox (ingress_sequence, event_id)
+  select ingress_sequence, id from stored where deliver_at is null or deliver_at <= received_at
+)
+select id from stored
 
 -- name: probe
 -- Stores an event as publishing does, in a transaction that is rolled back: a check that publishing works.
@@ -72,20 +119,23 @@ select u.id as given_id, e.id,
        e.id = u.id or (
          e.type = u.type and e.payload = u.payload::jsonb and e.metadata = u.metadata::jsonb
          and e.ttl_ms is not distinct from u.ttl_ms
-         and (u.occurred_at is null or e.occurred_at = u.occurred_at)) as same_body
+         and (u.occurred_at is null or e.occurred_at = u.occurred_at)
+         and e.deliver_at is not distinct from coalesce(u.deliver_at, e.received_at + u.delay_ms * interval '1 ms')) as same_body
   from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::bigint[],
-              $8::text[])
-    as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata),
+              $8::text[], $9::timestamptz[], $10::bigint[])
+    as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, deliver_at, delay_ms),
   lateral (
     select * from tidegate.workflow_events where id = u.id
     union all
-    select * from tidegate.workflow_events where external_id = u.external_id and source = u.source and id <> u.id
+    select e.* from tidegate.event_external_ids x join tidegate.workflow_events e on e.id = x.event_id
+     where x.external_id = u.external_id and x.source = u.source and x.event_id <> u.id
     limit 1
   ) e
 
 -- name: claim_inbox
 -- Takes the oldest undecided events out of the inbox, for this transaction alone; rolled back, they are there again.
--- The array and `offset 0` keep to index lookups: with joins, a plan created while the tables were small reads all history.
+-- The arrays keep to index lookups: with joins, a plan created while the tables were small reads all history. The least and the
+-- greatest id have the days decided once that are read, and not for each event.
 -- The same statement takes the shared locks that let this transaction launch for their sources (as `locks.share`, in its order).
 -- What those locks protect is read by a later statement: this one sees the tables as they were before it waited. What it
 -- reads itself does not change. The time is read once the locks are held, and is returned with the first event.
@@ -95,12 +145,12 @@ with oldest as materialized (
   delete from tidegate.event_inbox where ingress_sequence = any (array(select ingress_sequence from oldest))
   returning event_id
 ), found as materialized (
-  select e.*
-    from claimed, lateral (
-      select id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
-             nullif(metadata, '{}') as metadata, traceparent
-        from tidegate.workflow_events where id = claimed.event_id offset 0
-    ) e
+  select id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
+         nullif(metadata, '{}') as metadata, traceparent, origin
+    from tidegate.workflow_events
+   where id = any (array(select event_id from claimed))
+     and id >= (select event_id from claimed order by event_id limit 1)
+     and id <= (select event_id from claimed order by event_id desc limit 1)
 ), shared as materialized (
   select pg_advisory_xact_lock_shared(k.class, k.key)
     from (select 8701 as class, hashtext(f.source) & 63 as key from found f
@@ -121,14 +171,14 @@ with given as materialized (
   delete from tidegate.event_inbox where ingress_sequence in (select ingress_sequence from given) returning event_id
 )
 select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at, e.deliver_at, e.origin
   from claimed join tidegate.workflow_events e on e.id = claimed.event_id
 
 -- name: list_inbox
 -- The oldest undecided events, without locking them.
 select ingress_sequence from tidegate.event_inbox order by ingress_sequence limit $1
 
--- name: quarantine
+-- name: dead_letter
 -- Takes an event that no batch can process out of the inbox and keeps it as a dead letter with the reason. Returns it
 -- when it was still there.
 with claimed as (
@@ -146,13 +196,14 @@ select {{event}}
   from tidegate.workflow_events e where e.id = $1::uuid
 union all
 select {{event}}
-  from tidegate.workflow_events e where e.external_id = $2 and e.id is distinct from $1::uuid
+  from tidegate.event_external_ids x join tidegate.workflow_events e on e.id = x.event_id
+ where x.external_id = $2 and e.id is distinct from $1::uuid
  limit 20
 
 -- name: get_many
--- Events by our ids.
+-- Events by our ids, of which $2 is the least and $3 the greatest: only their days are read.
 select {{event}}
-  from tidegate.workflow_events e where e.id = any ($1::uuid[])
+  from tidegate.workflow_events e where e.id = any ($1::uuid[]) and e.id between $2 and $3
 
 -- name: correlation_id
 -- The correlation id of one event, even when its other columns cannot be read.
@@ -162,15 +213,7 @@ select e.correlation_id from tidegate.workflow_events e where e.id = $1
 -- Names the traces of events that came without one.
 update tidegate.workflow_events e set traceparent = u.traceparent
   from unnest($1::uuid[], $2::text[]) as u (id, traceparent)
- where e.id = u.id
-
--- name: is_waiting
--- Whether an event still waits in the inbox, and whether it was quarantined.
-select exists (select 1 from tidegate.event_inbox i
-                where i.ingress_sequence = e.ingress_sequence) as undecided,
-       (select d.reason from tidegate.dead_letters d where d.kind = 'event' and d.subject_id = e.id and d.replayed_at is null
-       ) as dead_reason
-  from tidegate.workflow_events e where e.id = $1
+ where e.id = u.id and e.id = any ($1::uuid[]) and e.id between $3 and $4
 
 -- name: list
 -- A page of events, newest first; null filters do not filter. $6 is the correlation id as an event's own id, if it may be one:

@@ -26,5 +26,8 @@ async def grant(connection: Connection, rights: tuple[str, ...], role: str) -> N
     quoted = await connection.fetchval("select quote_ident(rolname) from pg_roles where rolname = $1", role)
     if quoted is None:
         raise SettingsError(f"the database has no role {role!r}: make it first (`create role … login`)")
+    is_owner = "select pg_has_role(nspowner, 'usage') from pg_namespace where nspname = 'tidegate'"
+    if not await connection.fetchval(is_owner):
+        raise SettingsError("only the owner of the schema can grant rights: use the role that ran `tidegate migrate`")
     for right in rights:
         await connection.execute(right.format(role=quoted))

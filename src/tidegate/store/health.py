@@ -101,7 +101,7 @@ class PausedSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceBreaker(msgspec.Struct, frozen=True, kw_only=True):
-    """A source whose breaker is open; after `until` the next event is the trial."""
+    """A source whose breaker is open; after `until` the next event is the probe."""
 
     source: str
     state: BreakerState
@@ -111,7 +111,7 @@ class SourceBreaker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriggerBreaker(msgspec.Struct, frozen=True, kw_only=True):
-    """A trigger whose breaker is open (after `until` the next delivery is the trial), or half open while the trial run
+    """A trigger whose breaker is open (after `until` the next delivery is the probe), or half open while the probe
     `probe_run_id` lasts."""
 
     trigger_id: TriggerId

@@ -1,7 +1,8 @@
 -- name: waiting
 -- Everything that waits, by kind and reason: how many, the first, how many of them are due at $1, and how many at $2; and whether
 -- something holds them back on purpose, which then is the reason. One pass over each index of what waits: whether a source or a
--- trigger is held is the same for all that wait for it. Rows of kind `source` say how much waits of each of the sources $3.
+-- trigger is held is the same for all that wait for it. Rows of kind `source` say how much waits of each of the sources $3. What was
+-- published for a later time waits for that alone.
 with held_sources as materialized (
   select source,
          case when paused_at is not null and (paused_until is null or paused_until > $1::timestamptz) then 'paused'
@@ -28,13 +29,13 @@ with held_sources as materialized (
          count(*) filter (where next_attempt_at <= $2::timestamptz) as overdue
     from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' group by 1, 2, 3
 ), steps as materialized (
-  select case when kind = 'sleep' then 'sleep' else 'failed' end as reason, next_attempt_at
+  select case kind when 'sleep' then 'sleep' when 'wait' then 'event' else 'failed' end as reason, next_attempt_at
     from tidegate.workflow_run_steps where retry_state = 'scheduled'
 )
 select 'events' as kind, coalesce(h.holds, g.reason, 'unknown') as reason, h.holds is not null as is_held,
        sum(g.total)::bigint as total, min(g.next_attempt_at) as next_attempt_at, sum(g.due)::bigint as due,
        sum(g.overdue)::bigint as overdue
-  from events g left join held_sources h on h.source = g.source
+  from events g left join held_sources h on h.source = g.source and g.reason is distinct from 'scheduled'
  group by 1, 2, 3
 union all
 select 'deliveries', coalesce(h.holds, g.reason, 'unknown'), h.holds is not null or s.source is not null,
@@ -49,7 +50,7 @@ select 'steps', reason, false, count(*), min(next_attempt_at),
   from steps group by 1, 2, 3
 union all
 select 'source', source, false, sum(total)::bigint, min(next_attempt_at), sum(due)::bigint, sum(overdue)::bigint
-  from events where source = any ($3::text[]) group by source
+  from events where source = any ($3::text[]) and reason is distinct from 'scheduled' group by source
 
 -- name: depths
 -- What else the queues hold at $1: undecided events and the oldest of them, runs that are due or wait for a time and the

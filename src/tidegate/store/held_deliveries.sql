@@ -82,7 +82,7 @@ update tidegate.workflow_trigger_deliveries d
    set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, last_error = $2,
        claim_generation = d.claim_generation + 1, updated_at = tidegate.now()
   from waiting w
- where d.id = w.id
+ where d.id = w.id and d.retry_state = 'scheduled'
 returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key
 
 -- name: cancel_of_trigger
@@ -111,7 +111,7 @@ update tidegate.workflow_trigger_deliveries d
        plan_version = coalesce((select g.plan_version from tidegate.event_scheduler_triggers g
                                  where g.trigger_id = d.trigger_id), d.plan_version)
   from waiting w
- where d.id = w.id
+ where d.id = w.id and d.retry_state = 'scheduled'
 returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key
 
 -- name: keep_order

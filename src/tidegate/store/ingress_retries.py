@@ -120,6 +120,44 @@ async def keep_order(connection: Connection, source: str, since_sequence: int) -
     await connection.execute(_sql["keep_order"], source, since_sequence, MAX_REORDERED)
 
 
+class ArrivedEvent(NamedTuple):
+    """An event that was published for a later time which has come, locked; `arrival` is its number in the order of
+    arrival from now on."""
+
+    event_id: EventId
+    attempts: int
+    reason: str | None
+    claim_generation: int
+    next_attempt_at: datetime
+    arrival: int
+
+
+async def list_arrived(connection: Connection, limit: int) -> list[tuple[EventId, str]]:
+    """Events that were published for a later time which has come, with their sources, in the order of their times."""
+    return [(row[0], row[1]) for row in await connection.fetch(_sql["list_arrived"], limit)]
+
+
+async def take_arrived(connection: Connection, event_ids: Sequence[EventId], now: datetime) -> list[ArrivedEvent]:
+    """Lock those of the events that still wait for their time, which has come, in the order of their times."""
+    return [ArrivedEvent(*row) for row in await connection.fetch(_sql["take_arrived"], event_ids, now)]
+
+
+async def join_line(connection: Connection, retries: Sequence[IngressRetry]) -> None:
+    """Let events that were refused at their time stand in their source's line; this transaction has locked them."""
+    if retries:
+        await connection.execute(
+            _sql["join_line"],
+            [r.event_id for r in retries],
+            [r.ingress_sequence for r in retries],
+            [r.attempts for r in retries],
+            [r.next_attempt_at for r in retries],
+            [r.reason for r in retries],
+            [r.last_error for r in retries],
+            json_texts(r.metadata for r in retries),
+            [r.plan_version for r in retries],
+        )
+
+
 async def settle(connection: Connection, settled: Sequence[Settled]) -> None:
     """Write what became of rows that this transaction has locked."""
     if settled:

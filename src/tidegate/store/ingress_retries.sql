@@ -25,16 +25,18 @@ select u.event_id, u.source, u.ingress_sequence, u.retry_state, u.attempts, u.ne
 -- single event.
 with recursive first_due as materialized (
   select r.source, r.next_attempt_at from tidegate.event_ingress_retries r
-   where r.retry_state = 'scheduled' and r.next_attempt_at <= tidegate.now()
+   where r.retry_state = 'scheduled' and r.next_attempt_at <= tidegate.now() and r.reason is distinct from 'scheduled'
    order by r.next_attempt_at limit 500
 ), enough as materialized (
   select count(*) < 500 or count(distinct source) >= $1 as is_enough from first_due
 ), waiting (source) as (
   (select r.source from tidegate.event_ingress_retries r
-    where r.retry_state = 'scheduled' and not (select is_enough from enough) order by r.source limit 1)
+    where r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled' and not (select is_enough from enough)
+    order by r.source limit 1)
   union all
   select (select r.source from tidegate.event_ingress_retries r
-           where r.retry_state = 'scheduled' and r.source > w.source order by r.source limit 1)
+           where r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled' and r.source > w.source
+           order by r.source limit 1)
     from waiting w where w.source is not null
 )
 select found.source
@@ -44,7 +46,7 @@ select found.source
     select w.source, first.next_attempt_at
       from waiting w,
            lateral (select r.next_attempt_at from tidegate.event_ingress_retries r
-                     where r.source = w.source and r.retry_state = 'scheduled'
+                     where r.source = w.source and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled'
                      order by r.next_attempt_at limit 1) first
      where first.next_attempt_at <= tidegate.now()
   ) found
@@ -56,7 +58,8 @@ select found.source
 -- in progress.
 select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
   from tidegate.event_ingress_retries r
- where r.source = $1 and r.retry_state = 'scheduled' and r.next_attempt_at <= $2 and ($4::uuid is null or r.event_id = $4)
+ where r.source = $1 and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled' and r.next_attempt_at <= $2
+   and ($4::uuid is null or r.event_id = $4)
  order by r.next_attempt_at, r.ingress_sequence
  limit $3
    for update of r skip locked
@@ -64,7 +67,8 @@ select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
 -- name: first_due
 -- The event of a source whose slot has come first, not locked.
 select r.event_id from tidegate.event_ingress_retries r
- where r.source = $1 and r.retry_state = 'scheduled' and r.next_attempt_at <= tidegate.now()
+ where r.source = $1 and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled'
+   and r.next_attempt_at <= tidegate.now()
  order by r.next_attempt_at, r.ingress_sequence
  limit 1
 
@@ -72,10 +76,12 @@ select r.event_id from tidegate.event_ingress_retries r
 -- Locks waiting events of a source whose slot belongs to an older plan, in the order of arrival, after a given one.
 -- The event is looked up row by row: with a join, a plan created while the tables were small reads all history.
 select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence,
-       (select coalesce(e.replayed_at, e.received_at) from tidegate.workflow_events e where e.id = r.event_id) as received_at,
+       (select coalesce(e.replayed_at, greatest(e.received_at, e.deliver_at)) from tidegate.workflow_events e
+         where e.id = r.event_id) as received_at,
        (select e.correlation_id from tidegate.workflow_events e where e.id = r.event_id) as correlation_id
   from tidegate.event_ingress_retries r
- where r.source = $1 and r.retry_state = 'scheduled' and r.plan_version < $2 and r.ingress_sequence > $3
+ where r.source = $1 and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled' and r.plan_version < $2
+   and r.ingress_sequence > $3
  order by r.ingress_sequence
  limit $4
    for update of r
@@ -87,7 +93,7 @@ select r.event_id, r.attempts, r.next_attempt_at, r.ingress_sequence,
 with waiting as materialized (
   select r.event_id, r.claim_generation, r.next_attempt_at, r.ingress_sequence
     from tidegate.event_ingress_retries r
-   where r.source = $1 and r.retry_state = 'scheduled' and r.ingress_sequence >= $2
+   where r.source = $1 and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled' and r.ingress_sequence >= $2
      and r.plan_version = (select s.plan_version from tidegate.event_scheduler_sources s where s.source = $1)
    order by r.ingress_sequence limit $3::int + 1
 ), line as materialized (
@@ -102,6 +108,33 @@ update tidegate.event_ingress_retries r
  where r.event_id = mine.event_id and r.claim_generation = mine.claim_generation and r.retry_state = 'scheduled'
    and r.next_attempt_at <> slot.next_attempt_at
 
+-- name: list_arrived
+-- The events that were published for a later time which has come, in the order of their times, not locked: ids and sources.
+select r.event_id, r.source from tidegate.event_ingress_retries r
+ where r.retry_state = 'scheduled' and r.reason = 'scheduled' and r.next_attempt_at <= tidegate.now()
+ order by r.next_attempt_at, r.ingress_sequence
+ limit $1
+
+-- name: take_arrived
+-- Locks those of the events that still wait for their time and have reached it, in the order of their times; each with a new
+-- number in the order of arrival: it is from now on that it stands in its source's line.
+select a.*, nextval('tidegate.ingress_sequence') as arrival
+  from (select r.event_id, r.attempts, r.reason, r.claim_generation, r.next_attempt_at
+          from tidegate.event_ingress_retries r
+         where r.event_id = any ($1::uuid[]) and r.retry_state = 'scheduled' and r.reason = 'scheduled' and r.next_attempt_at <= $2
+         order by r.next_attempt_at, r.ingress_sequence
+           for update of r skip locked) a
+
+-- name: join_line
+-- Events that this transaction has locked stand in their source's line: they were refused at their time.
+update tidegate.event_ingress_retries r
+   set ingress_sequence = u.ingress_sequence, attempts = u.attempts, next_attempt_at = u.next_attempt_at, reason = u.reason,
+       last_error = u.last_error, metadata = u.metadata::jsonb, plan_version = u.plan_version,
+       claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
+  from unnest($1::uuid[], $2::bigint[], $3::bigint[], $4::timestamptz[], $5::text[], $6::text[], $7::text[], $8::bigint[])
+    as u (event_id, ingress_sequence, attempts, next_attempt_at, reason, last_error, metadata, plan_version)
+ where r.event_id = u.event_id and r.retry_state = 'scheduled'
+
 -- name: settle
 -- Writes what became of rows that this transaction has locked.
 update tidegate.event_ingress_retries r
@@ -111,7 +144,7 @@ update tidegate.event_ingress_retries r
   from unnest($1::uuid[], $2::text[], $3::bigint[], $4::timestamptz[], $5::text[], $6::text[], $7::text[],
               $8::bigint[])
     as u (event_id, retry_state, attempts, next_attempt_at, reason, last_error, metadata, plan_version)
- where r.event_id = u.event_id
+ where r.event_id = u.event_id and r.retry_state = 'scheduled'
 
 -- name: next_due
 -- Seconds until the next waiting event that is not due yet, or null.
@@ -130,7 +163,7 @@ with waiting as materialized (
 update tidegate.event_ingress_retries r
    set retry_state = 'cancelled', last_error = $2, claim_generation = r.claim_generation + 1, updated_at = tidegate.now()
   from waiting w
- where r.event_id = w.event_id
+ where r.event_id = w.event_id and r.retry_state = 'scheduled'
 returning r.event_id, r.source, r.attempts
 
 -- name: force
@@ -145,7 +178,7 @@ update tidegate.event_ingress_retries r
        plan_version = coalesce((select s.plan_version from tidegate.event_scheduler_sources s where s.source = r.source),
                                r.plan_version)
   from waiting w
- where r.event_id = w.event_id
+ where r.event_id = w.event_id and r.retry_state = 'scheduled'
 returning r.event_id, r.source, r.attempts
 
 -- name: get
@@ -157,7 +190,7 @@ select r.* from tidegate.event_ingress_retries r where r.event_id = $1
 -- its ETA is null.
 select r.event_id, e.external_id, e.type, r.source, e.correlation_id, r.retry_state, r.reason, r.attempts,
        r.next_attempt_at, r.last_error, r.metadata, r.created_at, r.updated_at,
-       case when s.paused_at is not null and s.paused_until is null then null
+       case when s.paused_at is not null and s.paused_until is null and r.reason is distinct from 'scheduled' then null
             else greatest(0, extract(epoch from r.next_attempt_at - tidegate.now()))::float8 end as eta_seconds
   from tidegate.event_ingress_retries r
   join tidegate.workflow_events e on e.id = r.event_id

@@ -1,30 +1,43 @@
-"""Numbered forward SQL files. Each runs in a transaction of its own; several starters may run them at once."""
+"""Numbered forward SQL files; several starters may run them at once. Each runs in a transaction of its own, except
+those that hold up nobody and can be repeated (`store/online.py`).
+
+A release is upgraded while it works. Expansions are applied at once: older processes can use the schema that they make.
+A contraction waits until no living process needs what it removes. The ledger has, for each migration, the oldest schema
+version whose code can use the schema from then on, so that a program can judge migrations that it does not know.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
-from typing import Any
+from typing import Protocol
 
 from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.errors import SchemaError
-from tidegate.store.db import Connection, Database, TransientConflict, translated, without_end
+from tidegate.store import online, processes
+from tidegate.store.db import Connection, Database, Row, TransientConflict, translated, without_end
+from tidegate.store.migration import Migration
+from tidegate.store.processes import SeenProcess
 
-# A migration that waits for a lock on a table blocks every transaction that comes after it. So it waits for less time
-# than publishing does, lets them pass, and tries again, until this much time has passed in all.
-LOCK_TIMEOUT_MS = 200
+# A migration that waits for a lock on a table blocks every transaction that comes after it, and then holds it until its
+# commit. So it waits for much less time than publishing does, lets the others pass, and tries again, until this much
+# time has passed in all.
+LOCK_TIMEOUT_MS = 100
 LOCK_PATIENCE_SECONDS = 60.0
 _REST_SECONDS = 0.5
+# How often it is checked whether another process has finished migrating.
+_TURN_SECONDS = 0.1
 # Waiting for another process's migrations is not a fault, and large tables take their time; silence has an end.
 _ANSWER_SECONDS = 4 * 3600.0
 
-# The first key is ours alone, so that no other program's advisory lock can be in the way.
-_LOCK = "select pg_advisory_lock(hashtext('tidegate.migrations'), 8700)"
-_UNLOCK = "select pg_advisory_unlock(hashtext('tidegate.migrations'), 8700)"
+# The first key is ours alone, so that no other program's advisory lock can be in the way. Asked for again and again: a
+# statement that waits for it would be one that building an index concurrently waits for.
+_LOCK = "select pg_try_advisory_lock(hashtext('tidegate.migrations'), 8700)"
 _LEDGER = """
 create schema if not exists tidegate;
 create table if not exists tidegate.schema_migrations (
@@ -33,6 +46,20 @@ create table if not exists tidegate.schema_migrations (
   checksum   text        not null,
   applied_at timestamptz not null default clock_timestamp()
 );
+alter table tidegate.schema_migrations add column if not exists compatible_from bigint not null default 1;
+"""
+_HAS_LEDGER = """
+select exists (select from information_schema.columns
+                where (table_schema, table_name, column_name) = ('tidegate', 'schema_migrations', 'compatible_from'))
+"""
+# Development versions made a ledger without `compatible_from`.
+_APPLIED = """
+select version, name, checksum, coalesce((to_jsonb(m) ->> 'compatible_from')::bigint, 1) as compatible_from
+  from tidegate.schema_migrations m
+"""
+_RECORD = """
+insert into tidegate.schema_migrations (version, name, checksum, compatible_from)
+select $1, $2, $3, greatest($4, max(compatible_from)) from tidegate.schema_migrations
 """
 _HOLDER = """
 select 'tidegate.' || c.relname as relation, l.mode, l.pid, a.usename as role, a.application_name as application,
@@ -46,27 +73,59 @@ select 'tidegate.' || c.relname as relation, l.mode, l.pid, a.usename as role, a
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Migration:
-    version: int
-    name: str
-    sql: str
+class _Session(Connection, Protocol):
+    """The connection that migrates."""
 
-    @property
-    def checksum(self) -> str:
-        return hashlib.sha256(self.sql.encode()).hexdigest()[:16]
+    def transaction(self) -> AbstractAsyncContextManager[object]: ...
+    async def close(self, *, timeout: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where the database is: the versions applied, and the migrations still to come."""
+    """Where the database is: the versions applied, and the migrations of this program still to come."""
 
     applied: list[int]
     pending: list[Migration]
+    compatible_from: int = 1
 
     @property
     def version(self) -> int:
         return max(self.applied, default=0)
+
+    @property
+    def missing(self) -> list[Migration]:
+        """Pending expansions: this program needs what they add."""
+        return [migration for migration in self.pending if migration.kind == "expand"]
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether a newer program has migrated the database."""
+        return self.version > latest()
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingContraction:
+    """A contraction that is pending, and the living processes that need what it removes."""
+
+    migration: Migration
+    older: list[SeenProcess]
+    behind: Migration | None = None
+
+    def __str__(self) -> str:
+        if not self.older and self.behind is not None:
+            return f"waits for {self.behind.name}, which comes before it"
+        if not self.older:
+            return "no process needs what it removes: run `tidegate migrate` to apply it"
+        alive = "; ".join(
+            f"{one.kind} {one.name} (version {one.version}, schema {one.schema_version}, last seen "
+            f"{one.seen_at:%Y-%m-%d %H:%M:%S} UTC)"
+            for one in self.older
+        )
+        return (
+            f"waits for processes that know no schema from version {self.migration.compatible_from} on: {alive}. "
+            f"Upgrade or stop them, then run `tidegate migrate` again; one that was killed counts for "
+            f"{processes.ALIVE_MS // 1000} s. Everything works meanwhile"
+        )
 
 
 @cache
@@ -78,12 +137,12 @@ def migrations() -> tuple[Migration, ...]:
 
 
 def latest() -> int:
-    """The schema version that this version of Tidegate writes and reads."""
+    """The newest schema version that this version of Tidegate knows."""
     return migrations()[-1].version
 
 
 async def status(database: Database) -> Status:
-    """What is applied and what is pending. Refuses a schema that this version does not know."""
+    """What is applied and what is pending. Refuses a schema that this version cannot use."""
     async with database.connection() as connection:
         return await status_on(connection)
 
@@ -92,59 +151,133 @@ async def status_on(connection: Connection) -> Status:
     """The same, on a connection that is there."""
     if not await connection.fetchval("select to_regclass('tidegate.schema_migrations') is not null"):
         return Status([], list(migrations()))
-    return _status(await connection.fetch("select version, checksum from tidegate.schema_migrations"))
+    return _status(await connection.fetch(_APPLIED))
 
 
-async def migrate(database: Database) -> list[Migration]:
-    """Bring the schema up to date; what was applied. Waits while another process does the same."""
-    connection: Any = await database.dedicated(_ANSWER_SECONDS)
-    try:
-        await connection.execute(f"set lock_timeout = 0; set statement_timeout = 0; {without_end(is_local=False)}")
-        await connection.execute(_LOCK)
+async def waiting(database: Database) -> list[WaitingContraction]:
+    """Contractions that are pending although their turn has come, and what each waits for."""
+    async with database.connection() as connection:
+        found = await status_on(connection)
+        if found.missing:
+            return []
+        contractions: list[WaitingContraction] = []
+        for migration in found.pending:
+            older = await processes.older(connection, migration.compatible_from)
+            behind = next((one.migration for one in contractions if one.older), None)
+            contractions.append(WaitingContraction(migration, older, behind))
+        return contractions
+
+
+async def migrate(database: Database, *, expand_only: bool = False) -> list[Migration]:
+    """Bring the schema up to date; what was applied. Waits while another process does the same.
+
+    A contraction that living processes stand against stays pending, and those after it too (`waiting`); `expand_only`
+    applies none. A newer schema is left as it is.
+    """
+    connection: _Session = await database.dedicated(_ANSWER_SECONDS)
+    async with translated():
         try:
-            await connection.execute(f"set lock_timeout = '{LOCK_TIMEOUT_MS}ms'")
-            found = await status_on(connection)
-            if not found.applied:
-                await connection.execute(_LEDGER)
-            for migration in found.pending:
-                await _apply_between_others(connection, migration)
-            return found.pending
+            return await _migrate(connection, may_contract=not expand_only)
         finally:
-            await connection.execute(_UNLOCK)
-    finally:
-        await connection.close(timeout=5)
+            await connection.close(timeout=5)
 
 
-async def _apply_between_others(connection: Any, migration: Migration) -> None:
-    """The migration, retried while another transaction holds a lock that it needs."""
+async def _migrate(connection: _Session, *, may_contract: bool) -> list[Migration]:
+    """One process at a time: the lock is held until the connection is closed, or lost."""
+    await connection.execute(f"set lock_timeout = 0; set statement_timeout = 0; {without_end(is_local=False)}")
+    while not await connection.fetchval(_LOCK):  # noqa: ASYNC110 - another program ends it
+        await asyncio.sleep(_TURN_SECONDS)
+    await connection.execute(f"set lock_timeout = '{LOCK_TIMEOUT_MS}ms'")
+    found = await status_on(connection)
+    if found.is_newer or not found.pending:
+        return []
+    if not await connection.fetchval(_HAS_LEDGER):
+        await connection.execute(_LEDGER)
+    return await _apply_pending(connection, found.pending, may_contract=may_contract)
+
+
+async def _apply_pending(connection: _Session, pending: list[Migration], *, may_contract: bool) -> list[Migration]:
+    """In order; expansions also before a contraction that waits. Returns those that were applied."""
+    applied = []
+    for migration in pending:
+        if migration.kind == "contract":
+            may_contract = may_contract and await _between_others(connection, migration, partial(_contract, connection))
+            if not may_contract:
+                continue
+        elif migration.is_online:
+            await _apply_online(connection, migration)
+        else:
+            await _between_others(connection, migration, partial(_apply, connection))
+        applied.append(migration)
+    return applied
+
+
+async def _between_others(
+    connection: _Session, migration: Migration, step: Callable[[Migration], Awaitable[bool]]
+) -> bool:
+    """A step in a transaction, retried while another transaction holds a lock that it needs; what it returns."""
     deadline = monotonic() + LOCK_PATIENCE_SECONDS
     while True:
         try:
             async with translated(), connection.transaction():
-                await _apply(connection, migration)
-            return
+                return await step(migration)
         except TransientConflict as exc:
             if monotonic() >= deadline:
-                raise SchemaError(
-                    f"migration {migration.name} did not get the locks it needs within {LOCK_PATIENCE_SECONDS:g} s: "
-                    f"{await _holder(connection)}. Nothing of it was applied; end that transaction, or run "
-                    "`tidegate migrate` again when it is over"
-                ) from exc
+                raise await _locked_out(connection, migration, f"{LOCK_PATIENCE_SECONDS:g} s") from exc
             await asyncio.sleep(_REST_SECONDS)
 
 
-async def _apply(connection: Any, migration: Migration) -> None:
-    await connection.execute(migration.sql)
-    failpoints.hit("migrate.mid_migration")
-    await connection.execute(
-        "insert into tidegate.schema_migrations (version, name, checksum) values ($1, $2, $3)",
-        migration.version,
-        migration.name,
-        migration.checksum,
+async def _locked_out(connection: _Session, migration: Migration, waited: str) -> SchemaError:
+    undone = "It is not applied" if migration.is_online else "Nothing of it was applied"
+    return SchemaError(
+        f"migration {migration.name} did not get the locks it needs within {waited}: {await _holder(connection)}. "
+        f"{undone}; end that transaction, or run `tidegate migrate` again when it is over"
     )
 
 
-async def _holder(connection: Any) -> str:
+async def _apply(connection: _Session, migration: Migration) -> bool:
+    await connection.execute(migration.sql)
+    return await _record(connection, migration)
+
+
+async def _contract(connection: _Session, migration: Migration) -> bool:
+    """Apply it unless a living process needs what it removes. One that starts meanwhile waits for the end of this
+    transaction, and then finds that the schema is not for it."""
+    await processes.hold(connection)
+    if await processes.older(connection, migration.compatible_from):
+        return False
+    return await _apply(connection, migration)
+
+
+async def _apply_online(connection: _Session, migration: Migration) -> None:
+    async def brief(statement: str) -> None:
+        async def execute(_: Migration) -> bool:
+            await connection.execute(statement)
+            return True
+
+        await _between_others(connection, migration, execute)
+
+    for statement in online.statements(migration):
+        deadline = monotonic() + LOCK_PATIENCE_SECONDS
+        while True:
+            try:
+                async with translated():
+                    await online.run(connection, statement, brief)
+                break
+            except TransientConflict as exc:  # a deadlock is noticed at once, a lock that is not to be had much later
+                if monotonic() >= deadline:
+                    raise await _locked_out(connection, migration, online.PATIENCE) from exc
+                await asyncio.sleep(_REST_SECONDS)
+    await _record(connection, migration)
+
+
+async def _record(connection: _Session, migration: Migration) -> bool:
+    failpoints.hit("migrate.mid_migration")
+    await connection.execute(_RECORD, migration.version, migration.name, migration.checksum, migration.compatible_from)
+    return True
+
+
+async def _holder(connection: _Session) -> str:
     """The transaction that has held a lock on one of our tables for longest."""
     row = await connection.fetchrow(_HOLDER)
     if row is None:
@@ -157,26 +290,26 @@ async def _holder(connection: Any) -> str:
 
 
 async def require_current(database: Database) -> None:
-    """Refuse to work on a schema that is older or newer than this version."""
+    """Refuse to work on a schema that this version cannot use."""
     refuse_pending(await status(database))
 
 
 def refuse_pending(found: Status) -> None:
-    """Refuse a schema that is older than this version."""
-    if found.pending:
+    """Refuse a schema without what this version needs."""
+    if found.missing:
         raise SchemaError(
             f"the database's schema is at version {found.version}, this Tidegate needs {latest()}: "
             "run `tidegate migrate` first"
         )
 
 
-def _status(rows: Any) -> Status:
+def _status(rows: Sequence[Row]) -> Status:
     applied = {row["version"]: row["checksum"] for row in rows}
-    newest = max(applied, default=0)
-    if newest > latest():
+    newest, compatible_from = max(applied, default=0), max((row["compatible_from"] for row in rows), default=1)
+    if compatible_from > latest():
         raise SchemaError(
-            f"the database's schema is at version {newest}, but this Tidegate knows only up to {latest()}: "
-            "it was migrated by a newer Tidegate; upgrade this one"
+            f"the database's schema is at version {newest}, which only programs can use that know version "
+            f"{compatible_from} or newer; this Tidegate knows only up to {latest()}: upgrade this process"
         )
     for migration in migrations():
         checksum = applied.get(migration.version, migration.checksum)
@@ -185,4 +318,4 @@ def _status(rows: Any) -> Status:
                 f"migration {migration.name} was applied with other content (checksum {checksum}, "
                 f"this Tidegate has {migration.checksum}); the schema is not what this version expects"
             )
-    return Status(sorted(applied), [m for m in migrations() if m.version not in applied])
+    return Status(sorted(applied), [m for m in migrations() if m.version not in applied], compatible_from)

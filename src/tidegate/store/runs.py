@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import NamedTuple
 
 import asyncpg
@@ -12,7 +13,7 @@ import msgspec
 from tidegate.errors import first_line
 from tidegate.model.ids import DefinitionId, EventId, RunId, TriggerId
 from tidegate.model.run import SUSPECT_CRASHES, ClaimedRun, FinishedRun, Run, RunStatus
-from tidegate.model.step import StepWrite, SuspendedRun
+from tidegate.model.step import RunNotes, StepWrite, SuspendedRun
 from tidegate.store.columns import column, same
 from tidegate.store.db import Connection, Row
 from tidegate.store.sql import load
@@ -28,9 +29,11 @@ async def claim_due(
     return sorted((msgspec.convert(dict(row), ClaimedRun) for row in rows), key=lambda r: r.id)
 
 
-async def has_suspects(connection: Connection, definitions: Sequence[DefinitionId]) -> bool:
-    """Whether suspects of the given workflows are due."""
-    return bool(await connection.fetchval(_sql["has_suspects"], definitions, SUSPECT_CRASHES))
+async def has_suspects(
+    connection: Connection, definitions: Sequence[DefinitionId], *, worker: str, lease_ms: int
+) -> bool:
+    """Whether suspects of the given workflows are due that the worker may claim."""
+    return bool(await connection.fetchval(_sql["has_suspects"], definitions, SUSPECT_CRASHES, worker, lease_ms))
 
 
 class Suspect(NamedTuple):
@@ -89,6 +92,7 @@ class EndedRun(NamedTuple):
     is_probe: bool
     event_id: EventId | None = None
     correlation_id: str | None = None
+    is_asked_for: bool = False  # a trigger asks for the event of such an end
 
 
 async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> list[EndedRun]:
@@ -131,8 +135,9 @@ async def ended_by(connection: Connection, finished: Sequence[FinishedRun]) -> s
     return {row[0] for row in await connection.fetch(_sql["ended_by"], *columns)}
 
 
-async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> set[RunId]:
-    """Suspend runs that are still held until a time. The ids suspended; the others are lost, or to be cancelled."""
+async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> dict[RunId, bool]:
+    """Suspend runs that are still held until a time. Those suspended, and whether each was woken since its claim; the
+    others are lost, or to be cancelled."""
     rows = await connection.fetch(
         _sql["suspend"],
         [s.id for s in suspended],
@@ -142,8 +147,60 @@ async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> 
         [s.deadline_at for s in suspended],
         [s.is_retry for s in suspended],
         [s.warning for s in suspended],
+        [s.wakes for s in suspended],
     )
-    return {row[0] for row in rows}
+    return {row[0]: row[1] for row in rows}
+
+
+async def wake(connection: Connection, run_ids: Sequence[RunId]) -> set[RunId]:
+    """What runs wait for has come, and is written in this transaction, which has locked them (`lock`): they are due at
+    once, now or when their worker suspends them. Those that have not ended; after the commit, hint the queue."""
+    if not run_ids:
+        return set()
+    return {row[0] for row in await connection.fetch(_sql["wake"], run_ids, min(run_ids), max(run_ids))}
+
+
+async def note(connection: Connection, notes: Sequence[RunNotes]) -> None:
+    """Note versions and tags of runs that are still held."""
+    if notes:
+        await connection.execute(
+            _sql["note"],
+            [n.id for n in notes],
+            [n.claim_generation for n in notes],
+            [n.version for n in notes],
+            [msgspec.json.encode(n.tags).decode() if n.tags else None for n in notes],
+        )
+
+
+async def hold_for_version(connection: Connection, held: Sequence[SuspendedRun]) -> None:
+    """Runs that were just suspended wait for a version of their code that fits."""
+    if held:
+        await connection.execute(_sql["hold_for_version"], [s.id for s in held], [s.misfit for s in held])
+
+
+async def offer_versions(connection: Connection, worker: str) -> list[RunId]:
+    """Make runs due that wait for a version that the worker has. The ids."""
+    return [row[0] for row in await connection.fetch(_sql["offer_versions"], worker)]
+
+
+async def accept_version(connection: Connection, run_id: RunId) -> bool:
+    """Resume a run that waits for a version, on whatever code comes next; False when it does not."""
+    return await connection.fetchval(_sql["accept_version"], run_id) is not None
+
+
+class VersionHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """A workflow with runs that wait for a version of its code."""
+
+    workflow: str
+    waiting: int
+    versions: list[str]
+    example: str
+    since: datetime
+
+
+async def list_version_held(connection: Connection) -> list[VersionHeld]:
+    """Workflows with runs that wait for a version of their code."""
+    return [VersionHeld(**dict(row)) for row in await connection.fetch(_sql["list_version_held"])]
 
 
 async def cancel_waiting(connection: Connection, run_id: RunId, actor: str) -> EndedRun | None:
@@ -168,9 +225,15 @@ async def request_cancel(connection: Connection, run_id: RunId, actor: str) -> b
     return await connection.fetchval(_sql["request_cancel"], run_id, actor) is not None
 
 
+async def rerun(connection: Connection, run_id: RunId, new_id: RunId, concurrency_key: str | None) -> None:
+    """Create a run that begins anew with the parameters and the event of another."""
+    await connection.execute(_sql["rerun"], run_id, new_id, concurrency_key)
+
+
 async def lock(connection: Connection, run_ids: Sequence[RunId]) -> None:
     """Lock runs. A statement of its own: one that waited for a lock still sees the tables as before it waited."""
-    await connection.fetch(_sql["lock"], run_ids)
+    if run_ids:
+        await connection.fetch(_sql["lock"], run_ids, min(run_ids), max(run_ids))
 
 
 async def dead_letter(connection: Connection, failed: Sequence[FinishedRun]) -> None:
@@ -205,9 +268,12 @@ async def release_expired(connection: Connection, limit: int) -> list[RunId]:
     return [row[0] for row in await connection.fetch(_sql["release_expired"], limit, SUSPECT_CRASHES)]
 
 
-async def next_due_seconds(connection: Connection, definitions: Sequence[DefinitionId]) -> float | None:
-    """Seconds until the next pending run that is no suspect is due (negative when overdue), or None."""
-    seconds: float | None = await connection.fetchval(_sql["next_due"], definitions, SUSPECT_CRASHES)
+async def next_due_seconds(
+    connection: Connection, definitions: Sequence[DefinitionId], *, worker: str, lease_ms: int
+) -> float | None:
+    """Seconds until the next pending run that is no suspect and that the worker may claim is due (negative when
+    overdue), or None."""
+    seconds: float | None = await connection.fetchval(_sql["next_due"], definitions, SUSPECT_CRASHES, worker, lease_ms)
     return seconds
 
 
@@ -233,6 +299,12 @@ async def get(connection: Connection, run_id: RunId) -> Run | None:
     """One run."""
     row = await connection.fetchrow(_sql["get"], run_id)
     return _run(row) if row else None
+
+
+async def list_ended(connection: Connection, run_ids: Collection[RunId]) -> list[Run]:
+    """Those of the runs that have ended."""
+    rows = await connection.fetch(_sql["list_ended"], list(run_ids), min(run_ids), max(run_ids))
+    return [_run(row) for row in rows]
 
 
 async def list_page(

@@ -37,12 +37,14 @@ class LockedSource(NamedTuple):
         return self.last_waiting is not None
 
 
-class SourcesLook(NamedTuple):
-    """What a batch must know before anything else."""
+class LockedSources(NamedTuple):
+    """Those of a batch's sources that have a state, locked until the commit; the time at which they were, and the
+    version of the registry of triggers."""
 
     now: datetime
     registry_version: int
-    has_states: bool
+    sources: dict[str, LockedSource]
+    has_waits: bool
 
 
 class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,13 +89,6 @@ class SourceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: datetime | None = None
 
 
-async def look(connection: Connection, sources: Sequence[str]) -> SourcesLook:
-    """Whether any of the sources has a state; after `share`."""
-    row = await connection.fetchrow(_sql["look"], [*sources, DEFAULT])
-    assert row is not None
-    return SourcesLook(*row)
-
-
 async def paused(connection: Connection, sources: Sequence[str]) -> dict[str, Hold]:
     """Those of the sources that are paused by an operator; stable once this transaction shares their locks."""
     rows = await connection.fetch(_sql["paused"], list(sources))
@@ -106,18 +101,21 @@ def source_hold(row: Row) -> Hold:
     return Hold("paused", row["paused_until"], f"source {row['source']} is paused by {row['paused_by']}: {reason}")
 
 
-async def lock(connection: Connection, sources: Sequence[str]) -> dict[str, LockedSource]:
-    """The state of those sources that have any, locked until the commit. Sources without a row are unlimited."""
-    row = await connection.fetchrow(_sql["default_limit"])
-    default = _limit(row) if row else None
-    if default is not None:
-        await connection.fetch(_sql["ensure"], sorted(set(sources)))
+async def lock(connection: Connection, sources: Sequence[str]) -> LockedSources:
+    """The state of those sources that have any, locked until the commit; after `locks.share`. Sources without a row are
+    unlimited: while there is a default limit, each has one."""
     rows = await connection.fetch(_sql["lock"], list(sources))
-    if not rows:
-        return {}
-    waiting = await connection.fetch(_sql["backlogs"], [row["source"] for row in rows])
-    last = {row["source"]: row["ingress_sequence"] for row in waiting}
-    return {row["source"]: _locked(row, default, last.get(row["source"])) for row in rows}
+    default = _default_limit(rows[0])
+    if default is not None and {*sources} - {row["source"] for row in rows} - {DEFAULT}:
+        await connection.fetch(_sql["ensure"], sorted(set(sources)))
+        rows = await connection.fetch(_sql["lock"], list(sources))
+    now, registry_version, names = rows[0]["now"], rows[0]["registry_version"], [row["source"] for row in rows]
+    has_waits = rows[0]["has_waits"]
+    if names == [None]:
+        return LockedSources(now, registry_version, {}, has_waits)
+    waiting = {row["source"]: row for row in await connection.fetch(_sql["backlogs"], names)}
+    locked = {row["source"]: _locked(row, default, waiting[row["source"]]["ingress_sequence"]) for row in rows}
+    return LockedSources(waiting[names[0]]["now"], registry_version, locked, has_waits)
 
 
 async def create(connection: Connection, sources: Sequence[str]) -> dict[str, LockedSource]:
@@ -129,7 +127,7 @@ async def create(connection: Connection, sources: Sequence[str]) -> dict[str, Lo
     made = {row["source"] for row in await connection.fetch(_sql["ensure"], sorted(set(sources)))}
     if made != set(sources):
         raise TransientConflict(f"another worker has just created {', '.join(sorted(set(sources) - made))}")
-    return await lock(connection, sources)
+    return (await lock(connection, sources)).sources
 
 
 async def save(connection: Connection, gates: Sequence[Gate]) -> None:
@@ -269,9 +267,23 @@ def _limit(row: Row) -> RateLimit | None:
     return RateLimit(limit=row["rate_limit"], interval_ms=row["interval_ms"], pause_ms=row["pause_ms"])
 
 
+def _default_limit(row: Row) -> RateLimit | None:
+    limit = row["default_rate_limit"]
+    if limit is None:
+        return None
+    return RateLimit(limit=limit, interval_ms=row["default_interval_ms"], pause_ms=row["default_pause_ms"])
+
+
+# What the statement returns with each source and is not of its own state.
+_NOT_ITS_STATE = (
+    "now", "registry_version", "has_waits", "default_rate_limit", "default_interval_ms", "default_pause_ms",
+    "rate_limit", "interval_ms", "pause_ms",
+)  # fmt: skip
+
+
 def _locked(row: Row, default: RateLimit | None, last_waiting: int | None) -> LockedSource:
     fields: dict[str, Any] = dict(row)
-    for name in ("rate_limit", "interval_ms", "pause_ms"):
+    for name in _NOT_ITS_STATE:
         del fields[name]
     plan_version, is_replanning = fields.pop("plan_version"), fields.pop("is_replanning")
     refused_at = fields.pop("refused_at")

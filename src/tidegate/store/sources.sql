@@ -1,8 +1,3 @@
--- name: default_limit
--- The limit of sources that have none of their own.
-select rate_limit, interval_ms, pause_ms from tidegate.event_scheduler_sources
- where source = '*' and rate_limit is not null
-
 -- name: ensure
 -- A row for each source that has none. Returns those created here.
 insert into tidegate.event_scheduler_sources (source, updated_by)
@@ -11,31 +6,40 @@ on conflict (source) do nothing
 returning source
 
 -- name: lock
--- The state of sources, locked in a fixed order until the commit.
-select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.ring, s.ring_at, s.ring_width_us, s.spent_at, s.drain_at, s.throttled_until,
-       s.paused_at, s.paused_until, s.pause_reason, s.paused_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.breaker_at,
-       s.failed_trials, s.outcomes, s.breaker,
-       s.plan_version, s.is_replanning, s.refused_at
-  from tidegate.event_scheduler_sources s
- where s.source = any ($1::text[]) and s.source <> '*'
- order by s.source
-   for update of s
+-- The state of sources, locked in a fixed order until the commit; at least one row, also when none of them has any. With it the
+-- time, the version of the registry, whether any run waits for an event, and the limit of sources that have none of their own: the caller shares the locks under which
+-- these change (`locks.share`). While there is such a limit and one of the sources has no row, none is locked: rows are created before
+-- any is locked (`ensure`), since created in between they would be locked out of order.
+with fallback as materialized (
+  select f.rate_limit, f.interval_ms, f.pause_ms from tidegate.event_scheduler_sources f
+   where f.source = '*' and f.rate_limit is not null
+), missing as materialized (
+  select from unnest($1::text[]) as n (source), fallback
+   where n.source <> '*' and not exists (select from tidegate.event_scheduler_sources o where o.source = n.source)
+), locked as materialized (
+  select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.ring, s.ring_at, s.ring_width_us, s.spent_at, s.drain_at,
+         s.throttled_until, s.paused_at, s.paused_until, s.pause_reason, s.paused_by, s.breaker_state, s.breaker_until,
+         s.breaker_reason, s.breaker_at, s.failed_trials, s.outcomes, s.breaker,
+         s.plan_version, s.is_replanning, s.refused_at
+    from tidegate.event_scheduler_sources s
+   where s.source = any ($1::text[]) and s.source <> '*' and not exists (select from missing)
+   order by s.source
+     for update of s
+)
+select tidegate.now() as now, (select version from tidegate.registry_version) as registry_version,
+       exists (select from tidegate.event_waits) as has_waits, d.rate_limit as default_rate_limit, d.interval_ms as default_interval_ms, d.pause_ms as default_pause_ms, l.*
+  from (values (1)) as always
+  left join fallback d on true
+  left join locked l on true
 
 -- name: backlogs
--- The last event in line of each source that has any waiting. A statement of its own, after the locks: the one that
+-- The time, and the last event in line of each of the sources, if any waits. A statement of its own, after the locks: the one that
 -- waited for them still sees the tables as they were before it waited.
-select s.source, w.ingress_sequence
-  from unnest($1::text[]) as s (source),
-       lateral (select r.ingress_sequence from tidegate.event_ingress_retries r
-                 where r.source = s.source and r.retry_state = 'scheduled'
-                 order by r.ingress_sequence desc limit 1) w
-
--- name: look
--- The time, the version of the registry, and whether any of the sources ($1, with `*`) has a state or there is a default
--- limit; after `share`. Nothing is locked: where there is a state, the caller locks it and reads again.
-select tidegate.now(), (select version from tidegate.registry_version),
-       exists (select from tidegate.event_scheduler_sources s
-                where s.source = any ($1::text[]) and (s.source <> '*' or s.rate_limit is not null))
+select s.source, w.ingress_sequence, tidegate.now() as now
+  from unnest($1::text[]) as s (source)
+  left join lateral (select r.ingress_sequence from tidegate.event_ingress_retries r
+                      where r.source = s.source and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled'
+                      order by r.ingress_sequence desc limit 1) w on true
 
 -- name: paused
 -- Those of the sources that an operator has paused, and until when. The caller holds their shared locks (`locks.share`).
@@ -69,7 +73,7 @@ update tidegate.event_scheduler_sources s
        updated_at = tidegate.now()
  where (s.source = $1 or $1 = '*')
    and exists (select 1 from tidegate.event_ingress_retries r
-                where r.source = s.source and r.retry_state = 'scheduled')
+                where r.source = s.source and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled')
 
 -- name: end_throttle
 -- Ends the pause that followed an exceeded limit, of a source or (`*`) of every source without a limit of its own.
@@ -90,7 +94,7 @@ select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.limit_set_by, s.paus
   from tidegate.event_scheduler_sources s,
        lateral (select count(*) as waiting, min(next_attempt_at) as next_attempt_at
                   from tidegate.event_ingress_retries r
-                 where r.source = s.source and r.retry_state = 'scheduled') w
+                 where r.source = s.source and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled') w
  where ($1::text is null or s.source = $1) and ($2::text is null or s.source > $2)
  order by s.source
  limit $3
@@ -151,16 +155,17 @@ on conflict (source) do update
 select to_timestamp(floor(extract(epoch from e.received_at) * 1000 / $3::bigint) * $3::bigint / 1000.0) as at, count(*) as succeeded
   from (select e.id, e.received_at from tidegate.workflow_events e where e.source = $1 order by e.ingress_sequence desc limit $4) e
  where e.received_at > $2
-   and exists (select from tidegate.workflow_trigger_deliveries d where d.event_id = e.id and d.status <> 'failed')
+   and exists (select from tidegate.workflow_trigger_deliveries d 
+                where d.id between tidegate.first_of(e.id) and tidegate.last_of(e.id) and d.event_id = e.id and d.status <> 'failed')
  group by 1
 
 -- name: counting_runs
 -- The sources of runs, each with the policy of its breaker.
 select r.id, e.source, s.breaker
-  from tidegate.workflow_runs r
-  join tidegate.workflow_events e on e.id = r.event_id
+  from unnest($1::uuid[]) as u (id)
+ cross join lateral (select r.id, r.event_id from tidegate.workflow_runs r where r.id = u.id offset 0) r
+ cross join lateral (select e.source from tidegate.workflow_events e where e.id = r.event_id offset 0) e
   left join tidegate.event_scheduler_sources s on s.source = e.source
- where r.id = any ($1::uuid[])
 
 -- name: pause
 -- Pauses a source until a time, for a duration from now, or until it is resumed (both null).

@@ -55,7 +55,7 @@ async def write(
 
 async def end_waiting(connection: Connection, run_ids: Sequence[RunId]) -> int:
     """The runs have ended: their waiting steps are not tried again; how many."""
-    return await connection.fetchval(_sql["end_waiting"], run_ids) if run_ids else 0
+    return await connection.fetchval(_sql["end_waiting"], run_ids, min(run_ids), max(run_ids)) if run_ids else 0
 
 
 async def list_of_runs(connection: Connection, run_ids: Sequence[RunId]) -> list[Step]:

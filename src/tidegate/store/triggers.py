@@ -183,6 +183,7 @@ def _columns(spec: TriggerSpec) -> tuple[Any, ...]:
         spec.max_concurrency,
         None if spec.retry is None else _json(spec.retry),
         None if spec.breaker is None else _json(spec.breaker),
+        spec.overlap,
     )
 
 

@@ -7,11 +7,38 @@ from datetime import datetime
 
 import msgspec
 
-from tidegate.model.ids import DefinitionId
+from tidegate import __version__
+from tidegate.model.ids import DefinitionId, RunId
 from tidegate.store.db import Connection
 from tidegate.store.sql import load
 
 _sql = load("workers")
+
+# At most this many of the runs that workers hold are read.
+MAX_EXECUTING = 1000
+
+
+class ExecutingRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that a worker holds, since when, and until when without a renewal."""
+
+    run_id: RunId
+    workflow: str
+    since: datetime
+    lease_until: datetime
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as others see it: its release, how many runs it executes at a time (null: not known), the workflows
+    whose code it has, and the runs that it holds. Not alive: it sent no heartbeat for a while."""
+
+    name: str
+    version: str | None
+    slots: int | None
+    started_at: datetime
+    seen_at: datetime
+    is_alive: bool
+    workflows: list[str]
+    executing: list[ExecutingRun]
 
 
 class Unserved(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,9 +49,26 @@ class Unserved(msgspec.Struct, frozen=True, kw_only=True):
     since: datetime
 
 
-async def heartbeat(connection: Connection, name: str, definitions: Sequence[DefinitionId]) -> None:
-    """A worker is alive and has the code of these definitions."""
-    await connection.execute(_sql["heartbeat"], name, definitions)
+async def heartbeat(
+    connection: Connection,
+    name: str,
+    definitions: Sequence[DefinitionId],
+    slots: int | None = None,
+    versions: Sequence[str | None] = (),
+) -> None:
+    """A worker is alive, has the code of these definitions, in these versions (None: it has none), and executes so many
+    runs at a time."""
+    await connection.execute(_sql["heartbeat"], name, definitions, slots, __version__, versions)
+
+
+async def list_all(connection: Connection, alive_ms: int) -> list[WorkerRecord]:
+    """The workers on record, the longest running first, with what each executes."""
+    held: dict[str, list[ExecutingRun]] = {}
+    for row in await connection.fetch(_sql["executing"], MAX_EXECUTING):
+        fields = dict(row)
+        held.setdefault(fields.pop("worker") or "", []).append(ExecutingRun(**fields))
+    rows = await connection.fetch(_sql["list"], alive_ms)
+    return [WorkerRecord(**dict(row), executing=held.get(row["name"], [])) for row in rows]
 
 
 async def reconciled(connection: Connection, name: str) -> None:

@@ -1,8 +1,11 @@
 -- name: heartbeat
--- A worker is alive and has the code of these definitions. Of a new one it is said when it began, not that it has reconciled.
-insert into tidegate.workers as w (name, definitions, seen_at, reconciled_at)
-values ($1, $2::uuid[], tidegate.now(), tidegate.now())
-on conflict (name) do update set definitions = excluded.definitions, seen_at = excluded.seen_at
+-- A worker is alive and has the code of these definitions, in the versions $5. Of a new one it is said when it began, not that it
+-- has reconciled.
+insert into tidegate.workers as w (name, definitions, slots, version, versions, seen_at, reconciled_at)
+values ($1, $2::uuid[], $3, $4, $5::text[], tidegate.now(), tidegate.now())
+on conflict (name) do update
+   set definitions = excluded.definitions, slots = excluded.slots, version = excluded.version, versions = excluded.versions,
+       seen_at = excluded.seen_at
 
 -- name: reconciled
 -- Records that a worker has reconciled; written every five seconds at most.
@@ -34,3 +37,19 @@ with unserved as materialized (
 select d.slug as workflow, sum(w.waiting)::bigint as waiting, min(w.since) as since
   from unserved d join waiting w on w.workflow_definition_id = d.id
  group by d.slug order by d.slug
+
+-- name: list
+-- The workers on record, whether each was seen within $1 ms, and the workflows whose code each has.
+select w.name, w.version, w.slots, w.started_at, w.seen_at,
+       w.seen_at > tidegate.now() - $1::bigint * interval '1 ms' as is_alive,
+       array(select d.slug from tidegate.workflow_definitions d
+              where d.id = any (w.definitions) and d.deleted_at is null order by d.slug) as workflows
+  from tidegate.workers w
+ order by w.started_at, w.name
+
+-- name: executing
+-- The runs that workers hold, the longest held first, at most $1 of them.
+select r.claimed_by as worker, r.id as run_id, d.slug as workflow, r.updated_at as since, r.claim_expires_at as lease_until
+  from tidegate.workflow_runs r join tidegate.workflow_definitions d on d.id = r.workflow_definition_id
+ where r.status = 'running'
+ order by r.updated_at, r.id limit $1

@@ -13,9 +13,10 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -31,10 +32,14 @@ _MAX_TEXT = 2000
 _level = 10
 
 
-def configure(level: str, log_format: str) -> None:
-    """Send log lines to standard error, as JSON or in a readable form."""
+Observer = Callable[[str, Mapping[str, object]], bool]
+
+
+def configure(level: str, log_format: str, observer: Observer | None = None) -> None:
+    """Send log lines to standard error, as JSON or in a readable form. An observer is given every line, whatever the
+    level; where it returns True, the line is not written."""
     global _level
-    _level = _LEVELS[level]
+    _level = _LEVELS[level] if observer is None else _LEVELS["debug"]
     renderers: list[Any]
     if log_format == "console":
         console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), event_key="action")
@@ -44,6 +49,7 @@ def configure(level: str, log_format: str) -> None:
         lines = _Lines(sys.stderr.buffer, b"\n")
     structlog.configure(
         processors=[
+            *([] if observer is None else [partial(_observe, observer, _LEVELS[level])]),
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             _add_trace,
@@ -60,6 +66,13 @@ def configure(level: str, log_format: str) -> None:
     )
     # Libraries that use the standard logging module: only warnings and errors, in the same format.
     logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
+
+
+def quieten(level: str) -> None:
+    """Leave out lines below a level, wherever they go: for tests, which have their own way with output."""
+    global _level
+    _level = _LEVELS[level]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(_level))
 
 
 class Logger:
@@ -128,6 +141,14 @@ class _Forward(logging.Handler):
         structlog.get_logger(component=record.name).log(
             max(record.levelno, 10), "library.log", message=record.getMessage(), **({"error": error} if error else {})
         )
+
+
+def _observe(
+    observer: Observer, level: int, _: Any, method: str, fields: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    if observer(str(fields.get("event")), fields) or _LEVELS.get(method, level) < level:
+        raise structlog.DropEvent
+    return fields
 
 
 def _add_trace(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -100,6 +100,14 @@ OPEN_BREAKERS = Gauge(
     "tidegate_open_breakers", "Breakers that are not closed, by kind: source, trigger", ["kind"], registry=REGISTRY
 )
 WORKERS_ALIVE = Gauge("tidegate_workers_alive", "Workers with a recent heartbeat", registry=REGISTRY)
+SCHEDULE_TICKS = Counter(
+    "tidegate_schedule_ticks_total",
+    "Ticks of schedules: published, repeated (had an event already), missed (no worker ran), paused",
+    ["outcome"], registry=REGISTRY,
+)  # fmt: skip
+OVERDUE_SCHEDULES = Gauge(
+    "tidegate_overdue_schedules", "Schedules that are not paused and whose tick is overdue", registry=REGISTRY
+)
 UNSERVED_WORKFLOWS = Gauge(
     "tidegate_unserved_workflows", "Workflows with due runs that no live worker can execute", registry=REGISTRY
 )
@@ -109,6 +117,11 @@ OVERDUE_RETRIES = Gauge(
 )  # fmt: skip
 EXPIRED_CLAIMS = Gauge(
     "tidegate_expired_claims", "Claims with an expired lease that have not been released", ["kind"], registry=REGISTRY
+)
+HISTORY_OVERDUE = Gauge(
+    "tidegate_history_overdue_seconds",
+    "Seconds since the oldest day of history should have been removed by the retention; 0: nothing is overdue",
+    registry=REGISTRY,
 )
 LAST_PROCESSED = Gauge(
     "tidegate_last_processed_event_timestamp_seconds",
@@ -142,12 +155,14 @@ class SharedState(NamedTuple):
     open_breakers: Mapping[str, int]
     workers_alive: int
     unserved_workflows: int
+    overdue_schedules: int
     overdue_retries: Mapping[str, int]
     expired_claims: Mapping[str, int]
     deferred: Mapping[tuple[str, str], int]
     queue_depth: Mapping[tuple[str, str], int]
     oldest_due_age_seconds: Mapping[str, float]
     dead_letters: Mapping[str, int]
+    history_overdue_seconds: int
     last_processed: float | None
 
 
@@ -179,6 +194,11 @@ def received(counts: Mapping[str, int]) -> None:
     """Count accepted events, by source."""
     for source, count in counts.items():
         EVENTS_RECEIVED.labels(source_label(source)).inc(count)
+
+
+def ticked(outcome: str, count: int) -> None:
+    """Count ticks of schedules."""
+    SCHEDULE_TICKS.labels(outcome).inc(count)
 
 
 def allowed(lags: Mapping[str, Sequence[float]]) -> None:
@@ -234,6 +254,8 @@ def show(state: SharedState | None) -> None:
     PAUSED_TRIGGERS.set(state.paused_triggers if state else unknown)
     WORKERS_ALIVE.set(state.workers_alive if state else unknown)
     UNSERVED_WORKFLOWS.set(state.unserved_workflows if state else unknown)
+    HISTORY_OVERDUE.set(state.history_overdue_seconds if state else unknown)
+    OVERDUE_SCHEDULES.set(state.overdue_schedules if state else unknown)
     LAST_PROCESSED.set(state.last_processed if state and state.last_processed is not None else unknown)
     if state is None:
         return

@@ -12,6 +12,8 @@ from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
 _PAUSE_SECONDS = 0.5
+# Between two attempts of a loop that is not vital and fails again and again.
+_LONGEST_PAUSE_SECONDS = 300.0
 MAX_FAILURES_IN_A_ROW = 20
 
 _log = logger("worker")
@@ -27,11 +29,14 @@ class Loop:
         *,
         wait_seconds: float | Callable[[], float],
         wake: asyncio.Event | None = None,
+        is_vital: bool = True,
     ) -> None:
+        """`is_vital`: if it fails again and again, the process ends; otherwise it is tried ever less often."""
         self.name = name
         self._run_once = run_once
         self._wait_seconds = wait_seconds
         self._wake = wake or asyncio.Event()
+        self._is_vital = is_vital
         self._stopping = False
 
     def stop(self) -> None:
@@ -55,9 +60,9 @@ class Loop:
                 failures += 1
                 metrics.LOOP_FAILURES.labels(self.name).inc()
                 _log.error("worker.loop_failed", loop=self.name, error=exc, failures=failures, exc_info=exc)
-                if failures >= MAX_FAILURES_IN_A_ROW:
+                if failures >= MAX_FAILURES_IN_A_ROW and self._is_vital:
                     raise
-                await self._wait(_PAUSE_SECONDS)
+                await self._wait(_PAUSE_SECONDS if self._is_vital else _pause_after(failures))
                 continue
             if not done:
                 wait = self._wait_seconds
@@ -71,3 +76,7 @@ class Loop:
                 await self._wake.wait()
         except TimeoutError:
             pass
+
+
+def _pause_after(failures: int) -> float:
+    return float(min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2 ** min(failures, 16)))

@@ -31,7 +31,8 @@ async def scrapable(settings: Settings) -> AsyncIterator[None]:
     if not settings.metrics_port:
         yield
         return
-    database = Database(settings.require_database_url(), "metrics", size=1)
+    url, direct_url = settings.require_database_url(), settings.database_direct_url
+    database = Database(url, "metrics", size=1, direct_url=direct_url)
     queue = open_queue(settings, database)  # used for readiness only
     readiness = Readiness(settings, database, queue, database)
     server = _Server(Exposition(database, settings.health), Access(settings, database), readiness)

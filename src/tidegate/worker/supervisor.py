@@ -6,11 +6,16 @@ import asyncio
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Literal, NamedTuple
 
+from tidegate import __version__
+from tidegate.errors import SchemaError
+from tidegate.flow.code.http import HttpWorkflows, outgoing
+from tidegate.flow.code.workflow import Workflow
 from tidegate.flow.decide.batch import Batch
 from tidegate.flow.decide.dispatch import Dispatch
 from tidegate.flow.decide.match import Matcher
@@ -19,23 +24,23 @@ from tidegate.flow.hold.delivery_retry import DeliveryRetry, DeliveryTurn
 from tidegate.flow.hold.event_plan import EventPlans, EventReplan
 from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.flow.keep import secrets
-from tidegate.flow.keep.prune import Prune, Retention
+from tidegate.flow.keep.days import Days
+from tidegate.flow.keep.event_replay import Replays
+from tidegate.flow.keep.prune import Prune
 from tidegate.flow.keep.reconcile import Reconcile, Requeue
 from tidegate.flow.keep.replay import TOPICS as REPLAY_TOPICS
-from tidegate.flow.keep.replay import Replay
 from tidegate.flow.keep.schedule import Scheduler
+from tidegate.flow.presence import Presence
 from tidegate.flow.run.finish import Freed
-from tidegate.flow.run.http import HttpWorkflows, outgoing
 from tidegate.flow.run.runner import Runner
-from tidegate.flow.run.workflow import Workflow
 from tidegate.model.ids import DefinitionId
 from tidegate.model.secrets import SecretKeys
 from tidegate.queue.choose import open_queue
 from tidegate.queue.wakeups import delivery_wakeups, event_wakeups, step_wakeups
 from tidegate.settings import Settings
-from tidegate.store import durability, migrate
+from tidegate.store import durability
 from tidegate.store.db import Database
-from tidegate.telemetry import traces
+from tidegate.telemetry import metrics, traces
 from tidegate.telemetry.logs import logger
 from tidegate.worker.loop import Loop
 
@@ -49,6 +54,8 @@ DRAIN_SECONDS = 0.02
 REQUEUE_PAGE_SECONDS, REQUEUE_PASS_SECONDS = 0.25, 3.0
 # The wait between small batches of deletions, so that other work is not affected; and between passes.
 PRUNE_BATCH_SECONDS, PRUNE_PASS_SECONDS = 0.05, 60.0
+# The next days of history are added long before they begin.
+DAYS_SECONDS = 600.0
 
 
 class LoopTurn(NamedTuple):
@@ -67,12 +74,14 @@ class Worker:
         # One connection renews leases, one listens for hints, and one serves the metrics port.
         others = 2 + bool(settings.metrics_port)
         size, keys = settings.worker_connections - others, SecretKeys(settings.secrets_key)
-        self._database = Database(settings.require_database_url(), "worker", size=size, keys=keys)
+        url, direct_url = settings.require_database_url(), settings.database_direct_url
+        self._database = Database(url, "worker", size=size, keys=keys, direct_url=direct_url)
         self._queue = open_queue(settings, self._database)
         matcher = Matcher()  # shared by all stages, so that each trigger is compiled once
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
         self._waits = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0, "replays": 0.0, "prune": 0.0}
         self._definitions, self._served = definitions, dict(workflows)  # http workflows are added as they are created
+        self._presence = Presence("worker", on_unfit=self._unfit, retention=settings.retention)
         self._http_workflows = HttpWorkflows(self._database, outgoing(settings))
         self._runner = Runner(
             self._database,
@@ -80,14 +89,18 @@ class Worker:
             worker=self.name,
             concurrency=settings.worker_concurrency,
             lease_ms=settings.lease_ms,
+            transaction_connections=settings.transaction_connections,
             policy=settings.step_retry,
             breaker=settings.trigger_error,
             source_breaker=settings.source_error,
             fill=self._delivery_retry.fill,
             after_free=self._after_free,
             after_wait=lambda waiting: self._queue.schedule(step_wakeups(waiting)),
+            limits=settings.limits,
+            beside_leases=self._presence.keep,  # a workflow that blocks the event loop must not make it look dead
         )
-        self._runner.serve(definitions)
+        self._versions = [workflows[slug].version for slug in sorted(workflows)]  # in the order of the definitions
+        self._runner.serve(definitions, self._versions)
         self._inbox_is_full = asyncio.Event()
         self._dispatch, self._retry, self._replan = self._event_stages(matcher)
         self._reconcile = Reconcile(
@@ -101,11 +114,13 @@ class Worker:
             batch_size=settings.batch_size,
             after_publish=lambda: self._queue.hint("inbox"),
         )
-        self._replay = Replay(self._database, batch_size=settings.batch_size, after_replay=self._after_replay)
-        kept = (settings.retention_events_seconds, settings.retention_dead_letters_seconds)
-        self._prune = Prune(self._database, Retention(*kept, settings.retention_audit_seconds))
+        self._replay = Replays(self._database, batch_size=settings.batch_size, after_replay=self._after_replay)
+        self._prune = Prune(self._database, settings.retention, is_agreed=True)
+        self._days = Days(self._database)
         self._workflows = sorted(workflows)
         self._stopping = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._why_unfit: SchemaError | None = None
 
     def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, EventRetry, EventReplan]:
         settings, queue = self.settings, self._queue
@@ -116,6 +131,7 @@ class Worker:
             trigger_breaker=settings.trigger_error,
             trigger_retry=settings.trigger_retry,
             after_hold=lambda held: queue.schedule(delivery_wakeups(held)),
+            after_wake=lambda: queue.hint("runs"),
         )
         new_dispatch = partial(
             Dispatch,
@@ -132,6 +148,7 @@ class Worker:
             batch_size=settings.batch_size,
             after_launch=lambda: queue.hint("runs"),
             after_plan=lambda: queue.hint("plans"),
+            after_hold=lambda held: queue.schedule(event_wakeups(held)),
             batch=batch,
         )
         plans = EventPlans(settings.event_retry, after_move=lambda moved: queue.schedule(event_wakeups(moved)))
@@ -157,15 +174,24 @@ class Worker:
         """Start the shutdown; `run` returns when all runs are finished or released."""
         self._stopping.set()
 
+    def _unfit(self, exc: SchemaError) -> None:
+        """Called in the thread that renews leases."""
+        self._why_unfit = exc
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.stop)
+
     async def log_secret_warnings(self) -> None:
         """Log warnings about how secrets are stored."""
         await secrets.log_notices(self._database)
 
     async def run(self) -> None:
-        """Work until stopped. A loop that fails stops the worker with its error."""
+        """Work until stopped. A loop that fails stops the worker with its error, and so does a schema that no longer
+        fits."""
+        self._loop = asyncio.get_running_loop()
         await self._database.open()
-        await migrate.require_current(self._database)
+        await self._presence.join(self._database)
         await durability.require_safe(self._database, allow_unsafe=self.settings.allow_unsafe_durability)
+        await self._runner.announce()
         self._queue.start_listening()
         poll = self.settings.poll_ms / 1000
         lease = self.settings.lease_ms / 1000
@@ -179,11 +205,15 @@ class Worker:
             Loop("run", self._run_once, wait_seconds=lambda: self._waits["runs"], wake=self._queue.wake("runs")),
             Loop("schedule", self._schedule_once, wait_seconds=lambda: self._waits["schedules"]),
             Loop("replay", self._replay_once, wait_seconds=lambda: self._waits["replays"]),
-            Loop("prune", self._prune_once, wait_seconds=lambda: self._waits["prune"]),
+            Loop("days", self._days_once, wait_seconds=DAYS_SECONDS),
+            Loop("prune", self._prune_once, wait_seconds=lambda: self._waits["prune"], is_vital=False),
             Loop("reconcile", self._reconcile_once, wait_seconds=min(lease / 3, 1.0)),
             Loop("requeue", self._requeue_once, wait_seconds=self._requeue_wait),
         ]
-        _log.info("worker.started", worker=self.name, workflows=self._workflows)
+        _log.info(
+            "worker.started", worker=self.name, workflows=self._workflows, version=__version__,
+            retention_seconds=self.settings.retention._asdict(),
+        )  # fmt: skip
         claims = [asyncio.create_task(loop.run(), name=loop.name) for loop in claiming]
         self._runner.keep_leases()
         stopped = asyncio.create_task(self._stopping.wait(), name="stop")
@@ -196,9 +226,12 @@ class Worker:
             await self._runner.stop(self.settings.shutdown_ms / 1000)
             for task in done - {stopped}:
                 task.result()
+            if self._why_unfit is not None:
+                raise self._why_unfit
         finally:
             stopped.cancel()
             await asyncio.gather(stopped, return_exceptions=True)
+            await self._presence.leave(self._database)
             await self._queue.close()
             await self._database.close()
             await traces.flush()
@@ -285,13 +318,18 @@ class Worker:
             self._delivery_retry.committed(freed.filled)
         if freed.woken:
             self._queue.hint("deliveries")
+        if freed.woken_runs:
+            self._queue.hint("runs")
         if freed.moves:
             self._queue.hint("plans")
+        if freed.published:
+            self._queue.hint("inbox")
+            metrics.received(Counter(freed.published))
 
     async def _definitions_once(self) -> int:
         found = await self._http_workflows.refresh(self._served)
         if found is not None:
-            self._runner.serve([*self._definitions, *found])
+            self._runner.serve([*self._definitions, *found], self._versions)
             self._queue.wake("runs").set()  # they may already have runs
         return 0
 
@@ -327,6 +365,10 @@ class Worker:
             if kind in kinds:
                 self._queue.hint(topic)
 
+    async def _days_once(self) -> int:
+        await self._days.run_once()
+        return 0
+
     async def _prune_once(self) -> int:
         self._waits["prune"] = PRUNE_PASS_SECONDS
         if self._prune.is_on:
@@ -338,7 +380,8 @@ class Worker:
         return 0
 
     async def _reconcile_once(self) -> int:
-        if (await self._release())["runs"]:
+        released = await self._release()
+        if released["runs"] or released["children"]:
             self._queue.hint("runs")
         return 0
 

@@ -6,15 +6,18 @@ from tidegate.api.admin import (
     decisions,
     retries,
     retry_verbs,
+    schedules,
     sources,
     tokens,
     triggers,
     webhooks,
+    workers,
 )
 
 ROUTES = (
     *sources.ROUTES,
     *triggers.ROUTES,
+    *schedules.ROUTES,
     *retries.ROUTES,
     *retry_verbs.ROUTES,
     *decisions.ROUTES,
@@ -22,4 +25,5 @@ ROUTES = (
     *webhooks.ROUTES,
     *tokens.ROUTES,
     *audit.ROUTES,
+    *workers.ROUTES,
 )

@@ -17,6 +17,7 @@ from tidegate.errors import FieldError, InvalidInput, NotFound
 from tidegate.flow import control
 from tidegate.flow.keep.replay import TOPICS
 from tidegate.model.ids import DeadLetterId, TriggerId
+from tidegate.model.times import TIME_RULE
 from tidegate.store import dead_letters
 from tidegate.store.dead_letters import LETTER_KINDS, LETTER_STATES, DeadLetter, DeadLetterFilters, LetterKind
 
@@ -54,7 +55,8 @@ class ReplayOne(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReplayMany(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which open dead letters to replay, `rate` of them per second. `dry_run` only counts them."""
+    """Which open dead letters to replay, `rate` of them per second: those that match the filters, or `all`. `dry_run`
+    only counts them."""
 
     kind: LetterKind | None = None
     source: str | None = None
@@ -63,6 +65,7 @@ class ReplayMany(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str | None = None
     since: datetime | None = None
     until: datetime | None = None
+    all: bool = False
     rate: float = DEFAULT_RATE
     dry_run: bool = False
 
@@ -123,7 +126,7 @@ async def replay_letter(request: Request, services: Services) -> Response:
 async def replay_letters(request: Request, services: Services) -> Response:
     body = await bodies.read(request, ReplayMany)
     wrong = [
-        FieldError(name, "must have a time zone, as in 2026-01-31T09:30:00Z")
+        FieldError(name, TIME_RULE)
         for name in ("since", "until")
         if (at := getattr(body, name)) is not None and at.tzinfo is None
     ]
@@ -131,9 +134,13 @@ async def replay_letters(request: Request, services: Services) -> Response:
     wrong += (
         [FieldError("body", "contains the character U+0000")] if any("\x00" in (text or "") for text in texts) else []
     )
+    filters = DeadLetterFilters(*(getattr(body, name) for name in DeadLetterFilters._fields))
+    is_filtered = any(one is not None for one in filters)
+    if is_filtered == body.all and not (body.dry_run and not is_filtered):
+        text = "excludes filters" if body.all else "give filters such as kind and source, or all: true"
+        wrong.append(FieldError("all", text))
     if wrong:
         raise InvalidInput("the replay is not valid", wrong)
-    filters = DeadLetterFilters(*(getattr(body, name) for name in DeadLetterFilters._fields))
     if body.dry_run:
         count = await control.preview_replay(services.database, filters, rate=body.rate)
         return json_response(ReplayPlan("preview", count, body.rate, None, None))

@@ -44,7 +44,7 @@ LIST_QUERY = (
 
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """A waiting row. `eta_seconds` is null when it is no longer waiting, or when the time cannot be known: it waits for
-    an operator to resume a source or trigger, for a slot, or for a trial run to end."""
+    an operator to resume a source or trigger, for a slot, or for a probe to end."""
 
     kind: RetryKind
     id: uuid.UUID

@@ -205,8 +205,8 @@ function eta(seconds) {
   return minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-// The time is unknown: it depends on an operator, the end of a run, or the trial run of a breaker.
-const OPEN_ENDED = { concurrency: "next slot", breaker_open: "after trial" };
+// The time is unknown: it depends on an operator, the end of a run, or the probe of a breaker.
+const OPEN_ENDED = { concurrency: "next slot", breaker_open: "after probe" };
 
 const MAX_GATES = 10; // pauses and breakers listed by name; the rest is counted
 

@@ -1,13 +1,15 @@
 """`/v1`: publish events, and read events, workflows, triggers, schedules and runs. One module per resource."""
 
-from tidegate.api.v1 import events, publish, runs, schedules, triggers, webhooks, workflows
+from tidegate.api.v1 import event_replays, events, publish, runs, schedules, starts, triggers, webhooks, workflows
 
 ROUTES = (
     *publish.ROUTES,
+    *event_replays.ROUTES,
     *events.ROUTES,
     *workflows.ROUTES,
     *triggers.ROUTES,
     *schedules.ROUTES,
+    *starts.ROUTES,
     *runs.ROUTES,
     *webhooks.ROUTES,
 )

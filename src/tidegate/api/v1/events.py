@@ -1,18 +1,21 @@
-"""Events: list, show, explain. (Publishing is in `publish`.)"""
+"""Events: list, show, explain, take back. (Publishing is in `publish`.)"""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
 
-from tidegate.api import pages
+from tidegate.api import bodies, pages
 from tidegate.api.pages import page_query
 from tidegate.api.routes import Query, Route, Services
+from tidegate.flow import control
 from tidegate.flow.look import explain as explaining
 from tidegate.flow.look.explain import Explanation
 from tidegate.model.event import Event
+from tidegate.model.ids import EventId
 from tidegate.store import events
 from tidegate.store.events import ReceiptPlace
 
@@ -62,13 +65,48 @@ async def explain_event(request: Request, services: Services) -> Explanation:
         return await explaining.explain(connection, request.path_params["id"])
 
 
+async def explain_any(request: Request, services: Services) -> Explanation:
+    asking = bodies.principal(request)
+
+    def may_see(source: str | None) -> bool:
+        if asking is None or asking.sources is None:
+            return True
+        return source is not None and asking.may_use(source)
+
+    async with services.database.connection() as connection:
+        return await explaining.explain_any(connection, request.path_params["id"], may_see)
+
+
+class EventCancelled(msgspec.Struct, frozen=True):
+    """The event was taken back before it was decided; it launches nothing."""
+
+    id: EventId
+    status: Literal["cancelled"] = "cancelled"
+
+
+async def take_back_event(request: Request, services: Services) -> EventCancelled:
+    await bodies.read(request, bodies.Nothing)
+    async with services.database.connection() as connection:
+        event = await explaining.find_event(connection, request.path_params["id"])
+    await control.cancel_event(services.database, event.id, bodies.actor(request))
+    services.queue.hint("retries")
+    return EventCancelled(event.id)
+
+
 ROUTES = (
+    Route("GET", "/v1/explain/{id:path}", explain_any,
+          "Explain why an event, a run or a delivery is where it is, by its id or a producer's id", (Explanation,),
+          scope="read", errors=(404, 409)),
     Route("GET", "/v1/events", list_events, "List events, newest first", (EventPage,),
           scope="read", query=LIST_QUERY, errors=(422,)),
     Route("GET", "/v1/events/{id:path}/explain", explain_event,
-          "Explain an event: every decision about it, in order", (Explanation,), scope="read", errors=(404, 409)),
+          "Explain why an event is where it is: every decision about it, in order", (Explanation,), scope="read",
+          errors=(404, 409)),
     Route("GET", "/v1/events/{id:path}", show_event, "Show one event, by its id or the producer's id", (Event,),
           scope="read", errors=(404, 409)),
+    Route("POST", "/v1/events/{id:path}/cancel", take_back_event,
+          "Take back an event that waits for its time, or that its source holds, by its id or the producer's id",
+          (EventCancelled,), scope="publish", errors=(404, 409)),
 )  # fmt: skip
 
 

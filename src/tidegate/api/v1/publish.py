@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,8 +20,8 @@ from tidegate.api.v1 import cloudevents
 from tidegate.clock import utc_now, uuid7
 from tidegate.errors import FieldError, Forbidden, InvalidInput
 from tidegate.flow.accept.access import Principal
-from tidegate.flow.accept.ingest import Accepted
-from tidegate.model.event import NewEvent, check_event, is_text_id, trace_id
+from tidegate.flow.accept.refusals import MAX_BODY_BYTES, GivenEvent, given_events
+from tidegate.model.event import Accepted, NewEvent, check_event, is_text_id, trace_id
 from tidegate.telemetry import traces
 
 BODY_SECONDS = 10
@@ -71,21 +72,30 @@ async def answer_whole(services: Services, raw_headers: RawHeaders, body: bytes,
         admitted.hold_bytes(len(body))
         return body
 
-    return await _traced(services, raw_headers, read, peer)
+    return await _traced(services, raw_headers, read, peer, body)
 
 
-async def _traced(services: Services, raw_headers: RawHeaders, read: Read, peer: str | None) -> bytes | Response:
+async def _traced(
+    services: Services, raw_headers: RawHeaders, read: Read, peer: str | None, whole: bytes | None = None
+) -> bytes | Response:
     if not traces.is_on:
-        return await _answer(services, raw_headers, read, peer)
+        return await _answer(services, raw_headers, read, peer, whole)
     with traces.Request("POST", "/v1/events") as traced:
-        found = await _answer(services, raw_headers, read, peer, traced)
+        found = await _answer(services, raw_headers, read, peer, whole, traced)
         traced.status = found.status_code if isinstance(found, Response) else 202
     return found
 
 
 async def _answer(
-    services: Services, raw_headers: RawHeaders, read: Read, peer: str | None, traced: traces.Request | None = None
+    services: Services,
+    raw_headers: RawHeaders,
+    read: Read,
+    peer: str | None,
+    whole: bytes | None,
+    traced: traces.Request | None = None,
 ) -> bytes | Response:
+    """`whole` is the body, if it has arrived completely."""
+    body, events, headers = whole, list[NewEvent](), dict[str, str]()
     try:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw_headers}
         if "traceparent" in headers and has_several_traces(raw_headers):
@@ -95,7 +105,7 @@ async def _answer(
             body = await read(headers, admitted)
             await admitted.parse_turn()
             events, is_batch = _parse(services, headers, body)
-            del body
+            body = whole = None
             if principal is not None:
                 _check_sources(principal, events, is_batch)
             if traced is not None:
@@ -103,8 +113,21 @@ async def _answer(
             admitted.hold_events(len(events))
             accepted = await services.ingest.accept(events) if events else []
     except Exception as exc:  # noqa: BLE001 - every error becomes an answer
-        return problems.response(exc)
+        refused = problems.response(exc)
+        services.refusals.keep(refused.status_code, exc, lambda: _given(headers, body, events))
+        return refused
     return msgspec.json.encode(AcceptedBatch(accepted) if is_batch else accepted[0])
+
+
+def _given(headers: dict[str, str], body: bytes | None, events: list[NewEvent]) -> Iterator[GivenEvent]:
+    """The events of a refused request, as far as they are known."""
+    if events:
+        yield from (GivenEvent(event.external_id, event.type, event.source) for event in events)
+    elif "ce-id" in headers:
+        yield GivenEvent(*(headers.get(f"ce-{name}") for name in GivenEvent._fields))
+    elif body and len(body) <= MAX_BODY_BYTES:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            yield from given_events(msgspec.json.decode(body))
 
 
 def has_several_traces(raw_headers: RawHeaders) -> bool:

@@ -1,8 +1,11 @@
-"""Runs and their steps."""
+"""Runs and their steps: list, show, cancel, retry, rerun; one, or all that filters describe."""
 
 from __future__ import annotations
 
-from typing import Literal
+import uuid
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -11,16 +14,31 @@ from starlette.responses import Response
 from tidegate.api import bodies, pages
 from tidegate.api.pages import page_query
 from tidegate.api.routes import Query, Route, Services, json_response, path_run_id
-from tidegate.errors import NotFound
+from tidegate.api.routes import parameters as query_parameters
+from tidegate.api.v1.starts import WAIT, RunStarted, unless_gone, wait_seconds
+from tidegate.errors import FieldError, InvalidInput, NotFound
 from tidegate.flow import control
-from tidegate.model.ids import RunId
-from tidegate.model.run import RUN_STATUSES, Run, Step
-from tidegate.store import runs, steps
+from tidegate.flow.control import MAX_PER_CALL, RunResumed, RunsChanged, RunVerb
+from tidegate.model.child import ChildRun
+from tidegate.model.ids import EventId, RunId
+from tidegate.model.run import RUN_STATUSES, Run, RunStatus, Step
+from tidegate.model.times import TIME_RULE
+from tidegate.store import children, run_search, runs, starts, steps
+from tidegate.store.db import Connection
+from tidegate.store.run_search import RunFilters
+
+MAX_CHILDREN = 500
 
 LIST_QUERY = (
     Query("workflow", "string", "Only runs of this workflow."),
     Query("status", "string", "Only runs in this status.", RUN_STATUSES),
     Query("event_id", "uuid", "Only runs that this event launched."),
+    Query("correlation_id", "string", "Only runs with this correlation id."),
+    Query("from", "date-time", "Only runs created at or after this time."),
+    Query("to", "date-time", "Only runs created before this time."),
+    Query("error", "string", "Only runs with this text in their error or warning (case-insensitive)."),
+    Query("parameters", "string", 'Only runs whose parameters contain this JSON object, e.g. {"order_id": 7}.'),
+    Query("tag", "string", "Only runs with this tag: `customer:c-7`."),
     *page_query("uuid"),
 )
 
@@ -33,33 +51,13 @@ class RunPage(msgspec.Struct, frozen=True):
 
 
 class RunDetail(msgspec.Struct, frozen=True):
-    """A run with its steps."""
+    """A run with its steps; the run that it is a child of, if it is one, and the runs that it has started, at most
+    MAX_CHILDREN."""
 
     run: Run
     steps: list[Step]
-
-
-async def list_runs(request: Request, services: Services) -> RunPage:
-    page = pages.read(request, LIST_QUERY)
-    async with services.database.connection() as connection:
-        found = await runs.list_page(
-            connection,
-            workflow=page.get("workflow"),
-            status=page.get("status"),
-            event_id=page.get("event_id"),
-            before_id=page.cursor,
-            limit=page.fetch_limit,
-        )
-    return RunPage(*page.cut(found, lambda run: run.id))
-
-
-async def show_run(request: Request, services: Services) -> RunDetail:
-    run_id = path_run_id(request)
-    async with services.database.connection() as connection:
-        run = await runs.get(connection, run_id)
-        if run is None:
-            raise NotFound(f"no run {run_id}")
-        return RunDetail(run, await steps.list_of_run(connection, run_id))
+    parent_run_id: RunId | None = None
+    children: list[ChildRun] = []
 
 
 class RunCancelled(msgspec.Struct, frozen=True):
@@ -69,36 +67,273 @@ class RunCancelled(msgspec.Struct, frozen=True):
     status: Literal["cancelled", "cancelling"]
 
 
+class RunRetried(msgspec.Struct, frozen=True):
+    """`resumed`: the run continues after its completed steps. `scheduled`: it waits for a free slot of its trigger."""
+
+    id: RunId
+    status: RunResumed
+
+
+class RunRepeated(msgspec.Struct, frozen=True):
+    """The new run, and the run that it repeats from the start."""
+
+    id: RunId
+    rerun_of: RunId
+
+
+class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`on_current_code` must be true: the run's recorded steps do not fit the code that it resumes on."""
+
+    on_current_code: bool
+
+
+class RunOnCurrentCode(msgspec.Struct, frozen=True):
+    """The run is due now."""
+
+    id: RunId
+    status: Literal["resumed"]
+
+
+class ChangeRuns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which runs to change: those that match the filters, or `all`. `dry_run` only counts them; `cursor` continues
+    where the call before ended."""
+
+    workflow: str | None = None
+    status: RunStatus | None = None
+    event_id: EventId | None = None
+    correlation_id: str | None = None
+    created_from: datetime | None = msgspec.field(default=None, name="from")
+    created_to: datetime | None = msgspec.field(default=None, name="to")
+    error: str | None = None
+    parameters: dict[str, Any] | None = None
+    tag: str | None = None
+    all: bool = False
+    dry_run: bool = False
+    limit: int = MAX_PER_CALL
+    cursor: str | None = None
+
+
+class RunsChange(msgspec.Struct, frozen=True):
+    """What was done: how many runs were changed, how many refused and why, and how many remain. `next_cursor` is null
+    when none remain; in a `preview`, `remaining` is how many would be changed."""
+
+    verb: RunVerb
+    status: Literal["preview", "done"]
+    done: int
+    refused: int
+    reasons: dict[str, int]
+    remaining: int
+    next_cursor: str | None
+
+
+async def list_runs(request: Request, services: Services) -> RunPage:
+    page = pages.read(request, LIST_QUERY)
+    filters = _filters(page.given, page.get("parameters"))
+    async with services.database.connection() as connection:
+        found = await run_search.list_page(connection, filters, before_id=page.cursor, limit=page.fetch_limit)
+    return RunPage(*page.cut(found, lambda run: run.id))
+
+
+def _filters(given: Mapping[str, Any], parameters: str | None) -> RunFilters:
+    status: RunStatus | None = given.get("status")
+    return RunFilters(
+        workflow=given.get("workflow"),
+        statuses=None if status is None else (status,),
+        event_id=given.get("event_id"),
+        correlation_id=given.get("correlation_id"),
+        created_from=given.get("from"),
+        created_to=given.get("to"),
+        error=given.get("error"),
+        parameters=None if parameters is None else _object(parameters),
+        tags=_tag(given.get("tag")),
+    )
+
+
+def _object(text: str) -> str:
+    """A JSON object as the database reads it. InvalidInput when it is not one."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or "\\u0000" in text:
+        error = FieldError("parameters", 'must be a JSON object, such as {"order_id": 7}')
+        raise InvalidInput("a query parameter is not valid", [error])
+    return msgspec.json.encode(value).decode()
+
+
+def _tag(text: str | None) -> str | None:
+    """A tag as the database reads it. InvalidInput when it is not one."""
+    if text is None:
+        return None
+    name, colon, value = text.partition(":")
+    if not (name and colon and value) or "\x00" in text:
+        error = FieldError("tag", "must be a name and a value, such as customer:c-7")
+        raise InvalidInput("a query parameter is not valid", [error])
+    return msgspec.json.encode({name: value}).decode()
+
+
+async def show_run(request: Request, services: Services) -> RunDetail | Response:
+    run_id, seconds = path_run_id(request), wait_seconds(query_parameters(request, (WAIT,)))
+    async with services.database.connection() as connection:
+        event_id = await starts.event_of(connection, run_id) if seconds else None
+    if seconds:
+        await unless_gone(request, services.ends.wait(run_id, seconds, event_id))
+    async with services.database.connection() as connection:
+        run = await runs.get(connection, run_id)
+        if run is None:
+            return json_response(await _not_launched(connection, run_id), 202)
+        parents = await children.of_runs(connection, [run_id])
+        return RunDetail(
+            run,
+            await steps.list_of_run(connection, run_id),
+            parents[run_id].run_id if run_id in parents else None,
+            await children.list_of_run(connection, run_id, MAX_CHILDREN),
+        )
+
+
+async def _not_launched(connection: Connection, run_id: RunId) -> RunStarted:
+    """The start that will launch the run, or has not. NotFound when there is none."""
+    event_id = await starts.event_of(connection, run_id)
+    if event_id is None:
+        raise NotFound(f"no run {run_id}")
+    why = (await starts.unlaunched(connection, {run_id: event_id})).get(run_id)
+    status: Literal["accepted", "not_launched"] = "accepted" if why is None else "not_launched"
+    return RunStarted(run_id=run_id, event_id=event_id, status=status, error=why)
+
+
 async def cancel_run(request: Request, services: Services) -> Response:
     run_id = path_run_id(request)
     await bodies.read(request, bodies.Nothing)
     done = await control.cancel_run(services.database, run_id, bodies.actor(request), services.settings.trigger_error)
     services.queue.hint("deliveries")  # a slot may have become free
+    services.queue.hint("inbox")  # its end may be published
     return json_response(RunCancelled(run_id, done), 200 if done == "cancelled" else 202)
 
 
+async def retry_run(request: Request, services: Services) -> Response:
+    run_id = path_run_id(request)
+    await bodies.read(request, bodies.Nothing)
+    done = await control.retry_run(services.database, run_id, bodies.actor(request))
+    services.queue.hint("runs")
+    return json_response(RunRetried(run_id, done), 202)
+
+
+async def rerun_run(request: Request, services: Services) -> Response:
+    run_id = path_run_id(request)
+    await bodies.read(request, bodies.Nothing)
+    new_id = await control.rerun_run(services.database, run_id, bodies.actor(request))
+    services.queue.hint("runs")
+    return json_response(RunRepeated(new_id, run_id), 202)
+
+
+async def cancel_runs(request: Request, services: Services) -> RunsChange:
+    return await _change(request, services, "cancel")
+
+
+async def retry_runs(request: Request, services: Services) -> RunsChange:
+    return await _change(request, services, "retry")
+
+
+async def rerun_runs(request: Request, services: Services) -> RunsChange:
+    return await _change(request, services, "rerun")
+
+
+async def _change(request: Request, services: Services, verb: RunVerb) -> RunsChange:
+    body = await bodies.read(request, ChangeRuns)
+    filters = _asked(body, verb)
+    if body.dry_run:
+        count = await control.preview_runs(services.database, verb, filters)
+        return RunsChange(verb, "preview", 0, 0, {}, count, None)
+    after_id, before = _from_cursor(body.cursor)
+    done = await control.change_runs(
+        services.database, verb, filters, bodies.actor(request), services.settings.trigger_error, after_id=after_id,
+        before=before, limit=body.limit,
+    )  # fmt: skip
+    services.queue.hint("deliveries" if verb == "cancel" else "runs")
+    return RunsChange(verb, "done", done.done, done.refused, done.reasons, done.remaining, _to_cursor(done))
+
+
+def _asked(body: ChangeRuns, verb: RunVerb) -> RunFilters:
+    """The filters of a bulk request. InvalidInput names each field that is wrong."""
+    errors = [
+        FieldError(name, TIME_RULE)
+        for name, at in (("from", body.created_from), ("to", body.created_to))
+        if at is not None and at.tzinfo is None
+    ]
+    texts = (body.workflow, body.correlation_id, body.error, body.tag)
+    if any("\x00" in (text or "") for text in texts):
+        errors.append(FieldError("body", "contains the character U+0000"))
+    if not 1 <= body.limit <= MAX_PER_CALL:
+        errors.append(FieldError("limit", f"must be a whole number from 1 to {MAX_PER_CALL}"))
+    if body.status is not None and body.status not in control.RUN_VERBS[verb]:
+        errors.append(FieldError("status", f"{verb} applies to runs that are {' or '.join(control.RUN_VERBS[verb])}"))
+    given = {
+        "workflow": body.workflow, "status": body.status, "event_id": body.event_id, "error": body.error,
+        "correlation_id": body.correlation_id, "from": body.created_from, "to": body.created_to,
+        "tag": body.tag,
+    }  # fmt: skip
+    parameters = None if body.parameters is None else msgspec.json.encode(body.parameters).decode()
+    if errors:
+        raise InvalidInput(f"the {verb} is not valid", errors)
+    filters = _filters(given, parameters)
+    if filters.is_given == body.all and not (body.dry_run and not filters.is_given):
+        message = "give filters such as workflow and status, or all: true" if not body.all else "excludes filters"
+        raise InvalidInput(f"the {verb} is not valid", [FieldError("all", message)])
+    return filters
+
+
+def _to_cursor(done: RunsChanged) -> str | None:
+    return None if done.after_id is None else pages.encode(msgspec.json.encode((done.after_id, done.before)))
+
+
+def _from_cursor(cursor: str | None) -> tuple[uuid.UUID | None, datetime | None]:
+    if cursor is None:
+        return None, None
+    try:
+        after_id, before = msgspec.json.decode(pages.decode(cursor), type=tuple[uuid.UUID, datetime])
+    except (ValueError, msgspec.MsgspecError) as exc:
+        raise pages.invalid_cursor() from exc
+    if before.tzinfo is None:
+        raise pages.invalid_cursor()
+    return after_id, before
+
+
+async def resume_run(request: Request, services: Services) -> RunOnCurrentCode:
+    run_id = path_run_id(request)
+    body = await bodies.read(request, ResumeBody)
+    if not body.on_current_code:
+        raise InvalidInput("the run cannot be resumed", [FieldError("on_current_code", "must be true")])
+    await control.resume_run(services.database, run_id, bodies.actor(request))
+    services.queue.hint("runs")
+    return RunOnCurrentCode(run_id, "resumed")
+
+
 ROUTES = (
-    Route(
-        "GET",
-        "/v1/runs",
-        list_runs,
-        "List runs, newest first",
-        (RunPage,),
-        scope="read",
-        query=LIST_QUERY,
-        errors=(422,),
-    ),
-    Route(
-        "GET", "/v1/runs/{run_id}", show_run, "Show one run with its steps", (RunDetail,), scope="read", errors=(404,)
-    ),
-    Route(
-        "POST",
-        "/v1/runs/{run_id}/cancel",
-        cancel_run,
-        "Cancel a run: a waiting one at once, a running one (202) at its next step",
-        (RunCancelled,),
-        scope="operate",
-        also=(202,),
-        errors=(404, 409),
-    ),
-)
+    Route("GET", "/v1/runs", list_runs, "List runs, newest first", (RunPage,), scope="read", query=LIST_QUERY,
+          errors=(422,)),
+    Route("POST", "/v1/runs/cancel", cancel_runs,
+          "Cancel the unfinished runs that match the filters; or only count them", (RunsChange,), scope="operate",
+          body=bodies.schema(ChangeRuns), errors=(422,)),
+    Route("POST", "/v1/runs/retry", retry_runs,
+          "Resume the failed or cancelled runs that match the filters; or only count them", (RunsChange,),
+          scope="operate", body=bodies.schema(ChangeRuns), errors=(422,)),
+    Route("POST", "/v1/runs/rerun", rerun_runs,
+          "Execute the finished runs that match the filters again from the start; or only count them", (RunsChange,),
+          scope="operate", body=bodies.schema(ChangeRuns), errors=(422,)),
+    Route("GET", "/v1/runs/{run_id}", show_run,
+          "Show one run with its steps; with `wait`, when it has ended; 202 if its start has not launched it",
+          (RunDetail, RunStarted), scope="read", also=(202,), query=(WAIT,), errors=(404, 422)),
+    Route("POST", "/v1/runs/{run_id}/cancel", cancel_run,
+          "Cancel a run: a waiting one at once, a running one (202) at its next step", (RunCancelled,), scope="operate",
+          also=(202,), errors=(404, 409)),
+    Route("POST", "/v1/runs/{run_id}/retry", retry_run,
+          "Resume a failed or cancelled run after its completed steps", (RunRetried,), scope="operate", status=202,
+          errors=(404, 409)),
+    Route("POST", "/v1/runs/{run_id}/rerun", rerun_run,
+          "Execute a finished run again from the start, as a new run", (RunRepeated,), scope="operate", status=202,
+          errors=(404, 409)),
+    Route("POST", "/v1/runs/{run_id}/resume", resume_run,
+          "Resume a run that waits for a version of its code, on the code that workers have now", (RunOnCurrentCode,),
+          scope="operate", body=bodies.schema(ResumeBody, ("on_current_code",)),
+          errors=(400, 404, 408, 409, 413, 415, 422)),
+)  # fmt: skip

@@ -27,7 +27,7 @@ from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, BreakerState
 from tidegate.model.trigger import Trigger, TriggerStatus
 from tidegate.model.trigger_change import TriggerBody, TriggerPatch
-from tidegate.model.trigger_dry_run import Trial
+from tidegate.model.trigger_dry_run import DryRun
 from tidegate.store import held_deliveries, locks, triggers
 from tidegate.store.db import Connection
 from tidegate.store.held_deliveries import HeldDelivery
@@ -167,7 +167,7 @@ async def delete_trigger(request: Request, services: Services) -> TriggerDeleted
     return TriggerDeleted(deleted.id, deleted.workflow, deleted.name, cancelled)
 
 
-async def test_trigger(request: Request, services: Services) -> Trial:
+async def test_trigger(request: Request, services: Services) -> DryRun:
     given = await bodies.read(request, TestBody, MAX_SAMPLE_BYTES)
     if (given.event is msgspec.UNSET) == (given.event_id is None):
         problem = FieldError("event", "give a sample `event`, or the `event_id` of a stored one")
@@ -275,7 +275,7 @@ ROUTES = (
     Route("DELETE", _ONE, delete_trigger, "Delete a trigger and cancel its waiting deliveries", (TriggerDeleted,),
           scope="admin", errors=_REFUSALS),
     Route("POST", f"{_ONE}/test", test_trigger, "Evaluate a trigger on an event; nothing is stored or launched",
-          (Trial,), scope="read", body=bodies.schema(TestBody), errors=(*_REFUSALS, 409)),
+          (DryRun,), scope="read", body=bodies.schema(TestBody), errors=(*_REFUSALS, 409)),
     Route("GET", f"{_ONE}/deliveries", list_trigger_deliveries, "List the deliveries of a trigger, newest first",
           (DeliveryPage,), scope="read", query=DELIVERIES_QUERY, errors=(404, 422)),
     Route("GET", f"{_ONE}/versions", list_versions, "List the versions of a trigger, newest first", (VersionPage,),

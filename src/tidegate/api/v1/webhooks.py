@@ -15,9 +15,8 @@ from tidegate.api.routes import Route, Services, json_response
 from tidegate.api.v1 import publish
 from tidegate.clock import utc_now, uuid7
 from tidegate.errors import FieldError, InvalidInput, TidegateError, Unavailable
-from tidegate.flow.accept.ingest import Accepted
 from tidegate.model import webhook_event
-from tidegate.model.event import NewEvent, check_event, is_text_id, trace_id
+from tidegate.model.event import Accepted, NewEvent, check_event, is_text_id, trace_id
 from tidegate.model.webhook import SIGNATURE_HEADERS, SVIX_HEADERS, Webhook, refusal, standard_names
 
 _UNSIGNED = "the request is not accepted by a webhook: its signature is not valid; the server's log says why"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import msgspec
 
 from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.errors import Conflict, FieldError, InvalidInput, Unavailable
-from tidegate.model.event import NewEvent, trace_id
+from tidegate.model.event import Accepted, NewEvent, trace_id
 from tidegate.model.ids import EventId
+from tidegate.store import durability
 from tidegate.store import events as store
 from tidegate.store.db import Connection, Database, TransientConflict, is_data_error
 from tidegate.store.group_commit import GroupCommit
@@ -36,14 +36,6 @@ _log = logger("ingest")
 Request = Sequence[NewEvent]
 
 
-class Accepted(msgspec.Struct, frozen=True):
-    """The answer to one event: `accepted`, or `duplicate` with the id of the first."""
-
-    id: EventId
-    external_id: str | None
-    status: Literal["accepted", "duplicate"]
-
-
 class _Refused(Exception):
     """Some requests of a group repeat an id with another body. The others are written again without them; events that
     are already stored are then found as such."""
@@ -53,11 +45,20 @@ class _Refused(Exception):
 
 
 class Ingest:
-    """Stores events. `after_commit` is called once for each commit with new events."""
+    """Stores events. `after_commit` is called once for each commit with new events, `after_later` for each with new
+    events for a later time."""
 
-    def __init__(self, database: Database, *, max_waiting: int, after_commit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        max_waiting: int,
+        after_commit: Callable[[], None],
+        after_later: Callable[[], None] = lambda: None,
+    ) -> None:
         self._database = database
         self._after_commit = after_commit
+        self._after_later = after_later
         self._down = False
         self._repeats_until = 0.0
         self._group: GroupCommit[Request, list[Accepted]] = GroupCommit(
@@ -82,7 +83,7 @@ class Ingest:
     async def close(self) -> None:
         await self._group.close()
 
-    async def _write(self, requests: list[Request]) -> list[list[Accepted] | Exception]:
+    async def _write(self, requests: list[Request], *, is_apart: bool = False) -> list[list[Accepted] | Exception]:
         results: list[list[Accepted] | Exception | None] = [None] * len(requests)
         left = list(range(len(requests)))
         while left:
@@ -94,9 +95,11 @@ class Ingest:
                 left = [i for i in left if results[i] is None]
                 continue
             except Exception as exc:  # noqa: BLE001 - whatever one request fails with, the others are stored
-                if len(left) > 1 and not _is_down(exc):
-                    # One request makes the shared commit fail: each gets its own transaction.
-                    apart = await asyncio.gather(*(self._write([requests[i]]) for i in left))
+                # One request makes the shared commit fail, or a migration has just locked the table: each gets a
+                # transaction of its own.
+                may_help = not _is_down(exc) and (len(left) > 1 or isinstance(exc, TransientConflict))
+                if may_help and not is_apart:
+                    apart = await asyncio.gather(*(self._write([requests[i]], is_apart=True) for i in left))
                     for i, [result] in zip(left, apart, strict=True):
                         results[i] = result
                 else:
@@ -135,7 +138,8 @@ class Ingest:
 
     async def _write_once(self, requests: list[Request]) -> list[list[Accepted]]:
         events = [event for request in requests for event in request]
-        if monotonic() >= self._repeats_until:
+        has_later = any(event.is_later for event in events)
+        if monotonic() >= self._repeats_until and not has_later:
             async with self._database.connection(wait_seconds=WAIT_SECONDS) as connection:
                 failpoints.hit("ingest.before_commit")
                 are_new = await store.insert_new(connection, events)
@@ -172,6 +176,8 @@ class Ingest:
         if not by_source:
             return
         self._after_commit()
+        if any(event.is_later for new in accepted for event in new):
+            self._after_later()
         metrics.received(by_source)
         if _log.is_info:
             for request, new in zip(requests, accepted, strict=True):
@@ -208,28 +214,46 @@ async def _resolve(
     conflicts = _conflicts(requests, new, resolved)
     if conflicts:
         raise _Refused(conflicts)
+    await durability.confirm(connection)  # a duplicate is acknowledged, too
     return resolved
 
 
 def _conflicts(
     requests: list[Request], new: set[EventId], resolved: dict[EventId, store.Resolved]
 ) -> dict[int, Conflict]:
+    """The refused requests by position. A request that repeats only an id of a refused one is left for the next
+    attempt: the event it repeats will not be stored."""
     conflicts: dict[int, Conflict] = {}
+    refused: set[EventId] = set()
     for position, request in enumerate(requests):
         errors = []
+        indexes = {event.id: index for index, event in enumerate(request)}
         for index, event in enumerate(request):
             if event.id in new:
                 continue
             first = resolved.get(event.id)
             if first is None:  # the first one was deleted in between
                 raise TransientConflict("an event with the same id is changing right now")
-            if not first.same_body:
-                field = f"[{index}].id" if len(request) > 1 else "id"
-                message = f"{event.external_id!r} was published before by {event.source}, with another body"
-                errors.append(FieldError(field, f"{message}, as event {first.id}"))
+            if not first.same_body and first.id not in refused:
+                errors.append(_conflict(event, index, first.id, indexes))
         if errors:
             conflicts[position] = Conflict("an event with the same id and another body exists", errors)
+            refused.update(indexes)
     return conflicts
+
+
+def _conflict(event: NewEvent, index: int, first: EventId, indexes: dict[EventId, int]) -> FieldError:
+    """What an event conflicts with: a stored event, or another of its own batch (of which nothing is stored)."""
+    if first in indexes:
+        return FieldError(
+            f"[{index}].id",
+            f"{event.external_id!r} is also the id of [{indexes[first]}] in this batch, with another body; "
+            "give each its own id",
+        )
+    field = f"[{index}].id" if len(indexes) > 1 else "id"
+    return FieldError(
+        field, f"{event.external_id!r} was published before by {event.source}, with another body, as event {first}"
+    )
 
 
 def _continued(event: NewEvent, traceparent: str) -> NewEvent:

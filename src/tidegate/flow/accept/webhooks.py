@@ -12,9 +12,9 @@ import contextlib
 
 from tidegate.clock import utc_now
 from tidegate.errors import Conflict, Overloaded, SecretsUnreadable, TidegateError, Unavailable
-from tidegate.flow.accept.ingest import Accepted, Ingest
+from tidegate.flow.accept.ingest import Ingest
 from tidegate.flow.accept.lookups import MAX_KEPT, RecentLookups, UnknownLookups
-from tidegate.model.event import NewEvent, is_name
+from tidegate.model.event import Accepted, NewEvent, is_name
 from tidegate.model.secrets import require_readable
 from tidegate.model.webhook import Webhook, holding
 from tidegate.store import events

@@ -70,7 +70,7 @@ async def stop_replays(database: Database, actor: str) -> int:
 def check_rate(rate: float) -> None:
     """Raises InvalidInput when the rate is out of bounds."""
     if not MIN_RATE <= rate <= MAX_RATE:
-        problem = FieldError("rate", f"must lie between {MIN_RATE:g} and {MAX_RATE:g} per second")
+        problem = FieldError("rate", f"must lie between {MIN_RATE:g} and {MAX_RATE:g} per second, not {rate:g}")
         raise InvalidInput("the replay is not valid", [problem])
 
 

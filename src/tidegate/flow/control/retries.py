@@ -21,6 +21,7 @@ from tidegate.flow.control.event_retries import EventVerbs
 from tidegate.flow.control.retry_verbs import DONE, ChangedRetries, RetryOrder, RetryRow, RetryVerb, RetryVerbs
 from tidegate.flow.control.step_retries import StepVerbs
 from tidegate.flow.decide.reporting import log_trigger_moves
+from tidegate.model.ids import EventId
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy
 from tidegate.store import audit, bulk_retries
 from tidegate.store.bulk_retries import IdRange, RetryKind, WaitingMatch
@@ -69,6 +70,15 @@ async def change_retry(
     done, row = await database.run(partial(_change_one, kind=kind, row_id=row_id, order=order))
     _report(kind, order, done._replace(logged=done.logged or [row.logged]))
     return "cancelling" if done.stopping else DONE[verb]
+
+
+async def cancel_event(database: Database, event_id: EventId, actor: str) -> None:
+    """Take back a stored event that has not been decided: it waits for its time, or its source holds it. Conflict when
+    it has been decided, or is about to be."""
+    try:
+        await change_retry(database, "events", event_id, "cancel", actor)
+    except NotFound as exc:
+        raise Conflict(f"event {event_id} does not wait: it has been decided, or will be at once") from exc
 
 
 async def preview_retries(database: Database, kind: RetryKind, filters: RetryFilters) -> int:

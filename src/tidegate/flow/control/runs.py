@@ -1,18 +1,23 @@
-"""Cancel a run. A waiting run ends at once, a running one at its next step."""
+"""Cancel a run (a waiting one ends at once, a running one at its next step), resume one that failed, was cancelled or
+waits for other code, or execute a finished one again from the start."""
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Literal
 
+from tidegate.clock import derived_uuid
 from tidegate.errors import Conflict, NotFound
+from tidegate.flow.keep import replay
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Freed
 from tidegate.model.ids import RunId
 from tidegate.model.run import FINAL_RUN_STATUSES, Run
 from tidegate.model.source import BreakerPolicy
-from tidegate.store import audit, runs
+from tidegate.store import audit, dead_letters, decisions, locks, runs
 from tidegate.store.db import Connection, Database
+from tidegate.store.decisions import NewDecision
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
@@ -38,13 +43,11 @@ async def cancel_run(database: Database, run_id: RunId, actor: str, breaker: Bre
 async def _cancel(
     connection: Connection, run_id: RunId, actor: str, breaker: BreakerPolicy
 ) -> tuple[Cancelled, Run, Freed | None]:
-    known = await runs.get(connection, run_id)
-    if known is None:
-        raise NotFound(f"no run {run_id}")
+    known = await _known(connection, run_id)
     trigger_id = await runs.trigger_of(connection, run_id)
     end = partial(runs.cancel_waiting, connection, run_id, actor)
     while True:
-        freed: Freed | None = await finish.end_waiting(connection, trigger_id, end, breaker)
+        freed: Freed | None = await finish.end_waiting(connection, run_id, trigger_id, end, breaker)
         done: Cancelled = "cancelled" if freed is not None else "cancelling"
         if freed is not None or await runs.request_cancel(connection, run_id, actor):
             break
@@ -57,3 +60,97 @@ async def _cancel(
         after={"status": done},
     )  # fmt: skip
     return done, known, freed
+
+
+async def resume_run(database: Database, run_id: RunId, actor: str) -> None:
+    """Resume a run that waits for a version of its code, on the code that workers have now: steps that it has recorded
+    so far are used where the code asks for them, and need not fit. Conflict when it does not wait for a version."""
+    known = await database.run(partial(_resume, run_id=run_id, actor=actor))
+    _log.info("run.resumed", run_id=run_id, workflow=known.workflow, event_id=known.event_id,
+              correlation_id=known.correlation_id, actor=actor)  # fmt: skip
+
+
+async def _resume(connection: Connection, run_id: RunId, actor: str) -> Run:
+    known = await _known(connection, run_id)
+    if not await runs.accept_version(connection, run_id):
+        raise Conflict(f"run {run_id} does not wait for a version of its code: it is {known.status}")
+    await audit.insert(
+        connection, actor=actor, action="run.resume", subject=str(run_id), before={"version": known.version},
+        after={"version": None},
+    )  # fmt: skip
+    return known
+
+
+RunResumed = Literal["resumed", "scheduled"]
+
+
+async def retry_run(database: Database, run_id: RunId, actor: str) -> RunResumed:
+    """Resume a failed or cancelled run after its completed steps, as the same run. `scheduled`: a worker resumes it as
+    soon as its trigger has a free slot. Conflict when it is not failed or cancelled, or cannot resume."""
+    done, known = await database.run(partial(_retry, run_id=run_id, actor=actor))
+    _log.info("run.retried", run_id=run_id, workflow=known.workflow, event_id=known.event_id,
+              correlation_id=known.correlation_id, status=done, actor=actor)  # fmt: skip
+    return done
+
+
+async def _retry(connection: Connection, run_id: RunId, actor: str) -> tuple[RunResumed, Run]:
+    known = await _known(connection, run_id)
+    letter_id = await dead_letters.open_of_run(connection, run_id)
+    letter = await dead_letters.lock(connection, letter_id) if letter_id is not None else None
+    if letter is not None and letter.replayed_at is None:
+        into = (await replay.perform(connection, letter, actor)).into
+    else:
+        line = NewDecision(known.event_id, None, "run", "retried", actor=actor) if known.event_id else None
+        into = await replay.resume(connection, run_id, line)
+        if into is None:
+            await dead_letters.wait_for_slot(
+                connection, run_id, actor=actor, why=replay.NO_SLOT, delay_ms=replay.SLOT_WAIT_MS
+            )
+    done: RunResumed = "resumed" if into is not None else "scheduled"
+    await audit.insert(
+        connection, actor=actor, action="run.retry", subject=str(run_id), before={"status": known.status},
+        after={"status": done},
+    )  # fmt: skip
+    return done, known
+
+
+async def rerun_run(database: Database, run_id: RunId, actor: str) -> RunId:
+    """Execute a finished run again from the start, as a new run with the same parameters and event; its id. Conflict
+    when it is not finished, or its trigger has no free slot."""
+    new_id = RunId(derived_uuid(run_id, os.urandom(16)))
+    known = await database.run(partial(_rerun, run_id=run_id, new_id=new_id, actor=actor))
+    _log.info("run.rerun", run_id=new_id, rerun_of=run_id, workflow=known.workflow, event_id=known.event_id,
+              correlation_id=known.correlation_id, actor=actor)  # fmt: skip
+    return new_id
+
+
+async def _rerun(connection: Connection, run_id: RunId, new_id: RunId, actor: str) -> Run:
+    known = await _known(connection, run_id)
+    await locks.share_all(connection)  # excludes changes of the workflow and the trigger until the commit
+    found = await dead_letters.describe_run(connection, run_id)
+    if found is None or found.status not in FINAL_RUN_STATUSES:
+        raise Conflict(f"run {run_id} has not ended: it is {found.status if found else 'gone'}; cancel it first")
+    if found.is_workflow_deleted:
+        raise Conflict(f"workflow {found.workflow} of run {run_id} was deleted: nothing could run it")
+    slot = await replay.find_slot(connection, found)
+    if not slot.is_free:
+        of_key = f" of key {slot.key}" if slot.key else ""
+        raise Conflict(f"all {slot.most} slots{of_key} of its trigger are in use; try again when a run has ended")
+    await runs.rerun(connection, run_id, new_id, slot.key)
+    if known.event_id is not None:
+        line = NewDecision(
+            known.event_id, None, "run", "rerun", f"as run {new_id}", actor=actor, trigger_id=found.trigger_id
+        )
+        await decisions.insert(connection, [line])
+    await audit.insert(
+        connection, actor=actor, action="run.rerun", subject=str(run_id), before={"status": known.status},
+        after={"run_id": new_id},
+    )  # fmt: skip
+    return known
+
+
+async def _known(connection: Connection, run_id: RunId) -> Run:
+    known = await runs.get(connection, run_id)
+    if known is None:
+        raise NotFound(f"no run {run_id}")
+    return known

@@ -23,7 +23,7 @@ from tidegate.telemetry import metrics
 
 
 class StepVerbs:
-    """Cancelled, a step ends its run; forced, it is due now, and its run with it, unless its trigger or key is closed.
+    """Cancelled, a step ends its run; forced, it is due now, and its run with it, unless its trigger or key is blocked.
     A step whose run a worker holds cannot be forced."""
 
     noun = "step"
@@ -33,8 +33,9 @@ class StepVerbs:
         if not found:
             raise NotFound(f"no step {row_id}")
         [step] = found
-        if step.kind == "sleep":
-            raise Conflict(f"step {row_id} is a timer, not a retry; to end it, cancel its run {step.workflow_run_id}")
+        if step.kind != "step":
+            what = "a timer" if step.kind == "sleep" else "a wait for an event"
+            raise Conflict(f"step {row_id} is {what}, not a retry; to end it, cancel its run {step.workflow_run_id}")
         return RetryRow(
             WaitingMatch(row_id, step.trigger_id, step.workflow_run_id),
             _status(step),
@@ -78,7 +79,8 @@ async def _cancel(
         return [run for run in ended if run is not None]
 
     trigger_ids = {one.trigger_id for one in known if one.trigger_id is not None}
-    freed = await finish.end_all_waiting(connection, trigger_ids, end, order.breaker)
+    run_ids = {one.workflow_run_id for one in known}
+    freed = await finish.end_all_waiting(connection, run_ids, trigger_ids, end, order.breaker)
     # A worker that stops a run counts it, and the retries that waited in it.
     ended_runs = [workflow for workflow, _ in {(one.workflow, one.workflow_run_id) for one in suspended}]
     return [*suspended, *stopping], ChangedRetries(

@@ -8,12 +8,12 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from tidegate import failpoints
-from tidegate.clock import epoch_ns, uuid7
-from tidegate.flow.decide import deliver, gate
+from tidegate.clock import epoch_ns
+from tidegate.flow.decide import deliver, gate, waits
 from tidegate.flow.decide.deliver import Candidate
 from tidegate.flow.decide.delivery_state import count as count_triggers
 from tidegate.flow.decide.delivery_state import load_state, save_state
-from tidegate.flow.decide.gate import OpenGates
+from tidegate.flow.decide.gate import LockedGates
 from tidegate.flow.decide.match import Filtered, Match, Matcher, match
 from tidegate.flow.decide.reporting import (
     held_line,
@@ -24,28 +24,32 @@ from tidegate.flow.decide.reporting import (
 )
 from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.flow.decide.time_slice import TimeSlice
+from tidegate.flow.decide.waits import Met
 from tidegate.model.event import Event
-from tidegate.model.ids import DeliveryId, EventId, TriggerId
+from tidegate.model.ids import EventId, TriggerId, delivery_id
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.trigger import TriggerIndex
 from tidegate.model.trigger_gate import TriggerMove
-from tidegate.store import decisions, deliveries, totals
+from tidegate.store import decisions, deliveries, event_replays, totals
 from tidegate.store.db import Connection
 from tidegate.store.decisions import NewDecision
 from tidegate.store.deliveries import NOBODY, Claim, Created, Decided
+from tidegate.store.locks import DEFAULT
 from tidegate.store.sources import SourceMetrics
 from tidegate.store.totals import BatchTotals, TriggerTotals
 from tidegate.telemetry import metrics
 
 # Of the triggers that an event did not fire, at most MAX_FILTERED are recorded with the reason.
 MAX_FILTERED = 20
+NOBODY_WAITS = Met()
 
 
 class Delivered(NamedTuple):
     """The outcome for admitted events: `failures` counted by source, `moves` and `source_moves` of breakers,
-    `matching_ns` the start and end of matching, `lags` the seconds since receipt by source."""
+    `matching_ns` the start and end of matching, `lags` the seconds since receipt by source, `met` the runs that waited
+    for the events."""
 
     launched: int = 0
     failed: int = 0
@@ -58,6 +62,7 @@ class Delivered(NamedTuple):
     matching_ns: tuple[int, int] | None = None
     lags: Mapping[str, Sequence[float]] = {}
     source_moves: Sequence[SourceMove] = ()
+    met: Met = NOBODY_WAITS
 
 
 NOTHING = Delivered()
@@ -91,7 +96,7 @@ class MatchedBatch(NamedTuple):
 class Batch:
     """Delivers admitted events inside the caller's transaction. `claim` says which of the new runs this worker claims
     at their creation. After the commit `after_hold` is called with the held deliveries, `after_claim` with the claimed
-    runs."""
+    runs, `after_wake` when events have made waiting runs due."""
 
     def __init__(
         self,
@@ -103,6 +108,7 @@ class Batch:
         after_hold: Callable[[Sequence[Decided]], None] = lambda _: None,
         claim: Callable[[], Claim] = lambda: NOBODY,
         after_claim: Callable[[Sequence[tuple[ClaimedRun, Event]]], None] = lambda _: None,
+        after_wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._matcher = matcher or Matcher()
         self._breaker = breaker
@@ -111,6 +117,7 @@ class Batch:
         self._after_hold = after_hold
         self._claim = claim
         self._after_claim = after_claim
+        self._after_wake = after_wake
 
     def forget_triggers(self) -> None:
         """Read the triggers again before the next match."""
@@ -122,7 +129,7 @@ class Batch:
         return None if version < 0 else await _matched(index, version, events)
 
     async def match_at(
-        self, connection: Connection, gates: OpenGates, events: Sequence[Event], matched: MatchedBatch | None = None
+        self, connection: Connection, gates: LockedGates, events: Sequence[Event], matched: MatchedBatch | None = None
     ) -> MatchedBatch:
         """Match against the triggers as they are under this transaction's locks; `matched` is reused if still valid."""
         index = await self._matcher.at(connection, gates.registry_version)
@@ -130,46 +137,56 @@ class Batch:
             matched = await _matched(index, gates.registry_version, events)
         return matched
 
-    async def launch(self, connection: Connection, now: datetime, matched: MatchedBatch) -> Delivered | None:
+    async def launch(
+        self, connection: Connection, now: datetime, matched: MatchedBatch, gates: LockedGates | None = None
+    ) -> Delivered | None:
         """The fast path for a batch that is unrestricted: launch and count everything in one statement. Returns None,
-        and writes nothing, when the triggers have changed or a trigger or source has a state: then use `deliver`."""
+        and launches nothing, when the triggers have changed or a trigger has a state, or a source, or a run waits for
+        the events, unless `gates` have admitted the batch: then use `deliver`."""
         candidates, filtered = matched.candidates, matched.filtered
         decided = list(map(deliver.launched, candidates))
         events = matched.events
         late = lags(now, events)
         seen = measure(now, newcomers=events, lags=late, throttled=Counter(), dropped=Counter())
         counts = BatchTotals(_count_triggers(decided, filtered), seen)
+        stateless = [*(one.source for one in seen), DEFAULT] if gates is None else []
+        types = [*{event.type for event in events}] if gates is None else []
+        # Runs are locked before the totals, which all workers update.
+        met = await _meet(connection, gates, events, now) if gates is not None else NOBODY_WAITS
         launched = await deliveries.launch_unrestricted(
-            connection, decided, now, self._claim(), counts, matched.version
+            connection, decided, now, self._claim(), counts, matched.version, stateless, types
         )
         if launched is None:
             return None
+        _, source_moves = await self._record_sources(connection, gates, events, decided) if gates else (None, ())
         await decisions.insert(connection, _why_not(filtered, now))
         claimed = _claimed(candidates, decided, launched, now)
         names, took = _names(candidates), matched.matching_ns
         return Delivered(
-            len(decided), decided=decided, filtered=filtered, names=names, claimed=claimed, matching_ns=took, lags=late
-        )
+            len(decided), decided=decided, filtered=filtered, names=names, claimed=claimed, matching_ns=took, lags=late,
+            source_moves=source_moves, met=met,
+        )  # fmt: skip
 
     async def deliver(
-        self, connection: Connection, gates: OpenGates, events: Sequence[Event], matched: MatchedBatch | None = None
+        self, connection: Connection, gates: LockedGates, events: Sequence[Event], matched: MatchedBatch | None = None
     ) -> Delivered:
         """The general path: match (unless `matched` is still valid), decide, launch or hold, update the breakers."""
         if not events:
             return Delivered()
         matched = await self.match_at(connection, gates, events, matched)
         failpoints.hit("dispatch.after_match")
-        candidates, filtered = matched.candidates, matched.filtered
+        candidates, filtered = await _undecided(connection, matched.candidates), matched.filtered
         state = await load_state(connection, candidates, policy=self._trigger_retry, now=gates.now)
         if state.now > gates.now:
             gate.launched_later(gates, Counter(event.source for event in events), state.now)
         decided = deliver.decide(state, candidates, are_newcomers=True)
         held = [d for d in decided if d.retry_state == "scheduled"]
-        settled = [d for d in decided if d.retry_state != "scheduled"]
-        launched = await deliveries.launch(connection, settled, state.now, self._claim())
+        final = [d for d in decided if d.retry_state != "scheduled"]
+        launched = await deliveries.launch(connection, final, state.now, self._claim())
         await deliveries.hold(connection, held, state.now)
-        await deliveries.dead_letter(connection, deliver.dead_letters(settled))
+        await deliveries.dead_letter(connection, deliver.dead_letters(final))
         await decisions.insert(connection, [*_why_not(filtered, state.now), *(held_line(d, state.now) for d in held)])
+        met = await _meet(connection, gates, events, state.now)
         moves = await save_state(connection, state, candidates, decided, breaker=self._trigger_breaker)
         failures, source_moves = await self._record_sources(connection, gates, events, decided)
         failed = sum(d.status == "failed" for d in decided)
@@ -177,7 +194,7 @@ class Batch:
         names, took = _names(candidates), matched.matching_ns
         late = lags(gates.now, events)
         return Delivered(
-            len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late, source_moves
+            len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late, source_moves, met
         )
 
     def begin(self, delivered: Delivered) -> None:
@@ -192,25 +209,28 @@ class Batch:
         log_source_moves(delivered.source_moves)
         for one in delivered.filtered:
             metrics.evaluated(trigger_name(one.trigger), "filtered")
+        if delivered.met.meetings:
+            waits.report(delivered.met.meetings)
+            self._after_wake()
         held = [d for d in delivered.decided if d.retry_state == "scheduled"]
         if held:
             self._after_hold(held)
 
     async def _record_sources(
-        self, connection: Connection, gates: OpenGates, events: Sequence[Event], decided: Sequence[Decided]
+        self, connection: Connection, gates: LockedGates, events: Sequence[Event], decided: Sequence[Decided]
     ) -> tuple[Counter[str], list[SourceMove]]:
         """Update the sources' breakers: failures by source, and the breakers that moved.
 
         An event counts as a failure of its source when every delivery failed, and none of them because the trigger
-        exceeded its work budget."""
+        exceeded its work limit."""
         failed = {d.event_id for d in decided if d.status == "failed"}
-        failed -= {d.event_id for d in decided if d.status != "failed" or d.reason == deliver.OVER_BUDGET}
+        failed -= {d.event_id for d in decided if d.status != "failed" or d.reason == deliver.TOO_MUCH_WORK}
         failures = Counter(event.source for event in events if event.id in failed)
         last = {d.source: d for d in decided if d.event_id in failed}
         admitted = Counter(event.source for event in events)
         return failures, await self._record(connection, gates, admitted, failures, last)
 
-    async def record_failure(self, connection: Connection, gates: OpenGates, source: str) -> list[SourceMove]:
+    async def record_failure(self, connection: Connection, gates: LockedGates, source: str) -> list[SourceMove]:
         """Count an event of the source that could not be processed at all; the breakers that moved, to be logged after
         the commit."""
         moves = await self._record(connection, gates, Counter([source]), Counter([source]), {})
@@ -220,7 +240,7 @@ class Batch:
     async def _record(
         self,
         connection: Connection,
-        gates: OpenGates,
+        gates: LockedGates,
         admitted: Counter[str],
         failures: Counter[str],
         last_failed: Mapping[str, Decided],
@@ -232,6 +252,15 @@ class Batch:
             found.append(move if by is None else move._replace(
                 event_id=by.event_id, correlation_id=by.correlation_id, trigger_id=by.trigger_id))  # fmt: skip
         return found
+
+
+async def _meet(connection: Connection, gates: LockedGates, events: Sequence[Event], now: datetime) -> Met:
+    """Give the events to the runs that wait for them. What the fast path did in this transaction counts, too."""
+    if not gates.has_waits:
+        return NOBODY_WAITS
+    met = await waits.meet(connection, events, now)
+    gates.meetings.extend(met.meetings)
+    return Met(met.is_awaited or bool(gates.meetings), gates.meetings)
 
 
 def measure(
@@ -280,6 +309,15 @@ def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) ->
     return count_triggers(decided, (one.trigger.trigger.id for one in filtered), are_newcomers=True)
 
 
+async def _undecided(connection: Connection, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """The candidates without those of replayed events that their triggers have decided about before."""
+    replayed = [c.id for c in candidates if c.event.replayed_at is not None]
+    if not replayed:
+        return candidates
+    known = await event_replays.delivered(connection, replayed)
+    return [c for c in candidates if c.id not in known]
+
+
 async def _matched(index: TriggerIndex, version: int, events: Sequence[Event]) -> MatchedBatch:
     began_ns, time_slice = epoch_ns(), TimeSlice()
     fired, filtered = await match(index, events, time_slice)
@@ -308,11 +346,10 @@ def _claimed(
 
 
 def _candidate(one: Match) -> Candidate:
+    own_id = delivery_id(one.event.id, one.trigger.trigger.id)
     if one.error is not None:
-        return Candidate(
-            DeliveryId(uuid7()), one.event, one.trigger, error=one.error, is_over_budget=one.is_over_budget
-        )
-    return deliver.render(DeliveryId(uuid7()), one.event, one.trigger, one.envelope)
+        return Candidate(own_id, one.event, one.trigger, error=one.error, is_too_much_work=one.is_too_much_work)
+    return deliver.render(own_id, one.event, one.trigger, one.envelope)
 
 
 def _why_not(filtered: Sequence[Filtered], now: datetime) -> list[NewDecision]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
 from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
@@ -23,6 +22,7 @@ from tidegate.model.run import ClaimedRun
 from tidegate.model.template import TemplateError
 from tidegate.model.trigger import NO_KEYS, CompiledTrigger, RenderedKeys
 from tidegate.model.units import written_rate
+from tidegate.model.work_limit import TooMuchWork, WorkLeft
 from tidegate.store.deliveries import Created, Decided
 from tidegate.store.trigger_gates import LockedTrigger, Slots
 
@@ -30,8 +30,10 @@ MAX_PARAMETER_BYTES = 256 * 1024
 # The time of a delivery that is added while its trigger is being replanned; the replan gives it its own soon after.
 PROVISIONAL = timedelta(minutes=1)
 
-# The reason of a delivery that failed because its trigger exceeded its work budget on the event.
-OVER_BUDGET = "over_budget"
+# The reason of a delivery that failed because its trigger exceeded its work limit on the event.
+TOO_MUCH_WORK = "too_much_work"
+# The reason of a delivery that was skipped because earlier runs of its trigger are unfinished.
+OVERLAP = "overlap"
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
@@ -48,7 +50,7 @@ class Candidate(NamedTuple):
     error: str | None = None
     attempts: int = 0
     waited_for: str | None = None
-    is_over_budget: bool = False
+    is_too_much_work: bool = False
 
     @property
     def trigger_id(self) -> TriggerId:
@@ -106,20 +108,23 @@ def render(
     waited_for: str | None = None,
 ) -> Candidate:
     """The candidate with its parameters and keys; a template that fails on the event fails this delivery only."""
-    parameters, keys, error, is_over_budget = "{}", NO_KEYS, None, False
-    budget = Budget()
+    parameters, keys, error, is_too_much_work = "{}", NO_KEYS, None, False
+    work_left = WorkLeft()
     try:
-        given = msgspec.json.encode(trigger.parameters(event, envelope, budget)).decode()
-        keys = trigger.keys(envelope, budget)
+        if event.origin is None or event.starts is None:
+            given = msgspec.json.encode(trigger.parameters(event, envelope, work_left)).decode()
+            keys = trigger.keys(envelope, work_left)
+        else:
+            given, keys = msgspec.json.encode(event.payload).decode(), trigger.start_keys(envelope, work_left)
         if len(given) <= MAX_PARAMETER_BYTES:
             parameters = given
         else:
             error = f"the parameters are {len(given)} bytes; at most {MAX_PARAMETER_BYTES} are allowed"
-    except OverBudget as exc:
-        error, is_over_budget = str(exc), True
+    except TooMuchWork as exc:
+        error, is_too_much_work = str(exc), True
     except (TemplateError, TypeError, ValueError, RecursionError) as exc:
         error = str(exc)
-    return Candidate(delivery_id, event, trigger, parameters, keys, error, attempts, waited_for, is_over_budget)
+    return Candidate(delivery_id, event, trigger, parameters, keys, error, attempts, waited_for, is_too_much_work)
 
 
 def claimed_with(one: Decided, created: Created) -> dict[str, Any] | None:
@@ -176,7 +181,7 @@ def _decide(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> De
         held = _why_held(state, candidate)
         if held is not None:
             return _wait(state, candidate, held, is_newcomer)
-        reason = OVER_BUDGET if candidate.is_over_budget else None
+        reason = TOO_MUCH_WORK if candidate.is_too_much_work else None
         return decided(candidate, "failed", last_error=candidate.error, reason=reason)
     holder = state.keys.get(candidate.dedupe) if candidate.dedupe else None
     if holder is not None:
@@ -185,6 +190,8 @@ def _decide(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> De
     gate = state.gates[candidate.trigger_id].gate if candidate.trigger_id in state.gates else None
     is_unlimited = gate is None and candidate.slot is None
     wait = None if is_unlimited else _why_wait(state, candidate, is_newcomer)
+    if wait is not None and wait.reason == OVERLAP:
+        return decided(candidate, "skipped", last_error=wait.message, reason=OVERLAP)
     if wait is not None:
         return _wait(state, candidate, wait, is_newcomer)
     run_id = RunId(candidate.id)  # the primary key of runs then prevents a second launch
@@ -231,6 +238,11 @@ def _why_wait(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> 
         return Wait("retry_after", slots.closed_reason or "", waits_for, slots.closed_until)
     # A new delivery leaves a free slot for each delivery that is already waiting for one.
     if slots.in_use + (slots.waiting if is_newcomer else 0) >= most:
+        if candidate.trigger.trigger.overlap == "skip":
+            unfinished = (
+                "an earlier run is unfinished" if most == 1 else f"{slots.in_use} of {most} runs are unfinished"
+            )
+            return Wait(OVERLAP, f"{unfinished}, and the trigger skips what overlaps (overlap: skip)", {})
         state.slots[candidate.slot] = slots._replace(waiting=slots.waiting + 1)
         of_key = f" of key {key}" if key else ""
         is_full = slots.in_use >= most

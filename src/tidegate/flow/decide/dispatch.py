@@ -3,7 +3,8 @@
 A crash before the commit leaves everything as it was; after the commit everything is done. There is no state between.
 
 Two paths give the same rows. The fast path (`_launch`) takes a batch that no limit, hold, breaker or idempotency key
-can affect and writes it in one statement; everything else takes the general path (`_decide`).
+can affect, or that the gates of its sources have admitted as a whole, and writes it in one statement; everything else
+takes the general path (`_decide`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tidegate import failpoints
 from tidegate.errors import Unavailable
 from tidegate.flow.decide import batch, gate
 from tidegate.flow.decide.batch import Batch, Delivered, MatchedBatch
+from tidegate.flow.decide.gate import LockedGates
 from tidegate.flow.decide.one_by_one import error_text, one_by_one
 from tidegate.flow.decide.reporting import log_source_moves
 from tidegate.flow.decide.source_failures import SourceMove
@@ -31,7 +33,7 @@ from tidegate.model.source import SOURCE_BREAKER, SourceBreakerPolicy
 from tidegate.store import decisions, events, ingress_retries, locks
 from tidegate.store.db import Connection, Database
 from tidegate.store.decisions import NewDecision
-from tidegate.store.events import Quarantined
+from tidegate.store.events import DeadLettered
 from tidegate.telemetry import metrics, traces
 from tidegate.telemetry.logs import logger
 
@@ -53,7 +55,7 @@ class DispatchCounts(NamedTuple):
     failed: int = 0
     held: int = 0
     expired: int = 0
-    quarantined: int = 0
+    dead_lettered: int = 0
 
 
 class DecidedBatch(NamedTuple):
@@ -92,6 +94,7 @@ class Dispatch:
         self._fan_out = 1.0
         self._max_events = batch_size
         self._expects_no_state = True
+        self._expects_room = True
         self._was_unrestricted = False
         self._has_more = False
         self._takes_turn = False
@@ -186,27 +189,33 @@ class Dispatch:
     async def _pass(
         self, connection: Connection, now: datetime, has_turn: bool, newcomers: Sequence[Event]
     ) -> DecidedBatch:
-        # If no source had a state last time, none is expected now; the statement of the fast path verifies it.
-        matched = await self._batch.match(newcomers) if self._expects_no_state else None
+        # What the last batch found is expected again: no source has a state (the statement of the fast path verifies
+        # it), or their limits have room, so that matching need not wait for the sources' locks.
+        matched = await self._batch.match(newcomers) if self._expects_room else None
         has_expired = any(event.ttl_ms is not None and gate.is_expired(event, now) for event in newcomers)
-        if matched is not None and matched.is_unrestricted and not has_expired:
-            self._was_unrestricted = True
+        self._was_unrestricted = matched is not None and matched.is_unrestricted and not has_expired
+        if matched is not None and self._was_unrestricted:
             if self._has_more:
                 self._after_full()
-            decided = await self._launch(connection, now, matched)
+            decided = await self._launch(connection, now, matched) if self._expects_no_state else None
             if decided is not None:
                 self._takes_turn = False
                 return decided
-        self._was_unrestricted = False
         return await self._decide(connection, newcomers, matched, has_turn=has_turn)
 
-    async def _launch(self, connection: Connection, now: datetime, matched: MatchedBatch) -> DecidedBatch | None:
-        """The fast path, for a batch that nothing limits or holds; None: it needs the general path."""
-        failpoints.hit("dispatch.after_gate")
+    async def _launch(
+        self, connection: Connection, now: datetime, matched: MatchedBatch, gates: LockedGates | None = None
+    ) -> DecidedBatch | None:
+        """The fast path, for a batch that nothing limits or holds, or that `gates` have admitted as a whole; None: it
+        needs the general path."""
+        if gates is None:
+            failpoints.hit("dispatch.after_gate")
         failpoints.hit("dispatch.after_match")
-        delivered = await self._batch.launch(connection, now, matched)
+        delivered = await self._batch.launch(connection, now, matched, gates)
         if delivered is None:
             return None
+        if gates is not None:
+            await gate.save_gates(connection, gates)
         failpoints.hit("dispatch.before_commit")
         outcome = DispatchCounts(events=len(matched.events), launched=delivered.launched)
         return DecidedBatch(outcome, (), delivered)
@@ -218,8 +227,10 @@ class Dispatch:
         matched: MatchedBatch | None = None,
         *,
         has_turn: bool,
+        are_all_new: bool = True,
     ) -> DecidedBatch:
-        gates = await gate.open_shared(connection, (event.source for event in newcomers))
+        """The general path. `are_all_new`: none of the events is expected to be decided already."""
+        gates = await gate.lock_shared(connection, (event.source for event in newcomers))
         self._expects_no_state = not gates.sources
         verdict = gate.decide(gates, newcomers)
         failpoints.hit("dispatch.after_gate")
@@ -228,11 +239,19 @@ class Dispatch:
         if is_ordered and not has_turn and not await locks.is_in_turn(connection, newcomers[-1].ingress_sequence):
             raise OutOfTurn
         self._takes_turn &= is_ordered
-        delivered = await self._batch.deliver(connection, gates, verdict.admitted, matched)
         waiting = [*verdict.held, *verdict.expired]
+        self._expects_room = not waiting and gate.has_room(gates, 2 * self._batch_size)
+        self._was_unrestricted &= self._expects_room
+        if are_all_new and matched.is_unrestricted and not waiting:
+            decided = await self._launch(connection, gates.now, matched, gates)
+            if decided is not None:
+                self._expects_no_state &= not decided.delivered.met.is_awaited
+                return decided
+        delivered = await self._batch.deliver(connection, gates, verdict.admitted, matched)
+        self._expects_no_state &= not delivered.met.is_awaited
         await ingress_retries.hold(connection, waiting)
         await decisions.insert(connection, [_recorded(retry) for retry in waiting])
-        await gate.close_gates(connection, gates)
+        await gate.save_gates(connection, gates)
         seen = batch.measure(
             gates.now,
             newcomers=newcomers,
@@ -258,7 +277,7 @@ class Dispatch:
         async with self._database.connection() as connection:
             sequences = await events.list_inbox(connection, self._batch_size)
         self._has_more = True
-        counts = await one_by_one(sequences, self._decide_one, self._quarantine)
+        counts = await one_by_one(sequences, self._decide_one, self._give_up)
         return DispatchCounts(*map(sum, zip(DispatchCounts(), *counts, strict=True)))
 
     async def _decide_one(self, sequence: int) -> DispatchCounts:
@@ -281,26 +300,27 @@ class Dispatch:
         if not claimed:
             return DecidedBatch()
         await locks.share(connection, [event.source for event in claimed])
-        return await _traced(connection, claimed, partial(self._decide, connection, has_turn=has_turn))
+        decide = partial(self._decide, connection, has_turn=has_turn, are_all_new=False)
+        return await _traced(connection, claimed, decide)
 
-    async def _quarantine(self, sequence: int, error: Exception) -> DispatchCounts:
+    async def _give_up(self, sequence: int, error: Exception) -> DispatchCounts:
         reason = error_text(error)
         found, moves = await self._database.run(partial(self._dead_letter, sequence=sequence, reason=reason))
         if found is not None:
-            _log.error("event.quarantined", event_id=found.event_id, correlation_id=found.correlation_id,
+            _log.error("event.dead_lettered", event_id=found.event_id, correlation_id=found.correlation_id,
                        source=found.source, reason=reason)  # fmt: skip
         log_source_moves(moves)
-        return DispatchCounts(events=1, quarantined=int(found is not None))
+        return DispatchCounts(events=1, dead_lettered=int(found is not None))
 
     async def _dead_letter(
         self, connection: Connection, sequence: int, reason: str
-    ) -> tuple[Quarantined | None, Sequence[SourceMove]]:
-        found = await events.quarantine(connection, sequence, reason)
+    ) -> tuple[DeadLettered | None, Sequence[SourceMove]]:
+        found = await events.dead_letter(connection, sequence, reason)
         if found is None:
             return None, ()
-        gates = await gate.open_gates(connection, [found.source])
+        gates = await gate.lock_gates(connection, [found.source])
         moves = await self._batch.record_failure(connection, gates, found.source)  # a failure of its source
-        await gate.close_gates(connection, gates)
+        await gate.save_gates(connection, gates)
         return found, moves
 
 

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from tidegate.flow.decide.source_failures import SourceMove
+from tidegate.flow.decide.waits import Meeting
 from tidegate.model.event import Event
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.source import Gate, SourceBreakerPolicy
@@ -27,17 +28,20 @@ PROVISIONAL = timedelta(minutes=1)
 EXPIRED = "expired"
 
 
-class OpenGates(NamedTuple):
+class LockedGates(NamedTuple):
     """The sources of one batch under their locks, and the database's time at the decision.
 
     `overtaken` is filled by the decision: sources whose line already holds later events, with the ingress sequence of
-    the first event that joined late. `registry_version` of the triggers stays current until the commit.
+    the first event that joined late. `registry_version` of the triggers stays current until the commit. `has_waits`:
+    some run waits for an event; `meetings` are the runs that the batch has woken.
     """
 
     now: datetime
     sources: dict[str, LockedSource]
     overtaken: dict[str, int]
-    registry_version: int = 0
+    registry_version: int
+    has_waits: bool
+    meetings: list[Meeting]
 
     def gate(self, source: str) -> Gate | None:
         locked = self.sources.get(source)
@@ -52,31 +56,27 @@ class Verdict(NamedTuple):
     expired: list[IngressRetry]
 
 
-async def open_gates(connection: Connection, names: Iterable[str]) -> OpenGates:
+async def lock_gates(connection: Connection, names: Iterable[str]) -> LockedGates:
     """Lock the sources for this transaction."""
     wanted = sorted(set(names))
     await locks.share(connection, wanted)
-    return await _lock(connection, wanted)
+    return await lock_shared(connection, wanted)
 
 
-async def open_shared(connection: Connection, names: Iterable[str]) -> OpenGates:
-    """`open_gates` for a transaction that already shares the sources' advisory locks; no row is locked when none of the
-    sources has a state."""
-    wanted = sorted(set(names))
-    seen = await store.look(connection, wanted)
-    if seen.has_states:
-        return await _lock(connection, wanted)
-    return OpenGates(seen.now, {}, {}, seen.registry_version)
+async def lock_shared(connection: Connection, names: Iterable[str]) -> LockedGates:
+    """`lock_gates` for a transaction that already shares the sources' advisory locks."""
+    locked = await store.lock(connection, sorted(set(names)))
+    return LockedGates(locked.now, locked.sources, {}, locked.registry_version, locked.has_waits, [])
 
 
-async def close_gates(connection: Connection, gates: OpenGates) -> None:
+async def save_gates(connection: Connection, gates: LockedGates) -> None:
     """Write back what the batch changed."""
     for source, sequence in sorted(gates.overtaken.items()):
         await ingress_retries.keep_order(connection, source, sequence)
     await store.save(connection, [locked.gate for locked in gates.sources.values()])
 
 
-def decide(gates: OpenGates, newcomers: Sequence[Event]) -> Verdict:
+def decide(gates: LockedGates, newcomers: Sequence[Event]) -> Verdict:
     """Split new events, in arrival order, into admitted, held and expired."""
     verdict = Verdict([], [], [])
     by_source: dict[str, list[Event]] = {}
@@ -97,12 +97,18 @@ def decide(gates: OpenGates, newcomers: Sequence[Event]) -> Verdict:
     return verdict
 
 
+def has_room(gates: LockedGates, count: int) -> bool:
+    """Whether so many more events of each source could pass now."""
+    rooms = [one.gate.room(gates.now) for one in gates.sources.values() if one.gate.hold(gates.now) is None]
+    return len(rooms) == len(gates.sources) and all(room is None or room >= count for room in rooms)
+
+
 def is_expired(event: Event, now: datetime) -> bool:
     """Whether the event's time to live is over."""
     return event.ttl_ms is not None and now > event.counted_from + timedelta(milliseconds=event.ttl_ms)
 
 
-def launched_later(gates: OpenGates, admitted: Counter[str], now: datetime) -> None:
+def launched_later(gates: LockedGates, admitted: Counter[str], now: datetime) -> None:
     """The admitted events had to wait for a trigger's lock and launch at `now`: count them against the limit then."""
     for source, count in admitted.items():
         gate = gates.gate(source)
@@ -112,7 +118,7 @@ def launched_later(gates: OpenGates, admitted: Counter[str], now: datetime) -> N
 
 async def record(
     connection: Connection,
-    gates: OpenGates,
+    gates: LockedGates,
     *,
     admitted: Counter[str],
     failures: Counter[str],
@@ -140,18 +146,12 @@ async def record(
     return moves
 
 
-async def begin_plan(connection: Connection, gates: OpenGates, source: str, *, is_refusal: bool) -> None:
+async def begin_plan(connection: Connection, gates: LockedGates, source: str, *, is_refusal: bool) -> None:
     """Request a replan: every waiting event of the source gets a new slot."""
     await store.begin_plan(connection, source, gates.now if is_refusal else None)
     locked = gates.sources.get(source)
     if locked is not None:
         locked.gate.forget_plan()
-
-
-async def _lock(connection: Connection, names: Sequence[str]) -> OpenGates:
-    locked = await store.lock(connection, names)
-    now, registry_version = await locks.moment(connection)
-    return OpenGates(now, locked, {}, registry_version)
 
 
 def _decide(locked: LockedSource, now: datetime, group: list[Event]) -> tuple[list[Event], list[IngressRetry]]:

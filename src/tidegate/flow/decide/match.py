@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from tidegate.errors import InvalidInput
 from tidegate.flow.decide.time_slice import TimeSlice
-from tidegate.model.budget import Budget, OverBudget
 from tidegate.model.event import Event
 from tidegate.model.ids import TriggerId
 from tidegate.model.trigger import CompiledTrigger, TriggerIndex
+from tidegate.model.work_limit import TooMuchWork, WorkLeft
 from tidegate.store import triggers as store
 from tidegate.store.db import Connection
 from tidegate.telemetry.logs import logger
@@ -20,14 +20,14 @@ _log = logger("match")
 
 class Match(NamedTuple):
     """An event that fires a trigger, with its envelope or the part of it that the trigger needs. `error`: evaluating
-    the trigger failed. `is_over_budget`: it exceeded its work budget, which is the trigger's fault, not the
+    the trigger failed. `is_too_much_work`: it exceeded its work limit, which is the trigger's fault, not the
     source's."""
 
     event: Event
     envelope: dict[str, Any]
     trigger: CompiledTrigger
     error: str | None = None
-    is_over_budget: bool = False
+    is_too_much_work: bool = False
 
 
 class Filtered(NamedTuple):
@@ -79,12 +79,18 @@ class Matcher:
 async def match(
     index: TriggerIndex, events: Sequence[Event], time_slice: TimeSlice
 ) -> tuple[list[Match], list[Filtered]]:
-    """Every trigger that each event fires, in order, and those of its type and source that it does not. A trigger that
-    fails on an event, or exceeds its work budget, is a Match with an error. Raises TooLong."""
+    """Every trigger that each event fires, in order, and those of its type and source that it does not. A start fires
+    the trigger that it names, whatever that asks for, unless it is gone. A trigger that
+    fails on an event, or exceeds its work limit, is a Match with an error. Raises TooLong."""
     fired: list[Match] = []
     filtered: list[Filtered] = []
-    budget = Budget()
+    work_left = WorkLeft()
     for number, event in enumerate(events):
+        if event.origin is not None and (trigger_id := event.starts) is not None:
+            started = index.get(trigger_id)
+            if started is not None:
+                fired.append(Match(event, event.envelope(), started))
+            continue
         candidates = index.candidates(event.type, event.source)
         if not candidates:
             continue
@@ -93,9 +99,9 @@ async def match(
         for trigger in candidates:
             envelope = payload if trigger.of_payload else whole
             try:
-                reason = trigger.reason(envelope, budget)
-            except OverBudget as exc:
-                fired.append(Match(event, envelope, trigger, str(exc), is_over_budget=True))
+                reason = trigger.reason(envelope, work_left)
+            except TooMuchWork as exc:
+                fired.append(Match(event, envelope, trigger, str(exc), is_too_much_work=True))
             except Exception as exc:  # noqa: BLE001 - that trigger's failure; the others continue
                 fired.append(Match(event, envelope, trigger, f"{type(exc).__name__}: {exc}"[:1000]))
             else:

@@ -93,7 +93,7 @@ def log_source_moves(moves: Iterable[SourceMove]) -> None:
 
 
 def _level(move: str) -> Callable[..., None]:
-    return {"closed": _log.info, "trial_void": _log.info, "trial_failed": _log.warning}.get(move, _log.error)
+    return {"closed": _log.info, "probe_void": _log.info, "probe_failed": _log.warning}.get(move, _log.error)
 
 
 def run_fields(run: ClaimedRun, event: Event | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tidegate.store.sources import LockedSource
 
 
 class SourceMove(NamedTuple):
-    """A source's breaker that moved: `opened`, `closed`, `reopened` or `trial_failed`; and the event or run that moved
+    """A source's breaker that moved: `opened`, `closed`, `reopened` or `probe_failed`; and the event or run that moved
     it."""
 
     source: str
@@ -43,7 +43,7 @@ async def lock(connection: Connection, failed: Sequence[RunId], default: SourceB
     if not source_of:
         return None
     names = sorted(set(source_of.values()))
-    locked = await sources.lock(connection, names)
+    locked = (await sources.lock(connection, names)).sources
     if unknown := [name for name in names if name not in locked]:
         locked |= await sources.create(connection, unknown)
     return Blamed(source_of, locked, default)

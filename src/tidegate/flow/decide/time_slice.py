@@ -6,8 +6,8 @@ import asyncio
 
 from tidegate.clock import monotonic
 
-# Together with the longest single step of the work (model/budget.py), the event loop is blocked for at most about 50
-# ms.
+# Together with the work of one trigger on one event (model/work_limit.py), the event loop is blocked for at most about
+# 50 ms.
 SLICE_SECONDS = 0.02
 # Work inside a transaction holds its locks: other transactions wait for them, and the server ends a transaction that
 # is idle for too long.

@@ -9,13 +9,13 @@ from typing import Any
 
 from tidegate.flow.decide import deliver, gate
 from tidegate.flow.decide.deliver import Candidate
-from tidegate.model.budget import OverBudget
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
 from tidegate.model.ids import DefinitionId, TriggerId
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import OPEN_PAUSE, Hold
 from tidegate.model.trigger import TriggerIndex
+from tidegate.model.work_limit import TooMuchWork
 from tidegate.store.deliveries import Decided, Taken
 from tidegate.store.trigger_gates import LockedTrigger
 
@@ -59,9 +59,9 @@ def recheck(facts: DeliveryFacts, row: Taken, event: Event) -> Candidate | Decid
         return deliver.decided(bare, "exhausted", last_error=text, retry_state="exhausted", reason=gate.EXPIRED)
     envelope = event.envelope()
     try:
-        reason = compiled.why_not(event, envelope)
-    except OverBudget as exc:
-        return bare._replace(error=str(exc), is_over_budget=True)
+        reason = compiled.why_not(event, envelope) if event.starts is None else None
+    except TooMuchWork as exc:
+        return bare._replace(error=str(exc), is_too_much_work=True)
     if reason is not None:
         text = f"the trigger (version {compiled.trigger.version}) no longer matches the event: {reason}"
         return deliver.decided(bare, "skipped", last_error=text, reason="filtered")

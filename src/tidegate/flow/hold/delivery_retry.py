@@ -188,11 +188,11 @@ class DeliveryRetry:
         of_each = max(Counter(one.trigger_id for one in due).values())
         shared = {one.source for one in due}
         found = [one for one in due if one.trigger_id not in facts.gates]
-        closed: set[TriggerId] = set()
+        cut_off: set[TriggerId] = set()
         for one in await deliveries.list_due(connection, list(facts.gates), of_each, facts.now):
             if one.source not in shared:
-                closed.add(one.trigger_id)
-            if one.trigger_id not in closed:
+                cut_off.add(one.trigger_id)
+            if one.trigger_id not in cut_off:
                 found.append(one)
         return found
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tidegate import failpoints
 from tidegate.flow.decide import batch, gate
-from tidegate.flow.decide.gate import OpenGates
+from tidegate.flow.decide.gate import LockedGates
 from tidegate.flow.hold.replan import Replan
 from tidegate.model.ids import EventId
 from tidegate.model.retry import RetryPolicy, next_attempt_at, why_exhausted
@@ -48,7 +48,7 @@ class EventPlans:
         return await sources.list_replanning(connection), 0
 
     async def open(self, connection: Connection, subject: str) -> EventPlan | None:
-        gates = await gate.open_gates(connection, [subject])
+        gates = await gate.lock_gates(connection, [subject])
         locked = gates.sources.get(subject)
         if locked is None or not locked.is_replanning:
             return None
@@ -85,7 +85,7 @@ class EventPlan:
     """The plan of one source, locked by this transaction."""
 
     def __init__(
-        self, connection: Connection, source: str, gates: OpenGates, locked: LockedSource, policy: RetryPolicy
+        self, connection: Connection, source: str, gates: LockedGates, locked: LockedSource, policy: RetryPolicy
     ) -> None:
         self._connection = connection
         self._source = source
@@ -121,7 +121,7 @@ class EventPlan:
             connection, [(one.event_id, one.last_error or "", {"attempts": one.attempts}) for one in exhausted]
         )
         await decisions.insert(connection, [_recorded(one) for one in refused])
-        await gate.close_gates(connection, gates)
+        await gate.save_gates(connection, gates)
         dropped = Counter({self._source: len(exhausted)})
         seen = batch.measure(gates.now, newcomers=[], lags={}, throttled=Counter(), dropped=dropped)
         await batch.count(connection, seen if exhausted else [])

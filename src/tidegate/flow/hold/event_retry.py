@@ -16,11 +16,13 @@ from tidegate import failpoints
 from tidegate.errors import Unavailable
 from tidegate.flow.decide import batch, gate
 from tidegate.flow.decide.batch import Batch, Delivered
-from tidegate.flow.decide.gate import OpenGates
+from tidegate.flow.decide.gate import LockedGates
 from tidegate.flow.decide.one_by_one import error_text, one_by_one
 from tidegate.flow.decide.spans import EventSpans, Gated
+from tidegate.flow.hold.arrivals import Arrivals
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId
+from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.source import SOURCE_BREAKER, SourceBreakerPolicy, room_soon
 from tidegate.store import decisions, events, ingress_retries
 from tidegate.store.db import Connection, Database
@@ -73,7 +75,8 @@ class EventTurn(NamedTuple):
 
 
 class EventRetry:
-    """Lets held events through when their slot has come."""
+    """Lets held events through when their slot has come, and delayed ones at their time. `after_hold` is called with
+    delayed events that the gate held at their time."""
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class EventRetry:
         batch_size: int,
         after_launch: Callable[[], None],
         after_plan: Callable[[], None] = lambda: None,
+        after_hold: Callable[[Sequence[IngressRetry]], None] = lambda _: None,
         breaker: SourceBreakerPolicy = SOURCE_BREAKER,
         batch: Batch | None = None,
     ) -> None:
@@ -90,9 +94,17 @@ class EventRetry:
         self._after_launch = after_launch
         self._after_plan = after_plan
         self._batch = batch or Batch(breaker)
+        self._arrivals = Arrivals(
+            database, batch_size=batch_size, after_launch=after_launch, after_hold=after_hold, batch=self._batch
+        )
 
     async def run_once(self) -> EventTurn:
-        """One batch of due events."""
+        """One batch of events whose time has come, and one of due events."""
+        arrived = await self._arrivals.run_once()
+        turn = await self._held_once()
+        return turn._replace(due=turn.due + arrived)
+
+    async def _held_once(self) -> EventTurn:
         try:
             turn = await self._database.run(self._turn)
         except Unavailable:
@@ -164,7 +176,7 @@ class EventRetry:
         self, connection: Connection, source: str, event_id: EventId, reason: str
     ) -> list[tuple[DueEvent, str | None]]:
         """Dead-letter the event if it is still due; the row and its correlation id."""
-        gates = await gate.open_gates(connection, [source])
+        gates = await gate.lock_gates(connection, [source])
         rows = await ingress_retries.take_due(connection, source, now=gates.now, limit=1, only=event_id)
         found = []
         for row in rows:
@@ -184,7 +196,7 @@ class EventRetry:
     async def _take(
         self, connection: Connection, names: list[str], batch_size: int, only: EventId | None = None
     ) -> EventTurn:
-        gates = await gate.open_gates(connection, names)
+        gates = await gate.lock_gates(connection, names)
         taken: dict[str, list[DueEvent]] = {}
         replanned: list[str] = []
         room_at: datetime | None = None
@@ -211,7 +223,7 @@ class EventRetry:
             left -= len(found)
         due = [row for rows in taken.values() for row in rows]
         delivered, retried, spans = await self._let_through(connection, gates, due)
-        await gate.close_gates(connection, gates)
+        await gate.save_gates(connection, gates)
         failpoints.hit("retry.before_commit")
         expired = sum(one.is_expired for one in retried)
         return EventTurn(
@@ -220,7 +232,7 @@ class EventRetry:
         )  # fmt: skip
 
     async def _let_through(
-        self, connection: Connection, gates: OpenGates, due: list[DueEvent]
+        self, connection: Connection, gates: LockedGates, due: list[DueEvent]
     ) -> tuple[Delivered, Sequence[RetriedEvent], Sequence[Spans]]:
         if not due:
             return Delivered(), (), ()
@@ -257,7 +269,7 @@ class EventRetry:
         return delivered, retried, [(spans, gated, delivered)]
 
 
-def _settled(row: DueEvent, is_expired: bool, gates: OpenGates) -> Settled:
+def _settled(row: DueEvent, is_expired: bool, gates: LockedGates) -> Settled:
     if is_expired:
         message = "expired: its ttl_ms passed before it could be let through"
         return Settled(

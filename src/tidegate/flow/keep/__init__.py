@@ -1,1 +1,1 @@
-"""Keep: background work that keeps the system moving and bounded: reconcile, schedule, replay, prune, secrets."""
+"""Keep: background work that keeps the system moving and bounded: reconcile, schedule, replay, days, prune, secrets."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.flow.decide.reporting import log_source_moves, log_trigger_moves
+from tidegate.flow.keep.children import ChildKeeper
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Freed
 from tidegate.model.ids import RunId, TriggerId
@@ -56,11 +57,13 @@ class Reconcile:
         self._breaker = breaker
         self._source_breaker = source_breaker
         self._tidy_at = 0.0
+        self._children = ChildKeeper(database, batch_size=batch_size, breaker=breaker)
 
     async def run_once(self) -> dict[str, int]:
-        """Release expired claims; how many of each kind."""
+        """Release expired claims; how many of each kind, and how many children were cancelled or found lost."""
         released = await self._database.run(self._release)
         await self._fail_killers()
+        children = await self._children.run_once()
         if monotonic() >= self._tidy_at:
             await self._database.run(_tidy)
             self._tidy_at = monotonic() + TIDY_SECONDS
@@ -71,7 +74,7 @@ class Reconcile:
         if self._worker is not None:
             async with self._database.connection() as connection:
                 await workers.reconciled(connection, self._worker)
-        return released
+        return released | {"children": children}
 
     async def _release(self, connection: Connection) -> dict[str, int]:
         released = {"runs": len(await runs.release_expired(connection, self._batch_size))}
@@ -121,10 +124,11 @@ Place = tuple[datetime, uuid.UUID]
 
 
 class WaitingRow(NamedTuple):
-    """A waiting row: the wake-up that it should have, and when it was last written."""
+    """A waiting row: the wake-up that it should have, and when it was last written. `is_first`: none was sent then."""
 
     wakeup: Wakeup
     updated_at: datetime | None
+    is_first: bool = False
 
     @property
     def place(self) -> Place:
@@ -137,13 +141,14 @@ class WaitingRow(NamedTuple):
 
     def had_wakeup(self) -> bool:
         """Whether a wake-up was sent when it was last written; a row further away than HORIZON gets its first only
-        now."""
-        return self.updated_at is None or self.wakeup.due_at - self.updated_at <= HORIZON
+        now, and so does an event that was published for a later time: whoever stores it sends none."""
+        return not self.is_first and (self.updated_at is None or self.wakeup.due_at - self.updated_at <= HORIZON)
 
 
 async def _events(connection: Connection, after: Place, limit: int) -> list[WaitingRow]:
     rows = await ingress_retries.list_scheduled(connection, after=after, limit=limit)
-    return [WaitingRow(wakeup, row.updated_at) for wakeup, row in zip(event_wakeups(rows), rows, strict=True)]
+    found = zip(event_wakeups(rows), rows, strict=True)
+    return [WaitingRow(wakeup, row.updated_at, is_first=row.reason == "scheduled") for wakeup, row in found]
 
 
 async def _deliveries(connection: Connection, after: Place, limit: int) -> list[WaitingRow]:

@@ -20,12 +20,13 @@ from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, StepId
 from tidegate.queue.port import Topic
 from tidegate.store import audit, dead_letters, decisions, locks, trigger_gates
 from tidegate.store.db import Connection, Database
-from tidegate.store.dead_letters import LockedLetter
+from tidegate.store.dead_letters import DeadRun, LockedLetter
 from tidegate.store.decisions import NewDecision
 from tidegate.telemetry.logs import logger
 
 # How long a dead letter waits before the next attempt when its run finds no free slot.
 SLOT_WAIT_MS = 1000
+NO_SLOT = "waiting for a free slot of its trigger"
 
 # When dead letters are overdue by more than this, because no worker ran, they are postponed together, so that the
 # requested rate holds instead of all being replayed at once.
@@ -50,8 +51,7 @@ async def perform(connection: Connection, letter: LockedLetter, actor: str) -> R
     how = {"event": _event, "delivery": _delivery, "run": _run, "step": _run}[letter.kind]
     into = await how(connection, letter, actor)
     if into is None:
-        why = "waiting for a free slot of its trigger"
-        await dead_letters.mark_waiting(connection, letter.id, delay_ms=SLOT_WAIT_MS, actor=actor, why=why)
+        await dead_letters.mark_waiting(connection, letter.id, delay_ms=SLOT_WAIT_MS, actor=actor, why=NO_SLOT)
         return Replayed(None)
     await dead_letters.mark_replayed(connection, letter.id, actor, into)
     await audit.insert(
@@ -179,29 +179,59 @@ async def _delivery(connection: Connection, letter: LockedLetter, actor: str) ->
 
 
 async def _run(connection: Connection, letter: LockedLetter, actor: str) -> RunId | None:
-    await locks.share_all(connection)  # excludes changes of the workflow and the trigger until the commit
     found = await dead_letters.describe_run(connection, letter.subject_id)
     if found is None:
         raise Conflict(f"the run of {letter.kind} {letter.subject_id} no longer exists")
+    step_id = StepId(letter.subject_id) if letter.kind == "step" else None
+    line = NewDecision(
+        letter.event_id or EventId(found.id), None, "run", "replayed", f"from dead letter {letter.id}", actor=actor
+    )
+    return await resume(connection, found.id, line if letter.event_id else None, step_id=step_id, letter_id=letter.id)
+
+
+async def resume(
+    connection: Connection,
+    run_id: RunId,
+    line: NewDecision | None,
+    *,
+    step_id: StepId | None = None,
+    letter_id: DeadLetterId | None = None,
+) -> RunId | None:
+    """Resume a failed or cancelled run after its completed steps, and record the decision; None when its trigger has no
+    free slot. Conflict says why it cannot resume."""
+    await locks.share_all(connection)  # excludes changes of the workflow and the trigger until the commit
+    found = await dead_letters.describe_run(connection, run_id)
+    if found is None:
+        raise Conflict(f"run {run_id} no longer exists")
     if found.is_workflow_deleted:
         raise Conflict(f"workflow {found.workflow} of run {found.id} was deleted: nothing could run it")
-    if found.status != "failed":
-        raise Conflict(f"run {found.id} is not failed, or was already resumed: it is {found.status}")
-    key: str | None = None
-    if found.trigger_id is not None:
-        most = (await trigger_gates.lock(connection, always=[found.trigger_id]))[found.trigger_id].max_concurrency
-        if most is not None:
-            key = found.concurrency_key or ""
-            slots = await trigger_gates.slots(connection, [(found.trigger_id, key)])
-            if slots[found.trigger_id, key].in_use >= most:
-                return None
-    step_id = StepId(letter.subject_id) if letter.kind == "step" else None
-    if not await dead_letters.replay_run(connection, found, step_id, letter.id, key):
+    if found.status not in ("failed", "cancelled"):
+        raise Conflict(f"run {found.id} is not failed or cancelled, or was already resumed: it is {found.status}")
+    slot = await find_slot(connection, found)
+    if not slot.is_free:
+        return None
+    if not await dead_letters.replay_run(connection, found, step_id, letter_id, slot.key):
         raise Conflict(f"run {found.id} was already resumed")
-    if letter.event_id is not None:
-        line = NewDecision(
-            letter.event_id, None, "run", "replayed", f"run {found.id} from dead letter {letter.id}", actor=actor,
-            trigger_id=found.trigger_id,
-        )  # fmt: skip
-        await decisions.insert(connection, [line])
+    if line is not None:
+        await decisions.insert(connection, [line._replace(trigger_id=found.trigger_id)])
     return found.id
+
+
+class FoundSlot(NamedTuple):
+    """Whether a run may hold a concurrency slot of its trigger, and of which key; None without a limit."""
+
+    is_free: bool
+    key: str | None = None
+    most: int | None = None
+
+
+async def find_slot(connection: Connection, run: DeadRun) -> FoundSlot:
+    """Lock the run's trigger and look for a free slot of its key."""
+    if run.trigger_id is None:
+        return FoundSlot(True)
+    most = (await trigger_gates.lock(connection, always=[run.trigger_id]))[run.trigger_id].max_concurrency
+    if most is None:
+        return FoundSlot(True)
+    key = run.concurrency_key or ""
+    slots = await trigger_gates.slots(connection, [(run.trigger_id, key)])
+    return FoundSlot(slots[run.trigger_id, key].in_use < most, key, most)

@@ -15,7 +15,7 @@ from tidegate import failpoints
 from tidegate.clock import uuid7
 from tidegate.model.event import NewEvent
 from tidegate.model.ids import DefinitionId, EventId
-from tidegate.model.schedule import SOURCE, ScheduleSpec, latest, next_after, tick_event, tick_text
+from tidegate.model.schedule import SOURCE, DueTicks, ScheduleSpec, due_ticks, next_after, tick_event, tick_text
 from tidegate.store import events, locks
 from tidegate.store import schedules as store
 from tidegate.store.db import Connection, Database
@@ -37,14 +37,16 @@ class _Tick(NamedTuple):
     due: DueSchedule
     at: datetime
     event: NewEvent
-    moved: Advanced
+    found: DueTicks
 
 
 class _Published(NamedTuple):
-    """What one transaction did: ticks with the ids of new events, schedules that were reset, and unreadable ones."""
+    """What one transaction did: ticks with the ids of new events, schedules that only moved on because of a pause,
+    those that were reset, and unreadable ones."""
 
     ticks: list[_Tick]
     new: set[EventId]
+    paused: list[tuple[DueSchedule, DueTicks]]
     reset: list[tuple[DueSchedule, Advanced]]
     invalid: list[tuple[DueSchedule, ValueError]]
 
@@ -77,6 +79,15 @@ class Scheduler:
             metrics.received(Counter({SOURCE: len(done.new)}))
         for tick in done.ticks:
             _log_tick(tick, is_new=tick.event.id in done.new)
+            metrics.ticked("published" if tick.event.id in done.new else "repeated", 1)
+            metrics.ticked("missed", tick.found.missed)
+            metrics.ticked("paused", tick.found.in_pause)
+        for due, found in done.paused:
+            metrics.ticked("paused", found.in_pause)
+            _log.info(
+                "schedule.paused_tick", workflow=due.schedule.workflow, count=found.in_pause,
+                next_at=tick_text(found.next_at),
+            )  # fmt: skip
         for due, moved in done.reset:
             _log.warning("schedule.reset", workflow=due.schedule.workflow, next_at=tick_text(moved.next_at))
         for due, error in done.invalid:
@@ -86,7 +97,7 @@ class Scheduler:
         return ScheduleTurn(len(done.ticks), seconds)
 
     async def _publish(self, connection: Connection) -> _Published:
-        done = _Published([], set(), [], [])
+        done = _Published([], set(), [], [], [])
         for due in await store.lock_due(connection, self._definitions, self._batch_size):
             if due.schedule.last_at is not None and due.schedule.last_at > due.now:
                 # Its last tick is in the future: the clock was wrong then. It continues from now; no tick has two
@@ -94,13 +105,20 @@ class Scheduler:
                 done.reset.append((due, Advanced(due.definition_id, None, next_after(due.schedule, due.now))))
                 continue
             try:
-                done.ticks.append(_latest_tick(due))
+                found = due_ticks(due.schedule, due.schedule.next_at, due.now, due.paused_at, due.paused_until)
             except ValueError as exc:
                 done.invalid.append((due, exc))
+                continue
+            if found.at is None:
+                done.paused.append((due, found))
+            else:
+                done.ticks.append(_Tick(due, found.at, tick_event(due.schedule.workflow, found.at, uuid7()), found))
         if done.ticks:
             done.new.update(await events.insert(connection, [tick.event for tick in done.ticks]))
-        if done.ticks or done.reset:
-            await store.advance(connection, [tick.moved for tick in done.ticks] + [moved for _, moved in done.reset])
+        moved = [_advanced(tick.due, tick.found) for tick in done.ticks]
+        moved += [_advanced(due, found) for due, found in done.paused] + [reset for _, reset in done.reset]
+        if moved:
+            await store.advance(connection, moved)
             failpoints.hit("schedule.before_commit")
         return done
 
@@ -133,23 +151,20 @@ def log_declared(declared: Iterable[DeclaredSchedule]) -> None:
             _log.info("schedule.declared", workflow=one.workflow, next_at=tick_text(one.next_at))
 
 
-def _latest_tick(due: DueSchedule) -> _Tick:
-    """The latest due tick; earlier ones, missed while no worker ran, are skipped. ValueError: the schedule is
-    invalid."""
-    at = latest(due.schedule, due.schedule.next_at, due.now)
-    moved = Advanced(due.definition_id, at, next_after(due.schedule, at))
-    return _Tick(due, at, tick_event(due.schedule.workflow, at, uuid7()), moved)
+def _advanced(due: DueSchedule, found: DueTicks) -> Advanced:
+    last_at = due.schedule.last_at if found.at is None else found.at
+    return Advanced(due.definition_id, last_at, *found[1:])
 
 
 def _log_tick(tick: _Tick, *, is_new: bool) -> None:
     line = _log.bind(
         workflow=tick.due.schedule.workflow, event_id=tick.event.id, source=SOURCE,
         correlation_id=tick.event.correlation_id or tick.event.id,
-        scheduled_at=tick_text(tick.at), next_at=tick_text(tick.moved.next_at),
+        scheduled_at=tick_text(tick.at), next_at=tick_text(tick.found.next_at),
     )  # fmt: skip
     if not is_new:
         line.warning("schedule.repeated", reason="an event with this tick's id already exists")
-    elif tick.at > tick.due.schedule.next_at:
-        line.warning("schedule.caught_up", missed_since=tick_text(tick.due.schedule.next_at))
+    elif tick.found.missed_from is not None:
+        line.warning("schedule.caught_up", missed_since=tick_text(tick.found.missed_from), count=tick.found.missed)
     else:
         line.info("schedule.published")

@@ -14,10 +14,13 @@ from tidegate.errors import SchemaError
 from tidegate.flow.keep.secrets import plain_text, unreadable_text
 from tidegate.flow.look import health
 from tidegate.model.health import HEALTH, HealthPolicy
-from tidegate.store import doctor, migrate, secrets
+from tidegate.store import doctor, migrate, retention, secrets
+from tidegate.store.connect import Pooling
 from tidegate.store.db import Connection, Database
 from tidegate.store.doctor import ORPHANS, Orphans, ServerFacts
 from tidegate.store.health import Alive, QueueDepth
+from tidegate.store.retention import HistorySpan
+from tidegate.store.runs import VersionHeld
 from tidegate.store.secrets import Survey
 from tidegate.store.workers import Unserved
 
@@ -26,6 +29,8 @@ GRACE_MS = 60_000
 OLDEST_POSTGRES = 140_000
 # This machine's clock schedules nothing, but a wrong one makes ids and logs misleading.
 MAX_CLOCK_OFFSET_SECONDS = 5.0
+# The most locks that one statement takes: so many for each day of history that it may read, and others.
+LOCKS_PER_DAY, OTHER_LOCKS = 2, 30
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +52,8 @@ class DoctorFacts(NamedTuple):
     queues: Mapping[str, QueueDepth]
     workers: Alive
     unserved: Sequence[Unserved]
+    history: HistorySpan
+    version_held: Sequence[VersionHeld] = ()
 
 
 async def examine(
@@ -60,7 +67,7 @@ async def examine(
         found = await facts(connection, policy, grace_ms)
         stored = await secrets.survey(connection, database.keys)
     checks += judge(found, policy, allow_unsafe=allow_unsafe)
-    return [*checks, stored_secrets(stored, has_key=bool(database.keys.names))]
+    return [*checks, stored_secrets(stored, has_key=bool(database.keys.names)), sessions(await database.pooling())]
 
 
 async def _schema(database: Database) -> tuple[list[Check], bool]:
@@ -69,9 +76,11 @@ async def _schema(database: Database) -> tuple[list[Check], bool]:
     except SchemaError as exc:
         return [Check(name="schema", is_ok=False, detail=str(exc))], False
     detail = f"version {found.version}, this Tidegate knows {migrate.latest()}"
-    if found.pending:
+    if found.missing:
         detail += "; run `tidegate migrate`"
-    return [Check(name="schema", is_ok=not found.pending, detail=detail)], not found.pending
+    elif found.pending:
+        detail += "; `tidegate migrate --status` says what waits for processes of an earlier version"
+    return [Check(name="schema", is_ok=not found.missing, detail=detail)], not found.missing
 
 
 async def facts(connection: Connection, policy: HealthPolicy, grace_ms: int) -> DoctorFacts:
@@ -89,6 +98,8 @@ async def facts(connection: Connection, policy: HealthPolicy, grace_ms: int) -> 
         queues=seen.queues,
         workers=seen.workers,
         unserved=seen.unserved,
+        history=await retention.span(connection),
+        version_held=seen.version_held,
     )
 
 
@@ -102,7 +113,7 @@ def _offset(before: datetime, taken: timedelta, theirs: datetime) -> float:
 
 def judge(found: DoctorFacts, policy: HealthPolicy = HEALTH, *, allow_unsafe: bool = False) -> list[Check]:
     """The checks for these facts."""
-    return [*_server(found, allow_unsafe), *_rows(found), *_lag(found, policy)]
+    return [*_server(found, allow_unsafe), *_history(found), *_rows(found), *_lag(found, policy)]
 
 
 def _server(found: DoctorFacts, allow_unsafe: bool) -> Iterator[Check]:
@@ -148,6 +159,30 @@ def _server(found: DoctorFacts, allow_unsafe: bool) -> Iterator[Check]:
     )
 
 
+def _history(found: DoctorFacts) -> Iterator[Check]:
+    first, last, without = found.history
+    tomorrow = (found.server.clock + timedelta(days=1)).date()
+    without_a_day = f"; about {without} events have no day and are pruned row by row" if without else ""
+    yield Check(
+        name="history",
+        is_ok=last is not None and last >= tomorrow,
+        detail=f"partitions from {first} to {last}{without_a_day}"
+        if last is not None and last >= tomorrow
+        else f"no partition for {tomorrow}: workers add them, and none did; nothing is refused, but pruning is slow",
+    )
+
+    days = (last - first).days + 1 if first and last else 0
+    needed = found.server.connections * (LOCKS_PER_DAY * days + OTHER_LOCKS)
+    is_enough = found.server.max_locks >= needed
+    yield Check(
+        name="locks",
+        is_ok=is_enough,
+        detail=f"room for {found.server.max_locks:,}; {found.server.connections} connections may need {needed:,} with "
+        f"{days} days of history"
+        + ("" if is_enough else ": raise max_locks_per_transaction (256), and restart the server"),
+    )
+
+
 def _rows(found: DoctorFacts) -> Iterator[Check]:
     for one in found.orphans:
         example = f", e.g. {one.example}" if one.example else ""
@@ -169,11 +204,39 @@ def _lag(found: DoctorFacts, policy: HealthPolicy) -> Iterator[Check]:
         is_ok=found.workers.alive > 0 or due == 0,
         detail=f"{found.workers.alive} active in the last {policy.worker_degraded_ms / 1000:g} s",
     )
+    yield Check(name="resuming", is_ok=True, detail=_resuming(found, due))
     unserved = ", ".join(f"{one.workflow} ({one.waiting})" for one in found.unserved)
     yield Check(
         name="workflows",
         is_ok=not unserved,
         detail=f"have due runs, and no worker has their code: {unserved}" if unserved else "every due run has a worker",
+    )
+    yield _versions(found)
+
+
+def _versions(found: DoctorFacts) -> Check:
+    held = ", ".join(
+        f"{one.workflow} version {' or '.join(one.versions)} ({one.waiting}, e.g. {one.example})"
+        for one in found.version_held
+    )
+    return Check(
+        name="versions",
+        is_ok=not held,
+        detail=f"runs wait for code that fits their steps, which no worker has: {held}" if held else "every run fits",
+    )
+
+
+def _resuming(found: DoctorFacts, due: int) -> str:
+    """What the first worker will do after all were stopped, or a backup was restored."""
+    runs, ticks = (
+        next((one.total for one in found.orphans if one.name == name), 0)
+        for name in ("runs_claimed_by_nobody", "ticks_not_published_in_time")
+    )
+    if not runs and not ticks:
+        return "no run and no schedule was left behind"
+    return (
+        f"when a worker starts: {runs} runs that were in progress are executed again after their last stored step, "
+        f"{ticks} schedules publish the latest tick they missed, and {due} items are due"
     )
 
 
@@ -189,6 +252,19 @@ def stored_secrets(found: Survey, *, has_key: bool) -> Check:
     else:
         detail = "encrypted with the first key" if has_key else "none are stored"
     return Check(name="secrets", is_ok=not found.unreadable and not (has_key and found.plain), detail=detail)
+
+
+def sessions(found: Pooling) -> Check:
+    """Whether LISTEN and migrations have the session they need. Without it wake-ups are late; nothing is lost."""
+    if found.lacking:
+        return Check(
+            name="sessions", is_ok=False, detail=f"{found.lacking}. Until then wake-ups come with the next poll"
+        )
+    if not found.is_pooled:
+        return Check(name="sessions", is_ok=True, detail="no pooler in front of the database")
+    prepared = "it keeps prepared statements" if found.is_tracked else "statements are planned each time"
+    kept = "LISTEN and migrations use TIDEGATE_DATABASE_DIRECT_URL" if found.has_direct_url else "it keeps sessions"
+    return Check(name="sessions", is_ok=True, detail=f"through a pooler: {kept}, {prepared}")
 
 
 def eviction(policy: str | None, error: str | None = None) -> Check:

@@ -1,58 +1,85 @@
-"""Explain: every decision about one event, in order: what was decided, when, and why."""
+"""Explain: why an event, a delivery or a run is where it is: one sentence, what it waits for and until when, and every
+decision about it, in order.
+
+The facts are read here, once; `story`, `why`, `why_run`, `waiting_steps` and `near_miss` turn them into the answer.
+"""
 
 from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
-from typing import Any, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tidegate.errors import Conflict, FieldError, NotFound, first_line
+from tidegate.errors import Conflict, FieldError, NotFound
 from tidegate.flow.decide.match import Matcher
 from tidegate.flow.decide.time_slice import TimeSlice
-from tidegate.model.budget import OverBudget
-from tidegate.model.delivery import Delivery
+from tidegate.flow.look import lineage, near_miss, story
+from tidegate.flow.look.near_miss import NearMiss
+from tidegate.flow.look.story import Decision, Outcome, StoryFacts, Told
+from tidegate.flow.look.why import ALIVE_MS
 from tidegate.model.event import Event
 from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
-from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.run import Run
-from tidegate.model.trigger import CompiledTrigger
-from tidegate.store import decisions, deliveries, events, ingress_retries, runs, sources, trigger_gates, triggers
+from tidegate.model.trigger import CompiledTrigger, Trigger
+from tidegate.model.work_limit import TooMuchWork
+from tidegate.store import (
+    circumstances,
+    decisions,
+    deliveries,
+    events,
+    ingress_retries,
+    refusals,
+    runs,
+    steps,
+    triggers,
+    workers,
+)
+from tidegate.store.circumstances import EventCircumstances
 from tidegate.store.db import Connection
-from tidegate.store.decisions import NewDecision
+from tidegate.store.refusals import Refusal
 
+MAX_RUNS = 500
+# How many of the runs that hold a slot are read.
+MAX_HOLDERS = 5
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One decision. `until` is the next attempt; with `waits_for`, the time at which it continues is unknown."""
-
-    at: datetime | None
-    stage: str
-    decision: str
-    reason: str | None = None
-    workflow: str | None = None
-    trigger_id: TriggerId | None = None
-    trigger: str | None = None
-    delivery_id: DeliveryId | None = None
-    run_id: RunId | None = None
-    until: datetime | None = None
-    waits_for: str | None = None
-    attempt: int | None = None
-    actor: str | None = None
+SubjectKind = Literal["event", "run", "delivery", "refusal"]
+# Whether the caller may see what belongs to a source; None: it has no source.
+MaySee = Callable[[str | None], bool]
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Every decision about an event."""
+    """Why something is where it is. `summary` is one sentence; `waits_for` is null when it waits for nothing, `until`
+    when the time cannot be known. Of several outcomes, these are of the one that continues first. `caused_by_run_id` is
+    the run that published the event, `caused_by_event_id` that run's event."""
 
-    event_id: EventId
+    kind: SubjectKind
+    id: str
+    event_id: EventId | None
     external_id: str | None
-    type: str
-    source: str
-    correlation_id: str
+    type: str | None
+    source: str | None
+    correlation_id: str | None
     summary: str
+    waits_for: str | None
+    until: datetime | None
+    outcomes: list[Outcome]
     decisions: list[Decision]
+    caused_by_run_id: RunId | None = None
+    caused_by_event_id: EventId | None = None
+
+
+class Subject(NamedTuple):
+    """What an id stands for: an event, perhaps one delivery or run of it; or refused requests only."""
+
+    kind: SubjectKind
+    event: Event | None
+    run: Run | None = None
+    delivery_id: DeliveryId | None = None
+    refused: Sequence[Refusal] = ()
 
 
 async def find_event(connection: Connection, event_id: str) -> Event:
@@ -73,203 +100,241 @@ def only_one(event_id: str, found: list[Event]) -> Event:
 
 
 async def explain(connection: Connection, event_id: str) -> Explanation:
-    """Every decision about the event, in order."""
+    """Why an event is where it is, by our id or the producer's."""
     event = await find_event(connection, event_id)
-    story = [Decision(at=event.received_at, stage="ingest", decision="accepted")]
-    undecided, dead_reason = await events.is_waiting(connection, event.id)
-    retry = await ingress_retries.get(connection, event.id)
-    if undecided:
-        story.append(Decision(at=None, stage="gate", decision="waiting", reason="waiting in the inbox for a worker"))
-    elif retry is not None:
-        lines = await decisions.list_of_event(connection, event.id)
-        story += [_recorded_line(line) for line in lines if line.stage not in ("match", "deliver", "step")]
-        if retry.retry_state == "completed":
-            story += await _delivered(connection, event)
-    elif dead_reason is not None:
-        story.append(Decision(at=None, stage="dispatch", decision="dead_letter", reason=dead_reason))
+    refused = await refusals.find(connection, event.external_id) if event.external_id else []
+    return await _explained(connection, Subject("event", event, refused=_of_source(refused, event.source)))
+
+
+async def explain_any(connection: Connection, given: str, may_see: MaySee = lambda _: True) -> Explanation:
+    """The same for the id of an event, a run or a delivery, or a producer's id. NotFound; Conflict names the events of
+    several sources that share a producer's id."""
+    return await _explained(connection, await _find(connection, given, may_see))
+
+
+async def _find(connection: Connection, given: str, may_see: MaySee) -> Subject:
+    found = [event for event in await events.find(connection, given) if may_see(event.source)]
+    if found:
+        event = only_one(given, found)
+        refused = await refusals.find(connection, event.external_id) if event.external_id else []
+        return Subject("event", event, refused=_of_source(refused, event.source))
+    own = _as_uuid(given)
+    run = await runs.get(connection, RunId(own)) if own else None
+    if run is not None:
+        of = await events.get_many(connection, [run.event_id]) if run.event_id else {}
+        subject = Subject("run", of.get(run.event_id) if run.event_id else None, run, run.delivery_id)
+    elif own is not None and (event_id := await circumstances.event_of_delivery(connection, own)) is not None:
+        of = await events.get_many(connection, [event_id])
+        subject = Subject("delivery", of.get(event_id), None, DeliveryId(own))
     else:
-        story.append(Decision(at=None, stage="gate", decision="allowed"))
-        story += await _delivered(connection, event)
+        refused = [one for one in await refusals.find(connection, given) if may_see(one.source)]
+        if not refused:
+            raise NotFound(f"no event, run or delivery {given[:200]!r}, and no refused request with that id")
+        return Subject("refusal", None, refused=refused)
+    if not may_see(subject.event.source if subject.event else None):
+        raise NotFound(f"no event, run or delivery {given[:200]!r}")
+    return subject
+
+
+def _of_source(refused: Sequence[Refusal], source: str) -> list[Refusal]:
+    return [one for one in refused if one.source in (source, None)]
+
+
+def _as_uuid(text: str) -> uuid.UUID | None:
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        return None
+
+
+async def _explained(connection: Connection, subject: Subject) -> Explanation:
+    if subject.kind == "refusal":
+        return _refused(subject.refused)
+    told = story.tell(facts := await _facts(connection, subject))
+    run, event = subject.run, subject.event
+    if run is not None:
+        told = story.only(told, run_id=run.id)
+        told = story.with_steps(told, await steps.list_of_run(connection, run.id), run)
+    elif subject.delivery_id is not None:
+        told = story.only(told, delivery_id=subject.delivery_id)
+    summary, waits_for, until = _answer(told, facts)
+    caused_by = lineage.cause_of(event) if event else (None, None)
     return Explanation(
-        event_id=event.id,
-        external_id=event.external_id,
-        type=event.type,
-        source=event.source,
-        correlation_id=event.correlation_id,
-        summary=await _held_summary(connection, retry) if _waits(retry) else _summary(story),
-        decisions=story,
+        kind=subject.kind,
+        id=str(run.id if run else subject.delivery_id or (event.id if event else "")),
+        event_id=event.id if event else None,
+        external_id=event.external_id if event else None,
+        type=event.type if event else None,
+        source=event.source if event else None,
+        correlation_id=event.correlation_id if event else run.correlation_id if run else None,
+        summary=summary,
+        waits_for=waits_for,
+        until=until,
+        outcomes=told.outcomes,
+        decisions=told.lines,
+        caused_by_run_id=caused_by[0],
+        caused_by_event_id=caused_by[1],
     )
 
 
-async def _delivered(connection: Connection, event: Event) -> list[Decision]:
-    story = []
-    decided = await deliveries.list_of_event(connection, event.id)
-    names: dict[TriggerId, tuple[str, str]] = {
-        delivery.trigger_id: (trigger_name, workflow) for delivery, trigger_name, workflow in decided
-    }
+def _answer(told: Told, facts: StoryFacts) -> tuple[str, str | None, datetime | None]:
+    """The summary, what is waited for, and until when."""
+    met = [line.reason for line in told.lines if line.stage == "wait" and line.reason]
+    if met and not told.outcomes:
+        return "; ".join(met), None, facts.around.replay_at
+    if told.outcomes:
+        waiting = [one for one in told.outcomes if one.waits_for is not None]
+        # The one that continues first; among those whose time is unknown, the first.
+        waiting.sort(key=lambda one: (one.until is None, one.until or facts.now))
+        first = waiting[0] if waiting else None
+        said = "; ".join([_summary(told.outcomes), *met])
+        if told.event is not None:  # it is decided again, beside what came of it before
+            return f"{told.event.text}; {said}", told.event.waits_for, told.event.until
+        if first is None and told.outcomes:
+            return said, None, next((one.until for one in told.outcomes if one.until), None)
+        return said, first.waits_for if first else None, first.until if first else None
+    if told.event is not None:
+        return told.event.text, told.event.waits_for, told.event.until
+    return _nothing(told.lines), None, facts.around.replay_at
+
+
+def _summary(outcomes: Sequence[Outcome]) -> str:
+    """What became of the event for each trigger; with the trigger's name if several of a workflow took it."""
+    of = Counter(workflow for workflow, _ in {(one.workflow, one.trigger) for one in outcomes})
+    return "; ".join(
+        f"{one.workflow}/{one.trigger} {one.summary}" if of[one.workflow] > 1 else f"{one.workflow} {one.summary}"
+        for one in outcomes
+    )
+
+
+def _nothing(lines: Sequence[Decision]) -> str:
+    """Why an event launched nothing."""
+    why = [line for line in lines if line.stage == "match"]
+    told = [f"{line.workflow}/{line.trigger}: {line.reason}" for line in why if line.decision == "filtered"]
+    if not told:
+        told = [line.reason or "" for line in why if line.decision == "no_trigger"]
+    told += [f"near miss {line.workflow}/{line.trigger}: {line.reason}" for line in why if line.decision == "near_miss"]
+    return f"launched nothing: {'; '.join(told)}"
+
+
+def _refused(refused: Sequence[Refusal]) -> Explanation:
+    last = refused[-1]
+    times = f" (refused {len(refused)} times)" if len(refused) > 1 else ""
+    return Explanation(
+        kind="refusal", id=last.external_id or "", event_id=None, external_id=last.external_id, type=last.type,
+        source=last.source, correlation_id=None, waits_for=None, until=None, outcomes=[],
+        summary=f"refused with {last.status}, nothing was stored: {last.reason}{times}",
+        decisions=[story.refused(one) for one in refused],
+    )  # fmt: skip
+
+
+async def _facts(connection: Connection, subject: Subject) -> StoryFacts:
+    """Everything that the answer depends on."""
+    event, run = subject.event, subject.run
+    alive = await workers.list_all(connection, ALIVE_MS)
+    if event is None:
+        found = [run] if run is not None else []
+        return StoryFacts(
+            now := await circumstances.now(connection), None, EventCircumstances(now=now), runs=found, workers=alive,
+            around_runs=await circumstances.of_runs(connection, [one.id for one in found]),
+            steps={one.id: await steps.list_of_run(connection, one.id) for one in found},
+            letters=await circumstances.letters(connection, None, [one.id for one in found]),
+            published={one.id: await lineage.published_by(connection, one) for one in found},
+        )  # fmt: skip
+    around = await circumstances.of_event(connection, event.id)
+    retry = await ingress_retries.get(connection, event.id)
     lines = await decisions.list_of_event(connection, event.id)
-    found_runs = {run.id: run for run in await runs.list_page(connection, event_id=event.id, limit=500)}
-    for delivery, trigger_name, workflow in decided:
-        earlier = [line for line in lines if line.stage == "deliver" and line.trigger_id == delivery.trigger_id]
-        last = earlier.pop() if earlier and earlier[-1].decision in (delivery.status, "rescheduled") else None
-        story += [_delivery_line(line, names) for line in earlier]
-        story.append(
-            Decision(
-                at=last.at if last else delivery.updated_at if earlier else delivery.created_at,
-                actor=last.actor if last else None,
-                stage="deliver",
-                decision=delivery.status,
-                reason=delivery.last_error,
-                workflow=workflow,
-                trigger_id=delivery.trigger_id,
-                trigger=trigger_name,
-                delivery_id=delivery.id,
-                run_id=delivery.workflow_run_id,
-                until=delivery.next_attempt_at,
-                waits_for=await _waits_for(connection, delivery),
-                attempt=delivery.retry_attempts or None,
-            )
-        )
-        run = found_runs.get(delivery.workflow_run_id) if delivery.workflow_run_id else None
-        if run:
-            story += [
-                msgspec.structs.replace(_delivery_line(line, names), run_id=run.id)
-                for line in lines
-                if line.stage == "step" and line.trigger_id == delivery.trigger_id
-            ]
-            story.append(_run_line(run, delivery.trigger_id, trigger_name))
-    story += await _filtered(connection, event, known=names.keys(), lines=lines)
-    if len(story) == 0:
-        reason = f"no active trigger matches events of type {event.type} from {event.source}"
-        story.append(Decision(at=None, stage="match", decision="no_trigger", reason=reason))
-    return story
+    delivered = await deliveries.list_of_event(connection, event.id)
+    waiting = await circumstances.of_deliveries(
+        connection, [one.delivery.id for one in delivered if one.delivery.retry_state != "none"]
+    )
+    holders = {
+        one.delivery.id: await circumstances.slot_holders(connection, one.delivery.id, MAX_HOLDERS)
+        for one in delivered
+        if one.delivery.retry_state == "scheduled" and one.delivery.reason == "concurrency"
+    }
+    found = await runs.list_page(connection, event_id=event.id, limit=MAX_RUNS)
+    of_steps = await steps.list_of_runs(connection, [one.id for one in found if one.status == "pending"])
+    facts = StoryFacts(
+        around.now, event, around, retry, lines, delivered, waiting, holders, found,
+        await circumstances.of_runs(connection, [one.id for one in found]),
+        {one.id: [step for step in of_steps if step.workflow_run_id == one.id] for one in found},
+        alive, await circumstances.letters(connection, event.id), subject.refused,
+        published={one.id: await lineage.published_by(connection, one) for one in found},
+    )  # fmt: skip
+    is_decided = not around.is_undecided and (retry is None or retry.retry_state == "completed")
+    if subject.kind != "event" or not is_decided:
+        return facts
+    filtered, misses = await _not_fired(connection, event, facts)
+    return facts._replace(filtered=filtered, misses=misses)
 
 
-async def _waits_for(connection: Connection, delivery: Delivery) -> str | None:
-    """What a delivery waits for when the time is unknown (the `eta_seconds` of its retry is null then)."""
-    if delivery.retry_state != "scheduled":
-        return None
-    gate = await trigger_gates.get(connection, delivery.trigger_id)
-    if gate is not None and gate.paused_at is not None and gate.paused_until is None:
-        return "its trigger to be resumed"
-    if gate is not None and gate.breaker_state == "half_open":
-        return "the trial run to end"
-    if delivery.reason == "source_paused" and delivery.source and await _needs_resuming(connection, delivery.source):
-        return "its source to be resumed"
-    return "a free slot" if delivery.reason == "concurrency" else None
-
-
-async def _needs_resuming(connection: Connection, source: str) -> bool:
-    """Whether the source is paused without an end time."""
-    record = await sources.get(connection, source)
-    return record is not None and record.paused_at is not None and record.paused_until is None
-
-
-async def _filtered(
-    connection: Connection, event: Event, *, known: Collection[TriggerId], lines: list[NewDecision]
-) -> list[Decision]:
-    """The triggers that the event did not fire: with the recorded reason, or else evaluated as they are now."""
-    found = {
-        (trigger_id := TriggerId(uuid.UUID(one["trigger_id"]))): _filtered_line(
+async def _not_fired(connection: Connection, event: Event, facts: StoryFacts) -> tuple[list[Decision], list[NearMiss]]:
+    """The triggers that the event did not fire, with the recorded reason, or else evaluated as they are now; and, if it
+    launched nothing, those that it almost fired."""
+    taken = {one.delivery.trigger_id for one in facts.deliveries}
+    recorded = {
+        (trigger_id := TriggerId(uuid.UUID(one["trigger_id"]))): _filtered(
             trigger_id, one["trigger"], one["workflow"], line.at, one["reason"]
         )
-        for line in lines
+        for line in facts.lines
         if line.stage == "match"
         for one in line.detail or []
     }
+    decided_at = _decided_at(event, facts)
     index = await Matcher().at(connection, await triggers.registry_version(connection))
     envelope, time_slice = event.envelope(), TimeSlice()
+    filtered, misses = list(recorded.values()), list[NearMiss]()
     for compiled in index.candidates(event.type, event.source):
         trigger = compiled.trigger
-        if trigger.id not in known and trigger.id not in found:
-            text = _as_it_is_now(compiled, envelope)
-            if time_slice.is_over:
-                await time_slice.next()
-            found[trigger.id] = _filtered_line(trigger.id, trigger.name, trigger.workflow, None, text)
-    return list(found.values())
+        if trigger.id in taken:
+            continue
+        reason = _as_it_is_now(compiled, envelope)
+        if reason is None and (miss := await _changed(connection, trigger, decided_at)) is not None:
+            misses.append(miss)
+        elif trigger.id not in recorded:
+            text = reason or "it would match now, and did not when the event was decided"
+            filtered.append(_filtered(trigger.id, trigger.name, trigger.workflow, None, text))
+        if time_slice.is_over:
+            await time_slice.next()
+    if not facts.deliveries and not facts.runs:
+        misses += await _near(connection, event, {*taken, *recorded, *(miss.trigger.id for miss in misses)}, time_slice)
+    return filtered, near_miss.nearest(misses)
 
 
-def _as_it_is_now(compiled: CompiledTrigger, envelope: dict[str, Any]) -> str:
+async def _changed(connection: Connection, trigger: Trigger, decided_at: datetime) -> NearMiss | None:
+    earlier = await circumstances.version_at(connection, trigger.id, decided_at)
+    return near_miss.changed_since(trigger, decided_at, earlier)
+
+
+async def _near(
+    connection: Connection, event: Event, known: Collection[TriggerId], time_slice: TimeSlice
+) -> list[NearMiss]:
+    found = []
+    for one in await circumstances.known_triggers(connection):
+        miss = near_miss.off_or_alike(event, one) if one.trigger.id not in known else None
+        found += [miss] if miss is not None else []
+        if time_slice.is_over:
+            await time_slice.next()
+    return found
+
+
+def _decided_at(event: Event, facts: StoryFacts) -> datetime:
+    """When the event was decided, as far as that is recorded: an event without any trigger leaves no other trace than
+    its receipt."""
+    times = [line.at for line in facts.lines if line.at is not None]
+    times += [one.delivery.created_at for one in facts.deliveries if one.delivery.created_at is not None]
+    return max(times) if times else event.received_at
+
+
+def _as_it_is_now(compiled: CompiledTrigger, envelope: dict[str, Any]) -> str | None:
     try:
-        reason = compiled.reason(envelope)
-    except OverBudget as exc:
+        return compiled.reason(envelope)
+    except TooMuchWork as exc:
         return str(exc)
-    return reason or "it would match now: it was created or changed after the event was decided"
 
 
-def _filtered_line(trigger_id: TriggerId, name: str, workflow: str, at: datetime | None, reason: str) -> Decision:
+def _filtered(trigger_id: TriggerId, name: str, workflow: str, at: datetime | None, reason: str) -> Decision:
     return Decision(
         at=at, stage="match", decision="filtered", reason=reason, workflow=workflow, trigger_id=trigger_id, trigger=name
     )
-
-
-def _delivery_line(line: NewDecision, names: dict[TriggerId, tuple[str, str]]) -> Decision:
-    name, workflow = names.get(line.trigger_id, (None, None)) if line.trigger_id else (None, None)
-    return msgspec.structs.replace(_recorded_line(line), trigger_id=line.trigger_id, trigger=name, workflow=workflow)
-
-
-def _recorded_line(line: NewDecision) -> Decision:
-    return Decision(
-        at=line.at,
-        stage=line.stage,
-        decision=line.decision,
-        reason=line.reason,
-        until=line.until,
-        attempt=line.attempt,
-        actor=line.actor,
-    )
-
-
-def _run_line(run: Run, trigger_id: TriggerId, trigger: str) -> Decision:
-    is_suspended = run.status == "pending" and run.attempts > 0
-    return Decision(
-        at=run.finished_at or run.started_at or run.created_at,
-        stage="run",
-        decision=run.status,
-        reason=first_line(run.error) if run.error else _why_pending(run),
-        until=run.next_attempt_at if is_suspended else None,
-        workflow=run.workflow,
-        trigger_id=trigger_id,
-        trigger=trigger,
-        run_id=run.id,
-    )
-
-
-def _why_pending(run: Run) -> str | None:
-    if run.status != "pending":
-        return None
-    if run.attempts == 0:
-        return "waits for a worker that has its code and a free slot"
-    return run.warning or "suspended until its next step or timer is due"
-
-
-def _waits(retry: IngressRetry | None) -> TypeGuard[IngressRetry]:
-    return retry is not None and retry.retry_state == "scheduled"
-
-
-async def _held_summary(connection: Connection, retry: IngressRetry) -> str:
-    if await _needs_resuming(connection, retry.source):
-        return f"held until its source is resumed: {retry.last_error}"
-    assert retry.next_attempt_at is not None
-    return f"held until {retry.next_attempt_at:%Y-%m-%d %H:%M:%S} UTC: {retry.last_error}"
-
-
-def _summary(story: list[Decision]) -> str:
-    """The state of the event in one line: its runs, then the deliveries without a run."""
-    last = story[-1]
-    shown = [line for line in story if line.stage == "run"]
-    shown += [line for line in story if line.delivery_id is not None and line.decision != "launched"]
-    if shown:
-        triggers_of = Counter(workflow for workflow, _ in {(line.workflow, line.trigger_id) for line in shown})
-        return "; ".join(_outcome(line, is_one_of_several=triggers_of[line.workflow] > 1) for line in shown)
-    return f"{last.decision}: {last.reason}" if last.reason else last.decision
-
-
-def _outcome(line: Decision, *, is_one_of_several: bool) -> str:
-    """The state of a workflow for the event, with the trigger if several of its triggers matched."""
-    what, whose = line.decision, f"{line.workflow}/{line.trigger}" if is_one_of_several else line.workflow
-    if line.waits_for is not None:
-        what = f"waits for {line.waits_for}"
-    elif line.until is not None:
-        what = f"waits until {line.until:%Y-%m-%d %H:%M:%S} UTC"
-    return f"{whose} {what}: {line.reason}" if line.reason else f"{whose} {what}"

@@ -14,10 +14,12 @@ import msgspec
 from tidegate.errors import Unavailable
 from tidegate.flow.keep import secrets
 from tidegate.flow.look import backlog
+from tidegate.flow.look.history import HistoryHealth, history_health, history_notices, overdue_seconds
 from tidegate.flow.look.verdict import RUNBOOK, Cause, HealthFacts, verdict
 from tidegate.flow.shared_read import SharedRead
 from tidegate.model.health import HEALTH, HealthPolicy, Notice
-from tidegate.store import health, locks, workers
+from tidegate.model.retention import KEEP_ALL, Retention
+from tidegate.store import health, locks, processes, retention, runs, schedules, workers
 from tidegate.store.db import Connection, Database
 from tidegate.store.health import (
     DeadLetterCount,
@@ -40,6 +42,8 @@ from tidegate.telemetry.metrics import SharedState
 GAUGES_SECONDS = 1.0
 # A workflow is reported as unserved when a run has been due for this long and no live worker has its code.
 UNSERVED_MS = 5000
+# A tick is reported as overdue after this long, unless `due_age_degraded_ms` says otherwise.
+OVERDUE_TICK_MS = 30_000
 # The maximum length of each list in a snapshot: every open console reads one every two seconds.
 SHOWN = 100
 
@@ -90,6 +94,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     trigger_breakers_total: int
     retries: dict[str, RetrySummary]
     dead_letters: DeadLetterCount
+    history: HistoryHealth | None = None
     warnings: list[Notice] = []
 
 
@@ -155,6 +160,10 @@ async def facts(connection: Connection, policy: HealthPolicy, of_sources: Sequen
         workers=await health.workers(connection, policy.worker_degraded_ms),
         expired_claims=await health.expired_claims(connection),
         unserved=await workers.unserved(connection, policy.worker_degraded_ms, UNSERVED_MS),
+        overdue_schedules=await schedules.list_overdue(
+            connection, policy.due_age_degraded_ms or OVERDUE_TICK_MS, limit=SHOWN, alive_ms=policy.worker_degraded_ms
+        ),
+        version_held=await runs.list_version_held(connection),
     )
 
 
@@ -170,8 +179,10 @@ class Snapshots:
         policy: HealthPolicy = HEALTH,
         runbook: str = RUNBOOK,
         warnings: Sequence[Notice] = (),
+        kept: Retention = KEEP_ALL,
     ) -> None:
         self._database = database
+        self._retention = kept
         self._policy = policy
         self._runbook = runbook
         self._warnings = list(warnings)
@@ -185,7 +196,11 @@ class Snapshots:
         async with self._database.transaction() as connection:
             found = await snapshot(connection, self._policy, self._runbook)
             stored = await secrets.notices(connection, self._database.keys)
-        return msgspec.structs.replace(found, warnings=[*self._warnings, *stored])
+            days = await retention.span(connection)
+            keeping = await processes.retentions(connection)
+        history = history_health(self._retention, keeping, days)
+        warnings = [*self._warnings, *stored, *history_notices(keeping, history, found.generated_at)]
+        return msgspec.structs.replace(found, history=history, warnings=warnings)
 
 
 class Exposition:
@@ -213,6 +228,7 @@ class Exposition:
 async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) -> SharedState:
     """The values of the shared gauges."""
     found = await facts(connection, policy)
+    overdue = overdue_seconds(await processes.retentions(connection), await retention.span(connection), found.now)
     deferred = {("events", reason): 0 for reason in ("rate_limit", "paused", "breaker_open")}
     deferred |= {("deliveries", r): 0 for r in ("throttle", "concurrency", "paused", "breaker_open", "source_paused")}
     for kind, summary in found.retries.items():
@@ -226,6 +242,7 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
         open_breakers={"source": found.counts.source_breakers, "trigger": found.counts.trigger_breakers},
         workers_alive=found.workers.alive,
         unserved_workflows=len(found.unserved),
+        overdue_schedules=len(found.overdue_schedules),
         overdue_retries={kind: summary.overdue for kind, summary in found.retries.items()},
         expired_claims=expired,
         deferred=deferred,
@@ -236,6 +253,7 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
         },
         oldest_due_age_seconds={name: depth.oldest_due_age_seconds for name, depth in found.queues.items()},
         dead_letters=letters,
+        history_overdue_seconds=overdue,
         last_processed=found.last_processed.timestamp() if found.last_processed else None,
     )
 

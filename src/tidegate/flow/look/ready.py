@@ -63,11 +63,13 @@ class Readiness:
         status: Literal["ok", "degraded", "unavailable"] = OK if set(checks.values()) == {OK} else "unavailable"
         if status != OK and is_allowed and {checks["database"], checks["schema"]} == {OK}:
             status = "degraded"
+        trouble = await self._queue.trouble() if checks["database"] == OK or self._settings.queue == "bullmq" else None
         if self._settings.queue == "bullmq":
-            trouble = await self._queue.trouble()
             checks["redis"] = trouble or OK
-            if trouble and status == OK:  # workers poll anyway: losing Redis costs latency, never work
-                status = "degraded"
+        elif trouble:
+            checks["hints"] = trouble
+        if trouble and status == OK:  # workers poll anyway: a lost hint costs latency, never work
+            status = "degraded"
         return Ready(status, checks, self._notices)
 
     async def _database_checks(self) -> tuple[dict[str, str], bool]:

@@ -23,6 +23,8 @@ from tidegate.store.health import (
     SourceBreaker,
     TriggerBreaker,
 )
+from tidegate.store.runs import VersionHeld
+from tidegate.store.schedules import OverdueSchedule
 from tidegate.store.workers import Unserved
 
 RUNBOOK = "docs/operations/event-scheduler.md"
@@ -46,7 +48,7 @@ _NEXT_STEPS = {
     "source_paused": "tidegate sources resume {}",
     "trigger_paused": "tidegate triggers resume {}",
     "source_breaker_open": "it closes by itself once events succeed; at once: tidegate sources resume {}",
-    "trigger_breaker_open": "it closes by itself once its trial run succeeds; at once: tidegate triggers resume {}",
+    "trigger_breaker_open": "it closes by itself once its probe succeeds; at once: tidegate triggers resume {}",
     "retries_overdue": "tidegate retries list --kind {}",
     "ingress_stalled": "start more workers: tidegate worker APP",
     "triggers_stalled": "start more workers: tidegate worker APP",
@@ -54,6 +56,8 @@ _NEXT_STEPS = {
     "dead_letters_growing": "tidegate dlq list --kind {0}; once the cause is fixed: tidegate dlq replay --kind {0}",
     "no_worker": "start one: tidegate worker APP",
     "workflow_unserved": "start a worker whose APP has {}: tidegate worker APP",
+    "schedule_overdue": "start a worker whose APP has {0}; if it is not to run: tidegate schedules pause {0}",
+    "version_mismatch": "tidegate runs list --workflow {} --status pending; tidegate runs show ID says what they need",
     "reconcile_failing": "search the workers' logs for reconcile",
 }
 
@@ -77,6 +81,8 @@ class HealthFacts(NamedTuple):
     workers: Alive
     expired_claims: Sequence[ExpiredClaims]
     unserved: Sequence[Unserved]
+    overdue_schedules: Sequence[OverdueSchedule] = ()
+    version_held: Sequence[VersionHeld] = ()
 
 
 def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[Cause]:
@@ -90,6 +96,7 @@ def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) ->
         *_late(facts, policy),
         *_dead_letters(facts, policy),
         *_workers(facts, policy),
+        *_schedules(facts, policy),
         *_reconcile(facts, policy),
     ]
     found.sort(key=lambda cause: cause.severity != "critical")
@@ -120,7 +127,7 @@ def _triggers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
         over = breaker.until is not None and breaker.until <= now
         name = f"{breaker.workflow}/{breaker.name}"
         text = f"{name}: the breaker is {_state(breaker)} after {breaker.reason}"
-        text += "" if breaker.probe_run_id else "; the next delivery is the trial" if over else _until(breaker.until)
+        text += "" if breaker.probe_run_id else "; the next delivery is the probe" if over else _until(breaker.until)
         yield _cause("trigger_breaker_open", "degraded", str(breaker.trigger_id), text, breaker.since, called=name)
 
 
@@ -163,6 +170,20 @@ def _workers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
             "or cancel them"
         )
         yield _cause("workflow_unserved", "degraded", one.workflow, text, one.since)
+    for held in facts.version_held:
+        text = (
+            f"{held.waiting} runs wait for version {', '.join(held.versions)} of {held.workflow}, since their steps do "
+            f"not fit the code that workers have, e.g. {held.example}. Start such a worker, resume or cancel them"
+        )
+        yield _cause("version_mismatch", "degraded", held.workflow, text, held.since)
+
+
+def _schedules(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
+    for one in facts.overdue_schedules if policy.due_age_degraded_ms else ():
+        late = (facts.now - one.next_at).total_seconds()
+        why = f"{one.workers} running workers have its code" if one.workers else "no running worker has its code"
+        text = f"the tick of {one.next_at:%Y-%m-%d %H:%M:%S} UTC was not published for {late:.0f} s; {why}"
+        yield _cause("schedule_overdue", "degraded", one.workflow, text, one.next_at)
 
 
 def _reconcile(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
@@ -210,7 +231,7 @@ def _cause(
 
 
 def _state(breaker: TriggerBreaker) -> str:
-    return f"half open (run {breaker.probe_run_id} is the trial)" if breaker.probe_run_id else "open"
+    return f"half open (run {breaker.probe_run_id} is the probe)" if breaker.probe_run_id else "open"
 
 
 def _by(actor: str | None) -> str:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tidegate.clock import monotonic
-from tidegate.flow.run.execution import Execution
-from tidegate.flow.run.states import RELEASED
+from tidegate.flow.call.execution import Execution
+from tidegate.flow.call.states import RELEASED
 from tidegate.model.event import Event
 from tidegate.model.ids import DefinitionId, RunId
 from tidegate.model.run import ClaimedRun, Step
-from tidegate.model.step import Closing
+from tidegate.model.step import LaunchBlock
 from tidegate.store import events, runs, steps
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry.logs import logger
@@ -50,6 +50,15 @@ class DueRuns:
                 connection, definitions=definitions, limit=limit, worker=self._worker, lease_ms=self._lease_ms
             )
             return await _ready(connection, claimed)
+
+    async def has_suspects(self, connection: Connection, definitions: Sequence[DefinitionId]) -> bool:
+        """Whether suspects are due that this worker may claim."""
+        return await runs.has_suspects(connection, definitions, worker=self._worker, lease_ms=self._lease_ms)
+
+    async def next_seconds(self, definitions: Sequence[DefinitionId]) -> float | None:
+        """Seconds until the next run is due that this worker may claim, or None."""
+        async with self._database.connection() as connection:
+            return await runs.next_due_seconds(connection, definitions, worker=self._worker, lease_ms=self._lease_ms)
 
     async def claim_suspect(
         self, definitions: Sequence[DefinitionId], *, is_counted: bool
@@ -156,16 +165,16 @@ class Prefetch:
         if unbegun:
             await self._release(unbegun)
 
-    def release_of(self, closing: Closing) -> None:
-        """Release what belongs to a trigger or key that was closed; it begins when that is open again."""
-        held = [one for one in self._ready if _is_of(one.run, closing)]
+    def release_of(self, block: LaunchBlock) -> None:
+        """Release what belongs to a trigger or key that was blocked; it begins when that is no longer so."""
+        held = [one for one in self._ready if _is_of(one.run, block)]
         for execution in held:
             self._ready.remove(execution)
         if held:
             self._background.add(task := asyncio.create_task(self._release(held)))
             task.add_done_callback(self._background.discard)
 
-    async def settle(self) -> None:
+    async def wait_for_releases(self) -> None:
         """Wait for releases in progress."""
         await asyncio.gather(*self._background, *([self._releasing] if self._releasing else ()))
 
@@ -194,6 +203,6 @@ class Prefetch:
             self._on_release()
 
 
-def _is_of(run: ClaimedRun, closing: Closing) -> bool:
-    """Whether a run belongs to what was closed."""
-    return run.trigger_id == closing.trigger_id and closing.concurrency_key in (None, run.concurrency_key)
+def _is_of(run: ClaimedRun, block: LaunchBlock) -> bool:
+    """Whether a run belongs to what was blocked."""
+    return run.trigger_id == block.trigger_id and block.concurrency_key in (None, run.concurrency_key)

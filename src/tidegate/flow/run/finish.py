@@ -12,14 +12,16 @@ from typing import NamedTuple, Protocol
 
 from tidegate.flow.decide import source_failures
 from tidegate.flow.decide.source_failures import SourceMove
+from tidegate.flow.run import children
 from tidegate.model.event import Event
 from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.run import ClaimedRun, FinishedRun
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.template import TemplateError
-from tidegate.model.trigger import CompiledTrigger
+from tidegate.model.trigger import CompiledTrigger, RenderedKeys
 from tidegate.model.trigger_gate import TriggerMove
-from tidegate.store import events, locks, runs, steps, trigger_gates
+from tidegate.store import children as run_children
+from tidegate.store import events, locks, run_ends, runs, steps, trigger_gates
 from tidegate.store.db import Connection
 from tidegate.store.deliveries import NOBODY, Claim
 from tidegate.store.locks import Unlocked
@@ -48,8 +50,9 @@ class Fill(Protocol):
 
 
 class Freed(NamedTuple):
-    """The runs that ended, how many deliveries were made due, what was launched instead, the breakers that moved, and
-    how many retries of steps were cancelled with their runs."""
+    """The runs that ended, how many deliveries were made due, what was launched instead, the breakers that moved, how
+    many retries of steps were cancelled with their runs, how many other runs are due at once, and the sources of the
+    events that were published. `are_ends_asked_for`: the end of a run that succeeded is published."""
 
     written: frozenset[RunId] = frozenset()
     woken: int = 0
@@ -57,6 +60,9 @@ class Freed(NamedTuple):
     moves: Sequence[TriggerMove] = ()
     source_moves: Sequence[SourceMove] = ()
     cancelled_retries: int = 0
+    woken_runs: int = 0
+    published: Sequence[str] = ()
+    are_ends_asked_for: bool = False
 
 
 async def end_held(
@@ -86,6 +92,8 @@ async def end_held(
         await before()  # writes that belong to this transaction; `also` are the triggers that they concern
     if not finished:
         return Freed()
+    parents = {run.child_of.run_id for run in finished if run.child_of is not None}
+    await children.lock_parents(connection, parents, (run.id for run in finished))
     ended = await runs.finish(connection, finished)
     freed = {(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None}
     late = {trigger_id for trigger_id, _ in freed} - locked.keys()
@@ -95,7 +103,12 @@ async def end_held(
     non_retryable = {run.id for run in failed if run.is_non_retryable}
     moves = await _update_breakers(connection, locked, ended, breaker, non_retryable)
     source_moves = await source_failures.count_failed(connection, blamed, ended, non_retryable) if blamed else ()
-    done = Freed(written, moves=moves, source_moves=source_moves)
+    moved = await children.end_finished(connection, finished, written)
+    done = Freed(
+        written, moves=moves, source_moves=source_moves, woken_runs=len(moved.woken),
+        published=[*await _publish_ends(connection, ended), *moved.published],
+        are_ends_asked_for=any(run.is_asked_for and run.status == "succeeded" for run in ended),
+    )  # fmt: skip
     if not freed:
         return done
     if fill is None or moves:
@@ -106,6 +119,7 @@ async def end_held(
 
 async def end_waiting(
     connection: Connection,
+    run_id: RunId,
     trigger_id: TriggerId | None,
     end: Callable[[], Awaitable[EndedRun | None]],
     breaker: BreakerPolicy,
@@ -116,7 +130,8 @@ async def end_waiting(
         ended = await end()
         return [ended] if ended is not None else []
 
-    freed = await end_all_waiting(connection, [trigger_id] if trigger_id is not None else [], end_one, breaker)
+    trigger_ids = [trigger_id] if trigger_id is not None else []
+    freed = await end_all_waiting(connection, [run_id], trigger_ids, end_one, breaker)
     return freed if freed.written else None
 
 
@@ -139,7 +154,7 @@ async def fail_waiting(
     if trigger_id is not None:  # before any source: see store/locks.py
         await locks.share_all(connection)
     blamed = await source_failures.lock(connection, [run_id], source_breaker)
-    freed = await end_waiting(connection, trigger_id, fail, breaker)
+    freed = await end_waiting(connection, run_id, trigger_id, fail, breaker)
     if freed is None or blamed is None:
         return freed
     return freed._replace(source_moves=await source_failures.count_failed(connection, blamed, ended, ()))
@@ -147,15 +162,18 @@ async def fail_waiting(
 
 async def end_all_waiting(
     connection: Connection,
+    run_ids: Collection[RunId],
     trigger_ids: Collection[TriggerId],
     end: Callable[[], Awaitable[Sequence[EndedRun]]],
     breaker: BreakerPolicy,
 ) -> Freed:
-    """End runs of these triggers that no worker holds (`end` does it), and update the triggers."""
+    """End those of the runs, of these triggers, that no worker holds (`end` does it), and update the triggers."""
     locked: Gates = {}
     if trigger_ids:
         await locks.share_all(connection)
         locked = await trigger_gates.lock(connection, always=trigger_ids)
+    known = await run_children.of_runs(connection, run_ids)
+    await children.lock_parents(connection, (one.run_id for one in known.values()), run_ids)
     ended = await end()
     if not ended:
         return Freed()
@@ -163,7 +181,17 @@ async def end_all_waiting(
     moves = await _update_breakers(connection, locked, ended, breaker)
     slots_of = [(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None]
     woken = await trigger_gates.wake(connection, slots_of)
-    return Freed(frozenset(run.id for run in ended), woken, moves=moves, cancelled_retries=cancelled)
+    moved = await children.end_waiting(connection, {run.id: run.status for run in ended}, known)
+    published = [*await _publish_ends(connection, ended), *moved.published]
+    written = frozenset(run.id for run in ended)
+    return Freed(
+        written, woken, moves=moves, cancelled_retries=cancelled, published=published, woken_runs=len(moved.woken)
+    )
+
+
+async def _publish_ends(connection: Connection, ended: Sequence[EndedRun]) -> list[str]:
+    """Publish the ends that a trigger asks for; the sources of the events."""
+    return await run_ends.publish(connection, [run.id for run in ended if run.is_asked_for])
 
 
 async def _update_breakers(
@@ -216,10 +244,15 @@ async def rekey(connection: Connection, compiled: CompiledTrigger) -> None:
         for _, event_id in page:
             event = found.get(event_id) if event_id else None
             try:
-                keys.append(compiled.keys(event.envelope()).concurrency_key if event else "")
+                keys.append(_rendered(compiled, event).concurrency_key if event else "")
             except TemplateError:
                 keys.append("")
         if trigger.max_concurrency is None:
             keys = [None] * len(page)
         await runs.set_concurrency_keys(connection, [run_id for run_id, _ in page], keys)
         after = page[-1][0]
+
+
+def _rendered(compiled: CompiledTrigger, event: Event) -> RenderedKeys:
+    envelope = event.envelope()
+    return compiled.keys(envelope) if event.starts is None else compiled.start_keys(envelope)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
@@ -31,29 +31,33 @@ class LeaseKeeper:
     stopped.
 
     `lost`, `overdue` and `cancelled` are called in the worker's event loop, with runs that belong to another worker
-    now, that may do so soon, or that are to be cancelled."""
+    now, that may do so soon, or that are to be cancelled. `beside` is run in the same thread, with its connection."""
 
     def __init__(
         self,
         url: str,
         worker: str,
-        definitions: Callable[[], list[DefinitionId]],
+        offered: Callable[[], tuple[list[DefinitionId], Sequence[str | None]]],
         lease_ms: int,
         held: Callable[[], Iterable[tuple[ClaimedRun, float]]],
         *,
         lost: Callable[[ClaimedRun], None],
         overdue: Callable[[ClaimedRun], None],
         cancelled: Callable[[RunId], None],
+        beside: Callable[[Database], Coroutine[None, None, None]] | None = None,
+        slots: int | None = None,
     ) -> None:
         self._url = url
+        self._slots = slots
         self._worker = worker
-        self._definitions = definitions
+        self._offered = offered
         self._lease_ms = lease_ms
         self._held = held
         self._lost = lost
         self._overdue = overdue
         self._renewed_at: dict[_Claim, float] = {}
         self._cancelled = cancelled
+        self._beside = beside
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -76,14 +80,16 @@ class LeaseKeeper:
         database = Database(
             self._url, "leases", size=1, statement_seconds=min(STATEMENT_SECONDS, self._lease_ms / 5000)
         )
-        watching = asyncio.create_task(self._watch(worker))
+        tasks = [asyncio.create_task(self._watch(worker))]
+        if self._beside is not None:
+            tasks.append(asyncio.create_task(self._beside(database)))
         try:
             seconds = 0.0  # the first heartbeat at once; it may fail like any other
             while not await asyncio.to_thread(self._stopping.wait, seconds):
                 seconds = self._lease_ms / 3000
                 try:
                     await self._renew(database, worker)
-                    await self._heartbeat(database)
+                    await self.heartbeat(database)
                 except Unavailable as exc:
                     seconds = self._lease_ms / 15_000
                     _log.warning("run.renewal_waits", error=exc)
@@ -94,7 +100,9 @@ class LeaseKeeper:
         except Unavailable as exc:
             _log.warning("run.renewal_ends", error=exc)
         finally:
-            watching.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await database.close()
 
     async def _watch(self, worker: asyncio.AbstractEventLoop) -> None:
@@ -113,11 +121,17 @@ class LeaseKeeper:
         """The runs that are held, and when their leases began (or slightly earlier)."""
         return [(run, self._renewed_at.get(_claim(run), claimed_at)) for run, claimed_at in self._held()]
 
-    async def _heartbeat(self, database: Database) -> None:
-        """Send a heartbeat: this worker is alive and can run these definitions."""
+    async def heartbeat(self, database: Database) -> None:
+        """Send a heartbeat: this worker is alive and can run these definitions. Runs that wait for its versions are
+        due."""
         async with database.transaction() as connection:
-            await workers.heartbeat(connection, self._worker, self._definitions())
+            definitions, versions = self._offered()
+            await workers.heartbeat(connection, self._worker, definitions, self._slots, versions)
             await workers.forget(connection, GONE_MS)
+        async with database.transaction() as connection:
+            woken = await runs.offer_versions(connection, self._worker)
+        for run_id in woken:
+            _log.info("run.version_offered", run_id=run_id)
 
     async def _renew(self, database: Database, worker: asyncio.AbstractEventLoop) -> None:
         held = {run.id: run for run, _ in self._held()}

@@ -4,22 +4,24 @@ commit)."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
 from tidegate import failpoints
 from tidegate.errors import Unavailable
+from tidegate.flow.call.journal import RecordedOutcome, Written
 from tidegate.flow.decide.reporting import log_source_moves, log_trigger_moves
-from tidegate.flow.run import finish
+from tidegate.flow.run import children, finish, published
+from tidegate.flow.run.children import ChildrenMoved
 from tidegate.flow.run.finish import Fill, Freed
-from tidegate.flow.run.journal import RecordedOutcome, Written
+from tidegate.flow.run.published import Replaced, with_replaced
 from tidegate.model.ids import RunId, StepId, TriggerId
 from tidegate.model.run import FinishedRun
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
-from tidegate.model.step import Closing, RunOutcome, StepWrite, SuspendedRun
-from tidegate.store import runs, steps, trigger_gates
+from tidegate.model.step import LaunchBlock, RunOutcome, StepWrite, SuspendedRun
+from tidegate.store import runs, steps, trigger_gates, waits
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import NOBODY, Claim
 from tidegate.store.group_commit import GroupCommit
@@ -48,13 +50,15 @@ def _weight(item: RunOutcome) -> int:
     weight = 1
     for write in item.steps:
         weight += 1 if write.result is None else 1 + len(write.result) // 10_000
+        weight += 0 if write.children is None else len(write.children.parameters)
+        weight += 0 if write.event is None else 1 + len(write.event.payload) // 10_000
     return weight
 
 
 class OutcomeWriter:
     """Writes what runs did. The transaction that ends a run launches what waits for its slot (`fill`), and claims as
     much of it as `claim` allows. After the commit `after_free` is called with it, `after_wait` with steps that wait,
-    `after_close` with triggers and keys that a step has closed for all runs."""
+    `after_block` with triggers and keys that a step has blocked for all runs."""
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class OutcomeWriter:
         claim: Callable[[int], Claim | None],
         after_free: Callable[[Freed], None],
         after_wait: Callable[[Sequence[WaitingStep]], None],
-        after_close: Callable[[Closing], None],
+        after_block: Callable[[LaunchBlock], None],
     ) -> None:
         self._database = database
         self._breaker = breaker
@@ -75,8 +79,9 @@ class OutcomeWriter:
         self._claim = claim
         self._after_free = after_free
         self._after_wait = after_wait
-        self._after_close = after_close
+        self._after_block = after_block
         self._waits_for_database = True
+        self._expects_simple = True
         self._group: GroupCommit[RunOutcome, RecordedOutcome] = GroupCommit(
             self._write_all, weight=_weight, max_weight=MAX_WRITES, max_waiting=1_000_000
         )
@@ -118,7 +123,7 @@ class OutcomeWriter:
         claim = self._claim(sum(isinstance(item.end, FinishedRun) for item in items))
         fill = None if claim is None else self._fill
         also: frozenset[TriggerId] = frozenset()
-        are_simple = True
+        are_simple, replaced = self._expects_simple, dict[StepId, StepWrite]()
         while True:
             work = partial(self._write_together, items=items, are_simple=are_simple, fill=fill, claim=claim, also=also)
             try:
@@ -137,6 +142,10 @@ class OutcomeWriter:
             except Unlocked as exc:
                 also |= exc.trigger_ids
                 continue
+            except Replaced as exc:
+                replaced |= exc.writes
+                items = with_replaced(items, exc.writes)
+                continue
             except Exception as exc:
                 if fill is None:
                     raise
@@ -146,8 +155,13 @@ class OutcomeWriter:
                 continue
             failpoints.hit("outcome.after_commit")
             if freed is not None:
+                self._expects_simple = not freed.are_ends_asked_for
                 self._committed(items, recorded, freed)
-            return recorded
+            return (
+                [_told(one, item, replaced) for one, item in zip(recorded, items, strict=True)]
+                if replaced
+                else recorded
+            )
 
     async def _write_together(
         self, connection: Connection, items: list[RunOutcome], are_simple: bool, **how: Any
@@ -157,12 +171,14 @@ class OutcomeWriter:
         path."""
         simple = [item for item in items if _is_simple(item)] if are_simple else []
         if len(simple) == len(items):
+            await runs.note(connection, [item.notes for item in simple if item.notes is not None])
             await _succeed(connection, simple)
             failpoints.hit("outcome.before_commit")
             return [_kept(item) for item in items], None
         simple_ids = {id(item) for item in simple}
         recorded, freed = await self._write(connection, [item for item in items if id(item) not in simple_ids], **how)
         if simple:
+            await runs.note(connection, [item.notes for item in simple if item.notes is not None])
             await _succeed(connection, simple)
         failpoints.hit("outcome.before_commit")
         others = iter(recorded)
@@ -180,29 +196,29 @@ class OutcomeWriter:
         finished = [item.end for item in items if isinstance(item.end, FinishedRun)]
         suspended = [item.end for item in items if isinstance(item.end, SuspendedRun)]
         step_writes = [write for item in items for write in item.steps]
-        closing = [write for write in step_writes if write.closes is not None]
+        blocking = [write for write in step_writes if write.blocks is not None]
         kept: dict[tuple[RunId, str], steps.RecordedStep] = {}
 
-        async def close() -> None:
-            kept.update(await steps.write(connection, closing))
-            for write in closing:
-                if (write.workflow_run_id, write.name) in kept and (one := write.closes) is not None:
-                    await trigger_gates.close(
-                        connection, one.trigger_id, key=one.concurrency_key, delay_ms=one.delay_ms, reason=one.reason
-                    )
+        async def block() -> None:
+            await runs.note(connection, [item.notes for item in items if item.notes is not None])
+            kept.update(await _block(connection, blocking))
 
         freed = await finish.end_held(
             connection,
             finished,
             breaker=self._breaker,
             source_breaker=self._source_breaker,
-            fill=None if closing else fill,  # what waits is decided by the gate as it is after the closing
+            fill=None if blocking else fill,  # what waits is decided by the gate as it is with the block
             claim=claim or NOBODY,
-            before=close,
-            also=also | {write.closes.trigger_id for write in closing if write.closes},
+            before=block,
+            also=also | {write.blocks.trigger_id for write in blocking if write.blocks},
         )
-        kept |= await steps.write(connection, [write for write in step_writes if write.closes is None], freed.written)
-        kept_suspensions = await runs.suspend(connection, suspended) if suspended else set()
+        kept |= await steps.write(connection, [write for write in step_writes if write.blocks is None], freed.written)
+        mine = [w for w in step_writes if (w.workflow_run_id, w.name) in kept]
+        sent = await _send(connection, mine)
+        await waits.record(connection, [write for write in mine if write.kind == "wait"])
+        kept_suspensions = await runs.suspend(connection, suspended) if suspended else {}
+        await runs.hold_for_version(connection, [s for s in suspended if s.misfit and s.id in kept_suspensions])
         ended = [run for run in finished if run.id in freed.written]
         cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
         if failed := [run for run in ended if run.status == "failed"]:
@@ -220,27 +236,50 @@ class OutcomeWriter:
                 Written(end in kept_suspensions or end in freed.written or end in before, end in asked),
             )
 
-        return [recorded(item) for item in items], freed._replace(cancelled_retries=cancelled)
+        woken = sum(kept_suspensions.values())
+        return [recorded(item) for item in items], freed._replace(
+            cancelled_retries=cancelled, woken_runs=freed.woken_runs + woken + len(sent.woken),
+            published=[*freed.published, *sent.published],
+        )  # fmt: skip
 
     def _committed(self, items: list[RunOutcome], recorded: list[RecordedOutcome], freed: Freed) -> None:
         log_trigger_moves(freed.moves)
         log_source_moves(freed.source_moves)
         metrics.STEP_RETRIES.labels("cancelled").inc(freed.cancelled_retries)
-        if freed.woken or freed.filled or freed.moves:
+        if freed.woken or freed.woken_runs or freed.filled or freed.moves or freed.published:
             self._after_free(freed)
         waiting: list[WaitingStep] = []
         for item, answer in zip(items, recorded, strict=True):
             for write, written in zip(item.steps, answer.steps, strict=True):
                 if not written.is_kept:
                     continue
-                if write.closes is not None:
-                    self._after_close(write.closes)
+                if write.blocks is not None:
+                    self._after_block(write.blocks)
                 if write.retry_state == "scheduled":
                     waiting.append(WaitingStep(write.id, write.retry_attempts, written.next_attempt_at))
                 if write.kind == "step" and (write.retry_state != "none" or write.retry_attempts):
                     _count_retry(write)
         if waiting:
             self._after_wait(waiting)
+
+
+async def _block(connection: Connection, blocking: Sequence[StepWrite]) -> dict[tuple[RunId, str], steps.RecordedStep]:
+    """Write steps that block their trigger or key for all runs, and block it; those that were kept."""
+    kept = await steps.write(connection, blocking)
+    for write in blocking:
+        if (write.workflow_run_id, write.name) in kept and (one := write.blocks) is not None:
+            await trigger_gates.close(
+                connection, one.trigger_id, key=one.concurrency_key, delay_ms=one.delay_ms, reason=one.reason
+            )
+    return kept
+
+
+async def _send(connection: Connection, writes: Sequence[StepWrite]) -> ChildrenMoved:
+    """Store the events that steps publish, and start their children."""
+    stored = await published.store(connection, [write for write in writes if write.event is not None])
+    parents = [write for write in writes if write.children is not None]
+    moved = await children.start(connection, parents) if parents else ChildrenMoved()
+    return moved._replace(published=[*stored, *moved.published])
 
 
 class _NotSimple(Exception):
@@ -253,6 +292,8 @@ def _is_simple(item: RunOutcome) -> bool:
     end = item.end
     if not isinstance(end, FinishedRun) or end.status != "succeeded" or end.matters_to_trigger or end.has_waiting_steps:
         return False
+    if end.child_of is not None:
+        return False
     for write in item.steps:  # noqa: SIM110 - spelled out, as it is asked for every run
         if not write.is_new or write.status != "succeeded" or write.kind != "step":
             return False
@@ -263,6 +304,13 @@ async def _succeed(connection: Connection, items: Sequence[RunOutcome]) -> None:
     ends = [item.end for item in items if isinstance(item.end, FinishedRun)]
     if not await runs.succeed(connection, ends, [write for item in items for write in item.steps]):
         raise _NotSimple
+
+
+def _told(recorded: RecordedOutcome, item: RunOutcome, replaced: Mapping[StepId, StepWrite]) -> RecordedOutcome:
+    """The answers to steps, with what was written in place of what was asked for."""
+    return recorded._replace(
+        steps=[one._replace(instead=replaced.get(w.id)) for one, w in zip(recorded.steps, item.steps, strict=True)]
+    )
 
 
 def _kept(item: RunOutcome) -> RecordedOutcome:

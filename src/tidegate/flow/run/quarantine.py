@@ -14,9 +14,9 @@ from typing import Literal
 
 from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
+from tidegate.flow.call.execution import Execution
 from tidegate.flow.decide.reporting import run_fields
 from tidegate.flow.run.claiming import DueRuns, ReadyRun
-from tidegate.flow.run.execution import Execution
 from tidegate.model.ids import DefinitionId
 from tidegate.model.run import SUSPECT_CRASHES
 from tidegate.store import runs
@@ -42,11 +42,11 @@ def alone_seconds(crashes: int) -> float:
 
 
 class Quarantine:
-    """Of one worker: `open` to all runs, `draining` (executions continue, nothing more is claimed) or `closed` (only
+    """Of one worker: `open` to all runs, `draining` (executions continue, nothing more is claimed) or `alone` (only
     the `trial` executes). `after_open` is called when other runs may begin."""
 
     def __init__(self, database: Database, due: DueRuns, after_open: Callable[[], None]) -> None:
-        self.state: Literal["open", "draining", "closed"] = "open"
+        self.state: Literal["open", "draining", "alone"] = "open"
         self.trial: Execution | None = None
         # As far as is known. When nothing else is due, the next trial follows at once.
         self.has_suspects = False
@@ -67,7 +67,7 @@ class Quarantine:
         if self.state != "open" or monotonic() < self._check_at:
             return
         async with self._database.connection() as connection:
-            self.has_suspects = await runs.has_suspects(connection, definitions)
+            self.has_suspects = await self._due.has_suspects(connection, definitions)
         self._check_at = monotonic() + CHECK_SECONDS
         if self.has_suspects:
             self.state, self._began_at = "draining", monotonic()
@@ -92,7 +92,7 @@ class Quarantine:
         if self.state == "open":
             self._began_at = monotonic()
         self._stop_timer()
-        self.state = "closed"
+        self.state = "alone"
         found = None
         try:
             found = await self._due.claim_suspect(definitions, is_counted=is_counted and not is_busy)

@@ -1,23 +1,24 @@
-"""Runner: claims runs for one worker, has them executed (`executions`), and writes what came of them (`outcomes`)."""
+"""Runner: claims runs for one worker, has them executed (`worker_slots`), and writes what came of them (`outcomes`)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
 from tidegate import failpoints
 from tidegate.errors import Unavailable
+from tidegate.flow.call.execution import Execution
+from tidegate.flow.code.workflow import Workflow
 from tidegate.flow.run.claiming import DueRuns, Prefetch
-from tidegate.flow.run.execution import Execution
-from tidegate.flow.run.executions import Executions
 from tidegate.flow.run.finish import Fill, Freed
 from tidegate.flow.run.leases import LeaseKeeper
+from tidegate.flow.run.look_back import LookBack
 from tidegate.flow.run.outcomes import OutcomeWriter, WaitingStep
 from tidegate.flow.run.quarantine import Quarantine
-from tidegate.flow.run.workflow import Workflow
-from tidegate.model.event import Event
+from tidegate.flow.run.worker_slots import WorkerSlots
+from tidegate.model.event import Event, EventLimits
 from tidegate.model.ids import DefinitionId
 from tidegate.model.retry import STEP_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
@@ -25,6 +26,7 @@ from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy
 from tidegate.store import runs
 from tidegate.store.db import Database
 from tidegate.store.deliveries import NOBODY, Claim
+from tidegate.store.transactions import Transactions
 from tidegate.telemetry.logs import logger
 
 # With a prefetch of at least this many runs, dispatch waits up to PAUSE_SECONDS for room: runs that are created then
@@ -50,12 +52,15 @@ class Runner:
         worker: str,
         concurrency: int,
         lease_ms: int,
+        transaction_connections: int = 4,
         policy: RetryPolicy = STEP_RETRY,
         breaker: BreakerPolicy = TRIGGER_BREAKER,
         source_breaker: SourceBreakerPolicy = SOURCE_BREAKER,
         fill: Fill | None = None,
         after_free: Callable[[Freed], None] = lambda _: None,
         after_wait: Callable[[Sequence[WaitingStep]], None] = lambda _: None,
+        beside_leases: Callable[[Database], Coroutine[None, None, None]] | None = None,
+        limits: EventLimits | None = None,
     ) -> None:
         self._database = database
         self._worker = worker
@@ -63,30 +68,40 @@ class Runner:
         self._lease_ms = lease_ms
         self._after_free = after_free
         self._definitions: list[DefinitionId] = []
+        self._versions: Sequence[str | None] = ()
         self._free = asyncio.Event()
         self._has_backlog = False
-        self._closing = False
+        self._has_stopped_claiming = False
         self._prefetch = Prefetch(database, concurrency, on_release=self._free.set)
         self._due = DueRuns(database, worker, lease_ms)
         self._quarantine = Quarantine(database, self._due, after_open=self._reopened)
         self._outcomes = OutcomeWriter(
             database, breaker=breaker, source_breaker=source_breaker, fill=fill, claim=self._claim_freed,
-            after_free=self._freed, after_wait=after_wait, after_close=self._prefetch.release_of,
+            after_free=self._freed, after_wait=after_wait, after_block=self._prefetch.release_of,
         )  # fmt: skip
-        self._executions = Executions(
+        self._look_back = LookBack(database)
+        self._transactions = Transactions(database.url, transaction_connections)
+        self._slots = WorkerSlots(
             workflows, self._prefetch, concurrency=concurrency, lease_ms=lease_ms, policy=policy,
-            put=self._outcomes.put, may_begin=lambda: self._quarantine.state != "closed", on_free=self._free.set,
+            put=self._outcomes.put, ask=self._look_back.ask, transactions=self._transactions,
+            may_begin=lambda: self._quarantine.state != "alone", on_free=self._free.set,
+            limits=limits or EventLimits(),
         )  # fmt: skip
         self._leases = LeaseKeeper(
-            database.url, worker, lambda: self._definitions, lease_ms,
-            lambda: [(execution.run, execution.claimed_at) for execution in self._executions.held()],
-            lost=self._executions.lease_lost, overdue=partial(self._executions.lease_lost, is_taken=False),
-            cancelled=self._executions.cancelled,
+            database.url, worker, lambda: (self._definitions, self._versions), lease_ms,
+            lambda: [(execution.run, execution.claimed_at) for execution in self._slots.held()],
+            lost=self._slots.lease_lost, overdue=partial(self._slots.lease_lost, is_taken=False),
+            cancelled=self._slots.cancelled, beside=beside_leases, slots=concurrency,
         )  # fmt: skip
 
-    def serve(self, definitions: list[DefinitionId]) -> None:
-        """Set the definitions whose code is in this process; only their runs are claimed."""
-        self._definitions = definitions
+    def serve(self, definitions: list[DefinitionId], versions: Sequence[str | None] = ()) -> None:
+        """Set the definitions whose code is in this process, and its versions (None: it has none); only their runs are
+        claimed."""
+        self._definitions, self._versions = definitions, versions
+
+    async def announce(self) -> None:
+        """Send the first heartbeat: runs that are claimed from now on note the versions of this worker."""
+        await self._leases.heartbeat(self._database)
 
     def keep_leases(self) -> None:
         """Start renewing leases."""
@@ -95,8 +110,8 @@ class Runner:
     @property
     def room(self) -> int:
         """How many runs may be claimed now."""
-        claimed = len(self._prefetch) + len(self._executions)
-        is_open = self._quarantine.state == "open" and not self._closing
+        claimed = len(self._prefetch) + len(self._slots)
+        is_open = self._quarantine.state == "open" and not self._has_stopped_claiming
         return max(0, self._concurrency + self._prefetch.limit - claimed) if is_open else 0
 
     @property
@@ -117,12 +132,12 @@ class Runner:
         """Execute runs that were claimed for this worker."""
         failpoints.hit("run.after_claim")
         for run, event in claimed:
-            self._executions.add(run, event, [])
+            self._slots.add(run, event, [])
 
     async def wait_for_room(self) -> None:
         """Wait until more may be claimed, or nothing more is to be claimed."""
         self._free.clear()
-        if self.room == 0 and not self._closing:
+        if self.room == 0 and not self._has_stopped_claiming:
             await self._free.wait()
 
     async def pause_for_room(self) -> None:
@@ -131,25 +146,26 @@ class Runner:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(PAUSE_SECONDS):
-                while (self._has_backlog or self.room < self._prefetch.limit // 2) and not self._closing:
+                while (self._has_backlog or self.room < self._prefetch.limit // 2) and not self._has_stopped_claiming:
                     self._free.clear()
                     await self._free.wait()
 
     async def idle(self) -> None:
         """Wait until nothing executes or is being written here."""
-        while self._executions:
+        while self._slots:
             self._free.clear()
             await self._free.wait()
 
     def stop_claiming(self) -> None:
         """Claim nothing more; executions continue."""
-        self._closing = True
+        self._has_stopped_claiming = True
+        self._versions = ()  # other workers may have its runs
         self._free.set()
 
     async def run_once(self) -> int:
         """Claim as many due runs as there is room for, or one suspect if it is time for that, and start them; returns
         how many."""
-        if self._closing or not self._definitions:
+        if self._has_stopped_claiming or not self._definitions:
             return 0
         await self._quarantine.check(self._definitions)
         if self._quarantine.state != "open" and (started := await self._try_suspect()):
@@ -163,7 +179,7 @@ class Runner:
         self._has_backlog = len(claimed) == room
         self._free.set()
         for ready in claimed:
-            self._executions.add(*ready)
+            self._slots.add(*ready)
         return len(claimed) or (await self._try_suspect() if self._quarantine.has_suspects else 0)
 
     def check_for_suspects(self) -> None:
@@ -172,31 +188,28 @@ class Runner:
 
     async def _try_suspect(self) -> int:
         """Execute one suspect, and nothing beside it, once nothing else executes here; returns how many were begun."""
-        if self._executions.slots_used >= self._concurrency:
+        if self._slots.used >= self._concurrency:
             return 0
-        is_busy = self._executions.slots_used > 0 or len(self._prefetch) > 0
+        is_busy = self._slots.used > 0 or len(self._prefetch) > 0
         # Otherwise what kills the worker may be a function that does not stop.
-        is_alone = not self._executions.has_remains
+        is_alone = not self._slots.has_remains
         found = await self._quarantine.next(self._definitions, is_busy, is_counted=is_alone)
         if found is None:
             return 0
         ready, crashes = found
-        execution = self._executions.take_up(*ready)
+        execution = self._slots.take_up(*ready)
         assert execution is not None, "a claim made just now was taken up before"
         self._quarantine.begin(execution, crashes, is_busy=is_busy)
-        self._executions.begin(execution)
+        self._slots.begin(execution)
         return 1
 
     def _reopened(self) -> None:
-        self._executions.begin_ready()
+        self._slots.begin_ready()
         self._free.set()
 
     async def next_due_seconds(self) -> float | None:
         """Seconds until the next waiting run of this worker is due, or None."""
-        if not self._definitions:
-            return None
-        async with self._database.connection() as connection:
-            return await runs.next_due_seconds(connection, self._definitions)
+        return await self._due.next_seconds(self._definitions) if self._definitions else None
 
     async def stop(self, patience_seconds: float) -> None:
         """Wait for running workflows, then release what is still running."""
@@ -206,19 +219,21 @@ class Runner:
             async with asyncio.timeout(patience_seconds):
                 await self.idle()
         self._outcomes.stop_waiting()
+        self._look_back.stop()
         left: list[Execution] = []
-        while self._executions or self._outcomes.is_busy:  # a commit in progress may still begin what fills a slot
-            left += self._executions.held()
-            for execution in self._executions.held():
-                self._executions.stop(execution)
+        while self._slots or self._outcomes.is_busy:  # a commit in progress may still begin what fills a slot
+            left += self._slots.held()
+            for execution in self._slots.held():
+                self._slots.stop(execution)
             await self.idle()
             await self._outcomes.close()
         await self._prefetch.release_all()
-        await self._prefetch.settle()
+        await self._prefetch.wait_for_releases()
         if left:
             await self._release(left)
         await self._leases.stop()
-        self._executions.close()
+        await self._transactions.close()
+        self._slots.close()
 
     async def _release(self, left: Sequence[Execution]) -> None:
         """Let other workers have what was still running. If that fails, the leases end by themselves."""
@@ -234,7 +249,7 @@ class Runner:
 
     def _claim_freed(self, ending: int) -> Claim | None:
         """How much this worker claims of what is launched into the slots of runs that end; None: launch nothing."""
-        return None if self._closing else self.claim(ending)
+        return None if self._has_stopped_claiming else self.claim(ending)
 
     def _freed(self, freed: Freed) -> None:
         if freed.filled:

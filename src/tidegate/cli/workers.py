@@ -1,0 +1,43 @@
+"""`tidegate workers`."""
+
+from __future__ import annotations
+
+import click
+
+from tidegate.cli.output import Json, client, json_option, local_option, print_json, print_table, short_time
+
+
+@click.group()
+def workers() -> None:
+    """Show workers."""
+
+
+@workers.command("list")
+@local_option
+@json_option
+def list_workers(as_json: bool) -> None:
+    """List workers: their slots, what each executes and since when, and whose code each has."""
+    with client() as api:
+        page = api.request("GET", "/admin/workers")
+    if as_json:
+        print_json(page)
+        return
+    rows = [
+        (
+            one["name"],
+            "alive" if one["is_alive"] else f"last seen {short_time(one['seen_at'])}",
+            f"{len(one['executing'])}/{one['slots'] if one['slots'] is not None else '?'}",
+            one["version"] or "",
+            short_time(one["started_at"]),
+            ", ".join(one["workflows"]),
+            _executing(one["executing"]),
+        )
+        for one in page["workers"]
+    ]
+    columns = ("WORKER", "STATE", "SLOTS", "VERSION", "STARTED", "WORKFLOWS", "EXECUTING")
+    print_table(columns, rows, "No worker is running; start one: tidegate worker APP")
+
+
+def _executing(held: list[Json]) -> str:
+    shown = [f"{one['workflow']} {one['run_id']} since {short_time(one['since'])}" for one in held[:3]]
+    return ", ".join(shown) + (f" and {len(held) - 3} more" if len(held) > 3 else "")

@@ -1,0 +1,1 @@
+"""Code: the functions that users write, what they are given, and how they are called."""

@@ -1,0 +1,114 @@
+"""Cancel, retry or rerun all runs that filters describe.
+
+They are counted first, then changed one by one, each in its own transaction with its audit row. A call changes a
+bounded number; its result says where the next call continues. Ids are visited in order, each once; runs that were
+created after the first call are not included, so that a rerun is not repeated.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from typing import Final, Literal, NamedTuple
+
+from tidegate.clock import monotonic
+from tidegate.errors import Conflict, NotFound
+from tidegate.flow.control.retries import CALL_SECONDS, MAX_PER_CALL
+from tidegate.flow.control.runs import cancel_run, rerun_run, retry_run
+from tidegate.model.ids import RunId
+from tidegate.model.run import FINAL_RUN_STATUSES, RunStatus
+from tidegate.model.source import BreakerPolicy
+from tidegate.store import run_search
+from tidegate.store.db import Database
+from tidegate.store.run_search import RunFilters
+from tidegate.telemetry.logs import logger
+
+RunVerb = Literal["cancel", "retry", "rerun"]
+# The runs that each verb applies to.
+RUN_VERBS: Final[dict[RunVerb, tuple[RunStatus, ...]]] = {
+    "cancel": ("pending", "running"),
+    "retry": ("failed", "cancelled"),
+    "rerun": FINAL_RUN_STATUSES,
+}
+# Runs are counted up to this many.
+MOST_COUNTED = 100_000
+# How many different reasons of refusals are told.
+_MOST_REASONS = 5
+
+_log = logger("control")
+
+
+class RunsChanged(NamedTuple):
+    """What one call did: how many runs it changed, how many refused and why, how many remain, and after which run and
+    before which time the next call continues (`after_id` is None when none remain)."""
+
+    done: int
+    refused: int
+    reasons: dict[str, int]
+    remaining: int
+    after_id: uuid.UUID | None
+    before: datetime
+
+
+async def preview_runs(database: Database, verb: RunVerb, filters: RunFilters) -> int:
+    """How many runs the verb would be applied to, counted up to MOST_COUNTED."""
+    async with database.connection() as connection:
+        return (await run_search.count(connection, applicable(verb, filters), most=MOST_COUNTED))[0]
+
+
+async def change_runs(
+    database: Database,
+    verb: RunVerb,
+    filters: RunFilters,
+    actor: str,
+    breaker: BreakerPolicy,
+    *,
+    after_id: uuid.UUID | None = None,
+    before: datetime | None = None,
+    limit: int = MAX_PER_CALL,
+) -> RunsChanged:
+    """Apply a verb to up to `limit` of the runs that the filters describe, continuing where the call before ended."""
+    began = monotonic()
+    asked = applicable(verb, filters)
+    async with database.connection() as connection:
+        now = before or (await run_search.count(connection, asked, most=1))[1]
+        until = now if asked.created_to is None else min(now, asked.created_to)
+        if before is not None:
+            asked = asked._replace(created_to=until)
+        found = await run_search.list_ids(connection, asked, after_id=after_id, limit=limit)
+    change = _changes(database, verb, actor, breaker)
+    reasons: Counter[str] = Counter()
+    done = visited = 0
+    while visited < len(found) and (visited == 0 or monotonic() - began < CALL_SECONDS):
+        try:
+            await change(found[visited])
+            done += 1
+        except (Conflict, NotFound) as exc:
+            reasons[str(exc.args[0]).replace(str(found[visited]), "…")] += 1
+        visited += 1
+    if not found:
+        return RunsChanged(0, 0, {}, 0, None, now)
+    async with database.connection() as connection:
+        rest = asked._replace(created_to=until)
+        remaining, _ = await run_search.count(connection, rest, after_id=found[visited - 1], most=MOST_COUNTED)
+    _log.info("runs.changed", verb=verb, count=done, refused=visited - done, remaining=remaining, actor=actor)
+    last = found[visited - 1] if remaining else None
+    return RunsChanged(done, visited - done, dict(reasons.most_common(_MOST_REASONS)), remaining, last, until)
+
+
+def applicable(verb: RunVerb, filters: RunFilters) -> RunFilters:
+    """The filters, and only runs in a status that the verb applies to."""
+    wanted = filters.statuses or RUN_VERBS[verb]
+    return filters._replace(statuses=[one for one in wanted if one in RUN_VERBS[verb]])
+
+
+def _changes(
+    database: Database, verb: RunVerb, actor: str, breaker: BreakerPolicy
+) -> Callable[[RunId], Awaitable[object]]:
+    if verb == "cancel":
+        return lambda run_id: cancel_run(database, run_id, actor, breaker)
+    if verb == "retry":
+        return lambda run_id: retry_run(database, run_id, actor)
+    return lambda run_id: rerun_run(database, run_id, actor)

@@ -1,0 +1,89 @@
+"""Children: cancel those of runs that were cancelled or timed out, and find those whose start launched nothing.
+
+Both are rows, worked off in small transactions: whoever dies midway, another worker goes on.
+"""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+
+from tidegate.flow.run import children, finish
+from tidegate.model.child import ChildEnd
+from tidegate.model.ids import DeliveryId
+from tidegate.model.source import BreakerPolicy
+from tidegate.store import children as store
+from tidegate.store import held_deliveries, ingress_retries, runs, starts
+from tidegate.store.children import PassedDown, StartedChild
+from tidegate.store.db import Connection, Database
+from tidegate.telemetry import metrics
+from tidegate.telemetry.logs import logger
+
+MAX_PARENTS, MAX_CHILDREN = 20, 100
+_FIRST = (uuid.UUID(int=0), -1)
+
+_log = logger("reconcile")
+
+
+class ChildKeeper:
+    """What workers do for the children of runs, beside their ends."""
+
+    def __init__(self, database: Database, *, batch_size: int, breaker: BreakerPolicy) -> None:
+        self._database = database
+        self._batch_size = batch_size
+        self._breaker = breaker
+        self._after: tuple[uuid.UUID, int] = _FIRST
+
+    async def run_once(self) -> int:
+        """Cancel children that are to be, and end those that will never run; how many were found."""
+        return await self._pass_down() + await self._find_lost()
+
+    async def _pass_down(self) -> int:
+        async with self._database.connection() as connection:
+            found = await store.list_passed_down(connection, MAX_PARENTS, MAX_CHILDREN)
+        done = {one.run_id for one in found if one.child is None}
+        cancelled = 0
+        for one in found:
+            if one.child is not None:
+                cancelled += await self._database.run(partial(self._cancel, one=one, child=one.child))
+        if done:
+            await self._database.run(partial(store.passed_down, run_ids=done))
+        if cancelled:
+            _log.info("reconcile.passed_down", count=cancelled, reason="their parents were cancelled or timed out")
+        return cancelled
+
+    async def _cancel(self, connection: Connection, one: PassedDown, child: StartedChild) -> int:
+        """Cancel one child: at once when no worker holds it, at its next step otherwise, or before it is launched."""
+        actor = f"run {one.run_id}"
+        run = await runs.get(connection, child.run_id)
+        if run is None:
+            reason = f"cancelled: {one.reason}"
+            found = await held_deliveries.cancel(connection, [DeliveryId(child.run_id)], reason)
+            return len(found) + len(await ingress_retries.cancel(connection, [child.event_id], reason))
+        trigger_id = await runs.trigger_of(connection, child.run_id)
+        end = partial(runs.cancel_waiting, connection, child.run_id, actor)
+        if await finish.end_waiting(connection, child.run_id, trigger_id, end, self._breaker) is not None:
+            metrics.ran(run.workflow, "cancelled")
+            return 1
+        if run.cancel_requested_at is None:
+            return int(await runs.request_cancel(connection, child.run_id, actor))
+        return 0
+
+    async def _find_lost(self) -> int:
+        async with self._database.connection() as connection:
+            page = await store.list_started(connection, self._after, self._batch_size)
+            reasons = await starts.unlaunched(connection, {one.run_id: one.event_id for one in page})
+        is_full = len(page) == self._batch_size
+        self._after = (page[-1].step_id, page[-1].position) if is_full else _FIRST
+        for one in page:
+            if one.run_id in reasons:
+                await self._database.run(partial(_end_lost, child=one, reason=reasons[one.run_id]))
+                _log.warning("reconcile.child_lost", run_id=one.parent_run_id, event_id=one.event_id,
+                             reason=reasons[one.run_id])  # fmt: skip
+        return len(reasons)
+
+
+async def _end_lost(connection: Connection, child: StartedChild, reason: str) -> None:
+    await children.lock_parents(connection, [child.parent_run_id], ())
+    error = f"was not launched: {reason}"
+    await children.end(connection, [ChildEnd(child.child_of, child.run_id, "failed", error=error)])

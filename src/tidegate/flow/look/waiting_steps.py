@@ -1,0 +1,94 @@
+"""Waiting steps: what a step that waits waits for. Pure. One rule for each kind of step (RULES); a new kind adds its
+own there, and to ENDED_BY_OTHERS if it has no time at which it is due.
+
+A rule is found by the step's `kind` and the `reason` in its `retry_metadata`, or by the kind alone (reason None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+
+from tidegate.errors import first_line
+from tidegate.flow.look.why import Why, moment
+from tidegate.model.run import Step
+
+# Given the step and the time at which its run is due again.
+StepRule = Callable[[Step, datetime | None], Why]
+
+
+def waiting(steps: Sequence[Step]) -> list[Step]:
+    """The steps that wait, the first due first; those without a time, which something else ends, last."""
+    found = [
+        step
+        for step in steps
+        if step.status == "pending" and (step.retry_state == "scheduled" or step.kind in ENDED_BY_OTHERS)
+    ]
+    return sorted(found, key=lambda step: (step.next_attempt_at is None, step.next_attempt_at or _NEVER, step.name))
+
+
+def why_step(step: Step, until: datetime | None) -> Why:
+    """What a waiting step waits for; `until` is when its run is due, which is never later."""
+    reason = step.retry_metadata.get("reason")
+    rule = RULES.get((step.kind, reason)) or RULES.get((step.kind, None)) or _other
+    return rule(step, until)
+
+
+def _sleep(step: Step, until: datetime | None) -> Why:
+    end = f" until {moment(until)}" if until else ""
+    return Why("sleeping", f"sleeps{end} (timer {step.name!r})", f"the timer {step.name!r}", until)
+
+
+def _retry(step: Step, until: datetime | None) -> Why:
+    said = first_line(step.error or "") or "no reason"
+    at = f" at {moment(until)}" if until else ""
+    if not step.retry_attempts:  # it waits for an operator: no attempt was used
+        return Why("step_waits", f"waits to try step {step.name!r} again{at}: {said}", f"step {step.name!r}", until)
+    of = step.retry_metadata.get("of")
+    number = f"{step.retry_attempts + 1} of {of}" if of else f"{step.retry_attempts + 1}"
+    times = "once" if step.retry_attempts == 1 else f"{step.retry_attempts} times"
+    text = f"waits for attempt {number} of step {step.name!r}{at}; it failed {times}: {said}"
+    return Why("step_retry", text, f"attempt {number} of step {step.name!r}", until)
+
+
+def _event(step: Step, until: datetime | None) -> Why:
+    """`waits_for` in the metadata are the patterns, `mode` whether any or all of them must be met."""
+    patterns = step.retry_metadata.get("waits_for") or []
+    joined = " and " if step.retry_metadata.get("mode") == "all" else " or "
+    told = joined.join(_pattern(one) for one in patterns) or f"the event of step {step.name!r}"
+    at = f"until {moment(until)} " if until else ""
+    return Why("waiting_for_event", f"waits {at}for {told}", told, until)
+
+
+def _pattern(pattern: Mapping[str, object]) -> str:
+    source = f" from {pattern['source']}" if pattern.get("source") not in (None, "*") else ""
+    match = pattern.get("match")
+    keys = (
+        [f"{path.lstrip('.')} = {value!r}" for path, value in sorted(match.items())] if isinstance(match, dict) else []
+    )
+    where = f" where {pattern['where']}" if pattern.get("where") else ""
+    return f"event {pattern.get('type')}{source}{' with ' + ', '.join(keys) if keys else ''}{where}"
+
+
+def _children(step: Step, until: datetime | None) -> Why:
+    total = step.retry_metadata.get("total", 1)
+    told = "its child" if total == 1 else f"its {total} children"
+    return Why("waiting_for_child", f"waits for {told} of step {step.name!r}", f"{told} of step {step.name!r}")
+
+
+def _other(step: Step, until: datetime | None) -> Why:
+    at = f" until {moment(until)}" if until else ""
+    return Why("step_waits", f"waits{at} for step {step.name!r} ({step.kind})", f"step {step.name!r}", until)
+
+
+# Kinds of steps that wait without a time of their own.
+ENDED_BY_OTHERS = frozenset({"child", "map"})
+_NEVER = datetime.max.replace(tzinfo=UTC)
+
+RULES: dict[tuple[str, str | None], StepRule] = {
+    ("sleep", None): _sleep,
+    ("step", None): _retry,
+    ("wait", None): _event,
+    ("child", None): _children,
+    ("map", None): _children,
+}

@@ -1,0 +1,153 @@
+"""Why a run does not proceed, or how it ended. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from tidegate.errors import first_line
+from tidegate.flow.look import waiting_steps
+from tidegate.flow.look.why import NAMED, Why, letter_text, moment
+from tidegate.model.run import SUSPECT_CRASHES, Run, Step
+from tidegate.store.circumstances import RunCircumstances, StoryLetter
+from tidegate.store.workers import WorkerRecord
+
+
+class RunFacts(NamedTuple):
+    """What was read about a run at one moment of the database's clock."""
+
+    now: datetime
+    run: Run
+    around: RunCircumstances
+    steps: Sequence[Step]
+    workers: Sequence[WorkerRecord]
+    letters: Sequence[StoryLetter] = ()
+
+
+def why_run(facts: RunFacts) -> Why:
+    """The one answer about a run."""
+    run = facts.run
+    if run.status == "succeeded":
+        return Why("succeeded", "succeeded")
+    if run.status == "failed":
+        return _failed(facts)
+    if run.status == "cancelled":
+        return _cancelled(facts)
+    if run.status == "running":
+        return _running(facts)
+    return _pending(facts)
+
+
+def _failed(facts: RunFacts) -> Why:
+    said = first_line(facts.run.error or "") or "no reason"
+    text, until = letter_text(_letter(facts))
+    return Why("failed", f"failed: {said}{text}", "its dead letter to be replayed" if until else None, until)
+
+
+def _cancelled(facts: RunFacts) -> Why:
+    run = facts.run
+    by = f" by {run.cancelled_by}" if run.cancelled_by else ""
+    at = f" at {moment(run.finished_at)}" if run.finished_at else ""
+    said = first_line(run.error or "")
+    why = f": {said}" if said and said != f"cancelled{by}" else ""
+    text, until = letter_text(_letter(facts))
+    return Why("cancelled", f"cancelled{by}{at}{why}{text}", "its retry" if until else None, until)
+
+
+def _letter(facts: RunFacts) -> StoryLetter | None:
+    """The newest dead letter of the run or one of its steps that was not replayed."""
+    mine = [one for one in facts.letters if facts.run.id in (one.subject_id, one.workflow_run_id)]
+    return next((one for one in reversed(mine) if one.replayed_at is None), None)
+
+
+def _running(facts: RunFacts) -> Why:
+    run, around, lease = facts.run, facts.around, facts.around.claim_expires_at
+    name = around.claimed_by or "a worker"
+    worker = next((one for one in facts.workers if one.name == around.claimed_by), None)
+    if lease is not None and lease <= facts.now:
+        text = f"lost its worker {name}: its lease ended at {moment(lease)}; another worker takes it over"
+        return Why("worker_lost", text, "another worker to take it over", lease)
+    if worker is None or not worker.is_alive:
+        seen = f"was last seen at {moment(worker.seen_at)}" if worker else "sent no heartbeat"
+        text = f"may have lost its worker {name}, which {seen}"
+        if lease is not None:
+            text += f"; another worker takes it over when the lease ends at {moment(lease)}"
+        return Why("worker_lost", text, "the lease of its worker to end", lease)
+    if run.cancel_requested_at is not None:
+        by = f" by {run.cancelled_by}" if run.cancelled_by else ""
+        text = f"is being cancelled{by} since {moment(run.cancel_requested_at)}; it stops at its next step"
+        return Why("cancelling", text, "its function to reach the next step")
+    limit = f"; it times out at {moment(around.deadline_at)}" if around.deadline_at else ""
+    text = f"is executing on worker {name} since {moment(around.updated_at)}{limit}"
+    return Why("executing", text, None, around.deadline_at)
+
+
+def _pending(facts: RunFacts) -> Why:
+    run, around = facts.run, facts.around
+    assert run.next_attempt_at is not None, "a pending run has a time"
+    if run.next_attempt_at <= facts.now:
+        return _due(facts)
+    if around.deadline_at is not None and around.deadline_at <= run.next_attempt_at:
+        text = f"waits until {moment(around.deadline_at)}, when it times out"
+        return Why("until_deadline", text, "its timeout", around.deadline_at)
+    waiting = waiting_steps.waiting(facts.steps)
+    until = run.next_attempt_at
+    if around.closed_until is not None and around.closed_until > facts.now and around.closed_until >= until:
+        said = around.closed_reason or "a step asked everyone to wait"
+        text = f"waits until {moment(until)}: a step of its trigger asked everyone to wait: {said}"
+        return Why("retry_after", text, "the time that a step asked everyone to wait for", until)
+    if waiting:
+        answer = waiting_steps.why_step(waiting[0], until)
+        others = len(waiting) - 1
+        also = f"; {others} other step{'s' * (others > 1)} wait{'s' * (others == 1)} too" if others else ""
+        return answer._replace(text=f"{answer.text}{also}")
+    if around.retry_attempts:
+        said = run.warning or "its function asked for it"
+        return Why("run_retry", f"waits until {moment(until)} to be called again: {said}", "its next attempt", until)
+    return Why("waiting", f"waits until {moment(until)}: {run.warning or 'it is not due before'}", "its time", until)
+
+
+def _due(facts: RunFacts) -> Why:
+    """It is due: who could execute it, and why does nobody?"""
+    run = facts.run
+    alive = [worker for worker in facts.workers if worker.is_alive]
+    able = [worker for worker in alive if run.workflow in worker.workflows]
+    if not alive:
+        return Why(
+            "no_worker", "waits for a worker: none is running; start one: tidegate worker APP",
+            "a worker: none is running",
+        )  # fmt: skip
+    if not able:
+        offered = sorted({name for worker in alive for name in worker.workflows})
+        listed = _some(offered) or "no workflows"
+        offer = "the only living worker offers" if len(alive) == 1 else f"the {len(alive)} living workers offer"
+        text = f"waits for a worker that has its code: {offer} {listed}"
+        return Why("workflow_unserved", text, f"a worker that has the code of {run.workflow}")
+    if run.crashes >= SUSPECT_CRASHES:
+        text = f"waits to be executed alone: its worker died {run.crashes} times in a row"
+        return Why("suspect", text, "a worker that executes nothing else")
+    busy = [worker for worker in able if worker.slots is not None and len(worker.executing) >= worker.slots]
+    ahead = f"; {facts.around.ahead} due run{'s' * (facts.around.ahead > 1)} before it" if facts.around.ahead else ""
+    if len(busy) == len(able):
+        slots = sum(worker.slots or 0 for worker in able)
+        of = f"worker {able[0].name}" if len(able) == 1 else f"{len(able)} workers"
+        full = f"the only slot of {of} is busy" if slots == 1 else f"all {slots} slots of {of} are busy"
+        return Why(
+            "slots_busy", f"waits for a free worker slot: {full}: {_executing(able)}{ahead}", "a free worker slot"
+        )
+    died = f"; its worker died {run.crashes} time before" if run.crashes else ""
+    return Why("due", f"is due: a worker with a free slot claims it next{ahead}{died}", "a worker to claim it")
+
+
+def _executing(workers: Sequence[WorkerRecord]) -> str:
+    """What busy workers execute, the longest first."""
+    held = sorted(
+        ((one.since, worker.name, one) for worker in workers for one in worker.executing), key=lambda x: x[:2]
+    )
+    return _some([f"{name} executes {one.workflow} (run {one.run_id}) since {moment(at)}" for at, name, one in held])
+
+
+def _some(items: Sequence[str]) -> str:
+    more = len(items) - NAMED
+    return ", ".join(items[:NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,119 @@
+-- name: add
+-- Adds children of steps that wait to be started; those that exist stay as they are.
+insert into tidegate.run_children (step_id, position, run_id, workflow, parameters)
+select u.step_id, u.position, u.run_id, u.workflow, u.parameters::jsonb
+  from unnest($1::uuid[], $2::bigint[], $3::uuid[], $4::text[], $5::text[]) as u (step_id, position, run_id, workflow, parameters)
+on conflict do nothing
+
+-- name: next
+-- The children that the steps may start now: in order, as many as may run at once, while none has failed (unless the step goes on
+-- then) and their run has not ended; a child may be started with the last write of a run that succeeds. With what their starts need: the trigger (as
+-- `model.start.own_trigger`; null: there is none that is active), and what the
+-- parent passes on.
+select s.id as step_id, c.position, s.workflow_run_id as run_id, c.workflow, c.parameters::text as parameters,
+       case when t.is_active then t.id end as trigger_id, r.event_id, r.correlation_id, e.traceparent,
+       coalesce(starts_with(e.type, 'tidegate.run.') or e.origin ? 'of_end', false) as is_of_end
+  from unnest($1::uuid[]) as u (step_id)
+  join tidegate.workflow_run_steps s on s.id = u.step_id and s.status = 'pending'
+  join tidegate.workflow_runs r on r.id = s.workflow_run_id
+   and (r.status in ('pending', 'running') or (s.kind = 'child' and r.status = 'succeeded'))
+  left join lateral (select e.type, e.origin, e.traceparent from tidegate.workflow_events e where e.id = r.event_id offset 0) e on true
+ cross join lateral (select count(*) as running from tidegate.run_children b where b.step_id = s.id and b.status = 'started') b
+ cross join lateral (select * from tidegate.run_children c where c.step_id = s.id and c.status = 'waiting'
+                      order by c.position
+                      limit greatest(0, coalesce((s.retry_metadata->>'at_once')::bigint, 1) - b.running)) c
+  left join lateral (
+    select t.id, t.status = 'active' as is_active
+      from tidegate.workflow_event_triggers t join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+     where w.slug = c.workflow and w.deleted_at is null and t.deleted_at is null
+     order by case t.name when 'code' then 1 when 'schedule' then 2 when 'start' then 3 else 4 end, t.created_at, t.id
+     limit 1) t on true
+ where (s.retry_metadata->>'goes_on')::boolean
+    or not exists (select from tidegate.run_children f where f.step_id = s.id and f.status in ('failed', 'cancelled'))
+ order by s.id, c.position
+
+-- name: begin
+-- The starts of these children are stored.
+update tidegate.run_children c
+   set status = 'started', event_id = u.event_id, child_run_id = u.child_run_id, updated_at = tidegate.now()
+  from unnest($1::uuid[], $2::bigint[], $3::uuid[], $4::uuid[]) as u (step_id, position, event_id, child_run_id)
+ where c.step_id = u.step_id and c.position = u.position and c.status = 'waiting'
+
+-- name: finish
+-- Children have ended. Returns the steps of those that had not before.
+update tidegate.run_children c
+   set status = u.status, result = u.result::json, error = u.error, updated_at = tidegate.now()
+  from unnest($1::uuid[], $2::bigint[], $3::uuid[], $4::text[], $5::text[], $6::text[])
+         as u (step_id, position, child_run_id, status, result, error)
+ where c.step_id = u.step_id and c.position = u.position
+   and c.status in ('waiting', 'started') and c.child_run_id is not distinct from u.child_run_id
+returning c.step_id
+
+-- name: settle
+-- Writes the results of steps whose children have all ended, or of which one has failed and none is running. Returns their runs.
+update tidegate.workflow_run_steps s
+   set status = case when d.failed is null or d.goes_on then 'succeeded' else 'failed' end,
+       retry_state = case when d.failed is null or d.goes_on then 'none' else 'exhausted' end,
+       error = case when not d.goes_on then d.failed end, updated_at = tidegate.now(), claim_generation = s.claim_generation + 1,
+       result = case
+         when d.failed is not null and not d.goes_on then null
+         when s.kind = 'child' then (select c.result from tidegate.run_children c where c.step_id = s.id)
+         when d.goes_on then (select json_agg(json_build_object('run_id', c.child_run_id, 'result', c.result, 'error', c.error)
+                                     order by c.position) from tidegate.run_children c where c.step_id = s.id)
+         else (select json_agg(c.result order by c.position) from tidegate.run_children c where c.step_id = s.id) end
+  from (select s.id, coalesce((s.retry_metadata->>'goes_on')::boolean, false) as goes_on,
+               (select format('%s%s of %s %s: %s', case when s.kind = 'map' then format('item %s, ', f.position) end,
+                              coalesce('run ' || f.child_run_id, 'a run'), f.workflow, f.status, coalesce(f.error, 'no reason'))
+                  from tidegate.run_children f where f.step_id = s.id and f.status in ('failed', 'cancelled')
+                 order by f.position limit 1) as failed
+          from tidegate.workflow_run_steps s
+         where s.id = any ($1::uuid[]) and s.id between $2 and $3 and s.status = 'pending'
+           and not exists (select from tidegate.run_children c where c.step_id = s.id and c.status = 'started')) d
+ where s.id = d.id and s.status = 'pending'
+   and ((d.failed is not null and not d.goes_on)
+        or ((s.retry_metadata->>'added')::bigint = (s.retry_metadata->>'total')::bigint
+            and not exists (select from tidegate.run_children c where c.step_id = s.id and c.status = 'waiting')))
+returning s.workflow_run_id
+
+-- name: of_runs
+-- Of which step each of the runs is a child, if it is one.
+select r.id, (e.origin->>'run_id')::uuid, (e.origin->>'step_id')::uuid, (e.origin->>'position')::bigint
+  from tidegate.workflow_runs r
+ cross join lateral (select e.origin from tidegate.workflow_events e where e.id = r.event_id offset 0) e
+ where r.id = any ($1::uuid[]) and e.origin ? 'step_id'
+
+-- name: pass_down
+-- Notes that the children of these runs are to be cancelled, if any has not ended.
+insert into tidegate.run_cancellations (run_id, reason)
+select u.run_id, u.reason
+  from unnest($1::uuid[], $2::text[]) as u (run_id, reason)
+ where exists (select from tidegate.run_children c
+                where c.step_id between tidegate.first_of(u.run_id) and tidegate.last_of(u.run_id)
+                  and c.run_id = u.run_id and c.status = 'started')
+on conflict do nothing
+
+-- name: list_passed_down
+-- Children that are to be cancelled with their parents, and have not ended; a null child: none is left.
+select p.run_id, p.reason, c.step_id, c.position, c.event_id, c.child_run_id
+  from (select * from tidegate.run_cancellations order by created_at limit $1) p
+  left join lateral (select * from tidegate.run_children c
+                      where c.step_id between tidegate.first_of(p.run_id) and tidegate.last_of(p.run_id)
+                        and c.run_id = p.run_id and c.status = 'started' limit $2) c on true
+
+-- name: passed_down
+-- Nothing is left to be cancelled with these runs.
+delete from tidegate.run_cancellations where run_id = any ($1::uuid[])
+
+-- name: list_started
+-- A page of children that have been started and have not ended, after a given one.
+select c.run_id, c.step_id, c.position, c.event_id, c.child_run_id
+  from tidegate.run_children c
+ where c.status = 'started' and (c.step_id, c.position) > ($1, $2)
+ order by c.step_id, c.position limit $3
+
+-- name: list_of_run
+-- The children of a run, in order.
+select s.name as step, c.position, c.workflow, c.status, c.child_run_id as run_id, c.event_id, c.error
+  from tidegate.run_children c join tidegate.workflow_run_steps s on s.id = c.step_id
+ where c.step_id between tidegate.first_of($1) and tidegate.last_of($1) and c.run_id = $1
+ order by s.created_at, c.step_id, c.position limit $2

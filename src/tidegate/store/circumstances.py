@@ -1,0 +1,179 @@
+"""What keeps events, deliveries and runs: the facts that `explain` answers by. Read only."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+import msgspec
+
+from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, TriggerId
+from tidegate.model.source import BreakerState
+from tidegate.model.trigger import Trigger
+from tidegate.store.db import Connection
+from tidegate.store.sql import load
+
+_sql = load("circumstances")
+
+# At most this many triggers are compared with an event that launched nothing.
+MAX_TRIGGERS = 2000
+
+
+class RunCircumstances(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds a run and until when, and what is in its way. `updated_at` is when it was claimed, while it is
+    held; `ahead` counts the due runs before it, up to 1000."""
+
+    id: RunId
+    trigger_id: TriggerId | None = None
+    trigger: str | None = None
+    concurrency_key: str | None = None
+    claimed_by: str | None = None
+    claim_expires_at: datetime | None = None
+    updated_at: datetime
+    deadline_at: datetime | None = None
+    retry_attempts: int = 0
+    closed_until: datetime | None = None
+    closed_reason: str | None = None
+    ahead: int = 0
+
+
+class DeliveryCircumstances(msgspec.Struct, frozen=True, kw_only=True):
+    """The trigger that a waiting delivery waits for; `ahead` counts the deliveries before it, up to 10,000."""
+
+    id: DeliveryId
+    max_concurrency: int | None = None
+    throttle_count: int | None = None
+    throttle_window_ms: int | None = None
+    concurrency_key: str | None = None
+    paused_at: datetime | None = None
+    paused_until: datetime | None = None
+    pause_reason: str | None = None
+    paused_by: str | None = None
+    breaker_state: BreakerState | None = None
+    breaker_until: datetime | None = None
+    breaker_reason: str | None = None
+    probe_run_id: RunId | None = None
+    source_paused_at: datetime | None = None
+    source_paused_until: datetime | None = None
+    ahead: int = 0
+
+
+class SlotHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that holds a concurrency slot; `total` is how many there are."""
+
+    id: RunId
+    workflow: str
+    status: str
+    created_at: datetime
+    next_attempt_at: datetime | None
+    total: int
+
+
+class EventCircumstances(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether an event is undecided, its place in line, its source's pause, and its scheduled replay."""
+
+    now: datetime
+    is_undecided: bool = False
+    undecided_ahead: int = 0
+    held_ahead: int = 0
+    source_paused_at: datetime | None = None
+    source_paused_until: datetime | None = None
+    replay_at: datetime | None = None
+    replay_by: str | None = None
+
+
+class StoryLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """A dead letter of a story, and what became of it."""
+
+    id: DeadLetterId
+    kind: str
+    subject_id: uuid.UUID
+    workflow_run_id: RunId | None = None
+    reason: str
+    created_at: datetime
+    replay_at: datetime | None = None
+    replay_by: str | None = None
+    replay_error: str | None = None
+    replayed_at: datetime | None = None
+    replayed_by: str | None = None
+
+
+class KnownTrigger(msgspec.Struct, frozen=True, kw_only=True):
+    """A trigger in any state, with the argument names of its workflow."""
+
+    trigger: Trigger
+    deleted_at: datetime | None
+    parameter_names: list[str]
+
+
+class EarlierVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A trigger as it was at some time."""
+
+    version: int
+    definition: dict[str, object]
+    changed_by: str
+    changed_at: datetime
+
+
+async def of_runs(connection: Connection, run_ids: Sequence[RunId]) -> dict[RunId, RunCircumstances]:
+    """What keeps each of the runs."""
+    rows = await connection.fetch(_sql["runs"], list(run_ids)) if run_ids else []
+    return {row["id"]: RunCircumstances(**dict(row)) for row in rows}
+
+
+async def of_deliveries(
+    connection: Connection, delivery_ids: Iterable[DeliveryId]
+) -> dict[DeliveryId, DeliveryCircumstances]:
+    """What keeps each of the deliveries that wait."""
+    wanted = list(delivery_ids)
+    rows = await connection.fetch(_sql["deliveries"], wanted) if wanted else []
+    return {row["id"]: DeliveryCircumstances(**dict(row)) for row in rows}
+
+
+async def slot_holders(connection: Connection, delivery_id: DeliveryId, limit: int) -> list[SlotHolder]:
+    """The runs that hold the slots that a delivery waits for, the oldest first."""
+    return [SlotHolder(**dict(row)) for row in await connection.fetch(_sql["slot_holders"], delivery_id, limit)]
+
+
+async def of_event(connection: Connection, event_id: EventId) -> EventCircumstances:
+    """What keeps an event."""
+    row = await connection.fetchrow(_sql["event"], event_id)
+    return EventCircumstances(**dict(row)) if row else EventCircumstances(now=await now(connection))
+
+
+async def now(connection: Connection) -> datetime:
+    """The time by the clock that schedules."""
+    at: datetime = await connection.fetchval(_sql["now"])
+    return at
+
+
+async def letters(
+    connection: Connection, event_id: EventId | None, subjects: Iterable[uuid.UUID] = ()
+) -> list[StoryLetter]:
+    """The dead letters of an event and of these subjects, oldest first."""
+    return [StoryLetter(**dict(row)) for row in await connection.fetch(_sql["letters"], event_id, list(subjects))]
+
+
+async def known_triggers(connection: Connection) -> list[KnownTrigger]:
+    """Triggers in all states, deleted ones last; at most MAX_TRIGGERS."""
+    found = []
+    for row in await connection.fetch(_sql["known_triggers"], MAX_TRIGGERS):
+        fields = dict(row)
+        deleted_at, names = fields.pop("deleted_at"), fields.pop("parameter_names")
+        found.append(
+            KnownTrigger(trigger=msgspec.convert(fields, Trigger), deleted_at=deleted_at, parameter_names=names)
+        )
+    return found
+
+
+async def version_at(connection: Connection, trigger_id: TriggerId, at: datetime) -> EarlierVersion | None:
+    """A trigger as it was at a time; None if it did not exist yet."""
+    row = await connection.fetchrow(_sql["version_at"], trigger_id, at)
+    return EarlierVersion(**dict(row)) if row else None
+
+
+async def event_of_delivery(connection: Connection, delivery_id: uuid.UUID) -> EventId | None:
+    """The event of a delivery."""
+    found: EventId | None = await connection.fetchval(_sql["delivery"], delivery_id)
+    return found

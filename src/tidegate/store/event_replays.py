@@ -1,0 +1,94 @@
+"""`event_replays`: events that are to be decided again, each at its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from tidegate.model.ids import DeadLetterId, DeliveryId, EventId
+from tidegate.store.db import Connection, take_time
+from tidegate.store.dead_letters import Scheduled
+from tidegate.store.sql import load
+
+_sql = load("event_replays")
+
+
+class EventRange(NamedTuple):
+    """Which events; None does not filter."""
+
+    type: str | None = None
+    source: str | None = None
+    received_from: datetime | None = None
+    received_to: datetime | None = None
+
+
+class ReplayableEvent(NamedTuple):
+    """An event that is to be decided again."""
+
+    id: EventId
+    retry_state: str | None
+    is_undecided: bool
+
+
+class DueReplay(NamedTuple):
+    """A replay whose time has come, and who asked for it."""
+
+    event_id: EventId
+    actor: str
+
+
+async def open_letter(connection: Connection, event_id: EventId) -> DeadLetterId | None:
+    """The dead letter of an event that was not replayed."""
+    found: DeadLetterId | None = await connection.fetchval(_sql["open_letter"], event_id)
+    return found
+
+
+async def lock(connection: Connection, event_id: EventId) -> ReplayableEvent | None:
+    """Lock an event that is to be decided again. A statement of its own takes the lock: one that waited for it would
+    see the other tables as before it waited."""
+    if await connection.fetchval(_sql["lock"], event_id) is None:
+        return None
+    row = await connection.fetchrow(_sql["state"], event_id)
+    return ReplayableEvent(*row) if row else None
+
+
+async def count(connection: Connection, wanted: EventRange, most: int) -> int:
+    """How many events there are, counted up to `most`."""
+    found: int = await connection.fetchval(_sql["count"], *wanted, most)
+    return found
+
+
+async def schedule(connection: Connection, wanted: EventRange, *, limit: int, apart_ms: float, actor: str) -> Scheduled:
+    """Events are to be decided again one after the other."""
+    connection = await take_time(connection)
+    row = await connection.fetchrow(_sql["schedule"], *wanted, limit, apart_ms, actor)
+    return Scheduled(*row) if row else Scheduled(0, None, None)
+
+
+async def stop(connection: Connection) -> int:
+    """Cancel the scheduled replays; how many."""
+    found: int = await connection.fetchval(_sql["stop"])
+    return found
+
+
+async def postpone(connection: Connection, *, late_ms: int) -> int:
+    """Keep the distances between replays whose time has passed by more than that; how many are later now."""
+    found: int = await connection.fetchval(_sql["postpone"], late_ms)
+    return found
+
+
+async def take_due(connection: Connection, limit: int) -> list[DueReplay]:
+    """Take due replays off the list, in the transaction that performs them."""
+    return [DueReplay(*row) for row in await connection.fetch(_sql["take_due"], limit)]
+
+
+async def next_due_seconds(connection: Connection) -> float | None:
+    """Seconds until the next replay is due."""
+    found: float | None = await connection.fetchval(_sql["next_due"])
+    return found
+
+
+async def delivered(connection: Connection, ids: Sequence[DeliveryId]) -> set[DeliveryId]:
+    """Those of the deliveries that exist."""
+    return {row[0] for row in await connection.fetch(_sql["delivered"], list(ids))} if ids else set()

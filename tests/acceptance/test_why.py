@@ -1,0 +1,143 @@
+"""Why did it not run, from outside: over HTTP and on the command line; and the verbs that follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes import api, run, worker
+
+APP = """
+from tidegate import Breaker, Context, Tidegate
+
+app = Tidegate()
+
+
+@app.workflow(on="order.created", where="event.payload.amount > 100")
+async def fulfil(ctx: Context, id: int = 0):
+    await ctx.sleep("1h")
+
+
+@app.workflow(on="order.quick")
+async def quick(ctx: Context, id: int = 0):
+    return {"id": id}
+
+
+@app.workflow(on="order.broken", breaker=Breaker(threshold=1000))
+async def broken(ctx: Context, id: int = 0):
+    raise ValueError("no paper")
+"""
+
+
+@pytest.fixture(scope="module")
+def url(shared_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    app = Path(tmp_path_factory.mktemp("why")) / "app.py"
+    app.write_text(APP)
+    with api(shared_url) as (_, address), worker(shared_url, app):
+        yield address
+
+
+def cli(url: str, *arguments: str, status: int = 0, **environment: str) -> str:
+    done = run(*arguments, env={"TIDEGATE_URL": url} | environment)
+    assert done.returncode == status, (arguments, done.stdout, done.stderr)
+    return str(done.stdout + done.stderr)
+
+
+def publish(url: str, event_type: str, own_id: str, *extra: str, status: int = 0, **payload: Any) -> str:
+    data = json.dumps(payload)
+    return cli(url, "publish", event_type, "--source", "shop", "--id", own_id, "--data", data, *extra, status=status)
+
+
+def settled(url: str, own_id: str, state: str) -> dict[str, Any]:
+    """The explanation, once it says that state (the first lines of a run may be seen before)."""
+    for _ in range(2000):
+        found: dict[str, Any] = httpx.get(f"{url}/v1/explain/{own_id}", trust_env=False).json()
+        if [one["state"] for one in found["outcomes"]] == [state]:
+            return found
+    raise AssertionError(found)
+
+
+def test_the_summary_comes_first_and_times_may_be_local(url: str) -> None:
+    publish(url, "order.created", "w-1", amount=120)
+    found = settled(url, "w-1", "sleeping")
+    assert found["waits_for"] == "the timer 'sleep-1'" and found["until"]
+    text = cli(url, "explain", "w-1")
+    assert text.splitlines()[0] == found["summary"]
+    assert text.splitlines()[1] == "waits for: the timer 'sleep-1'"
+    local = cli(url, "explain", "w-1", "--local", TZ="Etc/GMT-3").splitlines()
+    assert local[2].endswith("+03") and "UTC" not in local[0]
+    of_run = cli(url, "explain", found["outcomes"][0]["run_id"])
+    assert of_run.splitlines()[0] == found["summary"]
+
+
+def test_refused_requests_are_found_by_their_ids(url: str) -> None:
+    publish(url, "order.quick", "w-2", "--wait", n=1)
+    publish(url, "order.quick", "w-2", status=1, n=2)
+    wrong = [{"id": "w-3", "source": "shop"}, {"id": "w-4", "source": "shop", "type": "a"}]
+    assert httpx.post(f"{url}/v1/events", json=wrong, trust_env=False).status_code == 422
+    for own_id in ("w-3", "w-4"):
+        for _ in range(2000):  # they are written once a second
+            answer = httpx.get(f"{url}/v1/explain/{own_id}", trust_env=False)
+            if answer.status_code == 200:
+                break
+        found = answer.json()
+        assert (found["kind"], found["source"]) == ("refusal", "shop")
+        assert (
+            "refused with 422, nothing was stored" in found["summary"] and "[0].type: is required" in found["summary"]
+        )
+    found = httpx.get(f"{url}/v1/explain/w-2", trust_env=False).json()
+    assert found["summary"] == "quick succeeded"
+    assert [(line["stage"], line["decision"]) for line in found["decisions"]][-1] == ("ingest", "refused")
+    assert httpx.get(f"{url}/v1/explain/w-nobody", trust_env=False).status_code == 404
+
+
+def test_waiting_for_what_an_event_launches(url: str) -> None:
+    assert publish(url, "order.quick", "w-5", "--wait", id=5).splitlines()[-1] == "quick succeeded"
+    text = publish(url, "order.broken", "w-6", "--wait", status=1)
+    assert "broken failed: ValueError: no paper" in text
+    text = publish(url, "order.quik", "w-7", "--wait", status=1)
+    assert "near miss quick/code: its type is order.quick" in text
+    publish(url, "order.created", "w-8", "--wait", "--timeout", "0.2", status=1, amount=500)
+
+
+def test_many_runs_at_once(url: str) -> None:
+    for n in range(3):
+        publish(url, "order.broken", f"many-{n}", "--wait", status=1, id=100 + n)
+    chosen = ("--workflow", "broken", "--parameter", "id=101")
+    assert json.loads(cli(url, "runs", "list", *chosen, "--json"))["runs"][0]["parameters"] == {"id": 101}
+    assert cli(url, "runs", "retry", *chosen, "--dry-run").strip() == "1 would be resumed"
+    assert "add --yes" in cli(url, "runs", "retry", *chosen, status=2)
+    assert cli(url, "runs", "rerun", *chosen, "--yes").strip() == "1 repeated"
+    assert cli(url, "runs", "retry", "--error", "no paper", "--yes").strip().endswith("resumed")
+    note = cli(url, "runs", "list", "--workflow", "broken", "--limit", "2")
+    assert "more than these 2 exist" in note and "--cursor" in note
+    rest = note.split("--cursor ")[1].split()[0]
+    assert json.loads(cli(url, "runs", "list", "--workflow", "broken", "--cursor", rest, "--json"))["runs"]
+    assert "--status" in cli(url, "runs", "retry", "--status", "pending", "--yes", status=1)
+    assert "say which runs" in cli(url, "runs", "cancel", status=2)
+    refused = httpx.post(f"{url}/v1/runs/cancel", json={}, trust_env=False)
+    assert refused.status_code == 422 and refused.json()["errors"][0]["field"] == "all"
+
+
+def test_workers_and_events(url: str) -> None:
+    [one] = json.loads(cli(url, "workers", "list", "--json"))["workers"]
+    assert one["is_alive"] and one["workflows"] == ["broken", "fulfil", "quick"] and one["slots"] > 0
+    assert one["name"] in cli(url, "workers", "list")
+    publish(url, "order.quick", "tail-1", "--wait")
+    assert "tail-1  quick succeeded" in cli(url, "events", "tail", "--once")
+    predicted = json.loads(cli(url, "events", "replay", "tail-1", "--dry-run", "--json"))["triggers"]
+    assert [(p["workflow"], p["would_launch"], p["already_decided"]) for p in predicted] == [("quick", 0, 1)]
+    assert "is decided again" in cli(url, "events", "replay", "tail-1")
+    assert "would be replayed" in cli(url, "events", "replay", "--type", "order.quick", "--dry-run")
+    assert "will be replayed" in cli(url, "events", "replay", "--type", "order.quick", "--yes", "--rate", "1000")
+
+
+def test_watching_a_run(url: str) -> None:
+    publish(url, "order.quick", "watch-1", "--wait", id=9)
+    run_id = httpx.get(f"{url}/v1/explain/watch-1", trust_env=False).json()["outcomes"][0]["run_id"]
+    assert 'quick succeeded\n{"id":9}' in cli(url, "runs", "watch", run_id)
