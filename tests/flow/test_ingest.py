@@ -18,8 +18,10 @@ from tidegate.errors import Conflict, Overloaded, RequestRefused, Unavailable
 from tidegate.flow.accept.ingest import Ingest
 from tidegate.model.event import NewEvent
 from tidegate.settings import Settings
-from tidegate.store import migrate
+from tidegate.store import migrate, retention
 from tidegate.store.db import Connection, Database
+
+from .conftest import eventually
 
 
 def event(external_id: str | None = None, source: str = "test", **fields: Any) -> NewEvent:
@@ -62,6 +64,33 @@ async def test_accepted_is_stored_with_an_inbox_row(database: Database, connecti
     assert row is not None
     assert (row["payload"], row["correlation_id"], row["ttl_ms"], row["metadata"]) == ({"n": 1}, "c-1", 5, {"m": 1})
     assert await counts(connection) == (1, 1)
+
+
+@pytest.mark.parametrize("way", ["one", "batch", "sql", "sql later"])
+async def test_an_event_that_arrives_while_its_day_is_added_is_accepted(
+    database: Database, connection: Connection, way: str
+) -> None:
+    """It has found no partition of that day, and waits for a lock on the default partition when the day appears."""
+    for name in await retention.day_tables(connection):
+        await connection.fetch(
+            "select tidegate.drop_day($1, d.day, now() - interval '1 day') from tidegate.days() d (day)", name
+        )
+
+    async def publish(ingest: Ingest) -> None:
+        if way.startswith("sql"):
+            delay = 60_000 if way == "sql later" else None
+            await connection.fetchval("select tidegate.publish('work.quick', 'test', delay_ms => $1)", delay)
+        else:
+            await ingest.accept([event() for _ in range(1 if way == "one" else 3)])
+
+    async with ingesting(database) as (ingest, _):
+        async with database.transaction() as adding:
+            assert await retention.add_days(adding, ahead=1)
+            publishing = asyncio.create_task(publish(ingest))
+            await eventually(database, "select exists (select from pg_locks where not granted)")
+        await publishing
+        assert await connection.fetchval("select count(*) from tidegate.workflow_events_default") == 0
+        assert (await counts(connection))[0] == (3 if way == "batch" else 1)
 
 
 async def test_correlation_id_is_made_from_the_event_id(database: Database, connection: Connection) -> None:

@@ -101,6 +101,12 @@ async def translated() -> AsyncIterator[None]:
         yield
     except _TRANSIENT as exc:
         raise TransientConflict(f"the database refused for now: {exc}") from exc
+    except asyncpg.CheckViolationError as exc:
+        if exc.constraint_name is not None:
+            raise
+        # No CHECK of a table, but the bounds of the default partition: the row's day was added while this waited for
+        # a lock on it. The next try finds the day.
+        raise TransientConflict(f"a day of history was added just now: {exc.message}") from exc
     except asyncpg.ClientConfigurationError as exc:
         raise SettingsError(f"TIDEGATE_DATABASE_URL cannot be understood: {exc}") from exc
     except _MISCONFIGURED as exc:

@@ -61,6 +61,7 @@ _RECORD = """
 insert into tidegate.schema_migrations (version, name, checksum, compatible_from)
 select $1, $2, $3, greatest($4, max(compatible_from)) from tidegate.schema_migrations
 """
+# A session's state is hidden from other roles; one that is shown without a transaction has just ended it.
 _HOLDER = """
 select 'tidegate.' || c.relname as relation, l.mode, l.pid, a.usename as role, a.application_name as application,
        a.xact_start at time zone 'UTC' as since
@@ -69,6 +70,7 @@ select 'tidegate.' || c.relname as relation, l.mode, l.pid, a.usename as role, a
   join pg_stat_activity a on a.pid = l.pid
  where l.granted and l.pid <> pg_backend_pid()
    and l.database = (select oid from pg_database where datname = current_database())
+   and (a.xact_start is not null or a.state is null)
  order by a.xact_start nulls first, l.mode = 'AccessShareLock' limit 1
 """
 

@@ -1158,6 +1158,11 @@ begin
   end if;
   at := coalesce(publish.deliver_at, clock + publish.delay_ms * interval '1 ms');
 
+  -- If the day of the event is being added right now, wait for its end: an insert that has begun would be refused then.
+  if to_regclass('tidegate.workflow_events' || to_char(clock_timestamp() at time zone 'UTC', '_YYYYMMDD')) is null then
+    lock table tidegate.workflow_events_default in row exclusive mode;
+  end if;
+
   if publish.id is not null then
     insert into tidegate.event_external_ids (external_id, source, event_id)
     values (publish.id, publish.source, new_id)
