@@ -16,6 +16,7 @@ from typing import Any
 import uvloop
 
 from bench import (
+    children,
     commit,
     gate,
     grown,
@@ -70,6 +71,7 @@ class Size:
     started: int = 500
     stepped: int = 10
     stepped_at_once: int = 50
+    parents: int = 10
     rounds: int = 5
     lease_ms: int = DEFAULT_LEASE_MS
     history: int = 1_000_000
@@ -86,7 +88,8 @@ FULL = Size()
 QUICK = Size(
     turns=1, close_turns=1, events=500, singles=200, commits=50, limit_workers=2, limit=50, intervals=2, held=300,
     drain_limit=200, throttled=300, many_events=200, crowds=((1, False), (1000, True)), crowd_turns=1, fanned=5,
-    slow_runs=20, runs=200, started=25, stepped=2, stepped_at_once=5, rounds=1, lease_ms=3_000, history=2_000,
+    slow_runs=20, runs=200, started=25, stepped=2, stepped_at_once=5, parents=1, rounds=1, lease_ms=3_000,
+    history=2_000,
     days=5, waiting=200, beside=200, looks=2, backlog=500, paced=200,
     removed=retention.Amount(days=2, events=1_000, busy_days=2, busy_events=500),
 )  # fmt: skip
@@ -112,6 +115,7 @@ FIGURES: dict[str, Callable[[Stage, Size], Awaitable[Any]]] = {
     "workers": lambda ground, size: workers.measure(ground, size.runs, size.turns),
     "start": lambda ground, size: start.measure(ground, size.started, size.commits),
     "step_overhead": lambda ground, size: steps.measure(ground, size.stepped, size.stepped_at_once, size.commits),
+    "children": lambda ground, size: children.measure(ground, size.parents, size.commits),
     "recovery": lambda ground, size: recovery.measure(ground, size.rounds, size.lease_ms),
     "health": lambda ground, size: health.measure(ground, size.history, size.days, size.waiting, size.looks),
     "history": lambda ground, size: grown.measure(

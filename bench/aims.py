@@ -31,6 +31,7 @@ def judge(results: Results) -> list[Aim]:
         *_limits(results),
         *_triggers(results),
         *_start(results),
+        *_children(results),
         *_history(results),
         *_retention(results),
         *_memory(results),
@@ -96,6 +97,11 @@ def _start(results: Results) -> Iterator[Aim]:
         yield _at_most("start", f"publish to start {rate}, p50 in ms", one.latency.p50_ms, 4.5)
         yield _at_most("start", f"publish to start {rate}, p99 of its p50", one.p99_to_p50, 3)
         yield _at_most("start", f"publish to start {rate}, p50 in commits", one.p50_commits, 5)
+
+
+def _children(results: Results) -> Iterator[Aim]:
+    if found := results.children:
+        yield _at_most("children", "a child's end to its parent's next line, p50 in commits", found.p50_commits, 10)
 
 
 def _history(results: Results) -> Iterator[Aim]:

@@ -12,6 +12,7 @@ from tidegate import Context, Tidegate
 MAX_CONCURRENCY = 4
 RUN_SECONDS = 0.05
 STEPS = 100
+CHILDREN = 20
 
 app = Tidegate()
 nothing = Tidegate()  # its worker creates runs but executes none
@@ -19,6 +20,7 @@ few = Tidegate()
 one_step = Tidegate()
 many_steps = Tidegate()
 outliving = Tidegate()
+talking = Tidegate()
 
 _PREDICATES: list[dict[str, Any]] = [
     {"path": "$.payload.amount", "operator": "gt", "value": 100},
@@ -65,6 +67,27 @@ async def outlive(ctx: Context, id: int) -> None:
     marks.write(id, time.monotonic())
     if ctx.attempt == 1:
         await asyncio.sleep(3600)
+
+
+@talking.workflow(on="order.created", predicates=_PREDICATES)
+async def parent(ctx: Context, id: int) -> None:
+    """One child after the other. The function begins again after each of them: the first time that a line is reached
+    counts."""
+    began = _resumed.setdefault(id, [])
+    for number in range(CHILDREN):
+        await ctx.run(child, number=(id + 1) * CHILDREN + number)
+        if len(began) == number:
+            began.append(time.monotonic())
+    marks.write(id, *began)
+
+
+@talking.workflow()
+async def child(ctx: Context, number: int) -> None:
+    """As little as a child can do."""
+    marks.write(number, time.monotonic())
+
+
+_resumed: dict[int, list[float]] = {}
 
 
 async def _same(id: int) -> int:

@@ -13,6 +13,7 @@ import msgspec
 
 from bench import (
     aims,
+    children,
     commit,
     gate,
     grown,
@@ -30,6 +31,7 @@ from bench import (
     workers,
 )
 from bench.aims import Aim
+from bench.children import ChildEnd
 from bench.gate import Accuracy, Drain, LimitCost
 from bench.grown import Grown
 from bench.health import Health
@@ -81,6 +83,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     workers: Workers | None = None
     start: list[Start] | None = None
     step_overhead: StepOverhead | None = None
+    children: ChildEnd | None = None
     recovery: Recovery | None = None
     health: Health | None = None
     history: Grown | None = None
@@ -104,6 +107,7 @@ _LINES: dict[str, Callable[[Any], list[tuple[str, str]]]] = {
     "workers": workers.lines,
     "start": start.lines,
     "step_overhead": steps.lines,
+    "children": children.lines,
     "recovery": recovery.lines,
     "health": health.lines,
     "history": grown.lines,

@@ -76,6 +76,46 @@ async def test_a_child_is_started_once_and_its_output_is_the_step(connection: Co
     assert (await explain(connection, str(child["event_id"]))).caused_by_run_id == run["id"]
 
 
+@pytest.mark.parametrize("why_not", [None, "a suspect", "its key is closed", "no code for it here"])
+async def test_a_parent_resumes_in_the_commit_that_ends_its_child(
+    connection: Connection, world: World, why_not: str | None
+) -> None:
+    """Without another look at due runs, if this worker may execute it; otherwise it is due."""
+
+    @world.app.workflow()
+    async def ship(ctx: Context) -> None:
+        world.done.append("ship")
+
+    @world.app.workflow(on="go", max_concurrency=5, concurrency_key="{{ event.payload.n }}")
+    async def fulfil(ctx: Context, n: int) -> None:
+        await ctx.run(ship)
+        world.done.append("after")
+
+    runner = await world.runner()
+    await publish(connection, "go", n=7)
+    await world.turn(runner)
+    await world.dispatch.run_once()
+    run = await parent(connection)
+    if why_not == "a suspect":
+        await connection.execute("update tidegate.workflow_runs set crashes = $2 where id = $1", run["id"], 9)
+    elif why_not == "its key is closed":
+        await connection.execute(
+            "insert into tidegate.trigger_key_holds (trigger_id, concurrency_key, until, reason) "
+            "values ($1, '7', tidegate.now() + interval '1 hour', 'busy')", run["trigger_id"],
+        )  # fmt: skip
+    elif why_not == "no code for it here":
+        runner.serve([(await of(connection, "ship"))[0]["workflow_definition_id"]])
+    assert await runner.run_once() == 1
+    await asyncio.wait_for(runner.idle(), 30)
+    run = await parent(connection)
+    if why_not is None:
+        assert (run["status"], run["attempts"], world.done) == ("succeeded", 2, ["ship", "after"])
+        return
+    assert (run["status"], run["attempts"], run["claimed_by"], world.done) == ("pending", 1, None, ["ship"])
+    is_due = await connection.fetchval("select $1 <= tidegate.now()", run["next_attempt_at"])
+    assert is_due is (why_not != "its key is closed")
+
+
 async def test_a_synchronous_parent_and_a_child_by_slug(connection: Connection, world: World) -> None:
     @world.app.workflow()
     def double(ctx: SyncContext, n: int) -> int:

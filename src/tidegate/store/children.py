@@ -82,10 +82,11 @@ async def begin(connection: Connection, started: Sequence[tuple[NextChild, Event
         await connection.execute(_sql["begin"], *map(list, columns))
 
 
-async def finish(connection: Connection, ends: Sequence[ChildEnd], *, are_started: bool = True) -> set[StepId]:
-    """Children have ended; the steps of those that had not before."""
+async def finish(connection: Connection, ends: Sequence[ChildEnd], *, are_started: bool = True) -> dict[StepId, bool]:
+    """Children have ended; the steps of those that had not before, each with whether it has others that wait to be
+    started."""
     if not ends:
-        return set()
+        return {}
     rows = await connection.fetch(
         _sql["finish"],
         [e.child_of.step_id for e in ends],
@@ -95,7 +96,7 @@ async def finish(connection: Connection, ends: Sequence[ChildEnd], *, are_starte
         [e.result for e in ends],
         [e.error for e in ends],
     )
-    return {row[0] for row in rows}
+    return {row[0]: row[1] for row in rows}
 
 
 async def settle(connection: Connection, step_ids: Collection[StepId]) -> set[RunId]:

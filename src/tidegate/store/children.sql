@@ -40,14 +40,14 @@ update tidegate.run_children c
  where c.step_id = u.step_id and c.position = u.position and c.status = 'waiting'
 
 -- name: finish
--- Children have ended. Returns the steps of those that had not before.
+-- Children have ended. Returns the steps of those that had not before, and whether other children of the step wait to be started.
 update tidegate.run_children c
    set status = u.status, result = u.result::json, error = u.error, updated_at = tidegate.now()
   from unnest($1::uuid[], $2::bigint[], $3::uuid[], $4::text[], $5::text[], $6::text[])
          as u (step_id, position, child_run_id, status, result, error)
  where c.step_id = u.step_id and c.position = u.position
    and c.status in ('waiting', 'started') and c.child_run_id is not distinct from u.child_run_id
-returning c.step_id
+returning c.step_id, exists (select from tidegate.run_children w where w.step_id = c.step_id and w.status = 'waiting')
 
 -- name: settle
 -- Writes the results of steps whose children have all ended, or of which one has failed and none is running. Returns their runs.

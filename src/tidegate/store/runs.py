@@ -29,6 +29,22 @@ async def claim_due(
     return sorted((msgspec.convert(dict(row), ClaimedRun) for row in rows), key=lambda r: r.id)
 
 
+async def claim_woken(
+    connection: Connection,
+    run_ids: Sequence[RunId],
+    *,
+    definitions: Sequence[DefinitionId],
+    limit: int,
+    worker: str,
+    lease_ms: int,
+) -> list[ClaimedRun]:
+    """The same for runs that this transaction has locked and woken: those of them that are due."""
+    rows = await connection.fetch(
+        _sql["claim_woken"], definitions, limit, worker, lease_ms, SUSPECT_CRASHES, run_ids, min(run_ids), max(run_ids)
+    )
+    return sorted((msgspec.convert(dict(row), ClaimedRun) for row in rows), key=lambda r: r.id)
+
+
 async def has_suspects(
     connection: Connection, definitions: Sequence[DefinitionId], *, worker: str, lease_ms: int
 ) -> bool:

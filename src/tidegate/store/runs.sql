@@ -47,15 +47,9 @@ r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.corre
 -- The version of the run's code that the worker $3 has.
 (select o.versions[array_position(o.definitions, r.workflow_definition_id)] from tidegate.workers o where o.name = $3::text)
 
--- name: claim_due
--- Claims due runs of the given workflows for a worker until its lease ends, oldest first. Suspects, whose workers have died
--- at least $5 times in a row, are left to `claim_suspect`. A run without a version begins on that of the worker.
-with due as materialized (
-  select id from tidegate.workflow_runs r
-   where status = 'pending' and next_attempt_at <= tidegate.now() and workflow_definition_id = any ($1::uuid[])
-     and crashes < $5::bigint and {{is_for_worker}}
-   order by next_attempt_at, id limit $2 for update skip locked
-), clock as materialized (
+-- fragment: claim
+-- Claims the runs of `due` for the worker $3 until its lease of $4 ms ends. A run without a version begins on that of the worker.
+clock as materialized (
   select tidegate.now() as now
 )
 update tidegate.workflow_runs r
@@ -65,6 +59,25 @@ update tidegate.workflow_runs r
   from due, clock, tidegate.workflow_definitions w
  where r.id = due.id and r.status = 'pending' and w.id = r.workflow_definition_id
 returning {{claimed}}
+
+-- name: claim_due
+-- Claims due runs of the given workflows for a worker until its lease ends, oldest first. Suspects, whose workers have died
+-- at least $5 times in a row, are left to `claim_suspect`.
+with due as materialized (
+  select id from tidegate.workflow_runs r
+   where status = 'pending' and next_attempt_at <= tidegate.now() and workflow_definition_id = any ($1::uuid[])
+     and crashes < $5::bigint and {{is_for_worker}}
+   order by next_attempt_at, id limit $2 for update skip locked
+), {{claim}}
+
+-- name: claim_woken
+-- As `claim_due`, of the given runs ($6, of which $7 is the least and $8 the greatest) alone, which this transaction has locked and woken.
+with due as materialized (
+  select id from tidegate.workflow_runs r
+   where r.id = any ($6::uuid[]) and r.id between $7 and $8 and status = 'pending' and next_attempt_at <= tidegate.now()
+     and workflow_definition_id = any ($1::uuid[]) and crashes < $5::bigint and {{is_for_worker}}
+   order by id limit $2
+), {{claim}}
 
 -- name: has_suspects
 -- Whether suspects of the given workflows are due that the worker may claim: runs whose workers have died at least $2 times in a

@@ -43,7 +43,7 @@ async def lock_parents(connection: Connection, parents: Iterable[RunId], ending:
 async def start(connection: Connection, writes: Sequence[StepWrite]) -> ChildrenMoved:
     """Start the children of steps that this transaction has written, as many as may run at once."""
     await store.add(connection, writes)
-    return await _go_on(connection, {write.id for write in writes if write.children is not None})
+    return await _go_on(connection, {write.id: True for write in writes if write.children is not None})
 
 
 async def end(connection: Connection, ends: Sequence[ChildEnd]) -> ChildrenMoved:
@@ -79,11 +79,13 @@ async def end_waiting(
     )
 
 
-async def _go_on(connection: Connection, step_ids: Collection[StepId]) -> ChildrenMoved:
+async def _go_on(connection: Connection, moved: Mapping[StepId, bool]) -> ChildrenMoved:
+    """Of steps, each with whether it has children that wait to be started: start these, write the results of those
+    whose children have all ended, and wake their runs."""
     published: list[str] = []
-    if not step_ids:
+    if not moved:
         return ChildrenMoved()
-    waiting = await store.next_children(connection, step_ids)
+    waiting = await store.next_children(connection, [step_id for step_id, has_next in moved.items() if has_next])
     lost = [child for child in waiting if child.trigger_id is None]
     await store.finish(connection, [_unstarted(child) for child in lost], are_started=False)
     started = [(child, _start_event(child, EventId(uuid7()))) for child in waiting if child.trigger_id is not None]
@@ -94,7 +96,7 @@ async def _go_on(connection: Connection, step_ids: Collection[StepId]) -> Childr
             [(c, event.id, run_id_of(event.id, c.trigger_id)) for c, event in started if c.trigger_id is not None],
         )
         published = [event.source for _, event in started]
-    woken = await store.settle(connection, step_ids)
+    woken = await store.settle(connection, moved.keys())
     return ChildrenMoved(frozenset(await runs.wake(connection, sorted(woken))), published)
 
 

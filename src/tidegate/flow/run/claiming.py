@@ -49,7 +49,7 @@ class DueRuns:
             claimed = await runs.claim_due(
                 connection, definitions=definitions, limit=limit, worker=self._worker, lease_ms=self._lease_ms
             )
-            return await _ready(connection, claimed)
+            return await ready(connection, claimed)
 
     async def has_suspects(self, connection: Connection, definitions: Sequence[DefinitionId]) -> bool:
         """Whether suspects are due that this worker may claim."""
@@ -68,10 +68,11 @@ class DueRuns:
             found = await runs.claim_suspect(
                 connection, definitions=definitions, worker=self._worker, lease_ms=self._lease_ms, is_counted=is_counted
             )
-            return ((await _ready(connection, [found.run]))[0], found.crashes) if found else None
+            return ((await ready(connection, [found.run]))[0], found.crashes) if found else None
 
 
-async def _ready(connection: Connection, claimed: Sequence[ClaimedRun]) -> list[ReadyRun]:
+async def ready(connection: Connection, claimed: Sequence[ClaimedRun]) -> list[ReadyRun]:
+    """Claimed runs with what their executions need."""
     ids = {run.event_id for run in claimed if run.event_id is not None}
     found = await events.get_many(connection, ids) if ids else {}
     again = [run.id for run in claimed if run.attempts > 1]  # a first attempt has no steps yet

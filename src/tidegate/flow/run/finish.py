@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from tidegate.flow.decide import source_failures
 from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.flow.run import children
+from tidegate.flow.run.claiming import ReadyRun, ready
 from tidegate.model.event import Event
 from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.run import ClaimedRun, FinishedRun
@@ -51,8 +52,9 @@ class Fill(Protocol):
 
 class Freed(NamedTuple):
     """The runs that ended, how many deliveries were made due, what was launched instead, the breakers that moved, how
-    many retries of steps were cancelled with their runs, how many other runs are due at once, and the sources of the
-    events that were published. `are_ends_asked_for`: the end of a run that succeeded is published."""
+    many retries of steps were cancelled with their runs, the parents that resume here at once, how many other runs are
+    due at once, and the sources of the events that were published. `are_ends_asked_for`: the end of a run that
+    succeeded is published."""
 
     written: frozenset[RunId] = frozenset()
     woken: int = 0
@@ -60,6 +62,7 @@ class Freed(NamedTuple):
     moves: Sequence[TriggerMove] = ()
     source_moves: Sequence[SourceMove] = ()
     cancelled_retries: int = 0
+    resumed: Sequence[ReadyRun] = ()
     woken_runs: int = 0
     published: Sequence[str] = ()
     are_ends_asked_for: bool = False
@@ -104,8 +107,9 @@ async def end_held(
     moves = await _update_breakers(connection, locked, ended, breaker, non_retryable)
     source_moves = await source_failures.count_failed(connection, blamed, ended, non_retryable) if blamed else ()
     moved = await children.end_finished(connection, finished, written)
+    resumed = await _resume(connection, moved.woken, claim)
     done = Freed(
-        written, moves=moves, source_moves=source_moves, woken_runs=len(moved.woken),
+        written, moves=moves, source_moves=source_moves, resumed=resumed, woken_runs=len(moved.woken) - len(resumed),
         published=[*await _publish_ends(connection, ended), *moved.published],
         are_ends_asked_for=any(run.is_asked_for and run.status == "succeeded" for run in ended),
     )  # fmt: skip
@@ -114,7 +118,10 @@ async def end_held(
     if fill is None or moves:
         return done._replace(woken=await trigger_gates.wake(connection, freed))
     line = await trigger_gates.next_in_line(connection, freed)
-    return done._replace(filled=await fill(connection, locked, line, claim) if line is not None else None)
+    if line is None:
+        return done
+    rest = claim._replace(most=claim.most - len(resumed))
+    return done._replace(filled=await fill(connection, locked, line, rest if rest.most else NOBODY))
 
 
 async def end_waiting(
@@ -187,6 +194,18 @@ async def end_all_waiting(
     return Freed(
         written, woken, moves=moves, cancelled_retries=cancelled, published=published, woken_runs=len(moved.woken)
     )
+
+
+async def _resume(connection: Connection, woken: Collection[RunId], claim: Claim) -> Sequence[ReadyRun]:
+    """Claim parents whose children have ended, as far as this worker may, in the slots that are freed: a parent that
+    waits for the worker's next look at due runs would resume two commits later."""
+    if not woken or claim.worker is None:
+        return ()
+    claimed = await runs.claim_woken(
+        connection, sorted(woken), definitions=claim.definitions, limit=claim.most, worker=claim.worker,
+        lease_ms=claim.lease_ms,
+    )  # fmt: skip
+    return await ready(connection, claimed) if claimed else ()
 
 
 async def _publish_ends(connection: Connection, ended: Sequence[EndedRun]) -> list[str]:

@@ -246,7 +246,7 @@ class OutcomeWriter:
         log_trigger_moves(freed.moves)
         log_source_moves(freed.source_moves)
         metrics.STEP_RETRIES.labels("cancelled").inc(freed.cancelled_retries)
-        if freed.woken or freed.woken_runs or freed.filled or freed.moves or freed.published:
+        if freed.woken or freed.woken_runs or freed.resumed or freed.filled or freed.moves or freed.published:
             self._after_free(freed)
         waiting: list[WaitingStep] = []
         for item, answer in zip(items, recorded, strict=True):

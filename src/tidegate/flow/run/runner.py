@@ -254,4 +254,6 @@ class Runner:
     def _freed(self, freed: Freed) -> None:
         if freed.filled:
             self.start(freed.filled.claimed)
+        for parent in freed.resumed:
+            self._slots.add(*parent)
         self._after_free(freed)
