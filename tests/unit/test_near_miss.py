@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidegate.flow.look.near_miss import is_one_edit_apart, is_taken
+from tidegate.flow.look.near.triggers import is_one_edit_apart, is_taken
 from tidegate.model.trigger import compile_pattern
 
 

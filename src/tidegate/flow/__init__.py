@@ -101,7 +101,7 @@ look: what operators read. Nothing here decides or writes.
     why                 what an event or delivery waits for, and until when; pure
     why_run             the same for a run; pure
     waiting_steps       the same for a waiting step, one rule for each kind of step; pure
-    near_miss           triggers that almost took an event; pure
+    near/               what almost took an event: triggers and waits of runs, looked up and compared
     replay_preview      what a replay of events would launch
     ends                wait for the ends of runs
     lineage             what an event came of, and what a run has published

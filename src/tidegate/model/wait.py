@@ -104,7 +104,7 @@ class OpenWait(msgspec.Struct, frozen=True, kw_only=True):
             return True
         run = {"id": str(self.workflow_run_id), "parameters": parameters}
         try:
-            return _compiled(self.where_text).reason(event.envelope() | {RUN: run}) is None
+            return unmet_where(self.where_text, event, run) is None
         except TooMuchWork:  # for this event; it does not meet the wait, as it would not fire a trigger
             return False
 
@@ -206,9 +206,18 @@ def written_paths(paths: Iterable[str]) -> str:
 
 def key_of_event(event: Event, paths: str) -> str | None:
     """The values of these fields in an event's payload, as one text; None: one is missing, or not a single value."""
-    return key_of(
-        _read_paths(paths), lambda path: event.correlation_id if path == CORRELATION else _value_at(event.payload, path)
-    )
+    return key_of(read_paths(paths), lambda path: value_in(event, path, _MISSING))
+
+
+def value_in(event: Event, path: str, missing: object) -> object:
+    """The value of a field that events are found by; `missing` if the event has none."""
+    found = event.correlation_id if path == CORRELATION else _value_at(event.payload, path)
+    return missing if found is _MISSING else found
+
+
+def unmet_where(where: str, event: Event, run: Mapping[str, object]) -> str | None:
+    """Why an event does not meet an expression over it and the run; None if it does. TooMuchWork."""
+    return _compiled(where).reason(event.envelope() | {RUN: run})
 
 
 def key_of(paths: Sequence[str], value_of: Callable[[str], object]) -> str | None:
@@ -246,7 +255,7 @@ def _value_at(payload: Mapping[str, object], path: str) -> object:
 
 
 @lru_cache(1000)
-def _read_paths(paths: str) -> list[str]:
+def read_paths(paths: str) -> list[str]:
     return msgspec.json.decode(paths, type=list[str])
 
 

@@ -14,6 +14,7 @@ from tidegate.api.routes import Query, Route, Services
 from tidegate.flow import control
 from tidegate.flow.look import explain as explaining
 from tidegate.flow.look.explain import Explanation
+from tidegate.flow.look.near.look_up import MaySee
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId
 from tidegate.store import events
@@ -62,10 +63,16 @@ async def show_event(request: Request, services: Services) -> Event:
 
 async def explain_event(request: Request, services: Services) -> Explanation:
     async with services.database.connection() as connection:
-        return await explaining.explain(connection, request.path_params["id"])
+        return await explaining.explain(connection, request.path_params["id"], _may_see(request))
 
 
 async def explain_any(request: Request, services: Services) -> Explanation:
+    async with services.database.connection() as connection:
+        return await explaining.explain_any(connection, request.path_params["id"], _may_see(request))
+
+
+def _may_see(request: Request) -> MaySee:
+    """Whether whoever asks may see what belongs to a source."""
     asking = bodies.principal(request)
 
     def may_see(source: str | None) -> bool:
@@ -73,8 +80,7 @@ async def explain_any(request: Request, services: Services) -> Explanation:
             return True
         return source is not None and asking.may_use(source)
 
-    async with services.database.connection() as connection:
-        return await explaining.explain_any(connection, request.path_params["id"], may_see)
+    return may_see
 
 
 class EventCancelled(msgspec.Struct, frozen=True):

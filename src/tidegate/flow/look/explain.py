@@ -1,31 +1,28 @@
 """Explain: why an event, a delivery or a run is where it is: one sentence, what it waits for and until when, and every
 decision about it, in order.
 
-The facts are read here, once; `story`, `why`, `why_run`, `waiting_steps` and `near_miss` turn them into the answer.
+The facts are read here, once; `story`, `why`, `why_run`, `waiting_steps` and `near` turn them into the answer.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from tidegate.errors import Conflict, FieldError, NotFound
-from tidegate.flow.decide.match import Matcher
-from tidegate.flow.decide.time_slice import TimeSlice
-from tidegate.flow.look import lineage, near_miss, story
-from tidegate.flow.look.near_miss import NearMiss
+from tidegate.flow.look import lineage, story
+from tidegate.flow.look.near import look_up
+from tidegate.flow.look.near.look_up import MaySee
 from tidegate.flow.look.story import Decision, Outcome, StoryFacts, Told
-from tidegate.flow.look.why import ALIVE_MS
+from tidegate.flow.look.why import ALIVE_MS, NAMED
 from tidegate.model.event import Event
-from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
+from tidegate.model.ids import DeliveryId, EventId, RunId
 from tidegate.model.run import Run
-from tidegate.model.trigger import CompiledTrigger, Trigger
-from tidegate.model.work_limit import TooMuchWork
 from tidegate.store import (
     circumstances,
     decisions,
@@ -35,7 +32,6 @@ from tidegate.store import (
     refusals,
     runs,
     steps,
-    triggers,
     workers,
 )
 from tidegate.store.circumstances import EventCircumstances
@@ -47,8 +43,6 @@ MAX_RUNS = 500
 MAX_HOLDERS = 5
 
 SubjectKind = Literal["event", "run", "delivery", "refusal"]
-# Whether the caller may see what belongs to a source; None: it has no source.
-MaySee = Callable[[str | None], bool]
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,17 +93,21 @@ def only_one(event_id: str, found: list[Event]) -> Event:
     return found[0]
 
 
-async def explain(connection: Connection, event_id: str) -> Explanation:
+def _everything(_: str | None) -> bool:
+    return True
+
+
+async def explain(connection: Connection, event_id: str, may_see: MaySee = _everything) -> Explanation:
     """Why an event is where it is, by our id or the producer's."""
     event = await find_event(connection, event_id)
     refused = await refusals.find(connection, event.external_id) if event.external_id else []
-    return await _explained(connection, Subject("event", event, refused=_of_source(refused, event.source)))
+    return await _explained(connection, Subject("event", event, refused=_of_source(refused, event.source)), may_see)
 
 
-async def explain_any(connection: Connection, given: str, may_see: MaySee = lambda _: True) -> Explanation:
+async def explain_any(connection: Connection, given: str, may_see: MaySee = _everything) -> Explanation:
     """The same for the id of an event, a run or a delivery, or a producer's id. NotFound; Conflict names the events of
     several sources that share a producer's id."""
-    return await _explained(connection, await _find(connection, given, may_see))
+    return await _explained(connection, await _find(connection, given, may_see), may_see)
 
 
 async def _find(connection: Connection, given: str, may_see: MaySee) -> Subject:
@@ -147,14 +145,17 @@ def _as_uuid(text: str) -> uuid.UUID | None:
         return None
 
 
-async def _explained(connection: Connection, subject: Subject) -> Explanation:
+async def _explained(connection: Connection, subject: Subject, may_see: MaySee) -> Explanation:
     if subject.kind == "refusal":
         return _refused(subject.refused)
-    told = story.tell(facts := await _facts(connection, subject))
+    told = story.tell(facts := await _facts(connection, subject, may_see))
     run, event = subject.run, subject.event
     if run is not None:
         told = story.only(told, run_id=run.id)
-        told = story.with_steps(told, await steps.list_of_run(connection, run.id), run)
+        of_run = await steps.list_of_run(connection, run.id)
+        told = story.with_steps(told, of_run, run)
+        near = await look_up.nearly_wakes(connection, run, of_run, may_see)
+        told = told._replace(lines=[*told.lines, *near])
     elif subject.delivery_id is not None:
         told = story.only(told, delivery_id=subject.delivery_id)
     summary, waits_for, until = _answer(told, facts)
@@ -179,7 +180,9 @@ async def _explained(connection: Connection, subject: Subject) -> Explanation:
 
 def _answer(told: Told, facts: StoryFacts) -> tuple[str, str | None, datetime | None]:
     """The summary, what is waited for, and until when."""
-    met = [line.reason for line in told.lines if line.stage == "wait" and line.reason]
+    waits = [line for line in told.lines if line.stage == "wait" and line.reason]
+    near = [f"near miss: {line.reason}" for line in waits if line.decision == "near_miss"][:NAMED]
+    met = [line.reason or "" for line in waits if line.decision != "near_miss"]
     if met and not told.outcomes:
         return "; ".join(met), None, facts.around.replay_at
     if told.outcomes:
@@ -187,7 +190,7 @@ def _answer(told: Told, facts: StoryFacts) -> tuple[str, str | None, datetime | 
         # The one that continues first; among those whose time is unknown, the first.
         waiting.sort(key=lambda one: (one.until is None, one.until or facts.now))
         first = waiting[0] if waiting else None
-        said = "; ".join([_summary(told.outcomes), *met])
+        said = "; ".join([_summary(told.outcomes), *met, *near])
         if told.event is not None:  # it is decided again, beside what came of it before
             return f"{told.event.text}; {said}", told.event.waits_for, told.event.until
         if first is None and told.outcomes:
@@ -195,7 +198,7 @@ def _answer(told: Told, facts: StoryFacts) -> tuple[str, str | None, datetime | 
         return said, first.waits_for if first else None, first.until if first else None
     if told.event is not None:
         return told.event.text, told.event.waits_for, told.event.until
-    return _nothing(told.lines), None, facts.around.replay_at
+    return "; ".join([_nothing(told.lines), *near]), None, facts.around.replay_at
 
 
 def _summary(outcomes: Sequence[Outcome]) -> str:
@@ -228,7 +231,7 @@ def _refused(refused: Sequence[Refusal]) -> Explanation:
     )  # fmt: skip
 
 
-async def _facts(connection: Connection, subject: Subject) -> StoryFacts:
+async def _facts(connection: Connection, subject: Subject, may_see: MaySee) -> StoryFacts:
     """Everything that the answer depends on."""
     event, run = subject.event, subject.run
     alive = await workers.list_all(connection, ALIVE_MS)
@@ -265,76 +268,7 @@ async def _facts(connection: Connection, subject: Subject) -> StoryFacts:
     is_decided = not around.is_undecided and (retry is None or retry.retry_state == "completed")
     if subject.kind != "event" or not is_decided:
         return facts
-    filtered, misses = await _not_fired(connection, event, facts)
-    return facts._replace(filtered=filtered, misses=misses)
-
-
-async def _not_fired(connection: Connection, event: Event, facts: StoryFacts) -> tuple[list[Decision], list[NearMiss]]:
-    """The triggers that the event did not fire, with the recorded reason, or else evaluated as they are now; and, if it
-    launched nothing, those that it almost fired."""
-    taken = {one.delivery.trigger_id for one in facts.deliveries}
-    recorded = {
-        (trigger_id := TriggerId(uuid.UUID(one["trigger_id"]))): _filtered(
-            trigger_id, one["trigger"], one["workflow"], line.at, one["reason"]
-        )
-        for line in facts.lines
-        if line.stage == "match"
-        for one in line.detail or []
-    }
-    decided_at = _decided_at(event, facts)
-    index = await Matcher().at(connection, await triggers.registry_version(connection))
-    envelope, time_slice = event.envelope(), TimeSlice()
-    filtered, misses = list(recorded.values()), list[NearMiss]()
-    for compiled in index.candidates(event.type, event.source):
-        trigger = compiled.trigger
-        if trigger.id in taken:
-            continue
-        reason = _as_it_is_now(compiled, envelope)
-        if reason is None and (miss := await _changed(connection, trigger, decided_at)) is not None:
-            misses.append(miss)
-        elif trigger.id not in recorded:
-            text = reason or "it would match now, and did not when the event was decided"
-            filtered.append(_filtered(trigger.id, trigger.name, trigger.workflow, None, text))
-        if time_slice.is_over:
-            await time_slice.next()
-    if not facts.deliveries and not facts.runs:
-        misses += await _near(connection, event, {*taken, *recorded, *(miss.trigger.id for miss in misses)}, time_slice)
-    return filtered, near_miss.nearest(misses)
-
-
-async def _changed(connection: Connection, trigger: Trigger, decided_at: datetime) -> NearMiss | None:
-    earlier = await circumstances.version_at(connection, trigger.id, decided_at)
-    return near_miss.changed_since(trigger, decided_at, earlier)
-
-
-async def _near(
-    connection: Connection, event: Event, known: Collection[TriggerId], time_slice: TimeSlice
-) -> list[NearMiss]:
-    found = []
-    for one in await circumstances.known_triggers(connection):
-        miss = near_miss.off_or_alike(event, one) if one.trigger.id not in known else None
-        found += [miss] if miss is not None else []
-        if time_slice.is_over:
-            await time_slice.next()
-    return found
-
-
-def _decided_at(event: Event, facts: StoryFacts) -> datetime:
-    """When the event was decided, as far as that is recorded: an event without any trigger leaves no other trace than
-    its receipt."""
-    times = [line.at for line in facts.lines if line.at is not None]
-    times += [one.delivery.created_at for one in facts.deliveries if one.delivery.created_at is not None]
-    return max(times) if times else event.received_at
-
-
-def _as_it_is_now(compiled: CompiledTrigger, envelope: dict[str, Any]) -> str | None:
-    try:
-        return compiled.reason(envelope)
-    except TooMuchWork as exc:
-        return str(exc)
-
-
-def _filtered(trigger_id: TriggerId, name: str, workflow: str, at: datetime | None, reason: str) -> Decision:
-    return Decision(
-        at=at, stage="match", decision="filtered", reason=reason, workflow=workflow, trigger_id=trigger_id, trigger=name
-    )
+    filtered, misses = await look_up.not_fired(connection, event, facts)
+    has_met = any(line.stage == "wait" for line in lines)
+    near = [] if has_met else await look_up.nearly_woken(connection, event, may_see)
+    return facts._replace(filtered=filtered, misses=misses, near_waits=near)

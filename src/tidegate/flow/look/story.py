@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from tidegate.errors import first_line
-from tidegate.flow.look.near_miss import NearMiss
+from tidegate.flow.look.near.triggers import NearMiss
 from tidegate.flow.look.why import Why, why_delivery, why_event
 from tidegate.flow.look.why_run import RunFacts, why_run
 from tidegate.model.event import Event
@@ -83,6 +83,7 @@ class StoryFacts(NamedTuple):
     refusals: Sequence[Refusal] = ()
     filtered: Sequence[Decision] = ()
     misses: Sequence[NearMiss] = ()
+    near_waits: Sequence[Decision] = ()
     published: Mapping[RunId, Sequence[tuple[datetime | None, str]]] = MappingProxyType({})
 
 
@@ -215,7 +216,7 @@ def _delivered(facts: StoryFacts) -> tuple[list[Decision], list[Outcome]]:
         assert event is not None, "a story without an event has a run"
         reason = f"no active trigger matches events of type {event.type} from {event.source}"
         story.insert(0, Decision(at=None, stage="match", decision="no_trigger", reason=reason))
-    return story, [*outcomes, *found]
+    return [*story, *facts.near_waits], [*outcomes, *found]
 
 
 def _root(run: Run, runs: Sequence[Run]) -> RunId | None:

@@ -6,12 +6,15 @@ A rule is found by the step's `kind` and the `reason` in its `retry_metadata`, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+
+import msgspec
 
 from tidegate.errors import first_line
 from tidegate.flow.look.why import Why, moment
 from tidegate.model.run import Step
+from tidegate.model.wait import WaitPattern
 
 # Given the step and the time at which its run is due again.
 StepRule = Callable[[Step, datetime | None], Why]
@@ -55,19 +58,20 @@ def _event(step: Step, until: datetime | None) -> Why:
     """`waits_for` in the metadata are the patterns, `mode` whether any or all of them must be met."""
     patterns = step.retry_metadata.get("waits_for") or []
     joined = " and " if step.retry_metadata.get("mode") == "all" else " or "
-    told = joined.join(_pattern(one) for one in patterns) or f"the event of step {step.name!r}"
+    told = (
+        joined.join(pattern_text(msgspec.convert(one, WaitPattern)) for one in patterns)
+        or f"the event of step {step.name!r}"
+    )
     at = f"until {moment(until)} " if until else ""
     return Why("waiting_for_event", f"waits {at}for {told}", told, until)
 
 
-def _pattern(pattern: Mapping[str, object]) -> str:
-    source = f" from {pattern['source']}" if pattern.get("source") not in (None, "*") else ""
-    match = pattern.get("match")
-    keys = (
-        [f"{path.lstrip('.')} = {value!r}" for path, value in sorted(match.items())] if isinstance(match, dict) else []
-    )
-    where = f" where {pattern['where']}" if pattern.get("where") else ""
-    return f"event {pattern.get('type')}{source}{' with ' + ', '.join(keys) if keys else ''}{where}"
+def pattern_text(pattern: WaitPattern) -> str:
+    """A pattern of events in words."""
+    source = f" from {pattern.source}" if pattern.source != "*" else ""
+    keys = [f"{path.lstrip('.')} = {value!r}" for path, value in sorted(pattern.match.items())]
+    where = f" where {pattern.where}" if pattern.where else ""
+    return f"event {pattern.type}{source}{' with ' + ', '.join(keys) if keys else ''}{where}"
 
 
 def _children(step: Step, until: datetime | None) -> Why:

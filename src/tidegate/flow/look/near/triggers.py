@@ -42,8 +42,8 @@ def off_or_alike(event: Event, known: KnownTrigger) -> NearMiss | None:
     if known.deleted_at is not None or trigger.status != "active":
         return _off(event, known)
     differences = [
-        _difference("type", trigger.event_type, event.type),
-        _difference("source", trigger.event_source, event.source),
+        difference("type", trigger.event_type, event.type),
+        difference("source", trigger.event_source, event.source),
     ]
     if None in differences or not any(differences):
         return None
@@ -88,7 +88,7 @@ def _off(event: Event, known: KnownTrigger) -> NearMiss | None:
     return NearMiss(trigger, "disabled", f"it would match, and is disabled by {trigger.updated_by}{since}")
 
 
-def _difference(what: str, pattern: str, value: str) -> tuple[MissKind, str] | tuple[()] | None:
+def difference(what: str, pattern: str, value: str) -> tuple[MissKind, str] | tuple[()] | None:
     """How the value differs from a pattern: () if it matches, None if it is too different to be a mistake."""
     if is_taken(pattern, value):
         return ()

@@ -1,0 +1,138 @@
+"""An event that nearly woke a run: `explain` of the event names the run, `explain` of the run the event, and both in
+what they differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.conftest import Clock
+from tests.flow.step_world import World
+from tests.flow.why_scene import Scene
+from tidegate import Context, On
+from tidegate.flow import control
+from tidegate.flow.look.explain import Explanation, explain_any
+from tidegate.store.db import Connection, Database
+
+WHERE = "event.payload.id == run.parameters.id"
+AS_TEXT = 'payload.id is text ("10") in the event, and it waits for a number (10)'
+
+
+@pytest.fixture
+def scene(database: Database, connection: Connection, clock: Clock, world: World) -> Scene:
+    return Scene(database, connection, clock, world)
+
+
+async def waiting(scene: Scene, *patterns: On, timeout: str = "3d", **payload: Any) -> None:
+    """A run that waits for one of the patterns."""
+
+    @scene.workflow()
+    async def fulfil(ctx: Context, id: object = None) -> Any:
+        return bool(await ctx.wait_any(*patterns, timeout=timeout))
+
+    await scene.register()
+    await scene.publish(**payload)
+    await scene.execute()
+
+
+def near(found: Explanation) -> list[str]:
+    return [line.reason or "" for line in found.decisions if (line.stage, line.decision) == ("wait", "near_miss")]
+
+
+@pytest.mark.parametrize(
+    ("on", "given", "told"),
+    [
+        (On("order.approved", where=WHERE), {"id": "10"}, AS_TEXT),
+        (On("order.approved", match={"id": 10}), {"id": "10"}, AS_TEXT),
+        (On("order.approved", match={"id": "10"}), {"id": 10},
+         'payload.id is a number (10) in the event, and it waits for text ("10")'),
+        (On("order.approved", match={"by": "Ann"}), {"by": "ann"},
+         'it waits for payload.by = "Ann", and the event has "ann": they differ only in upper and lower case'),
+        (On("order.approved", match={"ok": True}), {"ok": "true"},
+         'payload.ok is text ("true") in the event, and it waits for true or false (true)'),
+        (On("order.approved", match={"id": 10, "line": 2}), {"id": "10", "line": "2"},
+         f'{AS_TEXT}; payload.line is text ("2") in the event, and it waits for a number (2)'),
+        (On("order.approved", match={"id": 10}), {"order_id": 10},
+         "it waits for payload.id = 10, and the event has no such field"),
+        (On("Order.Approved", match={"id": 10}), {"id": 10},
+         "its type is Order.Approved, and the event's is order.approved: they differ only in upper and lower case"),
+        (On("order.approved", match={"id": 10}, source="desk.*"), {"id": 10},
+         "its source is desk.*, and the event's is shop"),
+        (On("order.approved", where="event.payload.amount > 100"), {"amount": "120"},
+         'where: event.payload.amount is text ("120") and 100 is a number: > takes two of one type'),
+    ],
+)  # fmt: skip
+async def test_one_difference(scene: Scene, on: On, given: dict[str, Any], told: str) -> None:
+    await waiting(scene, on, id=10)
+    event_id, run_id = await scene.publish("order.approved", **given), await scene.run_id()
+    await scene.execute()
+    of_event, of_run = await scene.explain(event_id), await scene.explain(run_id)
+    assert f"near miss: run {run_id} of fulfil waits for event " in of_event.summary
+    assert told in of_event.summary
+    [of_wait] = near(of_event)
+    assert of_wait in of_event.summary
+    assert f"{event_id}) nearly ended the wait 'wait_any': {told}" in of_run.summary
+    assert of_run.waits_for is not None, "it waits still"
+
+
+@pytest.mark.parametrize(
+    ("on", "given"),
+    [
+        (On("order.approved", match={"id": 10}), {"id": 11}),
+        (On("order.approved", match={"id": 10}), {"id": "11"}),
+        (On("order.approved", match={"id": 10}, source="desk"), {"id": "10"}),
+        (On("order.refused", match={"id": 10}), {"id": 10}),
+    ],
+)
+async def test_what_was_meant_for_another_run_is_no_near_miss(scene: Scene, on: On, given: dict[str, Any]) -> None:
+    await waiting(scene, on, id=10)
+    event_id = await scene.publish("order.approved", **given)
+    await scene.execute()
+    assert near(await scene.explain(event_id)) == near(await scene.explain(await scene.run_id())) == []
+
+
+async def test_an_event_that_came_before_the_run(scene: Scene) -> None:
+    event_id = await scene.publish("order.approved", id=10)
+    await scene.decide()
+    await scene.clock.advance(1000)
+    await waiting(scene, On("order.approved", match={"id": 10}), id=10)
+    told = "it came at 2026-06-01 12:00:00 UTC, before the event that launched the run"
+    assert told in (await scene.explain(event_id)).summary
+    assert told in (await scene.explain(await scene.run_id())).summary
+
+
+async def test_an_event_that_is_held_is_named_by_the_run(scene: Scene) -> None:
+    await waiting(scene, On("order.approved", match={"id": 10}), id=10)
+    await control.pause(scene.database, "desk", actor="ann")
+    event_id = await scene.publish("order.approved", "desk", id=10)
+    await scene.decide()
+    found = await scene.explain(await scene.run_id())
+    assert f"it fits, and is not decided: tidegate explain {event_id}" in found.summary
+
+
+async def test_a_wait_that_timed_out_names_what_nearly_ended_it(scene: Scene) -> None:
+    await waiting(scene, On("order.approved", where=WHERE), timeout="1h", id=10)
+    await scene.publish("order.approved", id="10")
+    await scene.execute()
+    await scene.clock.advance(3_600_000)
+    await scene.execute()
+    found = await scene.explain(await scene.run_id())
+    assert found.outcomes[0].state == "succeeded" and AS_TEXT in found.summary
+
+
+async def test_a_run_that_was_woken_has_no_near_miss(scene: Scene) -> None:
+    await waiting(scene, On("order.approved", match={"id": 10}), id=10)
+    event_id = await scene.publish("order.approved", id=10)
+    await scene.execute()
+    assert near(await scene.explain(event_id)) == near(await scene.explain(await scene.run_id())) == []
+
+
+async def test_runs_and_events_of_other_sources_are_hidden(scene: Scene) -> None:
+    await waiting(scene, On("order.approved", match={"id": 10}), id=10)  # launched by an event of shop
+    event_id = await scene.publish("order.approved", "desk", id="10")
+    await scene.decide()
+    found = await explain_any(scene.connection, event_id, lambda source: source == "desk")
+    assert near(found) == [] and "fulfil" not in found.summary
+    found = await explain_any(scene.connection, str(await scene.run_id()), lambda source: source == "shop")
+    assert near(found) == [] and event_id not in found.summary
