@@ -17,6 +17,7 @@ from tidegate.errors import AppError, Conflict, NotFound
 from tidegate.flow import control
 from tidegate.flow.call import fit
 from tidegate.flow.decide.dispatch import Dispatch
+from tidegate.flow.look.explain import explain_any
 from tidegate.flow.run.runner import Runner
 from tidegate.model.function_source import version_of
 from tidegate.model.ids import RunId
@@ -114,6 +115,23 @@ async def begun(cluster: Cluster, connection: Connection, clock: Clock, old: Fun
     await cluster.leave(first, connection)
     await clock.advance(3_600_000)
     return first
+
+
+async def test_explain_names_the_version_that_a_run_waits_for(
+    cluster: Cluster, connection: Connection, clock: Clock
+) -> None:
+    await begun(cluster, connection, clock, cluster.sequence("a", "sleep", "b"))
+    await cluster.turn(await cluster.worker("2", cluster.sequence("renamed", "sleep", "b")))
+    await cluster.turn(await cluster.worker("3", cluster.sequence("again renamed")))
+    run = await the_run(connection)
+    found = await explain_any(connection, str(run["id"]))
+    assert (found.waits_for, found.until) == ("a worker with version 1 of work", None)
+    assert found.outcomes[0].state == "version_mismatch"
+    assert found.summary.startswith("work waits for a worker with version 1 of work: its recorded steps do not fit")
+    assert "; living workers have version 2 (worker-1), 3 (worker-2); " in found.summary
+    assert f"tidegate runs resume {run['id']} --on-current-code" in found.summary
+    await connection.execute("delete from tidegate.workers")
+    assert "; no living worker has its workflow; " in (await explain_any(connection, str(run["id"]))).summary
 
 
 FITS = [

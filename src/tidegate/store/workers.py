@@ -29,7 +29,8 @@ class ExecutingRun(msgspec.Struct, frozen=True, kw_only=True):
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as others see it: its release, how many runs it executes at a time (null: not known), the workflows
-    whose code it has, and the runs that it holds. Not alive: it sent no heartbeat for a while."""
+    whose code it has, with the version of each that has one (`code_versions`), and the runs that it holds. Not alive:
+    it sent no heartbeat for a while."""
 
     name: str
     version: str | None
@@ -39,6 +40,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     is_alive: bool
     workflows: list[str]
     executing: list[ExecutingRun]
+    code_versions: dict[str, str] = {}
 
 
 class Unserved(msgspec.Struct, frozen=True, kw_only=True):

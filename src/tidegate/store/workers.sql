@@ -43,7 +43,10 @@ select d.slug as workflow, sum(w.waiting)::bigint as waiting, min(w.since) as si
 select w.name, w.version, w.slots, w.started_at, w.seen_at,
        w.seen_at > tidegate.now() - $1::bigint * interval '1 ms' as is_alive,
        array(select d.slug from tidegate.workflow_definitions d
-              where d.id = any (w.definitions) and d.deleted_at is null order by d.slug) as workflows
+              where d.id = any (w.definitions) and d.deleted_at is null order by d.slug) as workflows,
+       (select coalesce(jsonb_object_agg(d.slug, has.version), '{}')
+          from unnest(w.definitions, w.versions) as has (id, version) join tidegate.workflow_definitions d on d.id = has.id
+         where has.version is not null and d.deleted_at is null) as code_versions
   from tidegate.workers w
  order by w.started_at, w.name
 

@@ -88,6 +88,8 @@ def _pending(facts: RunFacts) -> Why:
     assert run.next_attempt_at is not None, "a pending run has a time"
     if run.next_attempt_at <= facts.now:
         return _due(facts)
+    if run.version_held_at is not None:
+        return _version(facts)
     if around.deadline_at is not None and around.deadline_at <= run.next_attempt_at:
         text = f"waits until {moment(around.deadline_at)}, when it times out"
         return Why("until_deadline", text, "its timeout", around.deadline_at)
@@ -106,6 +108,24 @@ def _pending(facts: RunFacts) -> Why:
         said = run.warning or "its function asked for it"
         return Why("run_retry", f"waits until {moment(until)} to be called again: {said}", "its next attempt", until)
     return Why("waiting", f"waits until {moment(until)}: {run.warning or 'it is not due before'}", "its time", until)
+
+
+def _version(facts: RunFacts) -> Why:
+    """Its recorded steps do not fit the code that tried it last, which its warning tells."""
+    run, until = facts.run, facts.around.deadline_at
+    wanted = f"version {run.version} of {run.workflow}"
+    _, _, misfit = (run.warning or "").partition(f"{wanted}: ")
+    why = misfit.partition(". Start such a worker")[0]
+    has: dict[str, list[str]] = {}
+    for worker in facts.workers:
+        if worker.is_alive and run.workflow in worker.workflows:
+            has.setdefault(worker.code_versions.get(run.workflow, "none"), []).append(worker.name)
+    told = _some([f"{version} ({_some(names)})" for version, names in sorted(has.items())])
+    living = f"living workers have version {told}" if has else "no living worker has its workflow"
+    limit = f"; it times out at {moment(until)}" if until else ""
+    text = f"waits for a worker with {wanted}{f': {why}' if why else ''}; {living}; to let it go on with the code that "
+    text += f"workers have now: tidegate runs resume {run.id} --on-current-code{limit}"
+    return Why("version_mismatch", text, f"a worker with {wanted}", until)
 
 
 def _due(facts: RunFacts) -> Why:
