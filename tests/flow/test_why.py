@@ -506,7 +506,8 @@ async def lease_ended(scene: Scene) -> object:
     return event_id
 
 
-@case("worker_lost", "fulfil may have lost its worker host:1, which was last seen at 2026-06-01 12:00:00 UTC; ",
+@case("worker_lost", "fulfil may have lost its worker host:1, which was last seen 120 s ago, ",
+      "at 2026-06-01 12:00:00 UTC; "
       "another worker takes it over when the lease ends at 2026-06-01 13:00:00 UTC",
       waits_for="the lease of its worker to end", seconds=3600)  # fmt: skip
 async def worker_not_seen(scene: Scene) -> object:
@@ -515,6 +516,45 @@ async def worker_not_seen(scene: Scene) -> object:
     await scene.alive()
     await scene.claim(lease_ms=3_600_000)
     await scene.clock.advance(120_000)
+    return event_id
+
+
+@case("worker_lost", "fulfil may have lost its worker host:1, which was last seen 7 s ago, ",
+      "at 2026-06-01 12:00:00 UTC; ",
+      "another worker takes it over when the lease ends at 2026-06-01 12:00:15 UTC",
+      waits_for="the lease of its worker to end", seconds=15)  # fmt: skip
+async def worker_missed_its_heartbeat(scene: Scene) -> object:
+    scene.idle()
+    event_id = await _decided(scene)
+    await scene.alive(every_ms=5000)
+    await scene.claim(lease_ms=15_000)
+    await scene.clock.advance(7_000)
+    return event_id
+
+
+@case("executing", "fulfil is executing on worker host:1 since 2026-06-01 12:00:01 UTC, attempt 2 of step 'charge'")
+async def executing_a_step_again(scene: Scene) -> object:
+    event_id = await step_to_be_retried(scene)
+    await scene.clock.advance(1000)
+    await scene.alive(every_ms=5000)
+    await scene.claim()
+    await scene.clock.advance(5000)
+    return event_id
+
+
+@case("executing", "since 2026-06-01 14:00:00 UTC, after its step 'reserve' (ended at 2026-06-01 12:00:00 UTC)")
+async def executing_after_a_step(scene: Scene) -> object:
+    @scene.workflow()
+    async def fulfil(ctx: Context) -> None:
+        await ctx.step("reserve", lambda: 1)
+        await ctx.sleep("2h")
+
+    await scene.register()
+    event_id = await scene.publish()
+    await scene.execute()
+    await scene.clock.advance(7_200_000)
+    await scene.alive()
+    await scene.claim()
     return event_id
 
 

@@ -25,7 +25,7 @@ def list_workers(as_json: bool) -> None:
     rows = [
         (
             one["name"],
-            "alive" if one["is_alive"] else f"last seen {short_time(one['seen_at'])}",
+            "alive" if one["is_alive"] and not one["is_late"] else f"last seen {short_time(one['seen_at'])}",
             f"{len(one['executing'])}/{one['slots'] if one['slots'] is not None else '?'}",
             one["version"] or "",
             short_time(one["started_at"]),

@@ -30,7 +30,7 @@ class ExecutingRun(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as others see it: its release, how many runs it executes at a time (null: not known), the workflows
     whose code it has, with the version of each that has one (`code_versions`), and the runs that it holds. Not alive:
-    it sent no heartbeat for a while."""
+    it sent no heartbeat for a while; late: it has missed one."""
 
     name: str
     version: str | None
@@ -41,6 +41,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     workflows: list[str]
     executing: list[ExecutingRun]
     code_versions: dict[str, str] = {}
+    is_late: bool = False
 
 
 class Unserved(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,10 +58,11 @@ async def heartbeat(
     definitions: Sequence[DefinitionId],
     slots: int | None = None,
     versions: Sequence[str | None] = (),
+    every_ms: int | None = None,
 ) -> None:
     """A worker is alive, has the code of these definitions, in these versions (None: it has none), and executes so many
-    runs at a time."""
-    await connection.execute(_sql["heartbeat"], name, definitions, slots, __version__, versions)
+    runs at a time. It says so every so many milliseconds."""
+    await connection.execute(_sql["heartbeat"], name, definitions, slots, __version__, versions, every_ms)
 
 
 async def list_all(connection: Connection, alive_ms: int) -> list[WorkerRecord]:

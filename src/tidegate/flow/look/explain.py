@@ -257,7 +257,7 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee) -> S
         if one.delivery.retry_state == "scheduled" and one.delivery.reason == "concurrency"
     }
     found = await runs.list_page(connection, event_id=event.id, limit=MAX_RUNS)
-    of_steps = await steps.list_of_runs(connection, [one.id for one in found if one.status == "pending"])
+    of_steps = await steps.list_of_runs(connection, [one.id for one in found if one.status in ("pending", "running")])
     facts = StoryFacts(
         around.now, event, around, retry, lines, delivered, waiting, holders, found,
         await circumstances.of_runs(connection, [one.id for one in found]),

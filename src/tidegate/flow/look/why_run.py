@@ -68,8 +68,8 @@ def _running(facts: RunFacts) -> Why:
     if lease is not None and lease <= facts.now:
         text = f"lost its worker {name}: its lease ended at {moment(lease)}; another worker takes it over"
         return Why("worker_lost", text, "another worker to take it over", lease)
-    if worker is None or not worker.is_alive:
-        seen = f"was last seen at {moment(worker.seen_at)}" if worker else "sent no heartbeat"
+    if worker is None or worker.is_late or not worker.is_alive:
+        seen = f"was last seen {_ago(facts.now, worker.seen_at)}" if worker else "sent no heartbeat"
         text = f"may have lost its worker {name}, which {seen}"
         if lease is not None:
             text += f"; another worker takes it over when the lease ends at {moment(lease)}"
@@ -79,8 +79,26 @@ def _running(facts: RunFacts) -> Why:
         text = f"is being cancelled{by} since {moment(run.cancel_requested_at)}; it stops at its next step"
         return Why("cancelling", text, "its function to reach the next step")
     limit = f"; it times out at {moment(around.deadline_at)}" if around.deadline_at else ""
-    text = f"is executing on worker {name} since {moment(around.updated_at)}{limit}"
+    text = f"is executing on worker {name} since {moment(around.updated_at)}{_progress(facts.steps)}{limit}"
     return Why("executing", text, None, around.deadline_at)
+
+
+def _ago(now: datetime, at: datetime) -> str:
+    seconds = max(0, int((now - at).total_seconds()))
+    return f"{seconds} s ago, at {moment(at)}"
+
+
+def _progress(steps: Sequence[Step]) -> str:
+    """Where a run is that is being executed, by what is stored of it: a step is stored when it ends."""
+    failed = [step for step in steps if step.kind == "step" and step.status == "pending" and step.retry_attempts]
+    if failed:
+        return f", attempt {failed[0].retry_attempts + 1} of step {failed[0].name!r}"
+    done = [step for step in steps if step.status in ("succeeded", "failed") and not step.name.startswith("tidegate.")]
+    if not done:
+        return ""
+    last = max(done, key=lambda step: (step.updated_at is not None, step.updated_at, step.created_at))
+    at = f" (ended at {moment(last.updated_at)})" if last.updated_at else ""
+    return f", after its step {last.name!r}{at}"
 
 
 def _pending(facts: RunFacts) -> Why:

@@ -18,6 +18,7 @@ from tidegate.store import runs, workers
 from tidegate.store.db import STATEMENT_SECONDS, Database
 from tidegate.telemetry.logs import logger
 
+HEARTBEATS_PER_LEASE = 3
 # A worker without a heartbeat for this long is removed from the list of workers.
 GONE_MS = 3_600_000
 # A lease that was not renewed for this share of its length counts as lost; checked CHECKS_PER_LEASE times in one.
@@ -86,7 +87,7 @@ class LeaseKeeper:
         try:
             seconds = 0.0  # the first heartbeat at once; it may fail like any other
             while not await asyncio.to_thread(self._stopping.wait, seconds):
-                seconds = self._lease_ms / 3000
+                seconds = self._lease_ms / 1000 / HEARTBEATS_PER_LEASE
                 try:
                     await self._renew(database, worker)
                     await self.heartbeat(database)
@@ -126,7 +127,8 @@ class LeaseKeeper:
         due."""
         async with database.transaction() as connection:
             definitions, versions = self._offered()
-            await workers.heartbeat(connection, self._worker, definitions, self._slots, versions)
+            every_ms = self._lease_ms // HEARTBEATS_PER_LEASE
+            await workers.heartbeat(connection, self._worker, definitions, self._slots, versions, every_ms)
             await workers.forget(connection, GONE_MS)
         async with database.transaction() as connection:
             woken = await runs.offer_versions(connection, self._worker)

@@ -769,6 +769,8 @@ create table tidegate.workers (
   slots         bigint,
   version       text,
   versions      text[]      not null default '{}',
+  -- How often it sends a heartbeat (null: not known).
+  heartbeat_ms  bigint,
   started_at    timestamptz not null default tidegate.now(),
   seen_at       timestamptz not null default tidegate.now(),
   reconciled_at timestamptz
