@@ -97,7 +97,11 @@ async def test_a_failed_run_goes_on_as_the_same_run_after_its_finished_steps(
     assert audited is not None and tuple(audited) == ("ann", "dead_letter.replay", str(letter.id))
     story = await explain(connection, str(run["event_id"]))
     entries = [(line.decision, line.reason, line.actor) for line in story.decisions if line.stage == "run"]
-    assert entries == [("replayed", f"from dead letter {letter.id}", "ann"), ("succeeded", None, None)]
+    assert entries == [
+        ("failed", "step 'second' failed: ValueError: never", None),
+        ("replayed", f"from dead letter {letter.id}", "ann"),
+        ("succeeded", None, None),
+    ]
     assert story.summary == "work succeeded"
     with pytest.raises(Conflict, match="was replayed by ann"):
         await control.replay_letter(database, letter.id, "bob")

@@ -101,7 +101,7 @@ async def test_a_cancelled_run_resumes_and_needs_no_dead_letter(scene: Scene) ->
     assert calls == ["first", "second"]
     assert await scene.ask("select count(*) from tidegate.dead_letters") == 0
     lines = [(line.decision, line.actor) for line in (await scene.explain(event_id)).decisions if line.stage == "run"]
-    assert lines == [("retried", "ann"), ("succeeded", None)]
+    assert lines == [("cancelled", "ann"), ("retried", "ann"), ("succeeded", None)]
 
 
 async def test_a_retried_run_waits_for_a_free_slot(scene: Scene) -> None:

@@ -17,6 +17,7 @@ from tidegate import Breaker, Context, NonRetryable, RetryAfter
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
 from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.look.explain import Explanation
 from tidegate.model.ids import DeliveryId, EventId, RunId
 from tidegate.model.source import RateLimit, SourceBreakerPolicy
 from tidegate.store import refusals
@@ -786,6 +787,79 @@ async def test_an_unknown_id(scene: Scene) -> None:
     for given in (uuid.uuid4(), "o-8"):
         with pytest.raises(NotFound, match="no event, run or delivery"):
             await scene.explain(given)
+
+
+async def test_the_story_tells_failures_before_a_retry_in_order(scene: Scene) -> None:
+    world = scene.world
+    said = iter(["the bank is away", "the bank is closed"])
+
+    def pay() -> str:
+        if (text := next(said, None)) is not None:
+            raise NonRetryable(text)
+        return "paid"
+
+    @scene.workflow()
+    async def fulfil(ctx: Context) -> None:
+        await ctx.step("reserve", lambda: world.done.append("reserved"))
+        await ctx.step("charge", pay)
+
+    await scene.register()
+    event_id = await scene.publish()
+    await scene.execute()
+    run_id = RunId(await scene.run_id())
+    for _ in range(2):
+        await scene.clock.advance(60_000)
+        await control.retry_run(scene.database, run_id, "ann")
+        await scene.clock.advance(60_000)
+        await scene.execute()
+    expected = [
+        ("12:00", "ingest", "accepted", None), ("12:00", "deliver", "launched", None),
+        ("12:00", "run", "failed", "step 'charge' failed: NonRetryable: the bank is away"),
+        ("12:01", "run", "replayed", None),
+        ("12:02", "run", "failed", "step 'charge' failed: NonRetryable: the bank is closed"),
+        ("12:03", "run", "replayed", None), ("12:04", "run", "succeeded", None),
+    ]  # fmt: skip
+    assert _told(await scene.explain(event_id)) == expected
+    steps = [("12:00", "step", "succeeded", "reserve"), ("12:04", "step", "succeeded", "charge")]
+    of_run = _told(await scene.explain(run_id))
+    assert [line for line in of_run if line[1] != "step"] == expected
+    assert [line for line in of_run if line[1] == "step"] == steps
+    assert of_run == sorted(of_run, key=lambda line: line[0])
+
+
+async def test_the_story_of_a_rerun_that_failed_and_was_retried_is_its_own(scene: Scene) -> None:
+    _failing(scene)
+    await scene.register()
+    event_id = await scene.publish()
+    await scene.execute()
+    first = RunId(await scene.run_id())
+    await scene.clock.advance(60_000)
+    again = await control.rerun_run(scene.database, first, "ann")
+    await scene.clock.advance(60_000)
+    await scene.execute()
+    await scene.clock.advance(60_000)
+    await control.retry_run(scene.database, again, "bob")
+    empty = "ValueError: the order is empty"
+    of_first = [("12:00", "run", "failed", empty), ("12:01", "run", "rerun", f"as run {again}")]
+    of_second = [
+        ("12:01", "run", "rerun", f"repeats run {first}"), ("12:02", "run", "failed", empty),
+        ("12:03", "run", "replayed", None),
+    ]  # fmt: skip
+    begun = [("12:00", "ingest", "accepted", None), ("12:00", "deliver", "launched", None)]
+    assert _told(await scene.explain(first)) == [*begun, *of_first]
+    [*past, now] = _told(await scene.explain(again))
+    assert past == [*begun, *of_second] and now[1:3] == ("run", "pending")
+    told = _told(await scene.explain(event_id))[:-1]
+    assert told == [*begun, *sorted([*of_first, *of_second], key=lambda line: line[0])]
+
+
+def _told(found: Explanation) -> list[tuple[str, str, str, str | None]]:
+    """The lines of a story that have a time; what names a dead letter without its id."""
+    return [
+        (f"{line.at:%H:%M}", line.stage, line.decision, None if line.decision == "replayed" else line.reason)
+        for line in found.decisions
+        if line.at is not None
+    ]
 
 
 async def test_the_story_of_a_run_has_its_steps(scene: Scene) -> None:

@@ -103,7 +103,7 @@ class LostDelivery(NamedTuple):
 
 
 class DeadRun(NamedTuple):
-    """A run that is to resume."""
+    """A run that is to resume, and how it ended before."""
 
     id: RunId
     status: str
@@ -111,6 +111,11 @@ class DeadRun(NamedTuple):
     concurrency_key: str | None
     workflow: str
     is_workflow_deleted: bool
+    event_id: EventId | None
+    error: str | None
+    finished_at: datetime | None
+    cancelled_by: str | None
+    attempts: int
 
 
 async def list_page(

@@ -184,7 +184,8 @@ returning d.id
 
 -- name: describe_run
 -- A run that is to resume, by its own id or a step's: what it is, and whether its workflow still exists.
-select r.id, r.status, r.trigger_id, r.concurrency_key, w.slug as workflow, w.deleted_at is not null as is_workflow_deleted
+select r.id, r.status, r.trigger_id, r.concurrency_key, w.slug as workflow, w.deleted_at is not null as is_workflow_deleted,
+       r.event_id, r.error, r.finished_at, r.cancelled_by, r.attempts
   from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
  where r.id = $1 or r.id = (select s.workflow_run_id from tidegate.workflow_run_steps s where s.id = $1)
 

@@ -16,7 +16,8 @@ _sql = load("decisions")
 
 
 class NewDecision(NamedTuple):
-    """One decision; `at` None means now. `detail` holds the triggers that an event did not fire."""
+    """One decision; `at` None means now. `detail` holds the triggers that an event did not fire, the runs
+    that it woke, or the run that the decision is about (`run_id`)."""
 
     event_id: EventId
     at: datetime | None

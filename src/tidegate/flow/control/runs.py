@@ -139,7 +139,14 @@ async def _rerun(connection: Connection, run_id: RunId, new_id: RunId, actor: st
     await runs.rerun(connection, run_id, new_id, slot.key)
     if known.event_id is not None:
         line = NewDecision(
-            known.event_id, None, "run", "rerun", f"as run {new_id}", actor=actor, trigger_id=found.trigger_id
+            known.event_id,
+            None,
+            "run",
+            "rerun",
+            f"as run {new_id}",
+            actor=actor,
+            trigger_id=found.trigger_id,
+            detail={"run_id": run_id},
         )
         await decisions.insert(connection, [line])
     await audit.insert(

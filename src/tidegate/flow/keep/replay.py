@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from tidegate import failpoints
-from tidegate.errors import Conflict
+from tidegate.errors import Conflict, first_line
 from tidegate.flow.decide.one_by_one import MAX_ERROR_CHARACTERS, error_text, one_by_one
 from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, StepId
 from tidegate.queue.port import Topic
@@ -213,8 +213,16 @@ async def resume(
     if not await dead_letters.replay_run(connection, found, step_id, letter_id, slot.key):
         raise Conflict(f"run {found.id} was already resumed")
     if line is not None:
-        await decisions.insert(connection, [line._replace(trigger_id=found.trigger_id)])
+        lines = [_end_before(found, line.event_id), line]
+        about = {"run_id": found.id}
+        await decisions.insert(connection, [one._replace(trigger_id=found.trigger_id, detail=about) for one in lines])
     return found.id
+
+
+def _end_before(run: DeadRun, event_id: EventId) -> NewDecision:
+    """How a run ended that resumes: its row does not tell that any more."""
+    said = first_line(run.error or "")[:MAX_ERROR_CHARACTERS] or None
+    return NewDecision(event_id, run.finished_at, "run", run.status, said, attempt=run.attempts, actor=run.cancelled_by)
 
 
 class FoundSlot(NamedTuple):

@@ -172,7 +172,7 @@ async def _explained(connection: Connection, subject: Subject, may_see: MaySee) 
         waits_for=waits_for,
         until=until,
         outcomes=told.outcomes,
-        decisions=told.lines,
+        decisions=story.in_order(told.lines),
         caused_by_run_id=caused_by[0],
         caused_by_event_id=caused_by[1],
     )

@@ -238,18 +238,17 @@ def _runs(
     outcomes: list[Outcome] = []
     for run in sorted(runs, key=lambda one: (one.created_at, one.id)):
         around = facts.around_runs[run.id]
-        if run.rerun_of is None:
-            recorded = [line for line in facts.lines if line.stage in ("step", "run") and line.trigger_id == trigger_id]
-            story += [msgspec.structs.replace(_named(line, names or {}), run_id=run.id) for line in recorded]
-        else:
+        recorded = [line for line in facts.lines if _is_about(line, run, trigger_id)]
+        if run.rerun_of is not None:
             story.append(
                 Decision(at=run.created_at, stage="run", decision="rerun", reason=f"repeats run {run.rerun_of}",
                          workflow=run.workflow, trigger_id=around.trigger_id, trigger=around.trigger, run_id=run.id)
             )  # fmt: skip
+        story += [msgspec.structs.replace(_named(line, names or {}), run_id=run.id) for line in recorded]
         why = why_run(RunFacts(facts.now, run, around, facts.steps.get(run.id, ()), facts.workers, facts.letters))
         story.append(
             Decision(
-                at=run.finished_at or run.started_at or run.created_at,
+                at=run.finished_at or around.updated_at,
                 stage="run",
                 decision=run.status,
                 reason=_reason(run, why),
@@ -268,6 +267,27 @@ def _runs(
         ]  # fmt: skip
         outcomes.append(_outcome(why, run.workflow, around.trigger, run.delivery_id, run.id))
     return story, outcomes
+
+
+def _is_about(line: NewDecision, run: Run, trigger_id: TriggerId | None) -> bool:
+    """Whether a decision is about a run: it says so, or else is about the first run of its trigger."""
+    if line.stage not in ("step", "run"):
+        return False
+    named = line.detail.get("run_id") if isinstance(line.detail, dict) else None
+    return named == str(run.id) if named else line.trigger_id == trigger_id and run.rerun_of is None
+
+
+def in_order(lines: Sequence[Decision]) -> list[Decision]:
+    """The lines in the order of their times. One without a time stays behind the line before it; how a run is now comes
+    last."""
+    keyed, place = [], (0, 0.0)
+    for line in lines:
+        if line.stage == "run" and line.decision in ("pending", "running"):
+            place = (1, 0.0)
+        elif line.at is not None:
+            place = (0, line.at.timestamp())
+        keyed.append((place, line))
+    return [line for _, line in sorted(keyed, key=lambda one: one[0])]
 
 
 def _reason(run: Run, why: Why) -> str | None:
