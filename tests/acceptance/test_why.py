@@ -28,6 +28,15 @@ async def quick(ctx: Context, id: int = 0):
     return {"id": id}
 
 
+@app.workflow(on="order.placed")
+async def approve(ctx: Context, id: int = 0):
+    approved = await ctx.wait_for("order.approved", match={"id": id}, timeout="1h")
+    if approved.payload.get("later"):
+        await ctx.sleep("1h")
+    if approved.payload.get("broken"):
+        raise ValueError("no paper")
+
+
 @app.workflow(on="order.broken", breaker=Breaker(threshold=1000))
 async def broken(ctx: Context, id: int = 0):
     raise ValueError("no paper")
@@ -105,6 +114,24 @@ def test_waiting_for_what_an_event_launches(url: str) -> None:
     publish(url, "order.created", "w-8", "--wait", "--timeout", "0.2", status=1, amount=500)
 
 
+@pytest.mark.parametrize(
+    ("own_id", "payload", "status", "told"),
+    [
+        (20, {}, 0, "approve succeeded"),
+        (21, {"later": True}, 0, "approve sleeps until"),
+        (22, {"broken": True}, 1, "approve failed: ValueError: no paper"),
+    ],
+)
+def test_waiting_for_what_an_event_wakes(
+    url: str, own_id: int, payload: dict[str, Any], status: int, told: str
+) -> None:
+    publish(url, "order.placed", f"placed-{own_id}", id=own_id)
+    run_id = settled(url, f"placed-{own_id}", "waiting_for_event")["outcomes"][0]["run_id"]
+    text = publish(url, "order.approved", f"approved-{own_id}", "--wait", status=status, id=own_id, **payload)
+    lines = text.splitlines()
+    assert f"woke run {run_id}" in lines and lines[-1].startswith(told)
+
+
 def test_many_runs_at_once(url: str) -> None:
     for n in range(3):
         publish(url, "order.broken", f"many-{n}", "--wait", status=1, id=100 + n)
@@ -126,7 +153,7 @@ def test_many_runs_at_once(url: str) -> None:
 
 def test_workers_and_events(url: str) -> None:
     [one] = json.loads(cli(url, "workers", "list", "--json"))["workers"]
-    assert one["is_alive"] and one["workflows"] == ["broken", "fulfil", "quick"] and one["slots"] > 0
+    assert one["is_alive"] and one["workflows"] == ["approve", "broken", "fulfil", "quick"] and one["slots"] > 0
     assert one["name"] in cli(url, "workers", "list")
     publish(url, "order.quick", "tail-1", "--wait")
     assert "tail-1  quick succeeded" in cli(url, "events", "tail", "--once")

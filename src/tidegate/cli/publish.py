@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from tidegate.model.times import parse_time
 
 # How often an event is asked for with --wait.
 WAIT_SECONDS = 0.2
+# Of the runs that an event woke, at most this many are followed.
+MAX_FOLLOWED = 10
+# The states of a run that a worker executes, or will as soon as it can.
+_IN_HAND = {"due", "slots_busy", "no_worker", "workflow_unserved", "suspect", "executing", "cancelling", "worker_lost"}
 
 # The API's field names, and the arguments and options that set them.
 _NAMES = {"type": "TYPE", "source": "--source", "payload": "--data", "id": "--id", "correlation_id": "--correlation-id",
@@ -35,7 +40,9 @@ _NAMES = {"type": "TYPE", "source": "--source", "payload": "--data", "id": "--id
 @click.option("--correlation-id", default=None, help="Correlation id, passed on to logs, runs and traces.")
 @click.option("--at", "at", default=None, help="Decide it at this time, e.g. 2026-01-31T09:30:00Z, and not before.")
 @click.option("--delay", default=None, help="Decide it after this long: 30s, 10m, 2h, 1d.")
-@click.option("--wait", "is_waiting", is_flag=True, help="Wait for the runs that it launches, and print what they do.")
+@click.option(
+    "--wait", "is_waiting", is_flag=True, help="Wait for the runs that it launches or wakes, and print what they do."
+)
 @click.option("--timeout", default=60.0, show_default=True, type=click.FloatRange(0.1), help="Seconds, with --wait.")
 @json_option
 def publish(
@@ -52,8 +59,8 @@ def publish(
 ) -> None:
     """Publish an event of TYPE. Returns after the event is committed; with --at or --delay it is decided later.
 
-    With --wait it returns when what the event launched has ended; the exit status is 1 if a run did not succeed,
-    nothing was launched, or not all ended in time.
+    With --wait it returns when what the event launched has ended, and each waiting run that it woke has ended or waits
+    again; the exit status is 1 if a run failed, nothing was launched or woken, or it took longer than --timeout.
     """
     payload = read_object(data)
     with client() as api, written_as(_NAMES):
@@ -63,25 +70,50 @@ def publish(
         )  # fmt: skip
         if not as_json:
             click.echo(f"{receipt.status} {receipt.id}")
-        story = _followed(api, str(receipt.id), timeout, is_quiet=as_json) if is_waiting else None
+        if not is_waiting:
+            if as_json:
+                print_json(receipt)
+            return
+        until = monotonic() + timeout
+        story = _followed(api, str(receipt.id), until, _has_ended, is_quiet=as_json)
+        met = [run_id for line in story["decisions"] if line["stage"] == "wait" for run_id in line.get("run_ids", ())]
+        woken = [_followed(api, run_id, until, _has_ended_or_waits, is_quiet=as_json) for run_id in met[:MAX_FOLLOWED]]
     if as_json:
-        print_json(receipt if story is None else {"id": receipt.id, "status": receipt.status, "explanation": story})
-    if story is not None:
-        ends = {one["state"] for one in story["outcomes"]}
-        if ends != {"succeeded"}:
-            sys.exit(1)
+        shown = {"id": receipt.id, "status": receipt.status, "explanation": story}
+        print_json(shown | ({"woken": woken} if woken else {}))
+    if not _is_well(story, woken):
+        sys.exit(1)
 
 
-def _followed(api: Client, event_id: str, timeout: float, *, is_quiet: bool) -> Json:
-    """The explanation of an event once nothing of it waits or runs, or the time is over; each change is printed."""
-    until, last = monotonic() + timeout, ""
+def _is_well(story: Json, woken: Sequence[Json]) -> bool:
+    """Whether an event has launched or met runs, those launched have succeeded, and those met are well."""
+    launched = {one["state"] for one in story["outcomes"]}
+    is_over = all(map(_has_ended_or_waits, woken)) and "failed" not in _states(woken)
+    return bool(launched or woken) and launched <= {"succeeded"} and is_over
+
+
+def _states(stories: Sequence[Json]) -> set[str]:
+    return {one["state"] for story in stories for one in story["outcomes"]}
+
+
+def _has_ended(story: Json) -> bool:
+    return story["waits_for"] is None and "executing" not in _states([story])
+
+
+def _has_ended_or_waits(story: Json) -> bool:
+    """Whether no worker has to do anything about a run now."""
+    return not _states([story]) & _IN_HAND
+
+
+def _followed(api: Client, given: str, until: float, is_over: Callable[[Json], bool], *, is_quiet: bool) -> Json:
+    """The explanation of an event or a run once it is over, or the time is; each change is printed."""
+    last = ""
     while True:
-        story: Json = api.request("GET", f"/v1/explain/{event_id}")
+        story: Json = api.request("GET", f"/v1/explain/{given}")
         if story["summary"] != last and not is_quiet:
             click.echo(printable(story["summary"]))
         last = story["summary"]
-        is_over = story["waits_for"] is None and all(one["state"] != "executing" for one in story["outcomes"])
-        if is_over or monotonic() >= until:
+        if is_over(story) or monotonic() >= until:
             return story
         time.sleep(WAIT_SECONDS)
 

@@ -33,7 +33,7 @@ from tidegate.store.workers import WorkerRecord
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One decision. `waits_for` is null when it waits for nothing; `until` is when it continues, null when that cannot
-    be known."""
+    be known. `run_ids` are the waiting runs that the event woke or cancelled (stage `wait`), at most 100."""
 
     at: datetime | None
     stage: str
@@ -48,6 +48,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     waits_for: str | None = None
     attempt: int | None = None
     actor: str | None = None
+    run_ids: list[RunId] = []
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -320,4 +321,5 @@ def _recorded(line: NewDecision) -> Decision:
         until=line.until,
         attempt=line.attempt,
         actor=line.actor,
+        run_ids=[RunId(uuid.UUID(one["run_id"])) for one in line.detail or ()] if line.stage == "wait" else [],
     )
