@@ -290,6 +290,12 @@ def test_code_is_reloaded_and_lines_are_printed(tmp_path: Path) -> None:
         launched = process.wait_for_line(r"run   ([0-9a-f-]{36}) launched: fulfil/code by event [0-9a-f-]{36}$")
         process.wait_for_line(rf"run   {launched[1]} finished: fulfil$")
 
+        assert """ publish order.created --source my.program --data '{"id": 7}'\n""" in process.output
+        with Client(address) as client:
+            missed = client.publish("Order.Created", source="shop.api", payload={"id": 4})
+        why = "launched nothing: no active trigger matches .*; near miss fulfil/code: its type is order.created, and"
+        process.wait_for_line(rf"^\d\d:\d\d:\d\d event {missed.id} {why}")
+
         letters.write_text("def text(id):\n    return f'second {id}'\n")
         process.wait_for_line("reloaded; workflows: fulfil$")
         assert output_of(address, 2) == "second 2"

@@ -13,12 +13,13 @@ import msgspec
 
 from tidegate.api.server import bind, serving
 from tidegate.app import Tidegate
-from tidegate.cli import live_lines
+from tidegate.cli import live_lines, try_it
 from tidegate.cli.output import kept_for
 from tidegate.cli.process import first, read_settings, run, supervised
 from tidegate.cli.reload import Code
 from tidegate.embedded import EmbeddedPostgres
 from tidegate.errors import TidegateError
+from tidegate.flow.look import explain
 from tidegate.model.masking import masked
 from tidegate.settings import Settings
 from tidegate.store import migrate
@@ -133,8 +134,23 @@ async def _dev(
     async with serving(settings, listening) as server:
         _welcome(application, settings, server.port)
         async with supervised(working.run(), working.stop) as work:
-            await first(stop.wait(), server.wait(), work, *([_ended(postgres)] if postgres else []))
+            ended = [_ended(postgres)] if postgres else []
+            await first(stop.wait(), server.wait(), work, _explain_nothing(settings), *ended)
         click.echo("tidegate: stopping …")
+
+
+async def _explain_nothing(settings: Settings) -> None:
+    """Print why events launched nothing, until this is cancelled."""
+    database = Database(settings.require_database_url(), "dev", size=1)
+
+    async def summary(event_id: str) -> str:
+        async with database.connection() as connection:
+            return (await explain.explain(connection, event_id)).summary
+
+    try:
+        await live_lines.explain_nothing(summary)
+    finally:
+        await database.close()
 
 
 async def _ended(postgres: EmbeddedPostgres) -> None:
@@ -159,7 +175,7 @@ def _welcome(application: Tidegate, settings: Settings, port: int) -> None:
     click.echo(f"  workflows: {', '.join(sorted(application.workflows)) or 'none'}")
     click.echo(f"  database:  {masked(settings.database_url or '')}")
     click.echo(f"  history:   {kept_for(settings.retention_events_seconds)} (TIDEGATE_RETENTION_EVENTS_SECONDS)")
-    click.echo("\nTry it in another terminal:")
-    click.echo(f"""  {command} publish order.created --source shop.api --data '{{"id": 7, "amount": 120}}'""")
-    click.echo(f"  {command} runs list")
+    example = try_it.example(application.workflows.values())
+    if example is not None:
+        click.echo(f"\nTry it in another terminal:\n  {command} {example}\n  {command} runs list")
     click.echo("\nPress Ctrl-C to stop; the data is kept.")

@@ -17,6 +17,7 @@ from tidegate.flow.decide.gate import LockedGates
 from tidegate.flow.decide.match import Filtered, Match, Matcher, match
 from tidegate.flow.decide.reporting import (
     held_line,
+    log_nothing,
     log_source_moves,
     log_trigger_moves,
     report_deliveries,
@@ -49,7 +50,7 @@ NOBODY_WAITS = Met()
 class Delivered(NamedTuple):
     """The outcome for admitted events: `failures` counted by source, `moves` and `source_moves` of breakers,
     `matching_ns` the start and end of matching, `lags` the seconds since receipt by source, `met` the runs that waited
-    for the events."""
+    for the `events`."""
 
     launched: int = 0
     failed: int = 0
@@ -63,6 +64,7 @@ class Delivered(NamedTuple):
     lags: Mapping[str, Sequence[float]] = {}
     source_moves: Sequence[SourceMove] = ()
     met: Met = NOBODY_WAITS
+    events: Sequence[Event] = ()
 
 
 NOTHING = Delivered()
@@ -164,7 +166,7 @@ class Batch:
         names, took = _names(candidates), matched.matching_ns
         return Delivered(
             len(decided), decided=decided, filtered=filtered, names=names, claimed=claimed, matching_ns=took, lags=late,
-            source_moves=source_moves, met=met,
+            source_moves=source_moves, met=met, events=events,
         )  # fmt: skip
 
     async def deliver(
@@ -194,8 +196,9 @@ class Batch:
         names, took = _names(candidates), matched.matching_ns
         late = lags(gates.now, events)
         return Delivered(
-            len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late, source_moves, met
-        )
+            len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late, source_moves, met,
+            events,
+        )  # fmt: skip
 
     def begin(self, delivered: Delivered) -> None:
         """Start, after the commit, the runs that were claimed at their creation."""
@@ -205,6 +208,10 @@ class Batch:
     def committed(self, delivered: Delivered) -> None:
         """Count and log, after the commit, what was decided."""
         report_deliveries(delivered.decided, delivered.names, are_newcomers=True)
+        log_nothing(
+            delivered.events,
+            {one.event_id for one in delivered.decided} | {one.event.id for one in delivered.met.meetings},
+        )
         log_trigger_moves(delivered.moves)
         log_source_moves(delivered.source_moves)
         for one in delivered.filtered:

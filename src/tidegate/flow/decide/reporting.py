@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from tidegate.errors import first_line
 from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.model.event import Event
-from tidegate.model.ids import TriggerId
+from tidegate.model.ids import EventId, TriggerId
 from tidegate.model.run import ClaimedRun, FinishedRun
 from tidegate.model.trigger import CompiledTrigger
 from tidegate.model.trigger_gate import TriggerMove
@@ -73,6 +73,16 @@ def report_deliveries(decided: Sequence[Decided], names: Mapping[TriggerId, str]
             next_attempt_at=one.next_attempt_at,
             reason=one.last_error,
         )
+
+
+def log_nothing(events: Sequence[Event], decided: Collection[EventId]) -> None:
+    """Log, after the commit, the events that neither fired a trigger nor met a waiting run."""
+    if not _log.is_debug:
+        return
+    for event in events:
+        if event.id not in decided and event.replayed_at is None:
+            _log.debug("event.launched_nothing", event_id=event.id, correlation_id=event.correlation_id,
+                       source=event.source, type=event.type)  # fmt: skip
 
 
 def log_trigger_moves(moves: Iterable[TriggerMove]) -> None:
