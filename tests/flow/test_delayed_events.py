@@ -386,7 +386,7 @@ async def test_it_can_be_taken_back_until_it_is_decided(
         await control.cancel_event(database, inboxed.id, "ops")
     await clock.advance(1000)
     await worker.turn()
-    assert [event_id for event_id, _ in await launched(connection)] == [str(kept.id), str(inboxed.id)]
+    assert [event_id for event_id, _ in await launched(connection)] == [str(inboxed.id), str(kept.id)]
     with pytest.raises(Conflict, match="is no longer waiting: its retry is completed"):
         await control.cancel_event(database, kept.id, "ops")
     assert (await explain(connection, "gone")).decisions[-1].decision == "cancelled"

@@ -1,16 +1,19 @@
 """`workflow_run_steps`: what a step may be, and the order of a run's steps."""
 
+import asyncio
 import uuid
+from functools import partial
 from typing import Any
 
 import asyncpg
 import pytest
 
+from tests.flow.conftest import eventually
 from tidegate.model.ids import step_id
 from tidegate.model.run import STEP_STATUSES, FinishedRun
 from tidegate.model.step import StepWrite
 from tidegate.store import runs, steps
-from tidegate.store.db import Connection
+from tidegate.store.db import Connection, Database
 
 from .builders import NOW, day_of, insert_row, make_definition, make_runs, set_clock, waiting_steps
 
@@ -84,3 +87,28 @@ async def test_bad_name_is_refused(connection: Connection, name: str) -> None:
     [run_id] = await make_runs(connection, [NOW])
     with pytest.raises(asyncpg.CheckViolationError, match="name_check"):
         await insert_row(connection, "workflow_run_steps", id=step_id(run_id, name), workflow_run_id=run_id, name=name)
+
+
+@pytest.mark.parametrize("kind", ["child", "map", "wait"])
+@pytest.mark.parametrize("status", ["pending", "cancelled"])
+async def test_a_step_that_another_transaction_ends_meanwhile_is_not_lost(
+    database: Database, kind: Any, status: Any
+) -> None:
+    """Its run is held: a write that waited for the run's lock must not say otherwise."""
+    async with database.transaction() as connection:
+        await set_clock(connection)
+        [run_id] = await make_runs(connection, [NOW])
+        definition = await make_definition(connection)
+        [held] = await runs.claim_due(connection, definitions=[definition], limit=1, worker="w", lease_ms=1000)
+        claim = {"claim_generation": held.claim_generation, "kind": kind}
+        assert await steps.write(connection, [write(run_id, "charge", status="pending", **claim)])
+    async with database.transaction() as ending:
+        await runs.lock(ending, [run_id])
+        await ending.execute("update tidegate.workflow_run_steps set status = 'succeeded', result = '7'")
+        again = write(run_id, "charge", status=status, **claim)
+        writing = asyncio.create_task(database.run(partial(steps.write, writes=[again])))
+        await eventually(database, "select exists (select from pg_locks where not granted)")
+    assert list(await writing) == [(run_id, "charge")]
+    async with database.connection() as connection:
+        [step] = await steps.list_of_run(connection, run_id)
+    assert step.status == ("cancelled" if (kind, status) == ("wait", "cancelled") else "succeeded")

@@ -128,9 +128,12 @@ class Event(msgspec.Struct, frozen=True):
     def counted_from(self) -> datetime:
         """The start of its age and of its time to live: when it was received, its `deliver_at` if that was later, or
         when it was last replayed."""
-        if self.deliver_at is None:
-            return self.replayed_at or self.received_at
-        return self.replayed_at or max(self.received_at, self.deliver_at)
+        return self.replayed_at or self.arrived_at
+
+    @property
+    def arrived_at(self) -> datetime:
+        """When it was received, or its `deliver_at` if that was later."""
+        return self.received_at if self.deliver_at is None else max(self.received_at, self.deliver_at)
 
     def envelope(self) -> dict[str, Any]:
         """The event as JSON values: the value of `$` in paths and of `event` in expressions and templates."""

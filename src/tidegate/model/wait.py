@@ -96,7 +96,7 @@ class OpenWait(msgspec.Struct, frozen=True, kw_only=True):
         """Whether an event is one that this wait is for, whatever its payload is found by."""
         if event.type != self.event_type or not is_source(self.source, event.source):
             return False
-        if event.ingress_sequence <= self.after_sequence or (self.since is not None and event.received_at < self.since):
+        if event.ingress_sequence <= self.after_sequence or (self.since is not None and event.arrived_at < self.since):
             return False
         if key_of_event(event, self.paths) != self.key:
             return False

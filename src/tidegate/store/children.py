@@ -126,8 +126,14 @@ async def list_passed_down(connection: Connection, parents: int, of_each: int) -
     return [PassedDown(r[0], r[1], None if r[2] is None else StartedChild(r[0], r[2], r[3], r[4], r[5])) for r in rows]
 
 
+async def is_passed_down(connection: Connection, run_id: RunId) -> bool:
+    """Whether the children of a run, which this transaction has locked, are still to be cancelled."""
+    found: bool = await connection.fetchval(_sql["is_passed_down"], run_id)
+    return found
+
+
 async def passed_down(connection: Connection, run_ids: Collection[RunId]) -> None:
-    """Nothing is left to be cancelled with these runs."""
+    """Those of these runs with which nothing is left to be cancelled are done."""
     await connection.execute(_sql["passed_down"], list(run_ids))
 
 

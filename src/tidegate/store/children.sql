@@ -100,9 +100,17 @@ select p.run_id, p.reason, c.step_id, c.position, c.event_id, c.child_run_id
                       where c.step_id between tidegate.first_of(p.run_id) and tidegate.last_of(p.run_id)
                         and c.run_id = p.run_id and c.status = 'started' limit $2) c on true
 
+-- name: is_passed_down
+-- Whether the children of a run are still to be cancelled. The caller has locked the run: it is not resumed meanwhile.
+select exists (select from tidegate.run_cancellations where run_id = $1)
+
 -- name: passed_down
--- Nothing is left to be cancelled with these runs.
-delete from tidegate.run_cancellations where run_id = any ($1::uuid[])
+-- Those of these runs with which nothing is left to be cancelled are done.
+delete from tidegate.run_cancellations p
+ where p.run_id = any ($1::uuid[])
+   and not exists (select from tidegate.run_children c
+                    where c.step_id between tidegate.first_of(p.run_id) and tidegate.last_of(p.run_id)
+                      and c.run_id = p.run_id and c.status = 'started')
 
 -- name: list_started
 -- A page of children that have been started and have not ended, after a given one.

@@ -252,6 +252,7 @@ async def replay_run(
     letter_id: DeadLetterId | None,
     concurrency_key: str | None,
 ) -> bool:
-    """Resume a failed or cancelled run after its completed steps; False when it cannot be."""
+    """Resume a failed or cancelled run, which this transaction has locked, after its completed steps; False when it
+    cannot be."""
     await connection.execute(_sql["revive_steps"], run.id, step_id)
     return await connection.fetchval(_sql["replay_run"], run.id, letter_id, concurrency_key) is not None

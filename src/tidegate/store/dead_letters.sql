@@ -192,7 +192,7 @@ select r.id, r.status, r.trigger_id, r.concurrency_key, w.slug as workflow, w.de
 -- name: revive_steps
 -- Resets what a failed or cancelled run had not finished. The step that it failed with ($2, or if that is not known one after which
 -- none has succeeded) is pending again; those that waited, or were cut off with the failure, start again, and what cancels
--- the run is registered again. Finished steps stay, also those whose failure the function had caught. Of a step with children,
+-- the run is registered again, with the events that have done so. Finished steps stay, also those whose failure the function had caught. Of a step with children,
 -- those that failed, or were cancelled with their parent, are started again; those that have not ended go on.
 with failure as materialized (
   select coalesce((select s.updated_at from tidegate.workflow_run_steps s where s.id = $2), r.finished_at)
@@ -203,6 +203,7 @@ with failure as materialized (
    where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1
      and s.status in ('pending', 'running', 'cancelled') and (s.kind not in ('child', 'map') or s.status = 'cancelled')
      and (s.error is distinct from 'cut off by the workflow' or s.updated_at >= f.at)
+     and s.retry_metadata ->> 'reason' is distinct from 'cancel_on'
 ), cancels as (
   update tidegate.workflow_run_steps s set status = 'pending', updated_at = tidegate.now() from failure
    where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1

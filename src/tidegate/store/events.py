@@ -96,6 +96,12 @@ async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> list
     return [Event(*row) for row in await connection.fetch(_sql["claim_inbox_one"], ingress_sequence)]
 
 
+async def renumber(connection: Connection, arrived: Sequence[Event]) -> None:
+    """Store the numbers that delayed events have got at their time."""
+    ids = [event.id for event in arrived]
+    await connection.execute(_sql["renumber"], ids, [e.ingress_sequence for e in arrived], min(ids), max(ids))
+
+
 async def list_inbox(connection: Connection, limit: int) -> list[int]:
     """The sequence numbers of the oldest undecided events."""
     return [row[0] for row in await connection.fetch(_sql["list_inbox"], limit)]

@@ -174,6 +174,12 @@ select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.in
        e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at, e.deliver_at, e.origin
   from claimed join tidegate.workflow_events e on e.id = claimed.event_id
 
+-- name: renumber
+-- Delayed events have arrived: each has a new number in the order of arrival.
+update tidegate.workflow_events e set ingress_sequence = u.ingress_sequence
+  from unnest($1::uuid[], $2::bigint[]) as u (id, ingress_sequence)
+ where e.id = u.id and e.id = any ($1::uuid[]) and e.id between $3 and $4
+
 -- name: list_inbox
 -- The oldest undecided events, without locking them.
 select ingress_sequence from tidegate.event_inbox order by ingress_sequence limit $1

@@ -50,6 +50,23 @@ async def write(
         column(json_texts(w.retry_metadata for w in writes), "{}"),
         column([w.workflow_run_id in ended for w in writes], True),
     )
+    kept = {(row[0], row[1]): RecordedStep(row[2], row[3]) for row in rows}
+    missing = [w for w in writes if (w.workflow_run_id, w.name) not in kept and w.workflow_run_id not in ended]
+    if missing:
+        kept |= await _done_before(connection, missing)
+    return kept
+
+
+async def _done_before(connection: Connection, writes: Sequence[StepWrite]) -> dict[tuple[RunId, str], RecordedStep]:
+    """Those of the steps that need no write: they are done, and their runs are still held."""
+    rows = await connection.fetch(
+        _sql["done_before"],
+        [w.id for w in writes],
+        [w.workflow_run_id for w in writes],
+        [w.claim_generation for w in writes],
+        [w.status for w in writes],
+        [w.kind for w in writes],
+    )
     return {(row[0], row[1]): RecordedStep(row[2], row[3]) for row in rows}
 
 

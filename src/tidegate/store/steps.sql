@@ -1,10 +1,9 @@
 -- name: write
 -- Records the outcome of steps of runs that their worker still holds, or that this transaction has ended ($13); a step that
 -- is done stays as it is. Returns run, name, whether the run's cancellation was asked for, and when the step resumes; a
--- step that is missing there was written by a worker that lost its claim, and nothing changes. One that the same claim has
--- written before, by a commit whose answer was lost, is returned, and so is one whose children have ended since. A wait that its
--- function has cut off is cut off, even if its event came meanwhile: the function has gone on without it. Steps are a microsecond apart:
--- `created_at` tells their order. The runs are locked, so that no worker takes one over
+-- step that is missing there was done before (`done_before`), or written by a worker that lost its claim, and nothing changes. A wait that
+-- its function has cut off is cut off, even if its event came meanwhile: the function has gone on without it. Steps are a microsecond
+-- apart: `created_at` tells their order. The runs are locked, so that no worker takes one over
 -- meanwhile. An empty array means the default in every row: a step that succeeded at once, in a run that has ended.
 with input as materialized (
   select u.id, u.workflow_run_id, u.claim_generation, u.name, coalesce(u.status, 'succeeded') as status,
@@ -42,12 +41,16 @@ with input as materialized (
 )
 select w.workflow_run_id, w.name, coalesce(h.cancel_requested, false), w.next_attempt_at
   from written w left join held h on h.id = w.workflow_run_id
-union all
-select s.workflow_run_id, s.name, h.cancel_requested, s.next_attempt_at
-  from input u
-  join held h on h.id = u.workflow_run_id and h.claim_generation = u.claim_generation
+
+-- name: done_before
+-- Those of the steps that `write` did not write, and that were done before, in runs that their worker still holds: by the same claim,
+-- by a commit whose answer was lost, or because their children have ended or their event has come. A statement of its own: `write` may have
+-- waited for the run, and sees its steps as before.
+select s.workflow_run_id, s.name, r.cancel_requested_at is not null, s.next_attempt_at
+  from unnest($1::uuid[], $2::uuid[], $3::bigint[], $4::text[], $5::text[]) as u (id, workflow_run_id, claim_generation, status, kind)
+  join tidegate.workflow_runs r on r.id = u.workflow_run_id and {{runs.is_held}} and r.claim_generation = u.claim_generation
   join tidegate.workflow_run_steps s on s.id = u.id
- where (s.status = u.status or u.kind in ('child', 'map')) and s.status in ('succeeded', 'failed', 'cancelled')
+ where (s.status = u.status or u.kind in ('child', 'map', 'wait')) and s.status in ('succeeded', 'failed', 'cancelled')
 
 -- name: end_waiting
 -- The runs have ended: cancels their waiting steps and timers, and ends their waits for events. Returns how many steps (timers and

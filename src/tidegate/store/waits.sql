@@ -1,7 +1,9 @@
 -- name: register
--- Begins to wait for events: the steps are written in this transaction, and end at their time. Events count from the sequence or the
+-- Begins to wait for events: the steps are written in this transaction, and end at their time; not for a step that is done, which was
+-- written before by a commit whose answer was lost. Events count from the sequence or the
 -- time given, by default from the creation of the run. For a time the sequence is one that every event received since then follows: the
--- numbers of events are in the order of their receipt but for the few seconds that storing one can take.
+-- numbers of events are in the order of their receipt but for the few seconds that storing one can take, and for delayed events, which have
+-- a later one.
 insert into tidegate.event_waits
   (id, workflow_run_id, step_id, number, mode, event_type, source, paths, key, contained, where_text, after_sequence, since,
    until)
@@ -13,10 +15,10 @@ select u.id, u.workflow_run_id, u.step_id, u.number, u.mode, u.event_type, u.sou
     as u (id, workflow_run_id, step_id, number, mode, event_type, source, paths, key, contained, where_text, after_sequence, since,
           since_ms)
  cross join lateral (select r.created_at from tidegate.workflow_runs r where r.id = u.workflow_run_id offset 0) r
- cross join lateral (select s.next_attempt_at from tidegate.workflow_run_steps s where s.id = u.step_id offset 0) s
+ cross join lateral (select s.next_attempt_at from tidegate.workflow_run_steps s where s.id = u.step_id and s.status = 'pending' offset 0) s
  cross join lateral (select coalesce(u.since, tidegate.now() - u.since_ms * interval '1 ms', r.created_at) as since) start
   left join lateral (select e.ingress_sequence - 1 as sequence from tidegate.workflow_events e
-                      where u.after_sequence is null and e.received_at >= start.since - interval '1 minute'
+                      where u.after_sequence is null and e.received_at >= start.since - interval '1 minute' and e.deliver_at is null
                       order by e.received_at, e.ingress_sequence limit 1) before on true
 on conflict (id) do nothing
 
@@ -123,22 +125,32 @@ select w.*, r.parameters
   left join tidegate.workflow_runs r on r.id = w.workflow_run_id and r.status in ('pending', 'running')
  where w.step_id = any ($1::uuid[]) and w.workflow_run_id = any ($2::uuid[]) and w.met_event_id is null
 
--- name: look_back
--- For each wait the first events, after a place, that have passed the gate and may be what it waits for: of its type, with its values, since
--- its time, and let through before its end. What is undecided, held, expired or dead-lettered has not passed. $4 are the least ids that can be meant: earlier
--- days are not read.
-select u.n, {{events.event}}
-  from unnest($1::uuid[], $2::bigint[], $3::uuid[]) with ordinality as u (id, after_sequence, least_id, n)
-  join tidegate.event_waits w on w.id = u.id,
-  lateral (select e.* from tidegate.workflow_events e
-            where e.type = w.event_type and e.ingress_sequence > u.after_sequence and e.id >= u.least_id
-              and e.received_at >= coalesce(w.since, '-infinity') and e.received_at < coalesce(w.until, 'infinity')
-              and e.payload @> w.contained
+-- fragment: may_meet
+-- Whether an event has passed the gate and may be what a wait is for: of its type, with its values, since its time (a delayed event comes at
+-- its time), and let through before its end. What is undecided, held, expired or dead-lettered has not passed.
+e.type = w.event_type and e.ingress_sequence > u.after_sequence
+              and greatest(e.received_at, e.deliver_at) >= coalesce(w.since, '-infinity')
+              and e.received_at < coalesce(w.until, 'infinity') and e.payload @> w.contained
               and not exists (select from tidegate.event_inbox i where i.ingress_sequence = e.ingress_sequence)
               and not exists (select from tidegate.event_ingress_retries h where h.event_id = e.id
                                  and (h.retry_state <> 'completed' or h.updated_at >= coalesce(w.until, 'infinity')))
               and not exists (select from tidegate.dead_letters d
                                where d.kind = 'event' and d.subject_id = e.id and d.replayed_at is null)
+
+-- name: look_back
+-- For each wait the first events, after a place, that have passed the gate and may be what it waits for. $3 are the least ids that can be
+-- meant: of earlier days only delayed events are read.
+select u.n, {{events.event}}
+  from unnest($1::uuid[], $2::bigint[], $3::uuid[]) with ordinality as u (id, after_sequence, least_id, n)
+  join tidegate.event_waits w on w.id = u.id,
+  lateral (select e.*
+             from ((select e.* from tidegate.workflow_events e
+                     where e.id >= u.least_id and {{may_meet}}
+                     order by e.ingress_sequence limit $4)
+                   union all
+                   (select e.* from tidegate.workflow_events e
+                     where e.id < u.least_id and e.deliver_at is not null and {{may_meet}}
+                     order by e.ingress_sequence limit $4)) e
             order by e.ingress_sequence limit $4) e
 
 -- name: lock_held

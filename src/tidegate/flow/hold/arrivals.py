@@ -94,6 +94,7 @@ class Arrivals:
             return ArrivedBatch()
         found = await events.get_many(connection, (row.event_id for row in rows))
         arrived = [msgspec.structs.replace(found[row.event_id], ingress_sequence=row.arrival) for row in rows]
+        await events.renumber(connection, arrived)
         spans = EventSpans(arrived) if traces.is_on else None
         if spans is not None:
             arrived = list(spans.events)

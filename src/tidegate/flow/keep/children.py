@@ -6,6 +6,7 @@ Both are rows, worked off in small transactions: whoever dies midway, another wo
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from functools import partial
 
 from tidegate.flow.run import children, finish
@@ -23,6 +24,10 @@ MAX_PARENTS, MAX_CHILDREN = 20, 100
 _FIRST = (uuid.UUID(int=0), -1)
 
 _log = logger("reconcile")
+
+
+class _ParentResumed(Exception):
+    """The children of a run are not to be cancelled any more; what this transaction did is rolled back."""
 
 
 class ChildKeeper:
@@ -45,11 +50,20 @@ class ChildKeeper:
         cancelled = 0
         for one in found:
             if one.child is not None:
-                cancelled += await self._database.run(partial(self._cancel, one=one, child=one.child))
+                with suppress(_ParentResumed):
+                    cancelled += await self._database.run(partial(self._cancel_with, one=one, child=one.child))
         if done:
             await self._database.run(partial(store.passed_down, run_ids=done))
         if cancelled:
             _log.info("reconcile.passed_down", count=cancelled, reason="their parents were cancelled or timed out")
+        return cancelled
+
+    async def _cancel_with(self, connection: Connection, one: PassedDown, child: StartedChild) -> int:
+        """Cancel one child, unless its parent was resumed meanwhile."""
+        cancelled = await self._cancel(connection, one, child)
+        await runs.lock(connection, [one.run_id])
+        if not await store.is_passed_down(connection, one.run_id):
+            raise _ParentResumed
         return cancelled
 
     async def _cancel(self, connection: Connection, one: PassedDown, child: StartedChild) -> int:

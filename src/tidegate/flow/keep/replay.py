@@ -18,7 +18,7 @@ from tidegate.errors import Conflict, first_line
 from tidegate.flow.decide.one_by_one import MAX_ERROR_CHARACTERS, error_text, one_by_one
 from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, StepId
 from tidegate.queue.port import Topic
-from tidegate.store import audit, dead_letters, decisions, locks, trigger_gates
+from tidegate.store import audit, dead_letters, decisions, locks, runs, trigger_gates
 from tidegate.store.db import Connection, Database
 from tidegate.store.dead_letters import DeadRun, LockedLetter
 from tidegate.store.decisions import NewDecision
@@ -210,6 +210,7 @@ async def resume(
     slot = await find_slot(connection, found)
     if not slot.is_free:
         return None
+    await runs.lock(connection, [found.id])  # a child whose end is in progress has ended, or ends after this
     if not await dead_letters.replay_run(connection, found, step_id, letter_id, slot.key):
         raise Conflict(f"run {found.id} was already resumed")
     if line is not None:

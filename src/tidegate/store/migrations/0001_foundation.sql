@@ -76,6 +76,7 @@ create table tidegate.workflow_events_default partition of tidegate.workflow_eve
 create index workflow_events_source_idx on tidegate.workflow_events (source, ingress_sequence);
 create index workflow_events_type_idx on tidegate.workflow_events (type, ingress_sequence);
 create index workflow_events_arrival_idx on tidegate.workflow_events (received_at, ingress_sequence);
+create index workflow_events_later_idx on tidegate.workflow_events (type, ingress_sequence) where deliver_at is not null;
 -- Most events are in a correlation of their own: its id is theirs, and they are found by it.
 create index workflow_events_correlation_idx on tidegate.workflow_events (correlation_id) where correlation_id <> id::text;
 
