@@ -32,7 +32,9 @@ async def work(url: str) -> None:
 
 async def _work(url: str) -> None:
     async with _app(url, CONNECTIONS).open_async() as app:
-        await app.run_worker_async(concurrency=CONCURRENCY)
+        # A signal ends the process at once: nothing is left to do by then, and of several workers in a process only one
+        # would hear of it and stop.
+        await app.run_worker_async(concurrency=CONCURRENCY, install_signal_handlers=False)
 
 
 def batch(payloads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,10 +12,10 @@ import pytest
 from tidegate.errors import FieldError
 from tidegate.model import cel_reader, expression, liquid_environment, path, pattern, predicate, template, work_limit
 from tidegate.model.expression import compile_expression
-from tidegate.model.path import FIELDS
 from tidegate.model.predicate import OPERATORS, Predicate, compile_predicate
-from tidegate.model.template import TemplateError, compile_template
+from tidegate.model.template import compile_template
 from tidegate.model.trigger import compile_pattern
+from tidegate.model.trigger_terms import FIELDS, MAX_NODES, TemplateError
 
 TEXT = (Path(__file__).parent.parent.parent / "docs" / "triggers.md").read_text()
 
@@ -101,7 +101,7 @@ def test_limits() -> None:
         "values of `in`, `not_in`": predicate.MAX_VALUES,
         "values within arrays and objects as operands": predicate.MAX_MEMBERS,
         "values of the event that a path visits": path.MAX_VISITS,
-        "values that a predicate compares": path.MAX_NODES,
+        "values that a predicate compares": MAX_NODES,
         "characters of `where`": expression.MAX_LENGTH,
         "nested loops in `where`": cel_reader.MAX_NESTED_LOOPS,
         "steps of a trigger's checks on an event": work_limit.MAX_STEPS,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tidegate.errors import FieldError
 from tidegate.model.event import Event
-from tidegate.model.path import FIELDS, MAX_FILTER_TEXT, MAX_NODES, MAX_VISITS
+from tidegate.model.path import MAX_FILTER_TEXT, MAX_VISITS
 from tidegate.model.predicate import (
     MAX_MEMBERS,
     MAX_VALUES,
@@ -19,6 +19,7 @@ from tidegate.model.predicate import (
     Predicate,
     compile_predicate,
 )
+from tidegate.model.trigger_terms import FIELDS, MAX_NODES
 from tidegate.model.work_limit import TooMuchWork
 
 from .json_values import EVENTS, JSON

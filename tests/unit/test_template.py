@@ -8,13 +8,8 @@ from hypothesis import strategies as st
 
 from tidegate.errors import FieldError
 from tidegate.model.liquid_environment import MAX_STEPS, MAX_TEXT
-from tidegate.model.template import (
-    MAX_DEPTH,
-    MAX_LENGTH,
-    Render,
-    TemplateError,
-    compile_template,
-)
+from tidegate.model.template import MAX_DEPTH, MAX_LENGTH, compile_template
+from tidegate.model.trigger_terms import Render, TemplateError
 from tidegate.model.work_limit import TooMuchWork
 
 from .json_values import EVENTS, JSON

@@ -17,7 +17,8 @@ import pytest
 
 from tidegate.errors import FieldError
 from tidegate.model.liquid_environment import environment
-from tidegate.model.template import MAX_OUTPUT, TemplateError, compile_template
+from tidegate.model.template import MAX_OUTPUT, compile_template
+from tidegate.model.trigger_terms import TemplateError
 from tidegate.model.work_limit import TooMuchWork, WorkLeft
 
 # As large as an event may be, of each kind.

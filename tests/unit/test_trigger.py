@@ -13,7 +13,6 @@ from tidegate.flow.decide import deliver
 from tidegate.model.event import Event
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import TRIGGER_RETRY
-from tidegate.model.template import TemplateError
 from tidegate.model.trigger import (
     MAX_PREDICATES,
     CompiledTrigger,
@@ -23,6 +22,7 @@ from tidegate.model.trigger import (
     check_spec,
     compile_pattern,
 )
+from tidegate.model.trigger_terms import TemplateError
 
 NOW = datetime(2026, 1, 31, 9, 30, tzinfo=UTC)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from importlib import import_module
+from types import ModuleType
 from typing import ClassVar
 
 import click
@@ -47,13 +50,24 @@ class _LazyGroup(click.Group):
         return list(self._homes)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        from importlib import import_module
-
         home = self._homes.get(cmd_name)
         if home is None:
             return None
-        command: click.Command = getattr(import_module(f"tidegate.cli.{home}"), cmd_name)
+        command: click.Command = getattr(_loaded(f"tidegate.cli.{home}"), cmd_name)
         return command
+
+
+def _loaded(name: str) -> ModuleType:
+    """The module. Garbage is not collected meanwhile, nor looked for in what was loaded: modules stay, and looking at
+    them again and again took a sixth of the time."""
+    if name in sys.modules:
+        return sys.modules[name]
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

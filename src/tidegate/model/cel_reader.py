@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from tidegate.model.cel_library import cel
-from tidegate.model.path import FIELDS, unknown_field
 from tidegate.model.pattern import Pattern, compile_pattern
+from tidegate.model.trigger_terms import FIELDS, unknown_field
 
 MAX_NESTED_LOOPS = 2
 _CALL_STEPS = 10

@@ -12,12 +12,11 @@ from jsonpath.function_extensions import ExpressionType, FilterFunction
 from jsonpath.segments import JSONPathRecursiveDescentSegment
 from jsonpath.selectors import Filter, IndexSelector, NameSelector, SliceSelector
 
-from tidegate.model.event import Event
 from tidegate.model.pattern import Pattern, compile_pattern
+from tidegate.model.trigger_terms import FIELDS, MAX_NODES, Find, Unanswerable, WrongPath, unknown_field
 from tidegate.model.work_limit import MAX_STEPS, WorkLeft
 
 MAX_PATH_LENGTH = 500
-MAX_NODES = 1000
 # Maximum number of values that a path may visit; fewer for long paths and filters, which do more work per value.
 MAX_VISITS = 50_000
 MAX_WORK = 1_000_000
@@ -26,27 +25,8 @@ MIN_VISITS = 50
 # Filters do not compare longer texts: a filter could compare the same text with each item of a long array.
 MAX_FILTER_TEXT = 1024
 
-# The fields of an event; the content of `payload` and `metadata` is the producer's.
-_INTERNAL = ("traceparent", "replayed_at", "deliver_at", "origin")
-FIELDS = tuple(name for name in Event.__struct_fields__ if name not in _INTERNAL)
-
-Find = Callable[[dict[str, Any], WorkLeft], list[Any]]
-
 # The work left and the patterns for match() and search() in filters: the library passes only the values to them.
 _asked: ContextVar[tuple[WorkLeft, Mapping[str, Pattern]]] = ContextVar("asked")
-
-
-class WrongPath(Exception):
-    """The path is not valid; the text says why."""
-
-
-class Unanswerable(Exception):
-    """A filter makes a comparison that is not supported; the text says which."""
-
-
-def unknown_field(name: object) -> str:
-    """The error for a first-level field that events do not have."""
-    return f"uses `{name}`, which is not a field of an event; the fields are {', '.join(FIELDS)}"
 
 
 def compile_path(path: str) -> Find:

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from tidegate.errors import FieldError
-from tidegate.model.path import MAX_NODES, Find, Unanswerable, WrongPath, compile_path
 from tidegate.model.pattern import MAX_PATTERN_LENGTH, compile_pattern
+from tidegate.model.trigger_terms import MAX_NODES, Find, Unanswerable, WrongPath
 from tidegate.model.work_limit import TooMuchWork, WorkLeft
 
 Operator = Literal["exists", "equals", "not_equals", "in", "not_in", "gt", "gte", "lt", "lte", "contains", "regex"]
@@ -78,6 +78,8 @@ class CompiledPredicate:
 
 def compile_predicate(predicate: Predicate, field: str, errors: list[FieldError]) -> CompiledPredicate | None:
     """The compiled predicate, or None; then `errors` says what is invalid."""
+    from tidegate.model.path import compile_path  # loads JSONPath
+
     find = test = None
     try:
         find = compile_path(predicate.path)

@@ -25,19 +25,13 @@ from tidegate.model.liquid_environment import (
     check_result,
     environment,
 )
-from tidegate.model.path import FIELDS, unknown_field
+from tidegate.model.trigger_terms import FIELDS, Render, TemplateError, unknown_field
 from tidegate.model.work_limit import TooMuchWork, WorkLeft
 
 MAX_LENGTH = 4000
 MAX_DEPTH = 16
 MAX_OUTPUT = 64 * 1024
 _TEXT_STEPS = 10
-
-Render = Callable[..., Any]  # of an envelope and the work left
-
-
-class TemplateError(Exception):
-    """A template failed on an event; the text says where and why."""
 
 
 class _Rendering:

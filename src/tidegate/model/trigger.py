@@ -17,7 +17,7 @@ from tidegate.model.ids import DefinitionId, TriggerId
 from tidegate.model.predicate import Predicate, compile_predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import MAX_INTERVAL_MS, MAX_LIMIT, BreakerPolicy, RateLimit
-from tidegate.model.template import Render, TemplateError, compile_template
+from tidegate.model.trigger_terms import Render, TemplateError
 from tidegate.model.work_limit import MAX_STEPS, TooMuchWork, WorkLeft
 
 TriggerStatus = Literal["active", "disabled"]
@@ -132,14 +132,14 @@ class CompiledTrigger:
         compiled = [compile_predicate(p, f"predicates[{i}]", errors) for i, p in enumerate(trigger.predicates)]
         where = compile_expression(trigger.where, "where", errors) if trigger.where is not None else None
         self._checks = [check for check in (*compiled, where) if check is not None]
-        template = trigger.parameter_template
-        self._parameters = compile_template(template, "parameter_template", errors) if template is not None else None
+        self._parameters = _compile_template(trigger.parameter_template, "parameter_template", errors)
         self._names = parameter_names
         self._idempotency_key = _compile_key(trigger.idempotency_key, "idempotency_key", errors)
         self._concurrency_key = _compile_key(trigger.concurrency_key, "concurrency_key", errors)
         # Whether it reads only the payload of an event, as most triggers do: then the envelope is not built.
         is_plain = all(
-            one is None for one in (template, trigger.where, trigger.idempotency_key, trigger.concurrency_key)
+            one is None
+            for one in (trigger.parameter_template, trigger.where, trigger.idempotency_key, trigger.concurrency_key)
         )
         self.of_payload = is_plain and all(_OF_PAYLOAD.fullmatch(p.path) for p in trigger.predicates)
         # Whether its checks are cheap: paths to a single value, and no patterns.
@@ -311,6 +311,14 @@ def _compile_key(source: str | None, field: str, errors: list[FieldError]) -> Re
     if not source.strip():
         errors.append(FieldError(field, "must not be empty; omit it for none"))
         return None
+    return _compile_template(source, field, errors)
+
+
+def _compile_template(source: object, field: str, errors: list[FieldError]) -> Render | None:
+    if source is None:
+        return None
+    from tidegate.model.template import compile_template  # loads Liquid
+
     return compile_template(source, field, errors)
 
 

@@ -13,8 +13,8 @@ from tidegate.errors import FieldError, InvalidInput
 from tidegate.model.event import Event, EventLimits, check_event
 from tidegate.model.ids import TriggerId
 from tidegate.model.predicate import Operator
-from tidegate.model.template import TemplateError
 from tidegate.model.trigger import CompiledTrigger, Trigger
+from tidegate.model.trigger_terms import TemplateError
 from tidegate.model.work_limit import TooMuchWork
 
 T = TypeVar("T")

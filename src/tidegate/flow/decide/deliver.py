@@ -19,8 +19,8 @@ from tidegate.model.event import Event
 from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
 from tidegate.model.retry import RetryPolicy, RetryState, next_check_at, why_exhausted
 from tidegate.model.run import ClaimedRun
-from tidegate.model.template import TemplateError
 from tidegate.model.trigger import NO_KEYS, CompiledTrigger, RenderedKeys
+from tidegate.model.trigger_terms import TemplateError
 from tidegate.model.units import written_rate
 from tidegate.model.work_limit import TooMuchWork, WorkLeft
 from tidegate.store.deliveries import Created, Decided

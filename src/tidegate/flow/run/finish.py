@@ -18,9 +18,9 @@ from tidegate.model.event import Event
 from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.run import ClaimedRun, FinishedRun
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
-from tidegate.model.template import TemplateError
 from tidegate.model.trigger import CompiledTrigger, RenderedKeys
 from tidegate.model.trigger_gate import TriggerMove
+from tidegate.model.trigger_terms import TemplateError
 from tidegate.store import children as run_children
 from tidegate.store import events, locks, run_ends, runs, steps, trigger_gates
 from tidegate.store.db import Connection
