@@ -13,8 +13,9 @@ import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import asyncpg
 import pytest
@@ -36,6 +37,13 @@ def _fast_folder() -> Path | None:
     """Memory, where there is plenty: on a busy disk each test's database takes a second. Postgres is the same."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > 6 * 1024**3 else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests that must not run beside others have a session of their own, for which the other files need not be read."""
+    if config.option.markexpr != "alone" or not collection_path.match("test_*.py"):
+        return None
+    return True if "mark.alone" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,18 +70,44 @@ async def _admin(url: str, statement: str) -> None:
         await connection.close()
 
 
-@pytest.fixture(scope="session")
-def template(postgres: EmbeddedPostgres) -> str:
-    """The name of a migrated database that others are cloned from."""
+class _Template:
+    """A migrated database that others are cloned from, as it is on the day of its making."""
 
-    async def make() -> None:
-        await _admin(postgres.admin_url(), f"create database tidegate_template owner {ROLE}")
-        database = Database(postgres.url("tidegate_template"), "test", size=1)
+    name = "tidegate_template"
+    made: ClassVar[_Template | None] = None
+
+    def __init__(self, server: EmbeddedPostgres) -> None:
+        self.server = server
+        self.day = _today()
+        asyncio.run(self._make())
+
+    async def _make(self) -> None:
+        await _admin(self.server.admin_url(), f"drop database if exists {self.name}")
+        await _admin(self.server.admin_url(), f"create database {self.name} owner {ROLE}")
+        database = Database(self.server.url(self.name), "test", size=1)
         await migrate.migrate(database)
         await database.close()
 
-    asyncio.run(make())
-    return "tidegate_template"
+
+def _today() -> date:
+    return datetime.now(UTC).date()
+
+
+@pytest.fixture(scope="session")
+def template(postgres: EmbeddedPostgres) -> Iterator[str]:
+    """The name of a migrated database that others are cloned from."""
+    _Template.made = _Template(postgres)
+    yield _Template.name
+    _Template.made = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A new database has partitions for its first day and the next. After midnight, clones of the old template would be
+    databases that no worker has looked after."""
+    made = _Template.made
+    if made is not None and made.day != _today():
+        _Template.made = _Template(made.server)
 
 
 @pytest.fixture
@@ -89,7 +123,7 @@ async def empty_database_url(postgres: EmbeddedPostgres) -> AsyncIterator[str]:
 async def database_url(postgres: EmbeddedPostgres, template: str) -> AsyncIterator[str]:
     """A migrated database of this test's own."""
     name = f"test_{next(_numbers)}"
-    await _admin(postgres.admin_url(), f"create database {name} template {template} owner {ROLE}")
+    await _admin(postgres.admin_url(), f"create database {name} template {template} owner {ROLE} strategy file_copy")
     yield postgres.url(name)
     await _admin(postgres.admin_url(), f"drop database {name} with (force)")
 
