@@ -138,6 +138,32 @@ def sample(address: str, name: str, **labels: str) -> float:
 # Limits -------------------------------------------------------------------------------------------------------------
 
 
+def test_a_limit_is_tried_on_the_last_week(server: str, source: str) -> None:
+    ids = publish(server, source, 5)
+    eventually(lambda: launched(server, ids) == ids, "all are launched")
+    asked = {"limit": 2, "interval_ms": HOUR_MS, "dry_run": True}
+    found = ok(act(server, "PUT", at(source, "limit"), asked))
+    assert (found["events"], found["is_cut"], found["waiting"], found["drained_at"]) == (5, False, 0, None)
+    assert (found["predicted"]["held"], found["current"]["held"], found["predicted"]["most_waiting"]) == (3, 0, 3)
+    assert found["predicted"]["longest_wait_event_id"] == ids[4] and found["not_predicted"]
+    assert found["predicted"]["longest_wait_ms"] > 1.5 * HOUR_MS
+    assert known(server, source) is None, "nothing was set"
+
+    ok(act(server, "PUT", at(source, "limit"), asked | {"dry_run": False}))
+    more = publish(server, source, 3)
+    eventually(lambda: len(held(server, source)) == 1, "one is held")
+    removed = ok(act(server, "DELETE", at(source, "limit"), {"dry_run": True}))
+    assert (removed["limit"], removed["predicted"]["held"], removed["current"]["held"]) == (None, 0, 6)
+    assert removed["waiting"] == 1 and removed["drained_at"] is not None
+    assert (known(server, source) or {})["limit"] == 2 and [row["event_id"] for row in held(server, source)] == more[2:]
+
+    told = run("sources", "limit", source, "1/s", "--dry-run", env={"TIDEGATE_URL": server})
+    assert told.returncode == 0, told.stderr
+    assert f"{source}, 1/s: 8 events, " in told.stdout and "waiting now: 1; the last would pass: 20" in told.stdout
+    assert "with the current limit:  6 held, the longest for " in told.stdout and "not predicted: " in told.stdout
+    assert (known(server, source) or {})["limit"] == 2
+
+
 def test_a_limit_holds_what_is_over_it_and_says_until_when(server: str, source: str) -> None:
     limited = ok(act(server, "PUT", at(source, "limit"), {"limit": 2, "interval_ms": HOUR_MS}, x_tidegate_actor="ann"))
     assert (limited["limit"], limited["interval_ms"], limited["pause_ms"]) == (2, HOUR_MS, 0)
@@ -542,6 +568,7 @@ def test_the_verbs_of_the_command_line(server: str, source: str) -> None:
         (("sources", "limit", "x", "5/s", "--remove"), 2, "give a RATE such as 100/s"),
         (("sources", "limit", "x", "5/s", "--pause", "long"), 2, "a duration is written like"),
         (("sources", "limit", "a b", "5/s"), 1, "source: is not the name of a source"),
+        (("sources", "limit", "*", "5/s", "--dry-run"), 1, "source: a dry run is for one source"),
         (("sources", "pause", "x", "--for", "5m", "--until", "2099-01-01T00:00:00Z"), 2, "--for or --until, not both"),
         (("sources", "pause", "x", "--until", "noon"), 2, "--until: must be an RFC 3339 time with a time zone"),
         (("sources", "pause", "x", "--until", "2099-01-01T00:00:00"), 2, "the time zone is missing"),

@@ -296,6 +296,45 @@ def test_trying_a_trigger_out_stores_nothing(server: str, shared_url: str, kind:
     assert act(server, "POST", path, {"event_id": "no-such"}).status_code == 404
 
 
+def test_an_edit_is_tried_on_past_events(server: str, shared_url: str, kind: str) -> None:
+    made = create(server, kind, where="event.payload.n > 2")
+    path, name = of("fulfil", made["id"], "test"), f"fulfil/{kind}"
+    ids = publish(server, kind, 6)
+    eventually(lambda: len(deliveries(server, made["id"], status="launched")) == 3, "three are launched")
+    before = asyncio.run(counts(shared_url))
+
+    found = ok(act(server, "POST", path, {"limit": 100}))
+    assert (found["events"], found["would_launch"], found["filtered"], found["cut"]) == (6, 3, 3, None)
+    assert (found["compared_with"], found["deliveries"]) == ("deliveries", {"launched": 3})
+    change = {"where": "event.payload.n < 2", "throttle_count": 1, "throttle_window_ms": HOUR_MS}
+    found = ok(act(server, "POST", path, {"change": change}))
+    assert (found["is_edited"], found["version"], found["would_launch"], found["filtered"]) == (True, 1, 2, 4)
+    assert (found["newly_matched"]["count"], found["no_longer_matched"]["count"]) == (2, 3)
+    assert found["newly_matched"]["event_ids"] == [ids[1], ids[0]]
+    assert [(one["check"], one["count"], one["event_id"]) for one in found["filters"]] == [("where", 4, ids[5])]
+    assert found["throttle"]["held"] == 1 and found["throttle"]["longest_wait_ms"] > HOUR_MS / 2
+    assert found["throttle"]["longest_wait_event_id"] == ids[1] and found["not_predicted"]
+    old = {"from": "2026-01-01T00:00:00Z", "to": "2026-01-02T00:00:00Z"}
+    assert ok(act(server, "POST", path, old))["events"] == 0
+    sample = {"type": kind, "source": "s", "payload": {"n": 1}}
+    assert not ok(act(server, "POST", path, {"event": sample}))["matches"]
+    assert ok(act(server, "POST", path, {"event": sample, "change": change}))["matches"]
+
+    def told(*arguments: str) -> str:
+        done = run("triggers", "test", name, *arguments, env={"TIDEGATE_URL": server})
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    assert f"{name}: 6 events, " in told("--since", "7d")
+    edited = told("--set", "where=event.payload.n < 2", "--set", "throttle=1/h", "--limit", "5")
+    assert f"{name}, edited: 5 events, " in edited and "left out (--limit)" in edited
+    assert "newly matched: 1" in edited and "no longer matched: 3" in edited and "deliveries of these events" in edited
+    assert re.search(r"filtered +4 +where: where is false", edited) and "throttle: 0 held" in edited
+    assert json.loads(told("--since", "1h", "--json"))["events"] == 6
+    assert asyncio.run(counts(shared_url)) == before, "nothing is stored or launched"
+    assert ok(_http.get(f"{server}{of('fulfil', made['id'])}"))["version"] == 1
+
+
 @pytest.mark.parametrize(
     ("body", "fields"),
     [
@@ -309,6 +348,13 @@ def test_trying_a_trigger_out_stores_nothing(server: str, shared_url: str, kind:
         ({"event_id": "a\x00"}, ["event_id"]),
         ({"event_id": 5}, ["event_id"]),
         ({"sample": {}}, ["sample"]),
+        ({"event_id": "x", "limit": 5}, ["event"]),
+        ({"from": "2026-01-01T00:00:00"}, ["from"]),
+        ({"from": "1000-01-01T00:00:00Z", "limit": 0}, ["limit", "from"]),
+        ({"limit": 10_001}, ["limit"]),
+        ({"change": []}, ["change"]),
+        ({"change": {"nope": 1}}, ["change.nope"]),
+        ({"change": {"where": "event.(", "name": None}}, ["change.name"]),
     ],
 )
 def test_a_wrong_dry_run_names_its_fields(server: str, body: Any, fields: list[str]) -> None:
@@ -696,8 +742,12 @@ def test_the_verbs_of_the_command_line(server: str, kind: str, tmp_path: Path) -
         (("triggers", "update", "coded/code", "--set", "concurrency_key=x"), "", 1, "max_concurrency: is required"),
         (("triggers", "pause", "coded/code", "--for", "5m", "--until", "x"), "", 2, "--for or --until, not both"),
         (("triggers", "pause", "coded/code", "--until", "2020-01-01T00:00:00Z"), "", 1, "--until: is in the past"),
-        (("triggers", "test", "coded/code"), "", 2, "give --event FILE or --event-id ID"),
+        (("triggers", "test", "coded/code"), "", 2, "give --event FILE, or --event-id ID, or --since"),
         (("triggers", "test", "coded/code", "--event", "-"), "{}", 1, "event.type: is required"),
+        (("triggers", "test", "coded/code", "--since", "soon"), "", 1, "--since: "),
+        (("triggers", "test", "coded/code", "--since", "1d", "--event-id", "x"), "", 2, "give --event FILE, or"),
+        (("triggers", "test", "coded/code", "--set", "where=event.("), "", 1, "(where: is not a CEL expression"),
+        (("triggers", "test", "coded/code", "-f", "-"), "throttle_window_ms: null", 1, "(throttle_window_ms: is requ"),
         (("triggers", "test", "coded/code", "--event-id", "no-such"), "", 1, "no event 'no-such'"),
         (("deliveries", "list", "--status", "nonsense"), "", 2, "nonsense"),
         (("retries", "list", "--trigger", "coded/code"), "", 2, "need --kind deliveries"),

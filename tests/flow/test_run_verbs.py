@@ -16,8 +16,8 @@ from tidegate import Context
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
 from tidegate.flow.keep.event_replay import EventReplays
-from tidegate.flow.look import replay_preview
 from tidegate.flow.look.explain import find_event
+from tidegate.flow.predict import replay
 from tidegate.model.ids import EventId, RunId
 from tidegate.store import run_search
 from tidegate.store.db import Connection, Database
@@ -257,7 +257,7 @@ async def test_a_replayed_event_launches_only_what_it_had_not(scene: Scene) -> N
     scene.idle("fulfil", throttle="1/s")
     await scene.register()
     event = await find_event(scene.connection, event_id)
-    predicted = {one.workflow: one for one in await replay_preview.predict(scene.connection, [event])}
+    predicted = {one.workflow: one for one in await replay.predict(scene.connection, [event])}
     assert {name: (one.would_launch, one.already_decided) for name, one in predicted.items()} == {
         "audit": (0, 1),
         "fulfil": (1, 0),

@@ -18,10 +18,11 @@ import pytest
 
 from tidegate.embedded import EmbeddedPostgres
 from tidegate.model.ids import delivery_id
-from tidegate.store import deliveries, events, idempotency, trigger_gates
+from tidegate.store import deliveries, events, idempotency, predictions, trigger_gates
 from tidegate.store.db import TransientConflict
 from tidegate.store.deliveries import Claim, Decided
 from tidegate.store.events import ReceiptPlace
+from tidegate.store.predictions import ReceiptSpan
 from tidegate.store.sql import load
 from tidegate.store.totals import BatchTotals
 
@@ -320,6 +321,58 @@ async def test_events_of_a_span_of_time_are_found_by_an_index(events_url: str, s
         pass
     finally:
         await connection.close()
+
+
+PREDICTIONS: dict[str, Callable[[Any, ReceiptSpan, int], Awaitable[Any]]] = {
+    "of a type": lambda c, span, limit: predictions.of_type(c, "tick", span, limit),
+    "of a source": lambda c, span, limit: predictions.of_source(c, "s3", span, limit),
+    "of a rare type": lambda c, span, limit: predictions.of_type(c, "tock", span, limit),
+    "of all": predictions.of_all,
+}
+
+
+@MODES
+@STATISTICS
+@pytest.mark.parametrize("span", [name for name, (first, last) in SPANS.items() if first and last])
+async def test_predictions_read_no_more_events_than_they_may(
+    events_url: str, span: str, mode: str, has_statistics: bool
+) -> None:
+    first, last = SPANS[span]
+    assert first and last
+    connection = await asyncpg.connect(events_url)
+    try:
+        async with connection.transaction():
+            if has_statistics:
+                await connection.execute("analyze tidegate.workflow_events")
+            await connection.execute(f"set local plan_cache_mode = {mode}")
+            for name, call in PREDICTIONS.items():
+                recorder = Recorder()
+                await call(recorder, ReceiptSpan(first, last), 50)
+                [(text, arguments)] = recorder.asked
+                await check(connection, f"{name}, {span}", text, arguments, {"workflow_events"}, most=60)
+            raise Undone
+    except Undone:
+        pass
+    finally:
+        await connection.close()
+
+
+async def test_a_prediction_reads_the_events_of_its_span(events_url: str) -> None:
+    connection = await asyncpg.connect(events_url)
+    first, last = SPANS["a second long ago"]
+    assert first and last
+    try:
+        span = ReceiptSpan(first, last)
+        of_type, of_all = (
+            await predictions.of_type(connection, "tick", span, 100),
+            await predictions.of_all(connection, span, 60),
+        )
+        of_source = await predictions.of_source(connection, "s3", span, 100)
+    finally:
+        await connection.close()
+    assert [one.ingress_sequence for one in of_type.found] == list(range(3099, 2999, -1)) and not of_type.is_cut
+    assert [one.ingress_sequence for one in of_all.found] == list(range(3099, 3039, -1)) and of_all.is_cut
+    assert [one.ingress_sequence for one in of_source.found] == [n for n in range(3099, 2999, -1) if n % 7 == 3]
 
 
 async def test_pages_of_a_span_of_time_have_every_event_once(events_url: str) -> None:

@@ -23,6 +23,7 @@ from tidegate.flow.accept.webhooks import Webhooks
 from tidegate.flow.look.ends import RunEnds
 from tidegate.flow.look.health import Exposition, Snapshots
 from tidegate.flow.look.ready import Readiness
+from tidegate.flow.predict.turn import PredictionTurn
 from tidegate.model.ids import DeadLetterId, DeliveryId, RunId, StepId, TriggerId
 from tidegate.model.times import parse_time
 from tidegate.model.token import Scope
@@ -50,6 +51,7 @@ class Services:
     refusals: PublishRefusals
     starts: Starts
     ends: RunEnds
+    prediction_turn: PredictionTurn
 
 
 Handler = Callable[[Request, Services], Awaitable[Any]]

@@ -38,6 +38,7 @@ from tidegate.flow.look import notices
 from tidegate.flow.look.ends import RunEnds
 from tidegate.flow.look.health import Exposition, Snapshots
 from tidegate.flow.look.ready import Readiness
+from tidegate.flow.predict.turn import PredictionTurn
 from tidegate.flow.presence import Presence
 from tidegate.model.client_address import parse_networks
 from tidegate.model.secrets import SecretKeys
@@ -112,7 +113,7 @@ class Api:
         self.services = Services(
             settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access, received,
             Admission(settings.ingest_max_waiting), PublishRefusals(self._database),
-            Starts(self._database, ingest, settings.limits), RunEnds(self._database),
+            Starts(self._database, ingest, settings.limits), RunEnds(self._database), PredictionTurn(),
         )  # fmt: skip
         self.app = _application(self.services)
         self._presence = Presence("api", retention=settings.retention)  # once it is unfit, `/readyz` says so

@@ -9,6 +9,7 @@ import click
 
 from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
 from tidegate.cli.pauses import PAUSE_NAMES, pause_body, pause_options
+from tidegate.cli.predictions import print_limit
 from tidegate.cli.wording import parsed, written_as
 from tidegate.model import units
 from tidegate.model.units import written_duration, written_rate
@@ -49,18 +50,24 @@ def list_sources(as_json: bool) -> None:
     help="How long to hold all events of the source once the limit is exceeded.",
 )
 @click.option("--remove", is_flag=True, help="Remove the limit.")
+@click.option("--dry-run", is_flag=True, help="Only predict: what it would have held in the last week.")
 @json_option
-def limit_source(source: str, rate: str | None, pause: str | None, remove: bool, as_json: bool) -> None:
+def limit_source(source: str, rate: str | None, pause: str | None, remove: bool, dry_run: bool, as_json: bool) -> None:
     """Limit SOURCE to RATE events (20/s, 500/h, 20/10s). '*' sets the default for all sources without a limit."""
     if remove == (rate is not None) or (remove and pause is not None):
         raise click.UsageError("give a RATE such as 100/s (optionally with --pause 5s), or --remove alone")
-    path = _path(source, "limit")
-    if rate is None:
-        _act("DELETE", path, None, as_json)
-        return
-    count, interval_ms = parsed(units.rate, rate, "RATE")
-    pause_ms = parsed(units.duration_ms, pause, "--pause") if pause is not None else 0
-    _act("PUT", path, {"limit": count, "interval_ms": interval_ms, "pause_ms": pause_ms}, as_json)
+    body: dict[str, int] = {"dry_run": True} if dry_run else {}
+    if rate is not None:
+        count, interval_ms = parsed(units.rate, rate, "RATE")
+        pause_ms = parsed(units.duration_ms, pause, "--pause") if pause is not None else 0
+        body |= {"limit": count, "interval_ms": interval_ms, "pause_ms": pause_ms}
+    found = _change("DELETE" if remove else "PUT", _path(source, "limit"), body or None)
+    if not dry_run:
+        _print_changed(found, as_json, _limit(found))
+    elif as_json:
+        print_json(found)
+    else:
+        print_limit(found)
 
 
 @sources.command("breaker")

@@ -9,9 +9,11 @@ from urllib.parse import quote
 import click
 
 from tidegate.cli.output import (
+    Json,
     all_pages,
     client,
     json_option,
+    local_option,
     none_found,
     print_json,
     print_table,
@@ -19,6 +21,7 @@ from tidegate.cli.output import (
     short_time,
 )
 from tidegate.cli.pauses import PAUSE_NAMES, pause_body, pause_options
+from tidegate.cli.predictions import print_forecast, since
 from tidegate.cli.trigger_files import read_object, set_fields, trigger_fields
 from tidegate.cli.wording import written_as
 from tidegate.client import Client
@@ -161,19 +164,56 @@ def resume_trigger(trigger_id: str, as_json: bool) -> None:
     help="A sample event, as a YAML or JSON file; - for standard input.",
 )
 @click.option("--event-id", default=None, help="A stored event, by its id or the producer's id.")
+@click.option("--since", "past", default=None, metavar="AGE", help="Past events: those of this long (7d), or a time.")
+@click.option("--to", "until", default=None, metavar="TIME", help="Only past events received before this time.")
+@click.option(
+    "--limit", default=None, type=click.IntRange(1, 10_000), help="At most this many past events: the newest."
+)
+@click.option("-f", "--file", "change", default=None, help="Test it with these fields changed, as YAML or JSON.")
+@click.option("--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="Test it with this field changed.")
+@local_option
 @json_option
-def test_trigger(trigger_id: str, file: str | None, event_id: str | None, as_json: bool) -> None:
-    """Evaluate a trigger on an event and print each check. Nothing is stored or launched."""
-    if (file is None) == (event_id is None):
-        raise click.UsageError("give --event FILE or --event-id ID")
-    body = {"event": read_object(file)} if file is not None else {"event_id": event_id}
+def test_trigger(
+    trigger_id: str,
+    file: str | None,
+    event_id: str | None,
+    past: str | None,
+    until: str | None,
+    limit: int | None,
+    change: str | None,
+    assignments: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Evaluate a trigger, as it is or edited (--set, -f), on an event or on past events. Nothing is stored or launched.
+
+    Without an event, the events of the last week are evaluated: how many it would have launched, and the difference
+    to the current version.
+    """
+    if change is not None and assignments:
+        raise click.UsageError("give -f FILE, or --set FIELD=VALUE")
+    of_past = {"from": since(past) if past else None, "to": until, "limit": limit}
+    asked: Json = {name: value for name, value in of_past.items() if value is not None}
+    given_ways = [file is not None, event_id is not None, bool(asked)].count(True)
+    if given_ways > 1 or (given_ways == 0 and change is None and not assignments):
+        raise click.UsageError("give --event FILE, or --event-id ID, or --since AGE for past events")
+    names: dict[str, str] = {}
+    if change is not None or assignments:
+        given = read_object(change) if change is not None else set_fields(assignments)
+        fields, names = trigger_fields(given, keep_version=False)
+        asked["change"] = fields
+    if file is not None or event_id is not None:
+        asked |= {"event": read_object(file)} if file is not None else {"event_id": event_id}
+    written = {f"change.{name}": names.get(name, name) for name in [*names, *asked.get("change", ())]}
     with client() as api:
         found = find_trigger(api, trigger_id)
-        dry_run = api.request("POST", f"{trigger_path(found)}/test", body)
+        with written_as(written | {"from": "--since", "to": "--to", "limit": "--limit"}):
+            answer = api.request("POST", f"{trigger_path(found)}/test", asked)
     if as_json:
-        print_json(dry_run)
+        print_json(answer)
+    elif "matches" in answer:
+        _print_dry_run(_name(found), answer)
     else:
-        _print_dry_run(_name(found), dry_run)
+        print_forecast(_name(found), answer)
 
 
 @triggers.command("versions")

@@ -4,11 +4,11 @@
                  │  ▲
                  ▼  │
                  hold                  what cannot launch now waits with a reason and a time, and is decided again
-    keep · look · control              beside the pipeline: background work, what operators read, what operators do
+    keep · look · predict · control    beside the pipeline: background work, what operators read and do
 
-Imports go one way: control and look → keep → hold → run → call → code → decide and accept. `run` lies below `hold`
-because the end of a run frees a slot, and the delivery that takes it is decided in the same transaction: `hold` passes
-that in.
+Imports go one way: control, look and predict → keep → hold → run → call → code → decide and accept. `run` lies below
+`hold` because the end of a run frees a slot, and the delivery that takes it is decided in the same transaction: `hold`
+passes that in.
 `shared_read` (one read of the database for many callers) is used by accept and look; `presence` (which processes are
 alive, and whether the schema still fits them) by every process.
 
@@ -102,7 +102,6 @@ look: what operators read. Nothing here decides or writes.
     why_run             the same for a run; pure
     waiting_steps       the same for a waiting step, one rule for each kind of step; pure
     near/               what almost took an event: triggers and waits of runs, looked up and compared
-    replay_preview      what a replay of events would launch
     ends                wait for the ends of runs
     lineage             what an event came of, and what a run has published
     health              the snapshot of the cluster, and the shared gauges
@@ -112,6 +111,13 @@ look: what operators read. Nothing here decides or writes.
     doctor              check what the guarantees depend on
     ready               can this process do its work
     notices             warnings about the configuration
+
+predict: what would happen, or would have happened to the events of the past. Nothing here writes.
+    turn                one prediction at a time in a process
+    evaluation          what a trigger would do with an event
+    trigger_edit        what a trigger, edited or as it is, would have done
+    source_limit        what another limit of a source would have held
+    replay              what a replay of events would launch
 
 control: what operators do, shared by API and CLI. Each verb is one transaction with its audit row.
     sources             limits, breakers, pause, resume

@@ -158,6 +158,11 @@ class CompiledTrigger:
     def reason(self, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> str | None:
         """None if the event fires this trigger, else the check that fails. TooMuchWork names the check that would take
         too long. A `work_left` that is passed in is reset first."""
+        failing = self.failing(envelope, work_left)
+        return None if failing is None else failing[1]
+
+    def failing(self, envelope: dict[str, object], work_left: WorkLeft | None = None) -> tuple[str, str] | None:
+        """As `reason`, with the field of the check before it: `predicates[0]`, `where`."""
         work_left = work_left or WorkLeft()
         work_left.left = MAX_STEPS
         for check in self._checks:
@@ -166,7 +171,7 @@ class CompiledTrigger:
             except TooMuchWork:
                 raise TooMuchWork(check.field) from None
             if reason is not None:
-                return reason
+                return check.field, reason
         return None
 
     def results(self, envelope: dict[str, Any]) -> list[str | TooMuchWork | None]:

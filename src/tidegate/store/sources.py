@@ -47,6 +47,17 @@ class LockedSources(NamedTuple):
     has_waits: bool
 
 
+class SourceState(NamedTuple):
+    """A source as it is, not locked: the time, its gate as stored, without a limit; the limit in force, the one that
+    applies if it has none of its own, and how many of its events wait."""
+
+    now: datetime
+    gate: Gate
+    limit: RateLimit | None
+    default: RateLimit | None
+    waiting: int
+
+
 class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A source as operators see it."""
 
@@ -116,6 +127,15 @@ async def lock(connection: Connection, sources: Sequence[str]) -> LockedSources:
     waiting = {row["source"]: row for row in await connection.fetch(_sql["backlogs"], names)}
     locked = {row["source"]: _locked(row, default, waiting[row["source"]]["ingress_sequence"]) for row in rows}
     return LockedSources(waiting[names[0]]["now"], registry_version, locked, has_waits)
+
+
+async def peek(connection: Connection, source: str) -> SourceState:
+    """The state of a source without a lock; nothing may be decided by it."""
+    row = await connection.fetchrow(_sql["peek"], source)
+    assert row is not None, "it has one row also for an unknown source"
+    default = _default_limit(row)
+    gate = _locked({**row, "rate_limit": None}, None, None).gate
+    return SourceState(row["now"], gate, _limit(row) or default, default, row["waiting"])
 
 
 async def create(connection: Connection, sources: Sequence[str]) -> dict[str, LockedSource]:
@@ -277,14 +297,14 @@ def _default_limit(row: Row) -> RateLimit | None:
 # What the statement returns with each source and is not of its own state.
 _NOT_ITS_STATE = (
     "now", "registry_version", "has_waits", "default_rate_limit", "default_interval_ms", "default_pause_ms",
-    "rate_limit", "interval_ms", "pause_ms",
+    "rate_limit", "interval_ms", "pause_ms", "waiting",
 )  # fmt: skip
 
 
 def _locked(row: Row, default: RateLimit | None, last_waiting: int | None) -> LockedSource:
     fields: dict[str, Any] = dict(row)
     for name in _NOT_ITS_STATE:
-        del fields[name]
+        fields.pop(name, None)
     plan_version, is_replanning = fields.pop("plan_version"), fields.pop("is_replanning")
     refused_at = fields.pop("refused_at")
     breaker = fields.pop("breaker")

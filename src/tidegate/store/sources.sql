@@ -41,6 +41,24 @@ select s.source, w.ingress_sequence, tidegate.now() as now
                       where r.source = s.source and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled'
                       order by r.ingress_sequence desc limit 1) w on true
 
+-- name: peek
+-- The state of one source, as `lock` returns it but without a lock: nothing may be decided by it. One row, also when it has none.
+with fallback as materialized (
+  select f.rate_limit, f.interval_ms, f.pause_ms from tidegate.event_scheduler_sources f
+   where f.source = '*' and f.rate_limit is not null
+)
+select tidegate.now() as now, d.rate_limit as default_rate_limit, d.interval_ms as default_interval_ms, d.pause_ms as default_pause_ms,
+       $1::text as source, s.rate_limit, s.interval_ms, s.pause_ms, s.ring, coalesce(s.ring_at, 0) as ring_at,
+       coalesce(s.ring_width_us, 0) as ring_width_us, s.spent_at, s.drain_at, s.throttled_until, s.paused_at, s.paused_until,
+       s.pause_reason, s.paused_by, coalesce(s.breaker_state, 'closed') as breaker_state, s.breaker_until, s.breaker_reason, s.breaker_at,
+       coalesce(s.failed_trials, 0) as failed_trials, s.outcomes, s.breaker, coalesce(s.plan_version, 0) as plan_version,
+       coalesce(s.is_replanning, false) as is_replanning, s.refused_at,
+       (select count(*) from tidegate.event_ingress_retries r
+         where r.source = $1 and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled') as waiting
+  from (values (1)) as always
+  left join fallback d on true
+  left join tidegate.event_scheduler_sources s on s.source = $1
+
 -- name: paused
 -- Those of the sources that an operator has paused, and until when. The caller holds their shared locks (`locks.share`).
 select s.source, s.paused_until, s.pause_reason, s.paused_by from tidegate.event_scheduler_sources s

@@ -13,6 +13,9 @@ from tidegate.api.pages import page_query
 from tidegate.api.routes import Route, Services
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import control
+from tidegate.flow.predict import source_limit
+from tidegate.flow.predict.source_limit import LimitPrediction
+from tidegate.model.event import is_name
 from tidegate.model.source import SOURCE_BREAKER, BreakerState, RateLimit, SourceBreakerPolicy
 from tidegate.store import locks, sources
 from tidegate.store.sources import SourceRecord
@@ -55,11 +58,19 @@ class SourcePage(msgspec.Struct, frozen=True):
 
 
 class LimitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`limit` events per `interval_ms`; once it is exceeded, a pause of `pause_ms`."""
+    """`limit` events per `interval_ms`; once it is exceeded, a pause of `pause_ms`. `dry_run` only predicts what it
+    would have done with the last week's events, and when what waits now would be drained."""
 
     limit: int
     interval_ms: int
     pause_ms: int = 0
+    dry_run: bool = False
+
+
+class RemoveLimitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`dry_run` only predicts what the removal would have done."""
+
+    dry_run: bool = False
 
 
 class BreakerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,19 +102,33 @@ async def list_sources(request: Request, services: Services) -> SourcePage:
     return SourcePage([_source(record, now) for record in rows], next_cursor)
 
 
-async def set_limit(request: Request, services: Services) -> Source:
+async def set_limit(request: Request, services: Services) -> Source | LimitPrediction:
     given = await bodies.read(request, LimitBody)
     try:
         limit = RateLimit(limit=given.limit, interval_ms=given.interval_ms, pause_ms=given.pause_ms)
     except ValueError as exc:
         field, _, message = str(exc).partition(" ")
         raise InvalidInput("the limit is not valid", [FieldError(field, message)]) from exc
+    if given.dry_run:
+        return await _predict(request, services, limit)
     return await _done(services, await control.set_limit(services.database, _name(request), limit, _actor(request)))
 
 
-async def remove_limit(request: Request, services: Services) -> Source:
-    await bodies.read(request, bodies.Nothing)
+async def remove_limit(request: Request, services: Services) -> Source | LimitPrediction:
+    given = await bodies.read(request, RemoveLimitBody)
+    if given.dry_run:
+        return await _predict(request, services, None)
     return await _done(services, await control.set_limit(services.database, _name(request), None, _actor(request)))
+
+
+async def _predict(request: Request, services: Services, limit: RateLimit | None) -> LimitPrediction:
+    source = _name(request)
+    if not is_name(source):
+        raise InvalidInput(
+            "the source is not valid", [FieldError("source", "a dry run is for one source: give its name")]
+        )
+    async with services.prediction_turn.take():
+        return await source_limit.predict(services.database, source, limit)
 
 
 async def set_breaker(request: Request, services: Services) -> Source:
@@ -190,10 +215,11 @@ ROUTES = (
     Route("GET", "/admin/sources", list_sources, "List sources with a limit, a pause, a breaker or waiting events",
           (SourcePage,), scope="read", query=LIST_QUERY, errors=(422,)),
     Route("PUT", "/admin/sources/{source:path}/limit", set_limit,
-          "Set a source's rate limit (`*`: the default for all others)", (Source,),
-          scope="admin", body=bodies.schema(LimitBody), errors=_REFUSALS),
-    Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit, "Remove a source's rate limit", (Source,),
-          scope="admin", errors=_REFUSALS),
+          "Set a source's rate limit (`*`: the default for all others), or predict its effect",
+          (Source, LimitPrediction), scope="admin", body=bodies.schema(LimitBody), errors=_REFUSALS),
+    Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit,
+          "Remove a source's rate limit, or predict the effect", (Source, LimitPrediction), scope="admin",
+          body=bodies.schema(RemoveLimitBody), errors=_REFUSALS),
     Route("PUT", "/admin/sources/{source:path}/breaker", set_breaker, "Set a source's breaker policy", (Source,),
           scope="admin", body=bodies.schema(BreakerBody), errors=_REFUSALS),
     Route("DELETE", "/admin/sources/{source:path}/breaker", remove_breaker,

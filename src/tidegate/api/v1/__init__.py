@@ -1,6 +1,17 @@
 """`/v1`: publish events, and read events, workflows, triggers, schedules and runs. One module per resource."""
 
-from tidegate.api.v1 import event_replays, events, publish, runs, schedules, starts, triggers, webhooks, workflows
+from tidegate.api.v1 import (
+    event_replays,
+    events,
+    publish,
+    runs,
+    schedules,
+    starts,
+    trigger_tests,
+    triggers,
+    webhooks,
+    workflows,
+)
 
 ROUTES = (
     *publish.ROUTES,
@@ -8,6 +19,7 @@ ROUTES = (
     *events.ROUTES,
     *workflows.ROUTES,
     *triggers.ROUTES,
+    *trigger_tests.ROUTES,
     *schedules.ROUTES,
     *starts.ROUTES,
     *runs.ROUTES,

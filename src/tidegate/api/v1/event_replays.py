@@ -15,8 +15,9 @@ from tidegate.api.routes import Route, Services, json_response
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import control
 from tidegate.flow.control import MAX_REPLAYED
-from tidegate.flow.look import explain, replay_preview
-from tidegate.flow.look.replay_preview import TriggerPrediction
+from tidegate.flow.look import explain
+from tidegate.flow.predict import replay
+from tidegate.flow.predict.replay import TriggerPrediction
 from tidegate.model.ids import EventId
 from tidegate.model.times import TIME_RULE
 from tidegate.store import event_replays, events
@@ -73,7 +74,7 @@ async def replay_event(request: Request, services: Services) -> Response:
     async with services.database.connection() as connection:
         event = await explain.find_event(connection, request.path_params["id"])
         if body.dry_run:
-            found = await replay_preview.predict(connection, [event])
+            found = await replay.predict(connection, [event])
             return json_response(EventReplay(event.id, "preview", found))
     await control.replay_event(services.database, event.id, bodies.actor(request))
     services.queue.hint("retries")
@@ -91,7 +92,7 @@ async def replay_events(request: Request, services: Services) -> Response:
                 connection, event_type=wanted.type, source=wanted.source, received_from=wanted.received_from,
                 received_to=wanted.received_to, limit=min(MOST_EVALUATED, body.limit),
             )  # fmt: skip
-            found = await replay_preview.predict(connection, newest)
+            found = await replay.predict(connection, newest)
             return json_response(EventReplayPlan("preview", count, is_cut, body.rate, None, None, len(newest), found))
     done = await control.replay_events(
         services.database, wanted, bodies.actor(request), rate=body.rate, limit=body.limit

@@ -1,4 +1,4 @@
-"""A workflow's triggers: list, create, show, update, delete, test; their versions and deliveries."""
+"""A workflow's triggers: list, create, show, update, delete; their versions and deliveries."""
 
 from __future__ import annotations
 
@@ -13,28 +13,22 @@ from tidegate.api import bodies, pages
 from tidegate.api.pages import page_query
 from tidegate.api.routes import Query, Route, Services, json_response, path_trigger_id
 from tidegate.api.v1.workflows import show_workflow
-from tidegate.clock import uuid7
-from tidegate.errors import FieldError, InvalidInput, NotFound
 from tidegate.flow import control
 from tidegate.flow.control.triggers import find_trigger
-from tidegate.flow.look.explain import find_event
-from tidegate.model import trigger_dry_run
 from tidegate.model.delivery import DELIVERY_STATUSES
-from tidegate.model.event import is_text_id
 from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, BreakerState
 from tidegate.model.trigger import Trigger, TriggerStatus
 from tidegate.model.trigger_change import TriggerBody, TriggerPatch
-from tidegate.model.trigger_dry_run import DryRun
 from tidegate.store import held_deliveries, locks, triggers
 from tidegate.store.db import Connection
 from tidegate.store.held_deliveries import HeldDelivery
 from tidegate.store.trigger_gates import TriggerState
 from tidegate.store.triggers import TriggerVersion
 
-MAX_SAMPLE_BYTES = 1024 * 1024
+JsonObject = dict[str, Any]
 
 LIST_QUERY = page_query("uuid")
 DELIVERIES_QUERY = (
@@ -70,7 +64,7 @@ class TriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     event_source: str
     predicates: list[Predicate]
     where: str | None
-    parameter_template: dict[str, Any] | None
+    parameter_template: JsonObject | None
     idempotency_key: str | None
     idempotency_window_ms: int
     concurrency_key: str | None
@@ -103,13 +97,6 @@ class TriggerDeleted(msgspec.Struct, frozen=True):
     workflow: str
     name: str
     cancelled: int
-
-
-class TestBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A sample event as it would be published, or the id (Tidegate's or the producer's) of a stored event."""
-
-    event: Any = msgspec.UNSET
-    event_id: str | None = None
 
 
 class DeliveryPage(msgspec.Struct, frozen=True):
@@ -145,7 +132,7 @@ async def create_trigger(request: Request, services: Services) -> Response:
 
 async def show_trigger(request: Request, services: Services) -> TriggerAnswer:
     async with services.database.connection() as connection:
-        return (await answers(connection, [await _found(connection, request)]))[0]
+        return (await answers(connection, [await path_trigger(connection, request)]))[0]
 
 
 async def update_trigger(request: Request, services: Services) -> TriggerAnswer:
@@ -167,30 +154,10 @@ async def delete_trigger(request: Request, services: Services) -> TriggerDeleted
     return TriggerDeleted(deleted.id, deleted.workflow, deleted.name, cancelled)
 
 
-async def test_trigger(request: Request, services: Services) -> DryRun:
-    given = await bodies.read(request, TestBody, MAX_SAMPLE_BYTES)
-    if (given.event is msgspec.UNSET) == (given.event_id is None):
-        problem = FieldError("event", "give a sample `event`, or the `event_id` of a stored one")
-        raise InvalidInput("the body is not valid", [problem])
-    if given.event_id is not None and not is_text_id(given.event_id):
-        raise InvalidInput("the body is not valid", [FieldError("event_id", "is not the id of an event")])
-    async with services.database.connection() as connection:
-        trigger = await _found(connection, request)
-        definition = await triggers.get_definition(connection, trigger.workflow)
-        if definition is None:  # both were deleted after the line above
-            raise NotFound(f"no workflow {trigger.workflow!r}")
-        if given.event_id is not None:
-            event = await find_event(connection, given.event_id)
-        else:
-            now = await locks.now(connection)
-            event = trigger_dry_run.sample_event(given.event, new_id=uuid7(), now=now, limits=services.settings.limits)
-    return trigger_dry_run.evaluate(trigger, definition.parameters, event)
-
-
 async def list_trigger_deliveries(request: Request, services: Services) -> DeliveryPage:
     page = pages.read(request, DELIVERIES_QUERY)
     async with services.database.connection() as connection:
-        trigger = await _found(connection, request)
+        trigger = await path_trigger(connection, request)
         found = await held_deliveries.list_of_trigger(
             connection, trigger.id, status=page.get("status"), before_id=page.cursor, limit=page.fetch_limit
         )
@@ -210,7 +177,7 @@ async def list_versions(request: Request, services: Services) -> VersionPage:
     page = pages.read(request, VERSIONS_QUERY)
     before = page.number_cursor()
     async with services.database.connection() as connection:
-        trigger = await _found(connection, request)
+        trigger = await path_trigger(connection, request)
         found = await triggers.list_versions(connection, trigger.id, before_version=before, limit=page.fetch_limit)
     return VersionPage(*page.cut(found, lambda version: version.version))
 
@@ -238,7 +205,7 @@ def hint(services: Services) -> None:
     services.queue.hint("deliveries")
 
 
-async def _found(connection: Connection, request: Request) -> Trigger:
+async def path_trigger(connection: Connection, request: Request) -> Trigger:
     return await find_trigger(connection, path_trigger_id(request), request.path_params["slug"])
 
 
@@ -274,8 +241,6 @@ ROUTES = (
           scope="admin", body=bodies.schema(TriggerPatch), errors=(*_REFUSALS, 409)),
     Route("DELETE", _ONE, delete_trigger, "Delete a trigger and cancel its waiting deliveries", (TriggerDeleted,),
           scope="admin", errors=_REFUSALS),
-    Route("POST", f"{_ONE}/test", test_trigger, "Evaluate a trigger on an event; nothing is stored or launched",
-          (DryRun,), scope="read", body=bodies.schema(TestBody), errors=(*_REFUSALS, 409)),
     Route("GET", f"{_ONE}/deliveries", list_trigger_deliveries, "List the deliveries of a trigger, newest first",
           (DeliveryPage,), scope="read", query=DELIVERIES_QUERY, errors=(404, 422)),
     Route("GET", f"{_ONE}/versions", list_versions, "List the versions of a trigger, newest first", (VersionPage,),

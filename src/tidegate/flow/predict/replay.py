@@ -1,4 +1,4 @@
-"""Replay preview: what a replay of events would launch, by the triggers as they are now."""
+"""Replay: what a replay of events would launch, by the triggers as they are now."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tidegate.flow.decide import deliver
 from tidegate.flow.decide.match import Matcher
 from tidegate.flow.decide.time_slice import TimeSlice
+from tidegate.flow.predict.evaluation import evaluate
 from tidegate.model.event import Event
 from tidegate.model.ids import DeliveryId, TriggerId, delivery_id
 from tidegate.model.trigger import CompiledTrigger
-from tidegate.model.work_limit import TooMuchWork
 from tidegate.store import event_replays, triggers
 from tidegate.store.db import Connection
 
@@ -60,14 +59,10 @@ async def _predicted(
         if own_id in known:
             counts["already_decided"] += 1
             continue
-        envelope = event.envelope()
-        try:
-            why = compiled.reason(envelope)
-            failure = deliver.render(own_id, event, compiled, envelope).error if why is None else None
-        except TooMuchWork as exc:
-            why, failure = None, str(exc)
-        counts["filtered" if why is not None else "would_fail" if failure is not None else "would_launch"] += 1
-        reason, error = reason or why, error or failure
+        found = evaluate(compiled, event)
+        failed = found.error is not None
+        counts["filtered" if not found.fires else "would_fail" if failed else "would_launch"] += 1
+        reason, error = reason or found.reason, error or found.error
         if time_slice.is_over:
             await time_slice.next()
     return TriggerPrediction(

@@ -1,0 +1,47 @@
+-- fragment: arrival
+-- An event without its payload: when it met its source's gate first, and whether it starts one given trigger.
+e.id, e.type, e.source, e.ingress_sequence, e.received_at, greatest(e.received_at, e.deliver_at) as at,
+       e.origin is not null and e.origin ->> 'trigger_id' is not null as is_start
+
+-- fragment: last_before
+-- The sequence of the last event that was received before $2.
+(select l.ingress_sequence from tidegate.workflow_events l
+                                                       where l.received_at < $2::timestamptz
+                                                       order by l.received_at desc, l.ingress_sequence desc limit 1)
+
+-- name: of_type
+-- The newest $3 events of a type ($1) up to the last event that was received before $2. The caller drops those that were received outside
+-- of its span: with times as conditions, a plan may read all events in between. The type is a range of one, not equal to it: a plan for
+-- equality expects few events while a day has no statistics, and reads and sorts them all.
+select {{arrival}}
+  from tidegate.workflow_events e
+ where e.type >= $1 and (e.type, e.ingress_sequence) <= ($1, {{last_before}})
+ order by e.type desc, e.ingress_sequence desc
+ limit $3
+
+-- name: of_source
+-- The same of a source ($1).
+select {{arrival}}
+  from tidegate.workflow_events e
+ where e.source >= $1 and (e.source, e.ingress_sequence) <= ($1, {{last_before}})
+ order by e.source desc, e.ingress_sequence desc
+ limit $3
+
+-- name: of_all
+-- The newest $3 events in a span of time.
+select {{arrival}}
+  from tidegate.workflow_events e
+ where e.received_at >= $1::timestamptz and e.received_at < $2::timestamptz
+ order by e.received_at desc, e.ingress_sequence desc
+ limit $3
+
+-- name: delivered
+-- The statuses of those of the deliveries that exist; $2 is the least of their ids and $3 the greatest.
+select d.id, d.status from tidegate.workflow_trigger_deliveries d where d.id = any ($1::uuid[]) and d.id between $2 and $3
+
+-- name: undecided
+-- Those of the events ($1, with their sequences $2) that wait to be decided.
+select r.event_id from tidegate.event_ingress_retries r
+ where r.event_id = any ($1::uuid[]) and r.retry_state in ('scheduled', 'running')
+union all
+select i.event_id from tidegate.event_inbox i where i.ingress_sequence = any ($2::bigint[])
