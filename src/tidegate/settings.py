@@ -25,7 +25,7 @@ from tidegate.model.health import HEALTH, HealthPolicy
 from tidegate.model.retention import Retention
 from tidegate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPolicy
 from tidegate.model.secrets import SecretKeys
-from tidegate.model.server_urls import check_database_url, is_loopback, is_redis_url
+from tidegate.model.server_urls import check_database_url, check_public_url, is_loopback, is_redis_url
 from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit, SourceBreakerPolicy
 from tidegate.secret_files import SECRETS, read_secret
 
@@ -74,6 +74,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8700
     url: str = "http://127.0.0.1:8700"
+    public_url: str | None = None
     token: str | None = None
     batch_size: int = 500
     poll_ms: int = 1000
@@ -143,6 +144,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"{_env('runbook_url')} must be the URL of the runbook page without #section and spaces, such as "
                 f"https://wiki.example/tidegate, not {self.runbook_url!r}"
             )
+        if self.public_url is not None:
+            check_public_url(_env("public_url"), self.public_url)
         if self.auth == "off" and not self.is_loopback:
             raise SettingsError(
                 f"{_env('host')} is {self.host!r}: without tokens ({_env('auth')}=off, the default of `tidegate dev`) "
@@ -168,6 +171,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limits(self) -> EventLimits:
         return EventLimits(max_payload_bytes=self.max_payload_bytes)
+
+    @property
+    def link_base(self) -> str:
+        """Where people reach the API, for the links that are sent to them."""
+        return self.public_url or self.url
 
     def require_redis_url(self) -> str:
         """The address of Redis; SettingsError if it is not set."""

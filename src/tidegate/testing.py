@@ -30,12 +30,15 @@ from tidegate.api.server import bind, serving
 from tidegate.app import Tidegate
 from tidegate.client import AsyncClient
 from tidegate.clock import utc_now, uuid7
-from tidegate.errors import AppError
+from tidegate.errors import AppError, Conflict
 from tidegate.flow import control
+from tidegate.flow.decide import approvals
 from tidegate.flow.look.ends import RunHandle
 from tidegate.flow.look.explain import Explanation, explain_any, find_event
 from tidegate.model import run as model
+from tidegate.model.approval import ApprovalDecision, ApprovalVerdict
 from tidegate.model.event import Accepted
+from tidegate.model.ids import step_id
 from tidegate.model.typed import Payload
 from tidegate.model.units import duration_ms
 from tidegate.settings import Settings
@@ -206,6 +209,25 @@ class Harness:
         """Cancel a waiting run, as an operator would. Conflict if it has already ended."""
         worker, database = self._inside()
         await control.cancel_run(database, run.id, "harness", worker.settings.trigger_error)
+
+    async def approve(
+        self, run: model.Run, name: str, *, by: str = "harness", comment: str | None = None
+    ) -> ApprovalDecision:
+        """Approve what a run waits for, by the name that it gave `ctx.approval`. Conflict if it cannot be decided."""
+        return await self._decide(run, name, ApprovalVerdict(approved=True, by=by, comment=comment))
+
+    async def reject(
+        self, run: model.Run, name: str, *, by: str = "harness", comment: str | None = None
+    ) -> ApprovalDecision:
+        """Reject what a run waits for; see `approve`."""
+        return await self._decide(run, name, ApprovalVerdict(approved=False, by=by, comment=comment))
+
+    async def _decide(self, run: model.Run, name: str, verdict: ApprovalVerdict) -> ApprovalDecision:
+        _, database = self._inside()
+        done = await approvals.decide(database, step_id(run.id, name), verdict)
+        if not done.is_new or done.approval.decision is None:
+            raise Conflict(f"approval {name!r} cannot be decided: it is {done.approval.state}")
+        return done.approval.decision
 
     async def explain(self, what: Accepted | model.Run | uuid.UUID | str) -> Explanation:
         """Why an event or a run is where it is: `summary` in a sentence, `decisions` in order. Takes what `publish` or

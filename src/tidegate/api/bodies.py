@@ -54,6 +54,11 @@ def set_principal(request: Request, found: Principal | None, address: str | None
     audit.caller.set(Caller(found.id if found is not None else None, address))
 
 
+def keep(request: Request, body: bytes) -> None:
+    """The body was received by other means; `read` takes it from here."""
+    request.scope[_BODY] = body
+
+
 async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
     """The body as `kind`; a missing body is an empty object. Problem 400, 413, 415; InvalidInput names the field."""
     return convert(await read_json(request, max_bytes), kind, "the body is not valid")

@@ -14,7 +14,15 @@ import msgspec
 from starlette.requests import Request
 
 from tidegate.api import bodies
-from tidegate.api.routes import Route, Services, path_dead_letter_id, path_delivery_id, path_run_id, path_step_id
+from tidegate.api.routes import (
+    Route,
+    Services,
+    path_approval_id,
+    path_dead_letter_id,
+    path_delivery_id,
+    path_run_id,
+    path_step_id,
+)
 from tidegate.errors import Forbidden, NotFound
 from tidegate.flow.accept.access import Principal
 from tidegate.flow.look import explain
@@ -22,7 +30,7 @@ from tidegate.flow.look.health import Snapshot, SourceHealth, status_of
 from tidegate.flow.look.verdict import Cause
 from tidegate.model.ids import RunId
 from tidegate.model.start import source_of_starts
-from tidegate.store import dead_letters, events, held_deliveries, held_steps, runs
+from tidegate.store import approvals, dead_letters, events, held_deliveries, held_steps, runs
 from tidegate.store.db import Connection
 from tidegate.store.health import LimitHealth, PausedSource, SourceBreaker
 
@@ -125,6 +133,15 @@ async def _step(request: Request, services: Services, principal: Principal) -> N
         raise NotFound(f"no step {step_id}")
 
 
+async def _approval(request: Request, services: Services, principal: Principal) -> None:
+    approval_id = path_approval_id(request)
+    async with services.database.connection() as connection:
+        found = await approvals.get(connection, approval_id)
+        is_own = found is not None and await _is_own_run(connection, found.run_id, principal)
+    if not is_own:
+        raise NotFound(f"no approval {approval_id}")
+
+
 async def _letter(request: Request, services: Services, principal: Principal) -> None:
     letter_id = path_dead_letter_id(request)
     async with services.database.connection() as connection:
@@ -191,6 +208,9 @@ RULES: dict[tuple[str, str], SourceRule] = {
     ("POST", "/admin/retries/deliveries/{delivery_id}/force"): SourceRule(_delivery),
     ("POST", "/admin/retries/steps/{step_id}/cancel"): SourceRule(_step),
     ("POST", "/admin/retries/steps/{step_id}/force"): SourceRule(_step),
+    ("GET", "/admin/approvals"): SourceRule(rows="approvals"),
+    ("POST", "/admin/approvals/{approval_id}/approve"): SourceRule(_approval),
+    ("POST", "/admin/approvals/{approval_id}/reject"): SourceRule(_approval),
     ("GET", "/admin/dead-letters"): SourceRule(rows="dead_letters"),
     ("GET", "/admin/dead-letters/{dead_letter_id}"): SourceRule(_letter),
     ("POST", "/admin/dead-letters/{dead_letter_id}/replay"): SourceRule(_letter),

@@ -29,6 +29,7 @@ TITLES = {
     405: "Method not allowed",
     408: "Request timed out",
     409: "Conflict",
+    410: "Gone",
     413: "Too large",
     415: "Unsupported media type",
     422: "Invalid input",

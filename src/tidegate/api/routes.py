@@ -16,6 +16,7 @@ from tidegate.api.problems import HEADERS, Problem
 from tidegate.clock import has_utc
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow.accept.access import Access
+from tidegate.flow.accept.approvals import ApprovalLinks
 from tidegate.flow.accept.ingest import Ingest
 from tidegate.flow.accept.refusals import PublishRefusals
 from tidegate.flow.accept.starts import Starts
@@ -52,6 +53,7 @@ class Services:
     starts: Starts
     ends: RunEnds
     prediction_turn: PredictionTurn
+    links: ApprovalLinks
 
 
 Handler = Callable[[Request, Services], Awaitable[Any]]
@@ -145,6 +147,10 @@ def path_delivery_id(request: Request) -> DeliveryId:
 
 def path_step_id(request: Request) -> StepId:
     return StepId(_path_uuid(request, "step_id"))
+
+
+def path_approval_id(request: Request) -> StepId:
+    return StepId(_path_uuid(request, "approval_id"))
 
 
 def path_dead_letter_id(request: Request) -> DeadLetterId:

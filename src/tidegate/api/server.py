@@ -29,6 +29,7 @@ from tidegate.api.v1 import publish
 from tidegate.errors import NotFound, SettingsError
 from tidegate.flow import control
 from tidegate.flow.accept.access import Access
+from tidegate.flow.accept.approvals import ApprovalLinks
 from tidegate.flow.accept.ingest import LOCK_TIMEOUT_MS, STATEMENT_SECONDS, Ingest
 from tidegate.flow.accept.refusals import PublishRefusals
 from tidegate.flow.accept.starts import Starts
@@ -114,6 +115,7 @@ class Api:
             settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access, received,
             Admission(settings.ingest_max_waiting), PublishRefusals(self._database),
             Starts(self._database, ingest, settings.limits), RunEnds(self._database), PredictionTurn(),
+            ApprovalLinks(self._database, settings.link_base),
         )  # fmt: skip
         self.app = _application(self.services)
         self._presence = Presence("api", retention=settings.retention)  # once it is unfit, `/readyz` says so

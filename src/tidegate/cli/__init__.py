@@ -29,6 +29,7 @@ class _LazyGroup(click.Group):
         "explain": "events",
         "runs": "runs",
         "workflows": "workflows",
+        "approvals": "approvals",
         "schedules": "schedules",
         "workers": "workers",
         "sources": "sources",

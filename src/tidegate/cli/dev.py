@@ -54,6 +54,8 @@ def dev(app: str | None, port: int | None, data: Path, no_reload: bool, verbose:
     application = code.load() if code else Tidegate()
     watched = None if no_reload else code
     listening = bind(settings)
+    address = _address(settings, listening.getsockname()[1])
+    settings = msgspec.structs.replace(settings, public_url=settings.public_url or address)
     if settings.database_url is not None:
         run(lambda stop: _dev(application, watched, settings, listening, stop, None))
         return
@@ -168,8 +170,13 @@ def _own_command() -> str:
     return str(program.relative_to(Path.cwd())) if program.is_relative_to(Path.cwd()) else str(program)
 
 
+def _address(settings: Settings, port: int) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{port}"
+
+
 def _welcome(application: Tidegate, settings: Settings, port: int) -> None:
-    url = f"http://{settings.host}:{port}"
+    url = _address(settings, port)
     command = ("" if port == 8700 else f"TIDEGATE_URL={url} ") + _own_command()
     click.echo(f"\nTidegate is running: API and console on {url} (docs: {url}/docs)")
     click.echo(f"  workflows: {', '.join(sorted(application.workflows)) or 'none'}")

@@ -39,7 +39,7 @@ def rotate_all(as_json: bool) -> None:
     if as_json:
         print_json(done)
     else:
-        click.echo(f"webhooks and workflows re-encrypted: {done.rotated}, already up to date: {done.current}")
+        click.echo(f"webhooks, workflows and keys re-encrypted: {done.rotated}, already up to date: {done.current}")
         for name in done.unreadable:
             click.echo(f"cannot be decrypted with any key of TIDEGATE_SECRETS_KEY: {name}", err=True)
     if done.unreadable:

@@ -17,6 +17,7 @@ accept: who may publish, what is valid, what is stored. 202 only after the commi
     token_use           rate limits of tokens; the log of refused tokens
     lookups             bounded, cached reads on behalf of unauthenticated clients
     refusals            keep refused publish requests for a while, for `explain`
+    approvals           make and check the links that decide approvals
     ingest              store events and their inbox rows; concurrent requests share commits
     start_targets       the trigger that a start of a workflow is for
     starts              start a workflow by name
@@ -32,6 +33,7 @@ once, so an event is never half decided.
     batch               match, deliver and create runs, for new and retried events alike
     one_by_one          when a batch fails: process its items separately, dead-letter the one at fault
     waits               events meet the runs that wait for them: results, wake-ups, cancellations
+    approvals           a person's decision: its event and the result of the step that waits for it
     source_failures     failed runs that count for their source's breaker
     reporting           metrics, log lines and decision rows, the same for every stage
     spans               the traces of what was decided
@@ -66,6 +68,7 @@ wait.
     steps               the steps of an execution: a call, a timer
     step_parts          what every kind of step is made of: begin, wait, write
     waits               steps that wait for events
+    approvals           steps that wait for a person's decision
     children            steps that start other workflows and wait for their ends
     publishing          steps that publish events
     transaction         steps that write to this database: what they write and their result are one commit
@@ -81,6 +84,7 @@ code: the functions that users write, what they are given, and how they are call
     context             what an `async def` function is given: `ctx`
     sync_context        the same for a synchronous function
     wait_call           calls of `ctx.wait_for` and its kind, and their results
+    approval_call       calls of `ctx.approval`, and what they return
     user_calls          calls of users' functions: what counts as a failure, which results can be stored
     http                workflows of kind `http`: signed, bounded requests
 

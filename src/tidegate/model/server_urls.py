@@ -23,6 +23,18 @@ def check_database_url(name: str, url: str | None) -> None:
         )
 
 
+def check_public_url(name: str, url: str) -> None:
+    """SettingsError unless links can begin with it."""
+    try:
+        parts = urlsplit(url)
+        is_base = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+        is_base = is_base and parts.port != 0 and "@" not in parts.netloc and url.isprintable() and " " not in url
+    except ValueError:
+        is_base = False
+    if not is_base:
+        raise SettingsError(f"{name} must be an address such as https://tidegate.example.com, not {url!r}")
+
+
 def split_database_url(url: str) -> tuple[str, SplitResult]:
     """The login and hosts, and the rest without them. Apart, since `urlsplit` refuses several hosts of which one is an
     IPv6 address; some versions of Python do."""

@@ -1,4 +1,4 @@
-"""Secrets in `webhooks` and `workflow_definitions`: all of them, to encrypt them again, and how they are stored."""
+"""Secrets in `webhooks`, `workflow_definitions` and `installation`: to encrypt them again, and how they are stored."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tidegate.model.webhook import WebhookSecret, with_secrets
 from tidegate.store.db import Connection
 from tidegate.store.sql import load
 
-Table = Literal["webhooks", "workflows"]
+Table = Literal["webhooks", "workflows", "keys"]
 
 _sql = load("secrets")
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """How many webhooks and workflows hold a secret in plain, with an old key, and with none that the process has; some
-    of the last by name."""
+    """How many webhooks, workflows and keys of links are in plain, encrypted with an old key, and with none that the
+    process has; some of the last by name."""
 
     plain: int
     old: int
@@ -46,6 +46,8 @@ async def replace(connection: Connection, table: Table, held: Mapping[str, tuple
 
 def changed(table: Table, held: Any, change: Callable[[str], str]) -> Any:
     """What a row holds, each secret as `change` makes it."""
+    if table == "keys":
+        return change(held)
     if table == "webhooks":
         return msgspec.to_builtins(with_secrets(msgspec.convert(held, list[WebhookSecret]), change))
     return msgspec.to_builtins(http_workflow.with_secrets(msgspec.convert(held, HttpConfig), change))

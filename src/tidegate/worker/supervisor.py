@@ -97,6 +97,7 @@ class Worker:
             after_free=self._after_free,
             after_wait=lambda waiting: self._queue.schedule(step_wakeups(waiting)),
             limits=settings.limits,
+            link_base=settings.link_base,
             beside_leases=self._presence.keep,  # a workflow that blocks the event loop must not make it look dead
         )
         self._versions = [workflows[slug].version for slug in sorted(workflows)]  # in the order of the definitions

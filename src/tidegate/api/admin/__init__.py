@@ -1,6 +1,7 @@
 """`/admin`: requests of operators. One module per resource."""
 
 from tidegate.api.admin import (
+    approvals,
     audit,
     dead_letters,
     decisions,
@@ -26,4 +27,5 @@ ROUTES = (
     *tokens.ROUTES,
     *audit.ROUTES,
     *workers.ROUTES,
+    *approvals.ROUTES,
 )

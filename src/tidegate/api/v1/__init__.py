@@ -1,6 +1,7 @@
 """`/v1`: publish events, and read events, workflows, triggers, schedules and runs. One module per resource."""
 
 from tidegate.api.v1 import (
+    approvals,
     event_replays,
     events,
     publish,
@@ -24,4 +25,5 @@ ROUTES = (
     *starts.ROUTES,
     *runs.ROUTES,
     *webhooks.ROUTES,
+    *approvals.ROUTES,
 )

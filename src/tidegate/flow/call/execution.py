@@ -15,7 +15,8 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
-from tidegate.flow.call import marks, publishing
+from tidegate.flow.accept.approvals import ApprovalLinks
+from tidegate.flow.call import approvals, marks, publishing
 from tidegate.flow.call.children import Children
 from tidegate.flow.call.endings import End, Endings
 from tidegate.flow.call.fit import Fit
@@ -27,6 +28,7 @@ from tidegate.flow.call.stopping import StoppableCall
 from tidegate.flow.call.transaction import StepTransaction, step_name
 from tidegate.flow.call.waits import Ask, register_cancel
 from tidegate.flow.code import user_calls
+from tidegate.flow.code.approval_call import ApprovalCall, ApprovalHandle
 from tidegate.flow.code.context import Child, Context, Fields
 from tidegate.flow.code.sync_context import SyncContext
 from tidegate.flow.code.user_calls import encode_output
@@ -63,6 +65,7 @@ class Execution(RunSteps):
         on_abandoned: Callable[[Execution, End | None], None],
         limits: EventLimits,
         workflows: Mapping[str, Workflow],
+        links: ApprovalLinks,
     ) -> None:
         known = {step.name: step for step in steps}
         super().__init__(
@@ -79,6 +82,7 @@ class Execution(RunSteps):
         self._on_abandoned = on_abandoned
         self._limits = limits
         self._workflows = workflows
+        self._links = links
         if self.is_other_code and steps:
             self.fit = Fit(steps, run.version_since)
             self.journal.before_barrier = self._wait_for_fit
@@ -184,6 +188,10 @@ class Execution(RunSteps):
 
     async def publish(self, name: str | None, fields: Fields, *, is_alone: bool = True) -> Accepted:
         return await publishing.publish(self, name, fields, self._limits, is_alone=is_alone)
+
+    async def approval(self, call: ApprovalCall) -> ApprovalHandle:
+        link = await approvals.ask_for(self, call, self._links)
+        return ApprovalHandle(call.name, link, partial(approvals.result, self, ask=self._ask))
 
     def _children(self) -> Children:
         return Children(self, self._workflows, self._limits)

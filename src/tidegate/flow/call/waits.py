@@ -70,11 +70,11 @@ async def wait(steps: RunSteps, call: WaitCall, ask: Ask) -> Any:
             failpoints.hit("wait.registered")
         answer = WaitAnswer(True)
         if known is None or not known.retry_metadata.get("looked_back"):
-            answer = await _asked(steps, name, ask, is_over=False, since=call.since)
+            answer = await asked(steps, name, ask, is_over=False, since=call.since)
             failpoints.hit("wait.looked_back")
         if not answer.is_done:
             await steps.ready(name)
-            answer = await _asked(steps, name, ask, is_over=True)
+            answer = await asked(steps, name, ask, is_over=True)
         steps.waited(name)
         return answer.result
 
@@ -107,7 +107,7 @@ async def register_cancel(steps: RunSteps, patterns: Sequence[On], ask: Ask) -> 
     facts["events"] = known.retry_metadata.get("events", []) if known is not None else []
     waits = _new_waits(steps, call, found)
     await steps.journal.kept(steps.write(CANCEL_ON, kind="wait", status="pending", waits=waits, retry_metadata=facts))
-    await _asked(steps, CANCEL_ON, ask, is_over=False)
+    await asked(steps, CANCEL_ON, ask, is_over=False)
     steps.waited(CANCEL_ON)
 
 
@@ -158,7 +158,7 @@ def _new_waits(steps: RunSteps, call: WaitCall, patterns: Sequence[WaitPattern])
     ]
 
 
-async def _asked(steps: RunSteps, name: str, ask: Ask, *, is_over: bool, since: object = None) -> WaitAnswer:
+async def asked(steps: RunSteps, name: str, ask: Ask, *, is_over: bool, since: object = None) -> WaitAnswer:
     """The state of a step, from the database. LeaseLost or Cancelled: nothing more is to begin."""
     least_id = _least_id(steps.event) if since is None and steps.event is not None else _ANY_ID
     answer = await ask(WaitQuestion(steps.run, step_id(steps.run.id, name), is_over, least_id))

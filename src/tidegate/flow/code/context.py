@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol, TypeVar, overload
 
+from tidegate.flow.code.approval_call import ApprovalCall, ApprovalHandle
 from tidegate.flow.code.wait_call import FirstEvent, WaitCall, event_of, events_of, first_event_of
 from tidegate.model.event import Accepted, Event
 from tidegate.model.retry import RetryPolicy
@@ -45,6 +46,7 @@ class StepRunner(Protocol):
     async def sleep(self, duration: str | int | float, name: str | None = None, *, is_alone: bool = True) -> None: ...
     async def publish(self, name: str | None, fields: Fields, *, is_alone: bool = True) -> Accepted: ...
     async def wait(self, call: WaitCall) -> Any: ...
+    async def approval(self, call: ApprovalCall) -> ApprovalHandle: ...
 
     async def start_child(
         self, name: str | None, child: Child, given: Mapping[str, object], *, is_alone: bool = True
@@ -254,6 +256,16 @@ class Context(RunContext):
         """Wait until each of several patterns has an event of its own: the events in the order of the patterns; None
         after the timeout, whichever came. See `wait_for`."""
         return events_of(await self._execution.wait(WaitCall("wait_all", "all", patterns, timeout, since, name)))
+
+    async def approval(
+        self, name: str, *, timeout: Duration, to: str | None = None, note: str | None = None
+    ) -> ApprovalHandle:
+        """Ask a person to approve something: send them `approval.link`, then `await approval.decision()`.
+
+        The link can be used once, until `timeout` ("3d"), by whoever has it; an operator can decide, too. `to` (whom it
+        is sent to) and `note` (what it is about) are shown to those who decide. `name` is the step's.
+        """
+        return await self._execution.approval(ApprovalCall(name, timeout, to, note))
 
     async def run(
         self,

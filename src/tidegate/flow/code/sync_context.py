@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
+from tidegate.flow.code.approval_call import ApprovalCall, SyncApprovalHandle
 from tidegate.flow.code.context import Child, ChildHandle, Duration, RunContext, StepRunner, event_fields
 from tidegate.flow.code.wait_call import FirstEvent, WaitCall, event_of, events_of, first_event_of
 from tidegate.model.event import Accepted, Event
@@ -129,6 +130,14 @@ class SyncContext(RunContext):
     def _wait(self, call: WaitCall) -> Any:
         work = self._execution.wait(call._replace(is_alone=self._is_alone))
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def approval(
+        self, name: str, *, timeout: Duration, to: str | None = None, note: str | None = None
+    ) -> SyncApprovalHandle:
+        """Ask a person to approve something; see `Context.approval`."""
+        work = self._execution.approval(ApprovalCall(name, timeout, to, note))
+        handle = asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return SyncApprovalHandle(handle, self._loop)
 
     def publish(
         self,

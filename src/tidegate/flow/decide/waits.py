@@ -11,6 +11,7 @@ import msgspec
 
 from tidegate import failpoints
 from tidegate.flow.decide.time_slice import TimeSlice
+from tidegate.model.approval import APPROVAL_DECIDED
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId, RunId, StepId, WaitId
 from tidegate.model.wait import MetWait, OpenWait, give, key_of_event
@@ -99,11 +100,11 @@ async def hand_over(
 ) -> list[Meeting]:
     """Give runs, which the caller has locked, the events that are offered to them: write the results of their steps,
     and wake them. What has ended or was given since the offer is read here, under the lock. `taken` are the events that
-    they were given before; by default only events that were replayed can be among them."""
+    they were given before; by default only events that were replayed, or were decisions, can be among them."""
     if not offers:
         return []
     if taken is None:
-        again = [run_id for run_id, offered in offers.items() if any(event.replayed_at for event, _ in offered)]
+        again = [run_id for run_id, offered in offers.items() if any(_may_repeat(event) for event, _ in offered)]
         taken = await waits.list_taken(connection, again) if again else {}
     open_waits = await waits.list_of_runs(connection, offers.keys())
     given = {
@@ -127,6 +128,11 @@ async def hand_over(
     meetings += [Meeting(run_id, cancelled[run_id].event, None) for run_id in asked]
     await decisions.insert(connection, _recorded(meetings, now))
     return meetings
+
+
+def _may_repeat(event: Event) -> bool:
+    """Whether a run may have been given the event before it was decided now."""
+    return event.replayed_at is not None or event.type == APPROVAL_DECIDED
 
 
 def _results(

@@ -25,8 +25,8 @@ _log = logger("secrets")
 
 
 class Rotated(msgspec.Struct, frozen=True, kw_only=True):
-    """How many webhooks and workflows were encrypted again, how many already used the first key, and those with a
-    secret that no key can read."""
+    """How many webhooks, workflows and keys of links were encrypted again, how many already used the first key, and
+    those with a secret that no key can read."""
 
     rotated: int
     current: int
@@ -89,15 +89,15 @@ def unreadable_text(found: Survey) -> str:
     more = f" and {found.unreadable - len(found.examples or ())} more" * (found.unreadable > len(found.examples or ()))
     return (
         f"secrets of {names}{more} are encrypted with a key that this process does not have: add it to {SETTING} "
-        "(docs/operations/secrets.md). Until then such webhooks answer 503, and such workflows wait"
+        "(docs/operations/secrets.md). Until then such webhooks and links answer 503, and such workflows wait"
     )
 
 
 def plain_text(found: Survey) -> str:
     """How many secrets are stored in plaintext, and what to do about it."""
     return (
-        f"webhooks and workflows whose secrets are stored in plaintext: {found.plain}; to encrypt them, set {SETTING} "
-        "and run `tidegate secrets rotate` (docs/operations/secrets.md)"
+        f"webhooks, workflows and keys whose secrets are stored in plaintext: {found.plain}; to encrypt them, set "
+        f"{SETTING} and run `tidegate secrets rotate` (docs/operations/secrets.md)"
     )
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from tidegate.errors import first_line
 from tidegate.flow.look.why import Why, moment
+from tidegate.model.approval import APPROVAL
 from tidegate.model.run import Step
 from tidegate.model.wait import WaitPattern
 
@@ -74,6 +75,14 @@ def pattern_text(pattern: WaitPattern) -> str:
     return f"event {pattern.type}{source}{' with ' + ', '.join(keys) if keys else ''}{where}"
 
 
+def _approval(step: Step, until: datetime | None) -> Why:
+    to = f" by {step.retry_metadata['to']}" if step.retry_metadata.get("to") else ""
+    at = f"until {moment(until)} " if until else ""
+    how = f"to decide: tidegate approvals approve {step.id} (or reject)"
+    told = f"the approval {step.name!r}{to}"
+    return Why("waiting_for_approval", f"waits {at}for {told}; {how}", told, until)
+
+
 def _children(step: Step, until: datetime | None) -> Why:
     total = step.retry_metadata.get("total", 1)
     told = "its child" if total == 1 else f"its {total} children"
@@ -93,6 +102,7 @@ RULES: dict[tuple[str, str | None], StepRule] = {
     ("sleep", None): _sleep,
     ("step", None): _retry,
     ("wait", None): _event,
+    ("wait", APPROVAL): _approval,
     ("child", None): _children,
     ("map", None): _children,
 }

@@ -9,6 +9,7 @@ from functools import partial
 
 from tidegate import failpoints
 from tidegate.errors import Unavailable
+from tidegate.flow.accept.approvals import ApprovalLinks
 from tidegate.flow.call.execution import Execution
 from tidegate.flow.code.workflow import Workflow
 from tidegate.flow.run.claiming import DueRuns, Prefetch
@@ -61,6 +62,7 @@ class Runner:
         after_wait: Callable[[Sequence[WaitingStep]], None] = lambda _: None,
         beside_leases: Callable[[Database], Coroutine[None, None, None]] | None = None,
         limits: EventLimits | None = None,
+        link_base: str = "",
     ) -> None:
         self._database = database
         self._worker = worker
@@ -85,7 +87,7 @@ class Runner:
             workflows, self._prefetch, concurrency=concurrency, lease_ms=lease_ms, policy=policy,
             put=self._outcomes.put, ask=self._look_back.ask, transactions=self._transactions,
             may_begin=lambda: self._quarantine.state != "alone", on_free=self._free.set,
-            limits=limits or EventLimits(),
+            limits=limits or EventLimits(), links=ApprovalLinks(database, link_base),
         )  # fmt: skip
         self._leases = LeaseKeeper(
             database.url, worker, lambda: (self._definitions, self._versions), lease_ms,

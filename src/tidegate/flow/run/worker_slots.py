@@ -19,6 +19,7 @@ from typing import Any
 from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
+from tidegate.flow.accept.approvals import ApprovalLinks
 from tidegate.flow.call.endings import End
 from tidegate.flow.call.execution import Execution
 from tidegate.flow.call.journal import DelayedSends, LeaseLost, Put, Written
@@ -59,6 +60,7 @@ class WorkerSlots:
         may_begin: Callable[[], bool],
         on_free: Callable[[], None],
         limits: EventLimits,
+        links: ApprovalLinks,
     ) -> None:
         self._workflows = workflows
         self._prefetch = prefetch
@@ -71,6 +73,7 @@ class WorkerSlots:
         self._may_begin = may_begin
         self._on_free = on_free
         self._limits = limits
+        self._links = links
         self._claims = Claims(lambda: [execution.run for execution in (*prefetch, *self._begun)])
         self._begun: dict[Execution, None] = {}  # those that are neither ready nor over, oldest first
         self.used = 0
@@ -127,6 +130,7 @@ class WorkerSlots:
             on_abandoned=self._abandon,
             limits=self._limits,
             workflows=self._workflows,
+            links=self._links,
         )
 
     def begin_ready(self) -> None:

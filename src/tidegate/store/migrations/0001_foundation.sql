@@ -795,8 +795,10 @@ create table tidegate.processes (
 
 -- Exactly one row: tells installations apart where they share something (a Redis).
 create table tidegate.installation (
-  id          uuid    not null default gen_random_uuid(),
-  is_only_row boolean primary key default true check (is_only_row)
+  id           uuid    not null default gen_random_uuid(),
+  is_only_row  boolean primary key default true check (is_only_row),
+  -- Signs the links of approvals; made with the first one, and never changed. A secret, stored like those of webhooks.
+  approval_key text
 );
 insert into tidegate.installation default values;
 

@@ -1,0 +1,69 @@
+"""The page of an approval link: what is asked, as the workflow has said it, and a form. It needs no script."""
+
+from __future__ import annotations
+
+from html import escape
+
+from starlette.responses import Response
+
+from tidegate.model.approval import MAX_COMMENT, Approval
+
+# The console's, but for the form, which is sent to the page's own address.
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'self'",
+    "referrer-policy": "no-referrer",
+    "x-robots-tag": "noindex, nofollow",
+}
+_FORM = f"""<form method="post" class="approval">
+  <label>Comment (optional) <textarea name="comment" rows="3" maxlength="{MAX_COMMENT}"></textarea></label>
+  <p><button name="decision" value="approve">Approve</button> <button name="decision" value="reject">Reject</button></p>
+</form>"""
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+  <meta charset="utf-8">
+  <meta name="viewport" content="width=device-width, initial-scale=1">
+  <meta name="color-scheme" content="light dark">
+  <title>{title}</title>
+  <link rel="stylesheet" href="../static/style.css">
+</head>
+<body>
+  <main class="docs"><section class="card">
+  <h1>{title}</h1>
+  {content}
+  </section></main>
+</body>
+</html>
+"""
+
+
+def page(approval: Approval, status: int = 200) -> Response:
+    """The page of an approval: with the form while it is open, else with what became of it."""
+    parts = [f"<p>{line}</p>" for line in escape(approval.note or "").splitlines() if line.strip()]
+    parts.append(f"<p>{escape(told(approval))}</p>")
+    if approval.state == "open":
+        parts.append(_FORM)
+    return _rendered(f"Approval: {approval.name}", "\n  ".join(parts), status)
+
+
+def error_page(text: str, status: int) -> Response:
+    """A page that says why there is nothing to decide."""
+    return _rendered("Approval", f"<p>{escape(text)}</p>", status)
+
+
+def told(approval: Approval) -> str:
+    """The state of an approval, as whoever has the link may know it."""
+    if approval.state == "open":
+        return f"Your decision is asked for until {approval.until:%Y-%m-%d %H:%M} UTC. It can be made once."
+    if approval.decision is not None:
+        word = "approved" if approval.decision.approved else "rejected"
+        return f"It was {word} at {approval.decision.at:%Y-%m-%d %H:%M} UTC."
+    if approval.state == "expired":
+        return "The time for this decision is over."
+    return "This decision is no longer needed: what asked for it has ended."
+
+
+def _rendered(title: str, content: str, status: int) -> Response:
+    text = _PAGE.format(title=escape(title), content=content)
+    return Response(text.encode(), status, _HEADERS, media_type="text/html")
