@@ -18,6 +18,9 @@ import pytest
 
 from tests.processes import PATIENCE_SECONDS, api, run, worker
 from tidegate.api.server import ROUTES
+from tidegate.flow.decide.approvals import LINK
+from tidegate.model.approval import link_of
+from tidegate.model.ids import StepId
 
 APP = """
 from tidegate import Tidegate, NonRetryable, Retry
@@ -30,6 +33,10 @@ async def sleeper(ctx):
 
 @app.workflow(every="1h")
 async def hourly(ctx): ...
+
+@app.workflow(on="ask.please")
+async def asker(ctx):
+    await (await ctx.approval("manager", timeout="2h")).decision()
 
 @app.workflow(on="fail.please")
 async def broken(ctx):
@@ -63,6 +70,7 @@ class Call(NamedTuple):
     subject: str
     has_before: bool = True
     has_after: bool = True
+    actor: str = NAME
 
 
 class World:
@@ -167,6 +175,13 @@ class World:
         waiting: str = self.until(lambda: self.fetch(found, event_id))[0]["id"]
         return waiting
 
+    def approval(self) -> str:
+        event_id = self.publish("ask.please", "shop")
+        found = """select s.id::text from tidegate.workflow_run_steps s join tidegate.workflow_runs r
+                       on r.id = s.workflow_run_id where r.event_id = $1 and s.name = 'manager' and r.status = 'pending'"""
+        asked: str = self.until(lambda: self.fetch(found, event_id))[0]["id"]
+        return asked
+
     def held_source(self) -> str:
         event_id = self.held_event()
         source: str = self.ask("GET", f"/v1/events/{event_id}")["source"]
@@ -215,6 +230,13 @@ class World:
 def retired_secret(w: World) -> Call:
     source, old = w.replaced_secret()
     return Call(f"/admin/sources/{source}/webhook/secrets/{old}", None, "webhook.retire", source)
+
+
+def used_link(w: World) -> Call:
+    asked = w.approval()
+    key = bytes.fromhex(w.fetch("select approval_key from tidegate.installation")[0][0])
+    link = link_of("", key, StepId(uuid.UUID(asked)))
+    return Call(link, {"approved": True}, "approval.approve", asked, actor=LINK)
 
 
 def created_trigger(w: World) -> Call:
@@ -357,6 +379,13 @@ CALLS: dict[tuple[str, str], Callable[[World], Call]] = {
     ("POST", "/admin/dead-letters/{dead_letter_id}/replay"): lambda w: Call(
         f"/admin/dead-letters/{(one := w.letter())}/replay", None, "dead_letter.replay", one
     ),
+    ("POST", "/admin/approvals/{approval_id}/approve"): lambda w: Call(
+        f"/admin/approvals/{(one := w.approval())}/approve", {"comment": "x"}, "approval.approve", one
+    ),
+    ("POST", "/admin/approvals/{approval_id}/reject"): lambda w: Call(
+        f"/admin/approvals/{(one := w.approval())}/reject", None, "approval.reject", one
+    ),
+    ("POST", "/approvals/{token}"): used_link,
     ("POST", "/admin/tokens"): lambda w: Call(
         "/admin/tokens", {"name": "made", "scopes": ["read"]}, "token.create", "", has_before=False
     ),
@@ -410,10 +439,10 @@ def test_every_mutation_has_audit_row(
     world, calls = made
     call = calls[method, path]
     (row,) = done[method, path]
-    assert (row["actor"], row["action"]) == (NAME, call.action)
+    assert (row["actor"], row["action"]) == (call.actor, call.action)
     assert row["subject"] == call.subject if call.subject else row["subject"]
     assert (row["before"] is not None, row["after"] is not None) == (call.has_before, call.has_after), row
-    listed = world.ask("GET", "/admin/audit", action=call.action, subject=row["subject"], actor=NAME)["entries"]
+    listed = world.ask("GET", "/admin/audit", action=call.action, subject=row["subject"], actor=call.actor)["entries"]
     entry = next(one for one in listed if one["id"] == str(row["id"]))
     for side in ("before", "after"):
         assert entry[side] == (None if row[side] is None else json.loads(row[side]))
@@ -439,7 +468,8 @@ def test_refused_calls_leave_no_row(made: tuple[World, dict[Any, Call]], done: d
         broken = world.http.request(method, call.path, content=b"{")
         unknown = world.http.request(method, call.path, json={"no_such_field": 1})
         codes = [answer.status_code for answer in (nobody, weak, broken, unknown)]
-        assert codes[:3] == [401, 403, 400] and codes[3] in (404, 422), (method, path, codes)
+        refusals = [409, 409, 400] if path == "/approvals/{token}" else [401, 403, 400]  # the link is used up
+        assert codes[:3] == refusals and codes[3] in (404, 422), (method, path, codes)
     gone = [path for method, path in CALLS if "{" in path and "{source" not in path]
     for method, path in CALLS:
         if path in gone:

@@ -87,7 +87,8 @@ def test_a_workers_metrics_are_not_for_web_pages(http: httpx.Client, database_ur
     [
         ("GET", "/v1/events", None), ("GET", "/metrics", None), ("GET", "/livez", None), ("GET", "/nothing", None),
         ("PATCH", "/v1/events", None), ("POST", "/v1/events", EVENT | {"source": "head"}), ("POST", "/v1/events", {}),
-        ("POST", "/v1/webhooks/nobody", {}), ("GET", "/v1/runs?limit=0", None), ("GET", "/openapi.json", None),
+        ("POST", "/v1/webhooks/nobody", {}), ("GET", "/approvals/nobody", None), ("POST", "/approvals/nobody", {}),
+        ("GET", "/v1/runs?limit=0", None), ("GET", "/openapi.json", None),
         ("GET", "/", None), ("GET", "/docs", None), ("GET", "/static/console.js", None),
     ],
 )  # fmt: skip

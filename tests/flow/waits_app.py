@@ -41,3 +41,23 @@ async def wait_cancelled(ctx: Context, id: int) -> None:
     await ctx.step("begin", record, ctx.run_id, "begun")
     await ctx.sleep("1h")
     await ctx.step("end", record, ctx.run_id, "ended")
+
+
+@app.workflow(on="approve.async")
+async def approve_async(ctx: Context, id: int) -> str:
+    approval = await ctx.approval("manager", timeout="1h")
+    await ctx.step("mail", record, ctx.run_id, approval.link)
+    decision = await approval.decision()
+    told = "nobody" if decision is None else f"{decision.approved} {decision.comment}"
+    await ctx.step("tell", record, ctx.run_id, told)
+    return told
+
+
+@app.workflow(on="approve.sync")
+def approve_sync(ctx: SyncContext, id: int) -> str:
+    approval = ctx.approval("manager", timeout="1h")
+    ctx.step("mail", record, ctx.run_id, approval.link)
+    decision = approval.decision()
+    told = "nobody" if decision is None else f"{decision.approved} {decision.comment}"
+    ctx.step("tell", record, ctx.run_id, told)
+    return told

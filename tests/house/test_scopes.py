@@ -13,7 +13,7 @@ from tidegate.model.token import SCOPES, Scope
 # Nothing here says anything about anyone's events.
 PUBLIC = {"/livez", "/readyz"}
 # Whoever sends here has no token: the signature is checked instead.
-SIGNED = {"/v1/webhooks/{source:path}"}
+SIGNED = {"/v1/webhooks/{source:path}", "/approvals/{token}"}
 PUBLIC_PAGES = {
     "/", "/docs", "/static/icon.svg", "/static/console.js", "/static/docs.js", "/static/style.css",
 }  # fmt: skip

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from tidegate.model.approval import MAX_COMMENT, MAX_NOTE, MAX_TO
 from tidegate.model.units import MAX_DURATION_MS
 from tidegate.model.wait import MAX_PATTERNS
 from tidegate.testing import Harness
@@ -64,9 +65,10 @@ def test_its_tests_pass(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    assert "3 passed" in done.stdout
 
 
 def test_numbers() -> None:
     assert f"at most {MAX_DURATION_MS // 86_400_000} days" in TEXT
     assert f"At most {MAX_PATTERNS} patterns" in TEXT
+    assert f"at most {MAX_TO}, {MAX_NOTE} and {MAX_COMMENT} characters" in TEXT

@@ -29,7 +29,7 @@ LINK = "approval-link"
 _log = logger("approval")
 
 
-class Decided(NamedTuple):
+class DecidedApproval(NamedTuple):
     """The approval as it is now, and whether this call has decided it."""
 
     approval: Approval
@@ -37,7 +37,7 @@ class Decided(NamedTuple):
     meetings: list[Meeting]
 
 
-async def decide(database: Database, approval_id: StepId, verdict: ApprovalVerdict) -> Decided:
+async def decide(database: Database, approval_id: StepId, verdict: ApprovalVerdict) -> DecidedApproval:
     """Approve or reject, if it is open; after that, hint the queue. NotFound: there is no such approval."""
     done = await database.run(partial(_decide, approval_id=approval_id, verdict=verdict))
     if done.is_new:
@@ -59,11 +59,11 @@ async def find(connection: Connection, approval_id: StepId) -> Approval:
     return found
 
 
-async def _decide(connection: Connection, approval_id: StepId, verdict: ApprovalVerdict) -> Decided:
+async def _decide(connection: Connection, approval_id: StepId, verdict: ApprovalVerdict) -> DecidedApproval:
     await runs.lock(connection, [(await find(connection, approval_id)).run_id])
     approval = await find(connection, approval_id)
     if approval.state != "open":
-        return Decided(approval, False, [])
+        return DecidedApproval(approval, False, [])
     now = await locks.now(connection)
     payload = {
         "approval_id": approval_id, "run_id": approval.run_id, "workflow": approval.workflow, "name": approval.name,
@@ -78,11 +78,12 @@ async def _decide(connection: Connection, approval_id: StepId, verdict: Approval
     meetings = await waits.hand_over(connection, offers, now, wakes=True)
     await audit.insert(
         connection, actor=verdict.by or LINK, action="approval.approve" if verdict.approved else "approval.reject",
-        subject=f"{approval.run_id} {approval.name}",
-        after={"approval_id": approval_id, "event_id": event.id, "by": payload["by"], "comment": payload["comment"]},
+        subject=str(approval_id), before={"state": approval.state, "until": approval.until},
+        after={"run_id": approval.run_id, "name": approval.name, "event_id": event.id, "by": payload["by"],
+               "comment": payload["comment"]},
     )  # fmt: skip
     failpoints.hit("approval.before_commit")
-    return Decided(await find(connection, approval_id), True, meetings)
+    return DecidedApproval(await find(connection, approval_id), True, meetings)
 
 
 def _event(approval: Approval, payload: str) -> NewEvent:
