@@ -178,7 +178,7 @@ class World:
     def approval(self) -> str:
         event_id = self.publish("ask.please", "shop")
         found = """select s.id::text from tidegate.workflow_run_steps s join tidegate.workflow_runs r
-                       on r.id = s.workflow_run_id where r.event_id = $1 and s.name = 'manager' and r.status = 'pending'"""
+                       on r.id = s.workflow_run_id where r.event_id = $1 and s.kind = 'wait' and r.status = 'pending'"""
         asked: str = self.until(lambda: self.fetch(found, event_id))[0]["id"]
         return asked
 

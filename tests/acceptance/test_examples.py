@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.acceptance.conftest import ROOT
 from tidegate.cli.load import load_app
+from tidegate.errors import Conflict
 from tidegate.testing import Harness
 
 EXAMPLES = ROOT / "examples"
@@ -131,3 +134,56 @@ async def test_typed_orders(load: Load) -> None:
     assert run.status == "succeeded", run.error
     receipt = example.app.workflows["pay"].result_rule.restored(run.output)
     assert isinstance(receipt, example.Receipt) and receipt.order == order and receipt.total == Decimal("19.80")
+
+
+async def test_order_system(load: Load) -> None:
+    """Judged by what the bank, the carrier and the books have: each order once, and nothing of those not approved."""
+    example = load("order_system")
+    services, mails = example.services, list[str]()
+
+    async def mail(to: str, text: str) -> None:
+        mails.append(text)
+
+    services.mail = mail
+    orders = {
+        1: example.Order(1, "c-1", 100, "visa"),
+        2: example.Order(2, "c-2", 200, "flaky"),
+        3: example.Order(3, "c-3", 300, "stolen"),
+        4: example.Order(4, "c-4", 900, "visa"),  # approved with the link
+        5: example.Order(5, "c-5", 900, "visa"),  # rejected
+        6: example.Order(6, "c-6", 900, "visa"),  # nobody decides
+        7: example.Order(7, "c-7", 900, "visa"),  # cancelled by the customer, then approved
+        8: example.Order(8, "c-8", 501, "visa"),  # approved on the next day
+        13: example.Order(13, "c-13", 50, "visa"),  # cannot be shipped
+    }
+    async with Harness(example.app) as harness:
+        await harness.advance(f"{(12 * 60 - harness.now.hour * 60 - harness.now.minute) % (24 * 60)}m")  # noon
+        for order in (*orders.values(), orders[1]):
+            await harness.publish("order.placed", source="shop", payload=order)
+        await harness.advance("1h")
+        runs = {run.parameters["id"]: run for run in await harness.runs("fulfil")}
+        assert sorted(runs) == sorted(orders) and len(await harness.runs("fulfil")) == len(orders)
+        [link] = [re.search(r"http\S+", one)[0] for one in mails if one.startswith("Order 4 ")]  # type: ignore[index]
+        used = await harness.client.request("POST", urlsplit(link).path, {"approved": True})
+        assert used["state"] == "decided"
+        await harness.reject(runs[5], "manager", by="ann")
+        await harness.publish("order.cancelled", source="shop", payload={"id": 7})
+        await harness.run_until_idle()
+        with pytest.raises(Conflict):
+            await harness.approve(runs[7], "manager")
+        await harness.advance("23h")
+        await harness.approve(runs[8], "manager", by="ann")
+        await harness.advance("4d")
+        runs = {run.parameters["id"]: run for run in await harness.runs("fulfil")}
+        reports = [run.output for run in await harness.runs("report")]
+    status = {id: run.output["status"] if run.output else run.status for id, run in runs.items()}
+    assert status == {
+        1: "fulfilled", 2: "fulfilled", 3: "failed", 4: "fulfilled", 5: "rejected", 6: "rejected", 7: "cancelled",
+        8: "fulfilled", 13: "refunded",
+    }  # fmt: skip
+    assert runs[2].steps["charge"].attempts == 3
+    assert sorted(services.payments.values()) == [-50, 50, 100, 200, 501, 900]
+    assert sorted(parcel.order_id for parcel in services.parcels.values()) == [1, 2, 4, 8]
+    assert {id: amount for id, (amount, _) in services.sales.items()} == {1: 100, 2: 200, 4: 900, 8: 501}
+    assert len(mails) == 5 and len({one.rpartition("/")[2] for one in mails}) == 5
+    assert [one for one in reports if one["orders"]] == [{"orders": 3, "amount": 1200}, {"orders": 1, "amount": 501}]
