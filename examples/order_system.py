@@ -6,7 +6,7 @@
 
 Order 8 waits for an approval: its link is printed (it would be mailed), and `tidegate approvals list` shows it.
 Meanwhile `tidegate publish order.cancelled --source shop --data '{"id": 8}'` cancels it. Other cards: `flaky` (the bank
-fails twice), `stolen` (refused). Order 13 cannot be shipped: it is refunded. Report: `tidegate schedules run-now report`.
+fails twice), `stolen` (refused). Order 13 is not shipped, but refunded. Report: `tidegate schedules run-now report`.
 """
 
 from __future__ import annotations

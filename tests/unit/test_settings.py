@@ -164,6 +164,12 @@ def test_variable(name: str, text: str, value: Any) -> None:
         ("auth", "maybe", "on or off"),
         ("runbook_url", "https://wiki.example/page#section", "without #section"),
         ("runbook_url", "two words", "without #section and spaces"),
+        ("public_url", "gate.example", "must be an address such as https://"),
+        ("public_url", "ftp://gate.example", "must be an address such as https://"),
+        ("public_url", "https://gate.example/?a=b", "must be an address such as https://"),
+        ("public_url", "https://user:password@gate.example", "must be an address such as https://"),
+        ("public_url", "https://gate.example:port", "must be an address such as https://"),
+        ("public_url", "https://gate. example", "must be an address such as https://"),
     ],
 )
 def test_variable_refused(name: str, text: str, expected: str) -> None:
@@ -270,6 +276,12 @@ def test_the_direct_address_is_checked_and_is_the_database_url_unless_it_is_set(
         load(database_direct_url="mysql://u:secret@h/d")
 
 
+def test_links_begin_with_the_public_address() -> None:
+    assert load().link_base == "http://127.0.0.1:8700"
+    assert load(url="http://gate:8700").link_base == "http://gate:8700"
+    assert load(url="http://gate:8700", public_url="https://gate.example/a/").link_base == "https://gate.example/a/"
+
+
 def test_missing_database_url_is_explained() -> None:
     assert load(database_url="postgresql://u@h/d").require_database_url() == "postgresql://u@h/d"
     with pytest.raises(SettingsError, match="TIDEGATE_DATABASE_URL is not set"):
@@ -289,7 +301,7 @@ def test_every_secret_can_be_in_a_file() -> None:
     """A setting whose documented value holds a password, token or key is one of them."""
     assert SECRET_TEXTS.keys() == set(SECRETS)
     words = re.compile("url$|token|key|password|secret")
-    open_ones = {"url", "runbook_url"}  # addresses without a password
+    open_ones = {"url", "public_url", "runbook_url"}  # addresses without a password
     assert {name for name in Settings.__struct_fields__ if words.search(name)} - open_ones == set(SECRETS)
 
 

@@ -51,6 +51,14 @@ def step(kind: str = "step", name: str = "charge", **fields: Any) -> Step:
             AT,
         ),
         (
+            step("wait", "manager", retry_metadata={"reason": "approval", "to": "ann@example.com"}),
+            "waiting_for_approval",
+            "waits until 2026-06-01 12:00:00 UTC for the approval 'manager' by ann@example.com; to decide: tidegate "
+            f"approvals approve {step('wait', 'manager').id} (or reject)",
+            "the approval 'manager' by ann@example.com",
+            AT,
+        ),
+        (
             step("child", "ship", retry_state="none", next_attempt_at=None, retry_metadata={"total": 1}),
             "waiting_for_child", "waits for its child of step 'ship'", "its child of step 'ship'", None,
         ),
