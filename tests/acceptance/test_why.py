@@ -37,6 +37,11 @@ async def approve(ctx: Context, id: int = 0):
         raise ValueError("no paper")
 
 
+@app.workflow(on="order.impatient")
+async def impatient(ctx: Context):
+    return await ctx.wait_for("order.approved", match={"id": 0}, timeout="10ms")
+
+
 @app.workflow(on="order.broken", breaker=Breaker(threshold=1000))
 async def broken(ctx: Context, id: int = 0):
     raise ValueError("no paper")
@@ -132,6 +137,15 @@ def test_waiting_for_what_an_event_wakes(
     assert f"woke run {run_id}" in lines and lines[-1].startswith(told)
 
 
+def test_a_wait_that_timed_out_is_shown_as_such(url: str) -> None:
+    publish(url, "order.impatient", "impatient", "--wait")
+    run_id = settled(url, "impatient", "succeeded")["outcomes"][0]["run_id"]
+    [step] = httpx.get(f"{url}/v1/runs/{run_id}", trust_env=False).json()["steps"]
+    assert (step["status"], step["is_timed_out"], step["result"]) == ("succeeded", True, None)
+    assert "wait order.approved  timed out" in cli(url, "runs", "show", run_id)
+    assert "timed_out" in cli(url, "explain", run_id)
+
+
 def test_many_runs_at_once(url: str) -> None:
     for n in range(3):
         publish(url, "order.broken", f"many-{n}", "--wait", status=1, id=100 + n)
@@ -153,7 +167,11 @@ def test_many_runs_at_once(url: str) -> None:
 
 def test_workers_and_events(url: str) -> None:
     [one] = json.loads(cli(url, "workers", "list", "--json"))["workers"]
-    assert one["is_alive"] and one["workflows"] == ["approve", "broken", "fulfil", "quick"] and one["slots"] > 0
+    assert (
+        one["is_alive"]
+        and one["workflows"] == ["approve", "broken", "fulfil", "impatient", "quick"]
+        and one["slots"] > 0
+    )
     assert one["name"] in cli(url, "workers", "list")
     publish(url, "order.quick", "tail-1", "--wait")
     assert "tail-1  quick succeeded" in cli(url, "events", "tail", "--once")

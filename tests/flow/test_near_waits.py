@@ -119,6 +119,7 @@ async def test_a_wait_that_timed_out_names_what_nearly_ended_it(scene: Scene) ->
     await scene.execute()
     found = await scene.explain(await scene.run_id())
     assert found.outcomes[0].state == "succeeded" and AS_TEXT in found.summary
+    assert [line.decision for line in found.decisions if line.stage == "step"] == ["timed_out"]
 
 
 async def test_a_run_that_was_woken_has_no_near_miss(scene: Scene) -> None:

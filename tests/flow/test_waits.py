@@ -54,6 +54,9 @@ async def test_an_event_wakes_the_run_that_waits_for_it(connection: Connection, 
     await clock.advance(3_600_000)
     await publish(connection, "order.approved", id=7, by="ann")
     await publish(connection, "order.approved", id=7, by="bob")
+    await world.dispatch.run_once()
+    woken = await the_run(connection)
+    assert (woken["status"], woken["warning"]) == ("pending", None), "it does not wait any more"
     await world.turn(runner)
     run = await the_run(connection)
     assert (run["status"], run["output"], world.done) == ("succeeded", {"id": 7, "by": "ann"}, ["approved"])

@@ -294,7 +294,8 @@ def show_run(run_id: str, as_json: bool) -> None:
         click.echo(f"  {'child of':<16}run {found['parent_run_id']}")
     rows = [
         (
-            s["name"], s["status"], str(s["retry_attempts"]), short_time(s["next_attempt_at"]),
+            s["name"], "timed out" if s["is_timed_out"] else s["status"], str(s["retry_attempts"]),
+            short_time(s["next_attempt_at"]),
             first_line(s["error"])[:80] if s["error"] else short_json(s["result"]),
         )
         for s in found["steps"]

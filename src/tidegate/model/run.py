@@ -103,7 +103,8 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `workflow_run_steps`; a `sleep` is a timer."""
+    """A row of `workflow_run_steps`; a `sleep` is a timer. `is_timed_out`: a wait that ended without its event; that is
+    no failure: the status is `succeeded`, and the result null."""
 
     id: StepId
     workflow_run_id: RunId
@@ -121,3 +122,4 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     claim_expires_at: datetime | None = None
     created_at: datetime | None = None
     updated_at: datetime | None = None
+    is_timed_out: bool = False

@@ -49,13 +49,14 @@ r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.corre
 
 -- fragment: claim
 -- Claims the runs of `due` for the worker $3 until its lease of $4 ms ends. A run without a version begins on that of the worker.
+-- What it waited for is over: its warning goes.
 clock as materialized (
   select tidegate.now() as now
 )
 update tidegate.workflow_runs r
    set status = 'running', attempts = r.attempts + 1, claim_generation = r.claim_generation + 1, claimed_by = $3,
        claim_expires_at = now + $4::bigint * interval '1 ms', started_at = coalesce(r.started_at, now),
-       version = coalesce(r.version, {{version_of_worker}}), updated_at = now
+       version = coalesce(r.version, {{version_of_worker}}), warning = null, updated_at = now
   from due, clock, tidegate.workflow_definitions w
  where r.id = due.id and r.status = 'pending' and w.id = r.workflow_definition_id
 returning {{claimed}}
@@ -226,6 +227,7 @@ update tidegate.workflow_runs r
    set wakes = r.wakes + 1,
        next_attempt_at = case when r.status = 'running' or (r.version_held_at is not null and r.cancel_requested_at is null) then r.next_attempt_at
                               else least(r.next_attempt_at, greatest(tidegate.now(), r.not_before, {{open_at}})) end,
+       warning = case when r.version_held_at is not null or r.not_before > tidegate.now() then r.warning end,
        updated_at = tidegate.now()
  where r.id = any ($1::uuid[]) and r.id between $2 and $3 and r.status in ('pending', 'running')
 returning r.id

@@ -97,4 +97,4 @@ async def list_of_run(connection: Connection, run_id: RunId) -> list[Step]:
 
 
 def _step(row: Row) -> Step:
-    return msgspec.convert(dict(row), Step)
+    return msgspec.convert(dict(row) | {"is_timed_out": row["retry_metadata"].get("timed_out", False)}, Step)

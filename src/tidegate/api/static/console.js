@@ -279,7 +279,7 @@ async function eventPanel(given) {
 async function runPanel(given) {
   const { run, steps } = await get(`/v1/runs/${encodeURIComponent(given)}`);
   const lines = steps.map((step) => el("li", { class: tone(step.status) },
-    el("div", {}, pill(step.status), el("b", {}, visible(step.name)), step.retry_attempts && `retries: ${step.retry_attempts}`),
+    el("div", {}, pill(step.is_timed_out ? "timed out" : step.status), el("b", {}, visible(step.name)), step.retry_attempts && `retries: ${step.retry_attempts}`),
     step.next_attempt_at && el("p", {}, "next attempt ", moment(step.next_attempt_at)),
     step.error ? block(visible(step.error), "error") : step.result !== null && block(json(step.result, 2))));
   return [run.workflow, [

@@ -156,7 +156,8 @@ def with_steps(told: Told, steps: Iterable[Step], run: Run) -> Told:
     )
     lines = [
         Decision(
-            at=step.updated_at, stage="step", decision=step.status, workflow=run.workflow, run_id=run.id,
+            at=step.updated_at, stage="step", decision="timed_out" if step.is_timed_out else step.status,
+            workflow=run.workflow, run_id=run.id,
             reason=f"{step.name}: {first_line(step.error)}" if step.error else step.name,
             until=step.next_attempt_at, attempt=step.retry_attempts or None,
         )

@@ -212,7 +212,7 @@ async def _near_events(
 def _timed_out(run: Run, steps: Sequence[Step]) -> Iterable[tuple[Step, WaitSide]]:
     """The waits whose time was over before their event came, the newest first."""
     of_run = {"id": str(run.id), "parameters": run.parameters}
-    over = [step for step in steps if step.kind == "wait" and step.retry_metadata.get("timed_out")]
+    over = [step for step in steps if step.is_timed_out]
     for step in reversed(over[-MOST:]):
         for given in step.retry_metadata.get("waits_for", ()):
             pattern = msgspec.convert(given, WaitPattern)
