@@ -318,6 +318,8 @@ async def test_a_run_that_kills_its_workers_publishes_its_end(connection: Connec
     assert [row[0] for row in outputs] == [KILLS_WORKERS]
 
 
-async def test_reserved_types_are_refused_in_sql(connection: Connection) -> None:
-    with pytest.raises(Exception, match="reserved"):
+async def test_reserved_types_and_sources_are_refused_in_sql(connection: Connection) -> None:
+    with pytest.raises(Exception, match=r"type: types that begin with tidegate\. are reserved"):
         await connection.execute("select tidegate.publish('tidegate.run.failed', 'x')")
+    with pytest.raises(Exception, match=r"source: sources that begin with tidegate. are reserved"):
+        await connection.execute("select tidegate.publish('x', 'tidegate.schedule')")

@@ -73,6 +73,8 @@ async def test_the_answers(url: str, database: Database, effects: Effects) -> No
         assert http.get(f"{url}/v1/runs/01a1eb0c-46cd-76b4-a6e8-2bbf76306bbf").status_code == 404
         reserved = http.post(f"{url}/v1/events", json={"type": "tidegate.start", "source": "x"})
         assert reserved.status_code == 422 and reserved.json()["errors"][0]["field"] == "type"
+        reserved = http.post(f"{url}/v1/events", json={"type": "x", "source": "tidegate.schedule"})
+        assert reserved.status_code == 422 and reserved.json()["errors"][0]["field"] == "source"
 
 
 async def test_the_clients(url: str, database: Database, effects: Effects) -> None:

@@ -17,7 +17,7 @@ from tidegate import Breaker, Context, NonRetryable, RetryAfter
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
 from tidegate.flow.keep.reconcile import Reconcile
-from tidegate.flow.look.explain import Explanation
+from tidegate.flow.look.explain import Explanation, explain_any
 from tidegate.model.ids import DeliveryId, EventId, RunId
 from tidegate.model.source import RateLimit, SourceBreakerPolicy
 from tidegate.store import refusals
@@ -781,6 +781,39 @@ async def test_an_id_of_several_sources_names_the_candidates(scene: Scene) -> No
     with pytest.raises(Conflict) as refused:
         await scene.explain("o-7")
     assert {re.sub(r".* is from ", "", error.message) for error in refused.value.errors} == {"shop", "depot"}
+
+
+async def test_runs_of_other_sources_are_not_named(scene: Scene) -> None:
+    scene.idle(max_concurrency=1)
+    await scene.register()
+    await scene.publish(source="secret")
+    await scene.decide()
+    event_id = await scene.publish()
+    await scene.decide()
+    run_id = str(await scene.run_id())
+    for may_see, is_named in ((lambda _: True, True), (lambda source: source == "shop", False)):
+        found = await explain_any(scene.connection, event_id, may_see)
+        assert (run_id in found.summary, "held by a run of another source" in found.summary) == (
+            is_named, not is_named)  # fmt: skip
+
+
+async def test_what_workers_execute_for_other_sources_is_not_named(scene: Scene) -> None:
+    scene.idle()
+    scene.idle("hidden", on="secret.thing")
+    await scene.register()
+    await scene.publish("secret.thing", source="secret")
+    await scene.decide()
+    await scene.alive(slots=1)
+    await scene.claim()
+    event_id = await scene.publish()
+    await scene.decide()
+    for may_see, told in (
+        (lambda _: True, f"host:1 executes hidden (run {await scene.run_id()}) since"),
+        (lambda source: source == "shop", "host:1 executes a run of another source since"),
+    ):
+        found = await explain_any(scene.connection, event_id, may_see)
+        assert told in found.summary
+    assert "hidden" not in found.summary
 
 
 async def test_an_unknown_id(scene: Scene) -> None:

@@ -22,7 +22,8 @@ FIELDS = frozenset(
 )
 MAX_TTL_MS = 3650 * 86_400_000
 MAX_DELAY_MS = 366 * 86_400_000
-# Types that begin so are those of Tidegate's own events: nobody else may publish them, and no `*` stands for them.
+# Types and sources that begin so are those of Tidegate's own events: nobody else may publish them. No `*` stands for
+# such a type.
 RESERVED = "tidegate."
 # The types of the events that ends of runs publish: `tidegate.run.failed` and so on.
 RUN_ENDS = "tidegate.run."
@@ -163,10 +164,12 @@ def check_event(
     prefix: str = "",
     traceparent: str | None = None,
     correlation_id: str | None = None,
+    is_sample: bool = False,
 ) -> NewEvent | None:
     """The event in `raw` (decoded JSON), or None; then `errors` lists what is invalid, by field.
 
-    `correlation_id` is the request's; the event's own takes precedence.
+    `correlation_id` is the request's; the event's own takes precedence. `is_sample`: it is not stored, and may look
+    like one of Tidegate's own.
     """
     if not isinstance(raw, dict):
         errors.append(FieldError(prefix.rstrip(".") or "event", f"must be an object, not {_kind(raw)}"))
@@ -179,9 +182,10 @@ def check_event(
             for name in sorted(raw.keys() - FIELDS)[:20]
         )
     event_type = _name(raw.get("type"), prefix, "type", errors)
-    if event_type.startswith(RESERVED):
-        errors.append(FieldError(f"{prefix}type", f"must not begin with {RESERVED}, which is reserved"))
     source = _name(raw.get("source"), prefix, "source", errors)
+    for field, name in (("type", event_type), ("source", source)):
+        if name.startswith(RESERVED) and not is_sample:
+            errors.append(FieldError(f"{prefix}{field}", f"must not begin with {RESERVED}, which is reserved"))
     external_id = _text(raw.get("id"), prefix, "id", errors)
     correlation_id = _text(raw.get("correlation_id"), prefix, "correlation_id", errors) or correlation_id
     occurred_at = _time(raw.get("occurred_at"), prefix, "occurred_at", now, limits, errors)

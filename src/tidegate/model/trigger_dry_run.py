@@ -69,7 +69,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
 def sample_event(raw: Any, *, new_id: uuid.UUID, now: datetime, limits: EventLimits) -> Event:
     """The event in `raw`, as if it had just been stored. InvalidInput names each invalid field."""
     errors: list[FieldError] = []
-    new = check_event(raw, new_id=new_id, now=now, limits=limits, errors=errors, prefix="event.")
+    new = check_event(raw, new_id=new_id, now=now, limits=limits, errors=errors, prefix="event.", is_sample=True)
     if new is None:
         raise InvalidInput("the sample event is not valid", errors)
     return Event(

@@ -68,6 +68,7 @@ class SlotHolder(msgspec.Struct, frozen=True, kw_only=True):
     created_at: datetime
     next_attempt_at: datetime | None
     total: int
+    source: str | None = None
 
 
 class EventCircumstances(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,8 @@ select d.id, t.max_concurrency, t.throttle_count, t.throttle_window_ms, d.concur
 
 -- name: slot_holders
 -- The runs that hold the slots that a delivery waits for, the oldest first, and how many they are in all.
-select r.id, w.slug as workflow, r.status, r.created_at, r.next_attempt_at, count(*) over () as total
+select r.id, w.slug as workflow, r.status, r.created_at, r.next_attempt_at, count(*) over () as total,
+       (select e.source from tidegate.workflow_events e where e.id = r.event_id) as source
   from tidegate.workflow_trigger_deliveries d
   join tidegate.workflow_runs r on r.trigger_id = d.trigger_id and r.concurrency_key = d.concurrency_key
    and r.status in ('pending', 'running')

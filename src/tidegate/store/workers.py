@@ -19,12 +19,13 @@ MAX_EXECUTING = 1000
 
 
 class ExecutingRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that a worker holds, since when, and until when without a renewal."""
+    """A run that a worker holds, since when, and until when without a renewal; and the source of its event."""
 
     run_id: RunId
     workflow: str
     since: datetime
     lease_until: datetime
+    source: str | None = None
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,8 +53,9 @@ select w.name, w.version, w.slots, w.started_at, w.seen_at,
  order by w.started_at, w.name
 
 -- name: executing
--- The runs that workers hold, the longest held first, at most $1 of them.
-select r.claimed_by as worker, r.id as run_id, d.slug as workflow, r.updated_at as since, r.claim_expires_at as lease_until
+-- The runs that workers hold, the longest held first, at most $1 of them; with the source of the event of each.
+select r.claimed_by as worker, r.id as run_id, d.slug as workflow, r.updated_at as since, r.claim_expires_at as lease_until,
+       (select e.source from tidegate.workflow_events e where e.id = r.event_id) as source
   from tidegate.workflow_runs r join tidegate.workflow_definitions d on d.id = r.workflow_definition_id
  where r.status = 'running'
  order by r.updated_at, r.id limit $1

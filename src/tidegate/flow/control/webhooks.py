@@ -13,7 +13,7 @@ from tidegate.clock import utc_now
 from tidegate.errors import Conflict, FieldError, InvalidInput, NotFound
 from tidegate.model import webhook as rules
 from tidegate.model.conversion import convert
-from tidegate.model.event import is_name
+from tidegate.model.event import RESERVED, is_name
 from tidegate.model.secrets import SecretKeys
 from tidegate.model.webhook import (
     DEFAULT_KEEP_MS,
@@ -52,6 +52,8 @@ async def set_webhook(database: Database, source: str, given: Any, *, actor: str
     errors = rules.body_errors(body)
     if not is_name(source):
         errors.append(FieldError("source", rules.NAME_RULE))
+    if source.startswith(RESERVED):
+        errors.append(FieldError("source", f"must not begin with {RESERVED}, which is reserved"))
     if errors:
         raise InvalidInput("the webhook is not valid", errors)
     tolerance = None if body.scheme == "github" else body.tolerance_seconds or DEFAULT_TOLERANCE_SECONDS

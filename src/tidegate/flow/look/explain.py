@@ -37,6 +37,7 @@ from tidegate.store import (
 from tidegate.store.circumstances import EventCircumstances
 from tidegate.store.db import Connection
 from tidegate.store.refusals import Refusal
+from tidegate.store.workers import WorkerRecord
 
 MAX_RUNS = 500
 # How many of the runs that hold a slot are read.
@@ -231,10 +232,16 @@ def _refused(refused: Sequence[Refusal]) -> Explanation:
     )  # fmt: skip
 
 
+def _seen(worker: WorkerRecord, may_see: MaySee) -> WorkerRecord:
+    """A worker, without the workflows of the runs that may not be seen (`why.ANOTHERS`)."""
+    executing = [one if may_see(one.source) else msgspec.structs.replace(one, workflow="") for one in worker.executing]
+    return msgspec.structs.replace(worker, executing=executing)
+
+
 async def _facts(connection: Connection, subject: Subject, may_see: MaySee) -> StoryFacts:
     """Everything that the answer depends on."""
     event, run = subject.event, subject.run
-    alive = await workers.list_all(connection, ALIVE_MS)
+    alive = [_seen(worker, may_see) for worker in await workers.list_all(connection, ALIVE_MS)]
     if event is None:
         found = [run] if run is not None else []
         return StoryFacts(
@@ -252,7 +259,10 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee) -> S
         connection, [one.delivery.id for one in delivered if one.delivery.retry_state != "none"]
     )
     holders = {
-        one.delivery.id: await circumstances.slot_holders(connection, one.delivery.id, MAX_HOLDERS)
+        one.delivery.id: [
+            holder if may_see(holder.source) else msgspec.structs.replace(holder, workflow="")
+            for holder in await circumstances.slot_holders(connection, one.delivery.id, MAX_HOLDERS)
+        ]
         for one in delivered
         if one.delivery.retry_state == "scheduled" and one.delivery.reason == "concurrency"
     }

@@ -17,6 +17,8 @@ from tidegate.store.workers import WorkerRecord
 
 # A worker that sent no heartbeat for this long counts as dead, as in the health snapshot by default.
 ALIVE_MS = 60_000
+# A run that whoever asks may not see; it is given without its workflow.
+ANOTHERS = "a run of another source"
 # How many runs, workers or workflows one sentence names.
 NAMED = 3
 
@@ -144,7 +146,10 @@ def _waiting(delivery: Delivery, around: DeliveryCircumstances, holders: Sequenc
 def _held_by(holders: Sequence[SlotHolder]) -> str:
     if not holders:
         return ""
-    named = [f"run {one.id} ({one.status} since {moment(one.created_at)})" for one in holders[:NAMED]]
+    named = [
+        f"{f'run {one.id}' if one.workflow else ANOTHERS} ({one.status} since {moment(one.created_at)})"
+        for one in holders[:NAMED]
+    ]
     more = holders[0].total - len(named)
     return f"; held by {', '.join(named)}{f' and {more} more' if more > 0 else ''}"
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tidegate.errors import first_line
 from tidegate.flow.look import waiting_steps
-from tidegate.flow.look.why import NAMED, Why, letter_text, moment
+from tidegate.flow.look.why import ANOTHERS, NAMED, Why, letter_text, moment
 from tidegate.model.run import SUSPECT_CRASHES, Run, Step
 from tidegate.store.circumstances import RunCircumstances, StoryLetter
 from tidegate.store.workers import WorkerRecord
@@ -183,7 +183,8 @@ def _executing(workers: Sequence[WorkerRecord]) -> str:
     held = sorted(
         ((one.since, worker.name, one) for worker in workers for one in worker.executing), key=lambda x: x[:2]
     )
-    return _some([f"{name} executes {one.workflow} (run {one.run_id}) since {moment(at)}" for at, name, one in held])
+    told = ((at, name, f"{one.workflow} (run {one.run_id})" if one.workflow else ANOTHERS) for at, name, one in held)
+    return _some([f"{name} executes {what} since {moment(at)}" for at, name, what in told])
 
 
 def _some(items: Sequence[str]) -> str:

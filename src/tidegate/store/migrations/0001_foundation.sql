@@ -1132,6 +1132,9 @@ begin
     raise exception 'source: expected 1 to 200 letters, digits or . _ ~ : / ? # @ & = + %% -'
       using errcode = 'invalid_parameter_value';
   end if;
+  if starts_with(publish.source, 'tidegate.') then
+    raise exception 'source: sources that begin with tidegate. are reserved' using errcode = 'invalid_parameter_value';
+  end if;
   if publish.id is not null and (publish.id !~ '\S' or length(publish.id) > 200 or publish.id ~ '[[:cntrl:]]') then
     raise exception 'id: must be text of 1 to 200 characters without control characters'
       using errcode = 'invalid_parameter_value';
