@@ -2,7 +2,6 @@
 
 from tidegate.api.v1 import (
     approvals,
-    event_replays,
     events,
     publish,
     runs,
@@ -16,7 +15,6 @@ from tidegate.api.v1 import (
 
 ROUTES = (
     *publish.ROUTES,
-    *event_replays.ROUTES,
     *events.ROUTES,
     *workflows.ROUTES,
     *triggers.ROUTES,

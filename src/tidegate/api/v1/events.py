@@ -1,4 +1,5 @@
-"""Events: list, show, explain, take back. (Publishing is in `publish`.)"""
+"""Events: list, show, explain, take back, replay one. (Publishing is in `publish`, replaying many in
+`admin/event_replays`.)"""
 
 from __future__ import annotations
 
@@ -7,14 +8,17 @@ from typing import Literal
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from tidegate.api import bodies, pages
 from tidegate.api.pages import page_query
-from tidegate.api.routes import Query, Route, Services
+from tidegate.api.routes import Query, Route, Services, json_response
 from tidegate.flow import control
 from tidegate.flow.look import explain as explaining
 from tidegate.flow.look.explain import Explanation
 from tidegate.flow.look.near.look_up import MaySee
+from tidegate.flow.predict import replay
+from tidegate.flow.predict.replay import TriggerPrediction
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId
 from tidegate.store import events
@@ -99,6 +103,32 @@ async def take_back_event(request: Request, services: Services) -> EventCancelle
     return EventCancelled(event.id)
 
 
+class ReplayEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`dry_run`: only predict what would be launched."""
+
+    dry_run: bool = False
+
+
+class EventReplay(msgspec.Struct, frozen=True):
+    """`replayed`: the event is decided again. In a `preview`, `triggers` says what each trigger would do."""
+
+    event_id: EventId
+    status: Literal["preview", "replayed"]
+    triggers: list[TriggerPrediction]
+
+
+async def replay_event(request: Request, services: Services) -> Response:
+    body = await bodies.read(request, ReplayEvent)
+    async with services.database.connection() as connection:
+        event = await explaining.find_event(connection, request.path_params["id"])
+        if body.dry_run:
+            found = await replay.predict(connection, [event])
+            return json_response(EventReplay(event.id, "preview", found))
+    await control.replay_event(services.database, event.id, bodies.actor(request))
+    services.queue.hint("retries")
+    return json_response(EventReplay(event.id, "replayed", []), 202)
+
+
 ROUTES = (
     Route("GET", "/v1/explain/{id:path}", explain_any,
           "Explain why an event, a run or a delivery is where it is, by its id or a producer's id", (Explanation,),
@@ -113,6 +143,9 @@ ROUTES = (
     Route("POST", "/v1/events/{id:path}/cancel", take_back_event,
           "Take back an event that waits for its time, or that its source holds, by its id or the producer's id",
           (EventCancelled,), scope="publish", errors=(404, 409)),
+    Route("POST", "/v1/events/{id:path}/replay", replay_event,
+          "Decide an event again, by the triggers that have not decided about it", (EventReplay,), scope="operate",
+          status=202, also=(200,), body=bodies.schema(ReplayEvent), errors=(404, 409, 422)),
 )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Replay events: decide them again, by the triggers that have not decided about them; one, or many at a rate."""
+"""Replay events: decide many of them again, at a rate, by the triggers that have not decided about them. (One is
+replayed in `v1/events`.)"""
 
 from __future__ import annotations
 
@@ -15,22 +16,14 @@ from tidegate.api.routes import Route, Services, json_response
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import control
 from tidegate.flow.control import MAX_REPLAYED
-from tidegate.flow.look import explain
 from tidegate.flow.predict import replay
 from tidegate.flow.predict.replay import TriggerPrediction
-from tidegate.model.ids import EventId
 from tidegate.model.times import TIME_RULE
 from tidegate.store import event_replays, events
 from tidegate.store.event_replays import EventRange
 
 # A preview evaluates the triggers on at most this many events, the newest.
 MOST_EVALUATED = 500
-
-
-class ReplayEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`dry_run`: only predict what would be launched."""
-
-    dry_run: bool = False
 
 
 class ReplayEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,14 +40,6 @@ class ReplayEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
-class EventReplay(msgspec.Struct, frozen=True):
-    """`replayed`: the event is decided again. In a `preview`, `triggers` says what each trigger would do."""
-
-    event_id: EventId
-    status: Literal["preview", "replayed"]
-    triggers: list[TriggerPrediction]
-
-
 class EventReplayPlan(msgspec.Struct, frozen=True):
     """How many events will be replayed (in a `preview`: would be), and when the first and the last. `is_cut`: more
     match. In a preview, `triggers` says what each trigger would do with the `evaluated` newest of them."""
@@ -67,18 +52,6 @@ class EventReplayPlan(msgspec.Struct, frozen=True):
     last_at: datetime | None
     evaluated: int
     triggers: list[TriggerPrediction]
-
-
-async def replay_event(request: Request, services: Services) -> Response:
-    body = await bodies.read(request, ReplayEvent)
-    async with services.database.connection() as connection:
-        event = await explain.find_event(connection, request.path_params["id"])
-        if body.dry_run:
-            found = await replay.predict(connection, [event])
-            return json_response(EventReplay(event.id, "preview", found))
-    await control.replay_event(services.database, event.id, bodies.actor(request))
-    services.queue.hint("retries")
-    return json_response(EventReplay(event.id, "replayed", []), 202)
 
 
 async def replay_events(request: Request, services: Services) -> Response:
@@ -136,7 +109,4 @@ ROUTES = (
     Route("POST", "/admin/event-replays/stop", stop_event_replays,
           "Cancel the scheduled replays of events that have not started", (ReplaysStopped,), scope="operate",
           errors=(422,)),
-    Route("POST", "/v1/events/{id:path}/replay", replay_event,
-          "Decide an event again, by the triggers that have not decided about it", (EventReplay,), scope="operate",
-          status=202, also=(200,), body=bodies.schema(ReplayEvent), errors=(404, 409, 422)),
 )  # fmt: skip
