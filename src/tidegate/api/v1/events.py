@@ -66,11 +66,13 @@ async def show_event(request: Request, services: Services) -> Event:
 
 
 async def explain_event(request: Request, services: Services) -> Explanation:
+    await services.refusals.write()
     async with services.database.connection() as connection:
         return await explaining.explain(connection, request.path_params["id"], _may_see(request))
 
 
 async def explain_any(request: Request, services: Services) -> Explanation:
+    await services.refusals.write()
     async with services.database.connection() as connection:
         return await explaining.explain_any(connection, request.path_params["id"], _may_see(request))
 

@@ -1,8 +1,9 @@
 """Refusals: keeps refused publish requests for a while, so that a producer's id can be asked for although nothing was
 stored.
 
-A flood of refusals costs next to nothing: at most MAX_PER_SECOND are kept per second and process, they are written
-together once a second, and what cannot be written is dropped.
+A flood of refusals costs next to nothing: at most MAX_PER_SECOND are kept per second and process, those of a second are
+written together, and what cannot be written is dropped. The first is written at once, and whoever asks this process for
+an id has what was kept before written first (`write`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class PublishRefusals:
         self._kept: list[tuple[float, NewRefusal]] = []
         self._second, self._in_second = 0, 0
         self._writing: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()  # held while rows are written: who has it knows that none are under way
         self._is_closed = False
 
     def keep(self, status: int, exc: Exception, events: Callable[[], Iterable[GivenEvent]]) -> None:
@@ -66,26 +68,28 @@ class PublishRefusals:
         """Write what is left."""
         self._is_closed = True
         if self._writing is not None:
-            self._writing.cancel()
+            async with self._lock:
+                self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
         await self.write()
 
     async def write(self) -> None:
-        """Write what was kept so far."""
-        kept, self._kept = self._kept, []
-        if not kept:
-            return
-        rows = [row._replace(age_ms=round((monotonic() - at) * 1000)) for at, row in kept]
-        try:
-            async with self._database.connection() as connection:
-                await refusals.insert(connection, rows)
-        except TidegateError as exc:  # they are for information only
-            _log.warning("ingest.refusals_dropped", count=len(rows), error=exc)
+        """Write what was kept so far; afterwards it can be read."""
+        async with self._lock:
+            kept, self._kept = self._kept, []
+            if not kept:
+                return
+            rows = [row._replace(age_ms=round((monotonic() - at) * 1000)) for at, row in kept]
+            try:
+                async with self._database.connection() as connection:
+                    await refusals.insert(connection, rows)
+            except TidegateError as exc:  # they are for information only
+                _log.warning("ingest.refusals_dropped", count=len(rows), error=exc)
 
     async def _write_soon(self) -> None:
         while self._kept:
-            await asyncio.sleep(WRITE_SECONDS)
             await self.write()
+            await asyncio.sleep(WRITE_SECONDS)
 
     def _has_room(self) -> bool:
         second = int(monotonic())
