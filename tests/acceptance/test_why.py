@@ -146,6 +146,16 @@ def test_a_wait_that_timed_out_is_shown_as_such(url: str) -> None:
     assert "timed_out" in cli(url, "explain", run_id)
 
 
+def test_misspelt_variables_are_named_and_lists_say_whether_a_filter_was_given(url: str) -> None:
+    misspelt = {"TIDEGATE_URI": "http://elsewhere", "TIDEGATE_LOG_LEVLE": "debug", "TIDEGATE_TOKEN": "none"}
+    done = run("runs", "list", "--workflow", "nobody", env={"TIDEGATE_URL": url} | misspelt)
+    assert (done.returncode, done.stdout) == (0, "No runs match.\n")
+    assert done.stderr.splitlines() == [
+        "tidegate: TIDEGATE_LOG_LEVLE is not a setting, and is ignored; did you mean TIDEGATE_LOG_LEVEL?",
+        "tidegate: TIDEGATE_URI is not a setting, and is ignored; did you mean TIDEGATE_URL?",
+    ]
+
+
 def test_many_runs_at_once(url: str) -> None:
     for n in range(3):
         publish(url, "order.broken", f"many-{n}", "--wait", status=1, id=100 + n)

@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from tidegate import settings as settings_module
+from tidegate.cli.given_settings import load_settings
 from tidegate.cli.output import json_option, print_json, print_table
 from tidegate.flow.look.doctor import GRACE_MS, Check, eviction, examine
 from tidegate.model.secrets import SecretKeys
@@ -29,7 +29,7 @@ def doctor(grace: int, as_json: bool) -> None:
 
     Reads the database at TIDEGATE_DATABASE_URL directly and changes nothing. Exit status 0 if all checks pass, else 1.
     """
-    checks = asyncio.run(_examine(settings_module.load(), grace * 1000))
+    checks = asyncio.run(_examine(load_settings(), grace * 1000))
     is_ok = all(check.is_ok for check in checks)
     if as_json:
         print_json({"is_ok": is_ok, "checks": checks})

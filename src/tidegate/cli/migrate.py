@@ -6,7 +6,7 @@ import asyncio
 
 import click
 
-from tidegate import settings
+from tidegate.cli.given_settings import load_settings
 from tidegate.store import grants, processes
 from tidegate.store import migrate as migrating
 from tidegate.store.db import Database
@@ -53,7 +53,7 @@ def migrate(
 
 
 async def _status() -> None:
-    database = Database(settings.load().require_direct_url(), "migrate", size=1)
+    database = Database(load_settings().require_direct_url(), "migrate", size=1)
     try:
         found, waiting = await migrating.status(database), await migrating.waiting(database)
         async with database.connection() as connection:
@@ -73,7 +73,7 @@ async def _status() -> None:
 
 
 async def _migrate(workers: tuple[str, ...], producers: tuple[str, ...], *, expand_only: bool) -> None:
-    database = Database(settings.load().require_direct_url(), "migrate", size=1)
+    database = Database(load_settings().require_direct_url(), "migrate", size=1)
     try:
         applied = await migrating.migrate(database, expand_only=expand_only)
         async with database.transaction() as connection:

@@ -17,7 +17,7 @@ import click
 import msgspec
 from rich.cells import cell_len
 
-from tidegate import settings
+from tidegate.cli.given_settings import load_settings
 from tidegate.client import Client
 
 # The gap between two columns; the indent of the second and later lines of a row.
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 def client() -> Client:
     """A client for the API at `TIDEGATE_URL`."""
-    given = settings.load()
+    given = load_settings()
     return Client(given.url, given.token, actor=user())
 
 

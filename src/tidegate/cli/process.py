@@ -18,6 +18,7 @@ import uvloop
 from tidegate import settings as settings_module
 from tidegate.api.server import bind, serving
 from tidegate.app import Tidegate
+from tidegate.cli.given_settings import advice
 from tidegate.cli.load import load_app
 from tidegate.settings import Settings
 from tidegate.telemetry import logs
@@ -58,8 +59,8 @@ def read_settings(
     settings = settings_module.load(overrides, defaults)
     logs.configure(settings.log_level, settings.log_format, observer)
     for variable, meant in settings_module.unknown_variables():
-        advice = f"did you mean {meant}?" if meant else "see docs/settings.md"
-        _log.warning("settings.unknown_variable", variable=variable, reason=f"not a setting, ignored; {advice}")
+        reason = f"not a setting, ignored; {advice(meant)}"
+        _log.warning("settings.unknown_variable", variable=variable, reason=reason)
     return settings
 
 

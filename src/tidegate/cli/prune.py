@@ -7,7 +7,7 @@ from collections import Counter
 
 import click
 
-from tidegate import settings
+from tidegate.cli.given_settings import load_settings
 from tidegate.cli.output import confirm, print_json, require_answer, user
 from tidegate.flow.keep.prune import Prune
 from tidegate.flow.keep.prune_preview import PrunePreview, preview
@@ -60,7 +60,7 @@ def prune(
     if is_asked:
         require_answer(yes=yes, dry_run=dry_run)
     asked = Retention(events or 0, dead_letters or 0, audit or 0) if is_asked else None
-    given = settings.load()
+    given = load_settings()
     total = asyncio.run(_prune(given.require_database_url(), asked, dry_run=dry_run, yes=yes, as_json=as_json))
     if total is None:
         return

@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from tidegate import settings
+from tidegate.cli.given_settings import load_settings
 from tidegate.cli.output import json_option, print_json, user
 from tidegate.flow.keep.secrets import Rotated, rotate
 from tidegate.model.secrets import SecretKeys, new_key
@@ -35,7 +35,7 @@ def rotate_all(as_json: bool) -> None:
     Works directly on the database at TIDEGATE_DATABASE_URL, in small batches, while Tidegate runs. It can be stopped at
     any time and run again. Exit status 1 if some secrets cannot be decrypted with any of the keys.
     """
-    done = asyncio.run(_rotate(settings.load()))
+    done = asyncio.run(_rotate(load_settings()))
     if as_json:
         print_json(done)
     else:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from tidegate import settings
+from tidegate.cli.given_settings import load_settings
 from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time, user
 from tidegate.cli.wording import parsed, written_as
 from tidegate.client import Client
@@ -126,7 +126,7 @@ async def _listed(database: Database) -> list[Token]:
 
 def _done(on_database: Callable[[Database], Awaitable[Any]], over_api: Callable[[Client], Any]) -> Any:
     """The result from the database, or else from the API, as built-in types."""
-    given = settings.load()
+    given = load_settings()
     if given.database_url is None:
         with client() as api:
             return over_api(api)

@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from tidegate import settings
+from tidegate.cli.given_settings import load_settings
 from tidegate.cli.output import user
 from tidegate.cli.top_frame import Sample, frame
 from tidegate.cli.wording import parsed
@@ -42,7 +42,7 @@ def top(interval: str, once: bool) -> None:
     interval_ms = parsed(units.duration_ms, interval, "--interval")
     if interval_ms < MIN_INTERVAL_MS:
         raise click.UsageError(f"--interval must be at least {MIN_INTERVAL_MS}ms")
-    given = settings.load()
+    given = load_settings()
     with Client(given.url, given.token, _REQUEST_SECONDS, actor=user()) as api:
         view = View(api, given.url)
         if once:
