@@ -315,7 +315,9 @@ def test_openapi_describes_every_route(address: str) -> None:
         assert functools.reduce(operator.getitem, reference.split("/"), document), reference
 
 
-@pytest.mark.parametrize("path", ["/", "/docs", "/static/console.js", "/static/docs.js", "/static/style.css"])
+@pytest.mark.parametrize(
+    "path", ["/", "/docs", "/static/console.js", "/static/panels.js", "/static/docs.js", "/static/style.css"]
+)
 def test_pages_are_served_with_a_strict_policy(address: str, path: str) -> None:
     response = _http.get(f"{address}{path}")
     assert response.status_code == 200 and len(response.content) > 100

@@ -16,7 +16,11 @@ MAKERS = (
 )
 
 
-@pytest.mark.parametrize("name", ["console.js", "docs.js"])
+# The modules of the console.
+CONSOLE = ("console.js", "panels.js", "parts.js")
+
+
+@pytest.mark.parametrize("name", [*CONSOLE, "docs.js"])
 def test_text_stays_text(name: str) -> None:
     assert re.findall(MAKERS, (STATIC / name).read_text()) == []
 
@@ -35,7 +39,7 @@ def test_pages_hold_no_program_of_their_own(name: str) -> None:
 
 def test_every_link_is_made_here() -> None:
     """An address from outside becomes a link only where it is checked to be http."""
-    links = re.findall(r"href: (.*?)[ ,}]", (STATIC / "console.js").read_text())
+    links = [link for name in CONSOLE for link in re.findall(r"href: (.*?)[ ,}]", (STATIC / name).read_text())]
     assert links and all(link.startswith("`#") or link == "where" for link in links), links
     assert "/^https?:/.test(where) ?" in (STATIC / "console.js").read_text()
 

@@ -15,7 +15,8 @@ PUBLIC = {"/livez", "/readyz"}
 # Whoever sends here has no token: the signature is checked instead.
 SIGNED = {"/v1/webhooks/{source:path}", "/approvals/{token}"}
 PUBLIC_PAGES = {
-    "/", "/docs", "/static/icon.svg", "/static/console.js", "/static/docs.js", "/static/style.css",
+    "/", "/docs", "/static/icon.svg", "/static/console.js", "/static/panels.js", "/static/parts.js", "/static/docs.js",
+    "/static/style.css",
 }  # fmt: skip
 
 

@@ -57,6 +57,8 @@ _PAGES = {"/": ("console.html", "text/html"), "/docs": ("docs.html", "text/html"
     for name, media in (
         ("icon.svg", "image/svg+xml"),
         ("console.js", "text/javascript"),
+        ("panels.js", "text/javascript"),
+        ("parts.js", "text/javascript"),
         ("docs.js", "text/javascript"),
         ("style.css", "text/css"),
     )

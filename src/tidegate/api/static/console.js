@@ -1,78 +1,11 @@
 // The console: polls the API every two seconds and renders the answers. Event data is untrusted: it reaches the page
 // as text only, and every link is a fragment built here.
-const [POLL_MS, TIMEOUT_MS] = [2000, 10_000];
+import { eventPanel, runPanel } from "./panels.js";
+import { $, Refused, code, duration, el, firstLine, get, link, pill, preview, time, token, tone, visible } from "./parts.js";
+
+const POLL_MS = 2000;
 const SIZES = [10, 50, 200, 500]; // rows shown, increased by each click on "Show …"; the API returns at most 500
 const COMMAND = `tidegate publish order.created --source shop.api --data '{"id": 7, "amount": 120}'`;
-const TONES = {
-  good: ["succeeded", "launched", "ok"],
-  bad: ["failed", "exhausted", "dead_letter", "critical"],
-  busy: ["running", "matched"],
-  wait: ["pending", "waiting", "throttled", "paused", "held", "scheduled", "rate_limit", "breaker_open", "rescheduled", "degraded"],
-};
-
-const $ = (selector, inside = document) => inside.querySelector(selector);
-
-function el(tag, attributes, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) if (value) node.setAttribute(name, value);
-  node.append(...children.filter(Boolean));
-  return node;
-}
-
-// Reading
-
-class Refused extends Error {} // the server answered with an error
-
-// Numbers that a double cannot represent keep their digits as sent, where the browser supports it.
-const exactly = (_, value, context) =>
-  typeof value === "number" && JSON.rawJSON && String(value) !== context.source ? JSON.rawJSON(context.source) : value;
-
-// The token is kept for the lifetime of the tab; not in a cookie, so that pages of other sites cannot use it.
-const token = () => sessionStorage.getItem("tidegate-token");
-
-async function get(path) {
-  const headers = token() ? { authorization: `Bearer ${token()}` } : {};
-  const response = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store", headers });
-  const isJson = /json/.test(response.headers.get("content-type"));
-  const body = isJson ? JSON.parse(await response.text(), exactly) : {};
-  if (response.ok && isJson) return body;
-  const failing = Object.values(body.checks ?? {}).filter((state) => state !== "ok").join("; ");
-  const fields = (body.errors ?? []).map((error) => `${error.field}: ${error.message}`);
-  const refused = new Refused([body.detail ?? (failing || `HTTP ${response.status}`), ...fields].join("; "));
-  throw Object.assign(refused, { isLocked: response.status === 401 });
-}
-
-// Values as text
-
-// Control and bidirectional characters are escaped, so that text cannot disguise itself.
-const visible = (text) =>
-  text.replace(/[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, (character) =>
-    "\\u" + character.charCodeAt(0).toString(16).padStart(4, "0"));
-const json = (value, indent) => visible(JSON.stringify(value, null, indent));
-const oneLine = (text) => text.replace(/(?<=[[{])\n\s*|\n\s*(?=[\]}])/g, "").replace(/\n\s*/g, " ");
-const preview = (value) => (value === null ? "" : oneLine(json(value, 1)).slice(0, 240));
-const firstLine = (text) => visible(text.trimStart().split("\n")[0]).slice(0, 240);
-const tone = (word) => Object.keys(TONES).find((name) => TONES[name].includes(word)) ?? "muted";
-const pill = (word) => el("span", { class: `pill ${tone(word)}` }, word.replaceAll("_", " "));
-const code = (text) => el("code", {}, text);
-const link = (kind, id, child) => el("a", { href: `#${kind}=${encodeURIComponent(id)}` }, child);
-
-function time(iso, digits) {
-  const at = new Date(iso);
-  const day = at.toDateString() === new Date().toDateString() ? {} : { day: "numeric", month: "short" };
-  const clock = { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23", fractionalSecondDigits: digits };
-  return el("time", { datetime: iso, title: iso }, at.toLocaleString("en-GB", { ...day, ...clock }));
-}
-
-function duration(run) {
-  if (!run.started_at) return "";
-  if (!run.finished_at) return el("span", {}, "since ", time(run.started_at));
-  const ms = new Date(run.finished_at) - new Date(run.started_at);
-  if (ms < 1000) return `${ms} ms`;
-  if (ms < 60_000) return `${(ms / 1000).toFixed(1)} s`;
-  const [hours, minutes] = [Math.floor(ms / 3_600_000), Math.floor(ms / 60_000) % 60];
-  return hours ? `${hours} h ${minutes} min` : `${minutes} min ${Math.floor(ms / 1000) % 60} s`;
-}
 
 // The two lists
 
@@ -247,53 +180,6 @@ function suggest(into, values) {
 }
 
 // The panel shows what the URL's fragment names: #event=<id> or #run=<id>
-
-const part = (title, ...children) => el("section", {}, el("h3", {}, title), ...children);
-const block = (text, name) => el("pre", { class: name, tabindex: "0" }, code(text));
-const id = (text) => text && code(visible(text));
-const moment = (iso) => iso && time(iso, 3);
-const facts = (pairs) => el("dl", {}, ...pairs.filter(([, value]) => value).map(([name, value]) =>
-  el("div", {}, el("dt", {}, name), el("dd", {}, value))));
-
-async function eventPanel(given) {
-  const path = `/v1/events/${encodeURIComponent(given)}`;
-  const [event, story] = await Promise.all([get(path), get(`${path}/explain`)]);
-  const lines = story.decisions.map((line) => el("li", { class: tone(line.decision) },
-    el("div", {}, el("span", { class: "stage" }, line.stage), pill(line.decision), el("b", {}, visible([line.workflow, line.trigger].filter(Boolean).join("/"))),
-      line.stage === "run" && link("run", line.run_id, "show run"), moment(line.at)),
-    line.reason && el("p", {}, visible(line.reason))));
-  return [event.type, [
-    el("p", { class: "summary" }, visible(story.summary.replace(/^no_trigger: /, ""))),
-    part("Decisions", el("ol", { class: "story" }, ...lines)),
-    part("Payload", block(json(event.payload, 2))),
-    Object.keys(event.metadata).length > 0 && part("Metadata", block(json(event.metadata, 2))),
-    part("Details", facts([
-      ["Source", visible(event.source)], ["External id", id(event.external_id)], ["Event id", id(event.id)],
-      ["Correlation id", event.correlation_id !== event.id && id(event.correlation_id)],
-      ["Occurred", moment(event.occurred_at)], ["Received", moment(event.received_at)],
-      ["Time to live", event.ttl_ms && `${event.ttl_ms} ms`],
-    ])),
-  ], event.id];
-}
-
-async function runPanel(given) {
-  const { run, steps } = await get(`/v1/runs/${encodeURIComponent(given)}`);
-  const lines = steps.map((step) => el("li", { class: tone(step.status) },
-    el("div", {}, pill(step.is_timed_out ? "timed out" : step.status), el("b", {}, visible(step.name)), step.retry_attempts && `retries: ${step.retry_attempts}`),
-    step.next_attempt_at && el("p", {}, "next attempt ", moment(step.next_attempt_at)),
-    step.error ? block(visible(step.error), "error") : step.result !== null && block(json(step.result, 2))));
-  return [run.workflow, [
-    el("p", { class: "summary" }, pill(run.status), " ", duration(run), run.attempts > 1 && `, attempt ${run.attempts}`),
-    run.error && part("Error", block(visible(run.error), "error")),
-    part("Steps", steps.length ? el("ol", { class: "story" }, ...lines) : el("p", { class: "muted" }, "This run has no steps.")),
-    part("Parameters", block(json(run.parameters, 2))),
-    run.output !== null && part("Output", block(json(run.output, 2))),
-    part("Details", facts([
-      ["Event", run.event_id && link("event", run.event_id, id(run.event_id))], ["Run id", id(run.id)],
-      ["Created", moment(run.created_at)], ["Started", moment(run.started_at)], ["Finished", moment(run.finished_at)],
-    ])),
-  ], run.id];
-}
 
 const panel = $("#panel");
 let opener = null; // the element that had the focus before the panel opened
