@@ -45,6 +45,7 @@ class _LazyGroup(click.Group):
         "token": "token",
         "secrets": "secrets",
         "audit": "audit",
+        "completion": "completion",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -55,6 +56,10 @@ class _LazyGroup(click.Group):
         if home is None:
             return None
         command: click.Command = getattr(_loaded(f"tidegate.cli.{home}"), cmd_name)
+        if ctx.resilient_parsing:  # a shell completes it
+            from tidegate.cli.names import complete_names
+
+            return complete_names(command)
         return command
 
 
@@ -83,7 +88,7 @@ def cli() -> None:
 def main() -> None:
     """The entry point. Every error is one sentence on standard error."""
     try:
-        cli(standalone_mode=False)
+        cli(standalone_mode=False, complete_var="_TIDEGATE_COMPLETE")
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as exc:
