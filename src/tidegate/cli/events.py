@@ -13,7 +13,6 @@ from tidegate.cli.output import (
     client,
     confirm,
     json_option,
-    local_option,
     local_text,
     none_found,
     page_options,
@@ -42,7 +41,6 @@ def events() -> None:
 @click.option("--from", "since", default=None, metavar="TIME", help="Only events received at this time or later.")
 @click.option("--to", "until", default=None, metavar="TIME", help="Only events received before this time.")
 @page_options
-@local_option
 @json_option
 def list_events(
     event_type: str | None,
@@ -86,7 +84,6 @@ def list_events(
     "--interval", default=1.0, show_default=True, type=click.FloatRange(0.1, 60), help="Seconds between looks."
 )
 @click.option("--once", is_flag=True, help="Print the newest events and stop.")
-@local_option
 @json_option
 def tail_events(event_type: str | None, source: str | None, interval: float, once: bool, as_json: bool) -> None:
     """Print events as they arrive, with what became of each so far. Ctrl-C stops it."""
@@ -236,7 +233,6 @@ def cancel_event(event_id: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("given", metavar="ID")
-@local_option
 @json_option
 def explain(given: str, as_json: bool) -> None:
     """Explain why an event, a run or a delivery is where it is.

@@ -10,7 +10,18 @@ from typing import Any
 
 import click
 
-from tidegate.cli.output import client, json_option, kept_for, print_json, print_table, printable, short_eta, short_time
+from tidegate.cli.output import (
+    client,
+    json_option,
+    kept_for,
+    local_text,
+    print_json,
+    print_table,
+    printable,
+    short_eta,
+    short_time,
+    zoned_time,
+)
 
 _COLOURS = {"ok": "green", "degraded": "yellow", "critical": "red"}
 
@@ -33,7 +44,7 @@ def _print(found: dict[str, Any]) -> None:
     # Lines are wrapped at the terminal's width, and not at all when piped.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     status = click.style(found["status"], fg=_COLOURS[found["status"]], bold=True)
-    click.echo(f"{status} at {short_time(found['generated_at'])} UTC")
+    click.echo(f"{status} at {zoned_time(found['generated_at'])}")
     now = datetime.fromisoformat(found["generated_at"])
     for cause in found["causes"]:
         click.echo("")
@@ -64,7 +75,7 @@ def _print_cause(cause: dict[str, Any], now: datetime, width: int | None) -> Non
     title = _wrapped(f"{cause['severity']}: {cause['code']} {_subject(cause)}{since}", "", width)
     severity = cause["severity"]
     click.echo(title.replace(severity, click.style(severity, fg=_COLOURS[severity], bold=True), 1))
-    click.echo(_wrapped(cause["message"], "  ", width))
+    click.echo(_wrapped(local_text(cause["message"]), "  ", width))
     click.echo(_wrapped(f"do:  {cause['do']}", "  ", width))
     click.echo(_wrapped(f"see: {cause['runbook']}", "  ", width))
 

@@ -56,7 +56,8 @@ def all_pages(api: Client, path: str, name: str) -> list[Any]:
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+    """`--json`, and `--local` for the times in what is printed for people."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(local_option(command))
 
 
 def page_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,6 +193,11 @@ def short_time(text: str | None) -> str:
     if not _is_local.get():
         return text[:19].replace("T", " ")
     return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S %Z}"
+
+
+def zoned_time(text: str | None) -> str:
+    """As `short_time`, with the zone in any case: for times within sentences."""
+    return f"{short_time(text)} UTC" if text and not _is_local.get() else short_time(text)
 
 
 def local_text(text: str) -> str:

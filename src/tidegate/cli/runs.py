@@ -106,7 +106,6 @@ def _object(parameters: tuple[str, ...]) -> Json:
 @runs.command("list")
 @_filters
 @page_options
-@local_option
 @json_option
 def list_runs(limit: int, cursor: str | None, as_json: bool, **filters: Any) -> None:
     """List runs, newest first."""
@@ -268,7 +267,6 @@ def resume_run(run_id: str, on_current_code: bool, as_json: bool) -> None:
 
 @runs.command("show")
 @click.argument("run_id")
-@local_option
 @json_option
 def show_run(run_id: str, as_json: bool) -> None:
     """Show one run with its steps."""

@@ -16,6 +16,7 @@ from tidegate.cli.output import (
     printable,
     require_answer,
     short_time,
+    zoned_time,
 )
 from tidegate.cli.pauses import PAUSE_NAMES, pause_body, pause_options
 from tidegate.cli.wording import parsed, written_as
@@ -128,7 +129,7 @@ def backfill(workflow: str, since: str, before: str, rate: str, dry_run: bool, y
     if as_json:
         print_json(done)
     else:
-        click.echo(f"published {done['new']} ticks; the last is decided at {short_time(done['ends_at'])} UTC")
+        click.echo(f"published {done['new']} ticks; the last is decided at {zoned_time(done['ends_at'])}")
 
 
 def _act(workflow: str, verb: str, body: dict[str, Any] | None, as_json: bool) -> None:
@@ -163,7 +164,7 @@ def _preview(found: dict[str, Any]) -> str:
     if not found["new"]:
         return f"{have}; nothing to publish."
     first, last = short_time(found["first_at"]), short_time(found["last_at"])
-    return f"{have}; {found['new']} would be published, {first} to {last}, until {short_time(found['ends_at'])} UTC."
+    return f"{have}; {found['new']} would be published, {first} to {last}, until {zoned_time(found['ends_at'])}."
 
 
 def _when(s: dict[str, Any]) -> str:

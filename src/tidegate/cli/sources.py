@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import click
 
-from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
+from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time, zoned_time
 from tidegate.cli.pauses import PAUSE_NAMES, pause_body, pause_options
 from tidegate.cli.predictions import print_limit
 from tidegate.cli.wording import parsed, written_as
@@ -164,9 +164,9 @@ def _next(source: _Source) -> str:
 
 def _state(source: _Source) -> str:
     if source["paused"]:
-        until = f"until {short_time(source['paused_until'])} UTC" if source["paused_until"] else "until resumed"
+        until = f"until {zoned_time(source['paused_until'])}" if source["paused_until"] else "until resumed"
         reason = f": {source['pause_reason']}" if source["pause_reason"] else ""
         return f"paused {until} by {source['paused_by']}{reason}"
     if source["breaker_state"] != "closed":
-        return f"breaker open, next probe after {short_time(source['breaker_until'])} UTC: {source['breaker_reason']}"
+        return f"breaker open, next probe after {zoned_time(source['breaker_until'])}: {source['breaker_reason']}"
     return "ok"

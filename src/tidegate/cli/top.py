@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tidegate.cli.given_settings import load_settings
-from tidegate.cli.output import user
+from tidegate.cli.output import local_option, local_text, user
 from tidegate.cli.top_frame import Sample, frame
 from tidegate.cli.wording import parsed
 from tidegate.client import Client
@@ -37,6 +37,7 @@ _REQUEST_SECONDS = 10.0
 @click.command()
 @click.option("--interval", default="2s", show_default=True, metavar="DURATION", help="Refresh interval.")
 @click.option("--once", is_flag=True, help="Take two samples, print one frame and exit.")
+@local_option
 def top(interval: str, once: bool) -> None:
     """Watch rates, queues, held work and its reasons, pauses, breakers and decisions. Quit with q or Ctrl-C."""
     interval_ms = parsed(units.duration_ms, interval, "--interval")
@@ -83,7 +84,7 @@ class View:
             if not isinstance(exc, Unavailable) and not (isinstance(exc, RequestRefused) and exc.status >= 500):
                 raise
             if self._problem is None:
-                self._problem = f"not reachable since {utc_now():%Y-%m-%d %H:%M:%S} UTC: {exc}"
+                self._problem = local_text(f"not reachable since {utc_now():%Y-%m-%d %H:%M:%S} UTC: {exc}")
 
     def lines(self, width: int, height: int | None) -> list[Text]:
         return frame(self._samples, self._url, width=width, height=height, problem=self._problem)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from tidegate.cli.output import printable, short_eta, short_time
+from tidegate.cli.output import printable, short_eta, short_time, zoned_time
 
 STATUS_STYLES = {"ok": "bold green", "degraded": "bold yellow", "critical": "bold red"}
 # Maximum number of lines for long lists; the rest is counted.
@@ -41,7 +41,7 @@ def frame(
     found = last.health
     lines = [
         Text.assemble((found["status"], STATUS_STYLES[found["status"]]), f"  tidegate at {url}"),
-        Text(f"{short_time(found['generated_at'])} UTC, {_last_event(found, last.at)}"),
+        Text(f"{zoned_time(found['generated_at'])}, {_last_event(found, last.at)}"),
     ]
     if problem:
         lines.append(Text(problem, "bold red"))

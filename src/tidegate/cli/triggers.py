@@ -13,12 +13,12 @@ from tidegate.cli.output import (
     all_pages,
     client,
     json_option,
-    local_option,
     none_found,
     print_json,
     print_table,
     short_json,
     short_time,
+    zoned_time,
 )
 from tidegate.cli.pauses import PAUSE_NAMES, pause_body, pause_options
 from tidegate.cli.predictions import print_forecast, since
@@ -171,7 +171,6 @@ def resume_trigger(trigger_id: str, as_json: bool) -> None:
 )
 @click.option("-f", "--file", "change", default=None, help="Test it with these fields changed, as YAML or JSON.")
 @click.option("--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="Test it with this field changed.")
-@local_option
 @json_option
 def test_trigger(
     trigger_id: str,
@@ -232,7 +231,7 @@ def list_versions(trigger_id: str, limit: int, as_json: bool) -> None:
         (f"v{v['version']}", short_time(v["changed_at"]), v["changed_by"], _difference(older, v))
         for v, older in zip(versions, [*versions[1:], None], strict=True)
     ]
-    print_table(("VERSION", "AT (UTC)", "BY", "CHANGED"), rows, "No versions.", page)
+    print_table(("VERSION", "AT", "BY", "CHANGED"), rows, "No versions.", page)
 
 
 def find_trigger(api: Client, trigger_id: str) -> Any:
@@ -290,13 +289,13 @@ def _state(trigger: dict[str, Any]) -> str:
     if trigger["status"] == "disabled":
         return "disabled"
     if state["paused"]:
-        until = f"until {short_time(state['paused_until'])} UTC" if state["paused_until"] else "until resumed"
+        until = f"until {zoned_time(state['paused_until'])}" if state["paused_until"] else "until resumed"
         reason = f": {state['pause_reason']}" if state["pause_reason"] else ""
         return f"paused {until} by {state['paused_by']}{reason}"
     if state["breaker_state"] == "half_open":
         return f"breaker half open, run {state['probe_run_id']} is the probe: {state['breaker_reason']}"
     if state["breaker_state"] == "open":
-        return f"breaker open, next probe after {short_time(state['breaker_until'])} UTC: {state['breaker_reason']}"
+        return f"breaker open, next probe after {zoned_time(state['breaker_until'])}: {state['breaker_reason']}"
     return "active"
 
 
@@ -315,8 +314,8 @@ def _lines(trigger: dict[str, Any]) -> list[tuple[str, str]]:
         ("breaker", short_json(trigger["breaker"], 500)),
         ("state", _state(trigger)),
         ("waiting", str(trigger["state"]["waiting"])),
-        ("version", f"v{trigger['version']}, {short_time(trigger['updated_at'])} UTC by {trigger['updated_by']}"),
-        ("created", f"{short_time(trigger['created_at'])} UTC by {trigger['created_by']}"),
+        ("version", f"v{trigger['version']}, {zoned_time(trigger['updated_at'])} by {trigger['updated_by']}"),
+        ("created", f"{zoned_time(trigger['created_at'])} by {trigger['created_by']}"),
     ]
 
 

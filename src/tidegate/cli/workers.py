@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tidegate.cli.output import Json, client, json_option, local_option, print_json, print_table, short_time
+from tidegate.cli.output import Json, client, json_option, print_json, print_table, short_time
 
 
 @click.group()
@@ -13,7 +13,6 @@ def workers() -> None:
 
 
 @workers.command("list")
-@local_option
 @json_option
 def list_workers(as_json: bool) -> None:
     """List workers: their slots, what each executes and since when, and whose code each has."""
