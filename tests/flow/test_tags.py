@@ -45,6 +45,22 @@ async def test_tags_are_stored_with_the_next_write(connection: Connection, clock
         assert [one.workflow for one in await run_search.list_page(connection, filters, limit=10)] == expected
 
 
+async def test_tags_are_stored_beside_an_event_that_was_published_before(connection: Connection, world: World) -> None:
+    """The id of the event is known: the write is repeated with another result of that step, and the tags."""
+
+    @world.app.workflow(on="go")
+    async def work(ctx: Context, n: int) -> None:
+        ctx.tag(customer=f"c-{n}")
+        await ctx.publish("order.paid", id="one")
+
+    runner = await world.runner()
+    for n in (7, 8):
+        await publish(connection, "go", n=n)
+        await world.turn(runner)
+    found = await connection.fetch("select tags from tidegate.workflow_runs order by id")
+    assert [row["tags"] for row in found] == [{"customer": "c-7"}, {"customer": "c-8"}]
+
+
 @pytest.mark.parametrize(
     ("tags", "reason"),
     [

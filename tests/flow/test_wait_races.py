@@ -228,3 +228,36 @@ async def test_a_parent_is_retried_while_its_child_fails(connection: Connection,
     await clock.advance(HOUR + 1)
     await turns(world, runner, 3)
     assert (await parent(connection))["output"] == [1, 2]
+
+
+async def test_an_event_is_given_once_when_its_trigger_turns_out_to_be_paused(
+    connection: Connection, world: World
+) -> None:
+    """The batch is decided a second time within its transaction, since a trigger has a state: what the first pass gave
+    to one wait of a run is not given to another."""
+
+    @world.app.workflow(on="order.created")
+    async def fulfil(ctx: Context) -> Any:
+        found = await asyncio.gather(
+            *(ctx.wait_for("word", timeout="1d", name=name) for name in ("first", "second"))
+        )
+        return [one.payload["n"] for one in found if one]
+
+    @world.app.workflow(on="word")
+    async def other(ctx: Context) -> None: ...
+
+    runner = await world.runner()
+    await publish(connection, "order.created")
+    await world.turn(runner)
+    trigger_id = await connection.fetchval(
+        "select t.id from tidegate.workflow_event_triggers t join tidegate.workflow_definitions w "
+        "on w.id = t.workflow_definition_id where w.slug = 'other'"
+    )
+    await control.pause_trigger(world.database, trigger_id, actor="test", reason="busy")
+    await publish(connection, "word", n=1)
+    await world.turn(runner)
+    steps = await the_steps(connection)
+    assert sorted(steps[name]["status"] for name in ("first", "second")) == ["pending", "succeeded"]
+    await publish(connection, "word", n=2)
+    await world.turn(runner)
+    assert sorted((await the_run(connection))["output"]) == [1, 2]

@@ -234,6 +234,13 @@ async def describe_run(connection: Connection, subject_id: uuid.UUID) -> DeadRun
     return DeadRun(*row) if row else None
 
 
+async def keep_story(connection: Connection, run_id: RunId) -> bool:
+    """Keep a run, and all that came of its event, from being pruned until the commit; False when it is gone. A
+    statement of its own takes the lock: one that waited for it would see the run as before it waited."""
+    await connection.fetchval(_sql["keep_story"], run_id)
+    return await describe_run(connection, run_id) is not None
+
+
 async def open_of_run(connection: Connection, run_id: RunId) -> DeadLetterId | None:
     """The newest letter of a run or one of its steps that was not replayed."""
     found: DeadLetterId | None = await connection.fetchval(_sql["open_of_run"], run_id)

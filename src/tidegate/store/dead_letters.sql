@@ -189,6 +189,11 @@ select r.id, r.status, r.trigger_id, r.concurrency_key, w.slug as workflow, w.de
   from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
  where r.id = $1 or r.id = (select s.workflow_run_id from tidegate.workflow_run_steps s where s.id = $1)
 
+-- name: keep_story
+-- Keeps the event of a run, and all that came of it, from being pruned until the commit.
+select e.id from tidegate.workflow_events e
+ where e.id = (select r.event_id from tidegate.workflow_runs r where r.id = $1) for key share
+
 -- name: revive_steps
 -- Resets what a failed or cancelled run had not finished. The step that it failed with ($2, or if that is not known one after which
 -- none has succeeded) is pending again; those that waited, or were cut off with the failure, start again, and what cancels

@@ -1,7 +1,14 @@
+-- name: keep_days
+-- Keeps every day as it is until the commit: of a day the runs are dropped first.
+lock table only tidegate.workflow_runs_history in access share mode
+
 -- name: state
--- Whether an event can be decided again: the state of its retry, and whether it is undecided.
+-- Whether an event can be decided again: the state of its retry, whether it is undecided, and whether its day is being dropped: its runs
+-- are gone.
 select e.id, (select r.retry_state from tidegate.event_ingress_retries r where r.event_id = e.id) as retry_state,
-       exists (select from tidegate.event_inbox i where i.ingress_sequence = e.ingress_sequence) as is_undecided
+       exists (select from tidegate.event_inbox i where i.ingress_sequence = e.ingress_sequence) as is_undecided,
+       e.tableoid <> 'tidegate.workflow_events_default'::regclass
+         and to_regclass('tidegate.workflow_runs' || right(e.tableoid::regclass::text, 9)) is null as is_leaving
   from tidegate.workflow_events e where e.id = $1
 
 -- name: open_letter

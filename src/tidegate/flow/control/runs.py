@@ -136,6 +136,8 @@ async def _rerun(connection: Connection, run_id: RunId, new_id: RunId, actor: st
     if not slot.is_free:
         of_key = f" of key {slot.key}" if slot.key else ""
         raise Conflict(f"all {slot.most} slots{of_key} of its trigger are in use; try again when a run has ended")
+    if not await dead_letters.keep_story(connection, run_id):
+        raise Conflict(f"run {run_id} no longer exists")
     await runs.rerun(connection, run_id, new_id, slot.key)
     if known.event_id is not None:
         line = NewDecision(

@@ -262,12 +262,15 @@ class Batch:
 
 
 async def _meet(connection: Connection, gates: LockedGates, events: Sequence[Event], now: datetime) -> Met:
-    """Give the events to the runs that wait for them. What the fast path did in this transaction counts, too."""
+    """Give the events to the runs that wait for them. If the fast path has done so in this transaction, before it found
+    that it does not apply, they are not given a second time."""
     if not gates.has_waits:
         return NOBODY_WAITS
+    if gates.meetings:
+        return Met(True, gates.meetings)
     met = await waits.meet(connection, events, now)
     gates.meetings.extend(met.meetings)
-    return Met(met.is_awaited or bool(gates.meetings), gates.meetings)
+    return Met(met.is_awaited, gates.meetings)
 
 
 def measure(

@@ -33,6 +33,8 @@ async def perform(connection: Connection, event_id: EventId, actor: str) -> None
     found = await event_replays.lock(connection, event_id)
     if found is None:
         raise Conflict(f"event {event_id} no longer exists")
+    if found.is_leaving:  # what it has launched may be gone, and would be launched again
+        raise Conflict(f"event {event_id} is being removed: it is older than the retention")
     if found.is_undecided or found.retry_state in ("scheduled", "running"):
         raise Conflict(f"event {event_id} is already waiting to be decided")
     if not await dead_letters.replay_event(connection, event_id, None, actor):

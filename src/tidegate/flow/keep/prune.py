@@ -6,8 +6,9 @@ ended too recently. A day with more than `MOST_MOVED` of these stories is kept a
 
 What is in the default partition is deleted row by row, in small transactions: an event with its deliveries, runs,
 steps, retries and decisions, once all of it has been unchanged for long enough. So is everything, if it is kept for
-less than `DAYS_FROM_SECONDS`. A finished event cannot become unfinished (only a replayed dead letter could do that, and
-an event with a dead letter is kept), so deleting it later is safe. Any number of workers may prune at once.
+less than `DAYS_FROM_SECONDS`. An event is locked before it is deleted, and whoever makes a finished one unfinished (a
+replay, a resumed or repeated run) locks it, too; an event with a dead letter is kept. Any number of workers may prune
+at once.
 """
 
 from __future__ import annotations
@@ -180,6 +181,8 @@ class Prune:
                 is_default_only=is_default_only,
             )  # fmt: skip
             ids = await retention.lock_finished_events(connection, page.ids, older_seconds=older_seconds)
+            # Once more, now that they are locked: a run of theirs may have been resumed while the first look was taken.
+            ids = await retention.lock_finished_events(connection, ids, older_seconds=older_seconds)
             deleted = await retention.delete_events(connection, ids) if ids else {}
             failpoints.hit("prune.before_commit")
             return deleted, page

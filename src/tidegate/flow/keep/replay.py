@@ -210,6 +210,8 @@ async def resume(
     slot = await find_slot(connection, found)
     if not slot.is_free:
         return None
+    if not await dead_letters.keep_story(connection, found.id):
+        raise Conflict(f"run {found.id} no longer exists")
     await runs.lock(connection, [found.id])  # a child whose end is in progress has ended, or ends after this
     if not await dead_letters.replay_run(connection, found, step_id, letter_id, slot.key):
         raise Conflict(f"run {found.id} was already resumed")

@@ -48,7 +48,7 @@ async def store(connection: Connection, writes: Sequence[StepWrite]) -> list[str
 
 def with_replaced(items: Sequence[RunOutcome], replaced: Mapping[StepId, StepWrite]) -> list[RunOutcome]:
     """The outcomes with other writes for some steps."""
-    return [RunOutcome([replaced.get(write.id, write) for write in item.steps], item.end) for item in items]
+    return [RunOutcome([replaced.get(w.id, w) for w in item.steps], item.end, item.notes) for item in items]
 
 
 def _instead(write: StepWrite, event: NewEvent, first: Resolved) -> StepWrite:
