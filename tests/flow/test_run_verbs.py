@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from tests.flow.step_world import World
 from tests.flow.trigger_worker import BREAKER
 from tests.flow.why_scene import Scene
 from tidegate import Context
-from tidegate.errors import Conflict, NotFound
+from tidegate.errors import Conflict, NotFound, Unavailable
 from tidegate.flow import control
+from tidegate.flow.control import run_bulk
 from tidegate.flow.keep.event_replay import EventReplays
 from tidegate.flow.look.explain import find_event
 from tidegate.flow.predict import replay
@@ -195,6 +197,35 @@ async def test_many_runs_are_counted_and_changed_call_by_call(scene: Scene) -> N
     assert visited == 5
     assert await scene.ask("select count(*) from tidegate.workflow_runs where rerun_of is not null") == 5
     assert (await actions(scene)).count("run.rerun") == 5
+
+
+async def test_many_are_rerun_once_although_the_database_goes_down_in_the_middle(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = flaky(scene, [])
+    fails[0] = False
+    await scene.register()
+    for n in range(5):
+        await scene.publish(id=n)
+    await scene.execute()
+    await scene.clock.advance(3_600_000)
+    await scene.execute()
+    await scene.clock.advance(1000)
+    really, calls = run_bulk.rerun_run, []
+
+    async def rerun_run(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise Unavailable("the database is down")
+        return await really(*args)
+
+    monkeypatch.setattr(run_bulk, "rerun_run", rerun_run)
+    rerun = partial(control.change_runs, scene.database, "rerun", RunFilters(workflow="fulfil"), "ann", BREAKER)
+    first = await rerun()
+    assert (first.done, first.refused, first.remaining) == (2, 0, 3)
+    second = await rerun(after_id=first.after_id, before=first.before)
+    assert (second.done, second.remaining, second.after_id) == (3, 0, None)
+    assert await scene.ask("select count(distinct rerun_of) from tidegate.workflow_runs where rerun_of is not null") == 5
 
 
 async def test_refusals_of_many_are_told_with_their_reasons(scene: Scene) -> None:

@@ -13,7 +13,7 @@ from tests.conftest import Clock
 from tests.flow.step_world import World, the_run
 from tests.flow.test_dispatch import publish
 from tests.flow.trigger_worker import TriggerWorker
-from tidegate import Conflict, Context, InvalidInput, NotFound, On, RunFailed
+from tidegate import Conflict, Context, InvalidInput, NotFound, On, RunFailed, Unavailable
 from tidegate.api.v1.starts import unless_gone
 from tidegate.clock import uuid7
 from tidegate.flow.accept.ingest import Ingest
@@ -277,6 +277,36 @@ async def test_one_read_serves_all_who_wait(database: Database, monkeypatch: pyt
     assert await waits.wait(uuid7(), 60) is None  # one more than may wait: it is answered at once
     assert await asyncio.gather(*tasks) == [None] * 100
     assert len(waits) == 0 and max(reads) == 100 and len(reads) < 30
+    await waits.close()
+
+
+async def test_a_result_that_too_many_wait_for(
+    connection: Connection, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for now and then, also while the database is down, and no sooner given up."""
+
+    @world.app.workflow(on="x")
+    async def work(ctx: Context) -> str:
+        return "ok"
+
+    runner = await world.runner()
+    monkeypatch.setattr(ends, "MAX_WAITING", 0)
+    waits = RunEnds(world.database)
+    one = handle(world, waits, await starts_of(world).start("work", {}))
+    read_really, reads, answered = waits._read, [], asyncio.Event()
+
+    async def read(*args: Any) -> Any:
+        reads.append(args)
+        answered.set()
+        if len(reads) == 1:
+            raise Unavailable("the database is down")
+        return await read_really(*args)
+
+    monkeypatch.setattr(waits, "_read", read)
+    result = asyncio.create_task(one.result(timeout="59s"))
+    await answered.wait()
+    await world.turn(runner)
+    assert await result == "ok"
     await waits.close()
 
 

@@ -2,7 +2,8 @@
 
 They are counted first, then changed one by one, each in its own transaction with its audit row. A call changes a
 bounded number; its result says where the next call continues. Ids are visited in order, each once; runs that were
-created after the first call are not included, so that a rerun is not repeated.
+created after the first call are not included, so that a rerun is not repeated; nor is it when the database goes down in
+the middle: the result then says how far the call came.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import datetime
 from typing import Final, Literal, NamedTuple
 
 from tidegate.clock import monotonic
-from tidegate.errors import Conflict, NotFound
+from tidegate.errors import Conflict, NotFound, Unavailable
 from tidegate.flow.control.retries import CALL_SECONDS, MAX_PER_CALL
 from tidegate.flow.control.runs import cancel_run, rerun_run, retry_run
 from tidegate.model.ids import RunId
@@ -81,18 +83,27 @@ async def change_runs(
     change = _changes(database, verb, actor, breaker)
     reasons: Counter[str] = Counter()
     done = visited = 0
+    is_down = False
     while visited < len(found) and (visited == 0 or monotonic() - began < CALL_SECONDS):
         try:
             await change(found[visited])
             done += 1
         except (Conflict, NotFound) as exc:
             reasons[str(exc.args[0]).replace(str(found[visited]), "…")] += 1
+        except Unavailable:
+            if visited == 0:
+                raise
+            is_down = True
+            break
         visited += 1
     if not found:
         return RunsChanged(0, 0, {}, 0, None, now)
-    async with database.connection() as connection:
-        rest = asked._replace(created_to=until)
-        remaining, _ = await run_search.count(connection, rest, after_id=found[visited - 1], most=MOST_COUNTED)
+    remaining = max(1, len(found) - visited)  # at least, while the database is down
+    if not is_down:
+        with suppress(Unavailable):
+            async with database.connection() as connection:
+                rest = asked._replace(created_to=until)
+                remaining, _ = await run_search.count(connection, rest, after_id=found[visited - 1], most=MOST_COUNTED)
     _log.info("runs.changed", verb=verb, count=done, refused=visited - done, remaining=remaining, actor=actor)
     last = found[visited - 1] if remaining else None
     return RunsChanged(done, visited - done, dict(reasons.most_common(_MOST_REASONS)), remaining, last, until)

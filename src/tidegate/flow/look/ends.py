@@ -8,7 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 from tidegate.clock import monotonic
-from tidegate.errors import RunFailed, TidegateError
+from tidegate.errors import RunFailed, TidegateError, Unavailable
 from tidegate.model.ids import EventId, RunId
 from tidegate.model.run import Run
 from tidegate.model.start import StartedRun
@@ -60,8 +60,8 @@ class RunEnds:
         return self._count
 
     async def wait(self, run_id: RunId, seconds: float, event_id: EventId | None = None) -> Ended | None:
-        """How the run ended, if it does within that time; None otherwise, at once when too many wait. `event_id` is its
-        start's: then it is also noticed if the start launches no run."""
+        """How the run ended, if it does within that time; None otherwise, at once when too many wait, also while the
+        database is down. `event_id` is its start's: then it is also noticed if the start launches no run."""
         if seconds <= 0 or self._count >= MAX_WAITING or self._is_closed:
             return await self._look_once(run_id, event_id)
         ended: asyncio.Future[Ended | None] = asyncio.get_running_loop().create_future()
@@ -98,7 +98,10 @@ class RunEnds:
 
     async def _look_once(self, run_id: RunId, event_id: EventId | None) -> Ended | None:
         known = {} if event_id is None else {run_id: event_id}
-        return (await self._read([run_id], known)).get(run_id)
+        try:
+            return (await self._read([run_id], known)).get(run_id)
+        except Unavailable:  # the start itself is committed: whoever repeated it would have two runs
+            return None
 
     async def _look(self) -> None:
         while self._waiting:
@@ -142,5 +145,6 @@ class RunHandle:
             seconds = min(MAX_WAIT_SECONDS, until - monotonic())
             if (ended := await self._ends.wait(self.run_id, seconds, self.event_id)) is not None:
                 return output_of(self.run_id, ended)
-            if seconds < MAX_WAIT_SECONDS:
+            if monotonic() >= until:
                 raise TimeoutError(f"run {self.run_id} has not ended within {timeout}")
+            await asyncio.sleep(min(LAST_SECONDS, until - monotonic()))  # if too many wait, the answer came at once
