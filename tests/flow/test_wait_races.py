@@ -261,3 +261,46 @@ async def test_an_event_is_given_once_when_its_trigger_turns_out_to_be_paused(
     await publish(connection, "word", n=2)
     await world.turn(runner)
     assert sorted((await the_run(connection))["output"]) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["run", "map"])
+async def test_a_child_that_is_cut_off_stays_cut_off_although_it_has_ended(
+    connection: Connection, clock: Clock, world: World, how: str
+) -> None:
+    """The function has gone on without the child, whose end it did not know: it does so again when it is resumed."""
+    has_ended = asyncio.Event()
+
+    @world.app.workflow()
+    async def ship(ctx: Context, n: int) -> int:
+        return n
+
+    @world.app.workflow(on="go")
+    async def fulfil(ctx: Context) -> str:
+        beside = asyncio.create_task(ctx.step("beside", has_ended.wait))
+        call = ctx.run(ship, n=1, name="child") if how == "run" else ctx.map(ship, [1], name="child")
+        child = asyncio.ensure_future(call)
+        await beside
+        if not world.done:
+            child.cancel()
+        try:
+            found = f"got {await child}"
+        except (TimeoutError, asyncio.CancelledError):
+            found = "went on without it"
+        world.done.append(found)
+        await ctx.sleep("1h")
+        return found
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.dispatch.run_once()
+    assert await runner.run_once() == 1
+    await eventually(world.database, "select exists (select from tidegate.run_children)")
+    await world.dispatch.run_once()
+    assert await runner.run_once() == 1
+    ended = "select exists (select from tidegate.workflow_run_steps where name = 'child' and status = 'succeeded')"
+    await eventually(world.database, ended)
+    has_ended.set()
+    await runner.idle()
+    await clock.advance(HOUR + 1)
+    await turns(world, runner, 2)
+    assert world.done == ["went on without it"] * 2

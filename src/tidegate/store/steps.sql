@@ -1,8 +1,9 @@
 -- name: write
 -- Records the outcome of steps of runs that their worker still holds, or that this transaction has ended ($13); a step that
 -- is done stays as it is. Returns run, name, whether the run's cancellation was asked for, and when the step resumes; a
--- step that is missing there was done before (`done_before`), or written by a worker that lost its claim, and nothing changes. A wait that
--- its function has cut off is cut off, even if its event came meanwhile: the function has gone on without it. Steps are a microsecond
+-- step that is missing there was done before (`done_before`), or written by a worker that lost its claim, and nothing changes. A step
+-- that waits for an event or for children, and that its function has cut off, is cut off, even if these came or ended meanwhile: the
+-- function has gone on without it. Steps are a microsecond
 -- apart: `created_at` tells their order. The runs are locked, so that no worker takes one over
 -- meanwhile. An empty array means the default in every row: a step that succeeded at once, in a run that has ended.
 with input as materialized (
@@ -36,7 +37,7 @@ with input as materialized (
          retry_attempts = greatest(s.retry_attempts, excluded.retry_attempts),
          retry_metadata = excluded.retry_metadata, claim_generation = s.claim_generation + 1, updated_at = excluded.updated_at
    where s.status not in ('succeeded', 'failed', 'cancelled')
-      or (s.kind = 'wait' and s.status = 'succeeded' and excluded.status = 'cancelled')
+      or (s.kind in ('wait', 'child', 'map') and s.status in ('succeeded', 'failed') and excluded.status = 'cancelled')
   returning workflow_run_id, name, next_attempt_at
 )
 select w.workflow_run_id, w.name, coalesce(h.cancel_requested, false), w.next_attempt_at
