@@ -225,7 +225,9 @@ async def test_many_are_rerun_once_although_the_database_goes_down_in_the_middle
     assert (first.done, first.refused, first.remaining) == (2, 0, 3)
     second = await rerun(after_id=first.after_id, before=first.before)
     assert (second.done, second.remaining, second.after_id) == (3, 0, None)
-    assert await scene.ask("select count(distinct rerun_of) from tidegate.workflow_runs where rerun_of is not null") == 5
+    assert (
+        await scene.ask("select count(distinct rerun_of) from tidegate.workflow_runs where rerun_of is not null") == 5
+    )
 
 
 async def test_refusals_of_many_are_told_with_their_reasons(scene: Scene) -> None:

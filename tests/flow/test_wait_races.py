@@ -238,9 +238,7 @@ async def test_an_event_is_given_once_when_its_trigger_turns_out_to_be_paused(
 
     @world.app.workflow(on="order.created")
     async def fulfil(ctx: Context) -> Any:
-        found = await asyncio.gather(
-            *(ctx.wait_for("word", timeout="1d", name=name) for name in ("first", "second"))
-        )
+        found = await asyncio.gather(*(ctx.wait_for("word", timeout="1d", name=name) for name in ("first", "second")))
         return [one.payload["n"] for one in found if one]
 
     @world.app.workflow(on="word")

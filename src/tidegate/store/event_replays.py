@@ -46,8 +46,8 @@ async def open_letter(connection: Connection, event_id: EventId) -> DeadLetterId
 
 
 async def lock(connection: Connection, event_id: EventId) -> ReplayableEvent | None:
-    """Lock an event that is to be decided again, and keep its day from being dropped meanwhile. A statement of its own takes the lock: one that waited for it would
-    see the other tables as before it waited."""
+    """Lock an event that is to be decided again, and keep its day from being dropped meanwhile. A statement of its own
+    takes the lock: one that waited for it would see the other tables as before it waited."""
     await connection.execute(_sql["keep_days"])
     if await connection.fetchval(_sql["lock"], event_id) is None:
         return None
