@@ -6,7 +6,8 @@ READY  := $(VENV)/.ready
 # The queues that `make bench` compares with, and what it draws with; its tests run them too.
 OTHERS := $(VENV)/others
 
-JOBS   ?= 2
+# Three on 2 cores: a test waits for processes and clocks for about half of its time.
+JOBS   ?= 3
 # Anything: install exactly what requirements/dev.txt has, with its hashes, as CI does.
 LOCKED ?=
 
@@ -15,9 +16,8 @@ LOCKED ?=
 dev: $(READY)
 	@exec $(BIN)/tidegate dev examples/demo.py
 
-# Most tests wait for processes and clocks: two at a time take half as long. A file stays together, in the order of
-# tests/conftest.py. Those that measure run by themselves afterwards, also when others failed. Compiled, since the tests start
-# hundreds of processes, which would each do so where Python is told to write no bytecode.
+# A file stays together, in the order of tests/conftest.py. Those that measure run by themselves afterwards, also when others
+# failed. Compiled, since the tests start processes, which would each do so where Python is told to write no bytecode.
 test: $(READY) $(OTHERS)/.ready
 	@$(BIN)/python -m compileall -q src chaos bench
 	@failed=0; \

@@ -27,6 +27,9 @@ from tidegate.store.db import Connection, Database
 
 _numbers = itertools.count(1)
 _SLOW = ("acceptance", "flow")
+# Files that take the longest, in whichever folder.
+_LONGEST = ("test_bench.py", "test_chaos.py", "test_restore.py", "test_wait_processes.py", "test_template_bounds.py",
+            "test_workflow_docs.py")  # fmt: skip
 
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
@@ -47,8 +50,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Folders whose files take long come first: at the end, quick ones keep all processes of a session busy."""
-    items.sort(key=lambda item: next((n for n, name in enumerate(_SLOW) if name in item.path.parts), len(_SLOW)))
+    """What takes long comes first: at the end, quick files keep all processes of a session busy."""
+
+    def place(item: pytest.Item) -> int:
+        if item.path.name in _LONGEST:
+            return -1
+        return next((n for n, name in enumerate(_SLOW) if name in item.path.parts), len(_SLOW))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -8,33 +8,46 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from tests import fork_server
 
 TIDEGATE = str(Path(sys.executable).parent / "tidegate")
 PATIENCE_SECONDS = 60
+
+
+def _clean() -> dict[str, str]:
+    """The environment without settings of Tidegate."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TIDEGATE_")}
+
+
+def _start(
+    arguments: tuple[str, ...], env: dict[str, str], cwd: Path | None, out: int, err: int
+) -> subprocess.Popen[bytes] | fork_server.Forked:
+    if fork_server.is_for(arguments, env):
+        return fork_server.Forked(TIDEGATE, list(arguments), env, cwd, out, err)
+    return subprocess.Popen(
+        [TIDEGATE, *arguments], stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=env, cwd=cwd,
+        start_new_session=True,
+    )  # fmt: skip
 
 
 class Process:
     """A `tidegate …` process and the lines it prints."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("TIDEGATE_")}
         self.lines: list[str] = []
         self._changed = threading.Condition()
-        self._popen = subprocess.Popen(
-            [TIDEGATE, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env=clean | {"PYTHONUNBUFFERED": "1"} | (env or {}),
-            cwd=cwd,
-            start_new_session=True,
-        )
+        printed, theirs = os.pipe()
+        self._printed = os.fdopen(printed, encoding="utf-8", errors="replace")
+        try:
+            self._popen = _start(arguments, _clean() | {"PYTHONUNBUFFERED": "1"} | (env or {}), cwd, theirs, theirs)
+        finally:
+            os.close(theirs)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -76,12 +89,11 @@ class Process:
             self._popen.kill()
         self._popen.wait(PATIENCE_SECONDS)
         self._reader.join(5)
-        self._popen.stdout.close()  # type: ignore[union-attr]
+        self._printed.close()
 
     def _read(self) -> None:
-        assert self._popen.stdout is not None
         with contextlib.suppress(ValueError):
-            for line in self._popen.stdout:
+            for line in self._printed:
                 with self._changed:
                     self.lines.append(line.rstrip("\n"))
                     self._changed.notify_all()
@@ -114,16 +126,23 @@ def worker(database_url: str, app: Path | str, **env: str) -> Iterator[Process]:
         yield process
 
 
-def run(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None, **kwargs: Any) -> Any:
+def run(
+    *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None, input: str = ""
+) -> subprocess.CompletedProcess[str]:
     """A `tidegate` command run to its end."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("TIDEGATE_")}
-    return subprocess.run(
-        [TIDEGATE, *arguments],
-        capture_output=True,
-        text=True,
-        env=clean | (env or {}),
-        cwd=cwd,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-        **kwargs,
-    )
+    given = _clean() | (env or {})
+    if input:
+        return subprocess.run(
+            [TIDEGATE, *arguments], capture_output=True, text=True, env=given, cwd=cwd, input=input,
+            timeout=PATIENCE_SECONDS, check=False,
+        )  # fmt: skip
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = _start(arguments, given, cwd, out.fileno(), err.fileno())
+        try:
+            process.wait(PATIENCE_SECONDS)
+        finally:
+            process.kill()
+            status = process.wait()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess([TIDEGATE, *arguments], status, out.read(), err.read())

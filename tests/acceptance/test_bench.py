@@ -213,7 +213,7 @@ def test_the_pictures_are_drawn_from_the_results(quick: Quick) -> None:
 
 def test_a_soak_of_days_that_pass_quickly(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "bench.soak", "--minutes", "0.5", "--rate", "20", "--out", str(out)]
+    command = [sys.executable, "-m", "bench.soak", "--minutes", "0.35", "--rate", "20", "--out", str(out)]
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
