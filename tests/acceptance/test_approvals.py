@@ -67,7 +67,7 @@ async def test_operators_decide_on_the_command_line(
         done = await in_thread(lambda: tidegate("ann", "approvals", "reject", second))
         assert done.stdout.startswith("rejected manager of run "), done.stderr
         again = await in_thread(lambda: tidegate("ann", "approvals", "reject", first))
-        assert (again.returncode, "decided by ann" in again.stderr) == (1, True), again.stderr
+        assert (again.returncode, "(by ann)" in again.stderr) == (1, True), again.stderr
         unknown = await in_thread(lambda: tidegate("ann", "approvals", "reject", "nonsense"))
         assert (unknown.returncode, "no approval 'nonsense'" in unknown.stderr) == (1, True)
         await eventually(database, ENDED, 2)

@@ -411,3 +411,39 @@ async def test_a_process_without_the_key(office: Office) -> None:
         assert (run.status, office.links) == ("pending", [])
         assert "TIDEGATE_SECRETS_KEY" in (run.warning or "")
         assert (await use(harness, f"https://x/approvals/{'a' * 64}")).status_code == 503
+
+
+async def test_time_that_passes_while_the_run_does_something_else(harness: Harness) -> None:
+    """The link expires at its time; the run learns of it when it asks. Meanwhile nothing is overdue."""
+    app, links = Tidegate(), list[str]()
+
+    @app.workflow()
+    async def busy(ctx: Context) -> str:
+        approval = await ctx.approval("one", timeout="1h")
+        links.append(approval.link)
+        await ctx.sleep("3h")
+        return "nobody" if await approval.decision() is None else "decided"
+
+    async with Harness(app) as other:
+        await other.start(busy)
+        await other.advance("2h")
+        assert (await use(other, links[0])).status_code == 410
+        health = await other.client.request("GET", "/admin/event-health")
+        assert (health["retries"]["steps"]["total"], health["retries"]["steps"]["overdue"]) == (2, 0)
+        assert (await other.client.request("GET", "/admin/approvals"))["approvals"] == []
+        await other.advance("1h")
+        assert (await other.only_run("busy")).output == "nobody"
+
+
+async def test_a_run_that_is_retried_asks_again_with_the_same_link(harness: Harness, office: Office) -> None:
+    run = await asked(harness)
+    await harness.cancel(run)
+    assert (await use(harness, office.links[0])).status_code == 410
+    await harness.advance("5d")
+    await harness.client.request("POST", f"/v1/runs/{run.id}/retry")
+    await harness.run_until_idle()
+    assert set(office.links) == {office.links[0]}
+    assert (await use(harness, office.links[0])).status_code == 200
+    await harness.run_until_idle()
+    assert office.heard == ["True ann@example.com None"]
+    assert (await use(harness, office.links[0])).status_code == 409

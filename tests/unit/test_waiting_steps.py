@@ -13,11 +13,12 @@ from tidegate.model.ids import RunId, StepId
 from tidegate.model.run import Step
 
 AT = datetime(2026, 6, 1, 12, tzinfo=UTC)
+STEP = StepId(uuid.UUID(int=7))
 
 
 def step(kind: str = "step", name: str = "charge", **fields: Any) -> Step:
     rest: dict[str, Any] = {"retry_state": "scheduled", "next_attempt_at": AT} | fields
-    return Step(id=StepId(uuid.uuid4()), workflow_run_id=RunId(uuid.uuid4()), name=name, kind=kind, **rest)
+    return Step(id=STEP, workflow_run_id=RunId(uuid.uuid4()), name=name, kind=kind, **rest)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def step(kind: str = "step", name: str = "charge", **fields: Any) -> Step:
             step("wait", "manager", retry_metadata={"reason": "approval", "to": "ann@example.com"}),
             "waiting_for_approval",
             "waits until 2026-06-01 12:00:00 UTC for the approval 'manager' by ann@example.com; to decide: tidegate "
-            f"approvals approve {step('wait', 'manager').id} (or reject)",
+            f"approvals approve {STEP} (or reject)",
             "the approval 'manager' by ann@example.com",
             AT,
         ),

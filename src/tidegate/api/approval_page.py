@@ -15,7 +15,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-robots-tag": "noindex, nofollow",
 }
-_FORM = f"""<form method="post" class="approval">
+_FORM = f"""<form method="post">
   <label>Comment (optional) <textarea name="comment" rows="3" maxlength="{MAX_COMMENT}"></textarea></label>
   <p><button name="decision" value="approve">Approve</button> <button name="decision" value="reject">Reject</button></p>
 </form>"""
@@ -29,7 +29,7 @@ _PAGE = """<!doctype html>
   <link rel="stylesheet" href="../static/style.css">
 </head>
 <body>
-  <main class="docs"><section class="card">
+  <main class="question"><section>
   <h1>{title}</h1>
   {content}
   </section></main>

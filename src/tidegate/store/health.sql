@@ -29,8 +29,13 @@ with held_sources as materialized (
          count(*) filter (where next_attempt_at <= $2::timestamptz) as overdue
     from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' group by 1, 2, 3
 ), steps as materialized (
-  select case kind when 'sleep' then 'sleep' when 'wait' then 'event' else 'failed' end as reason, next_attempt_at
-    from tidegate.workflow_run_steps where retry_state = 'scheduled'
+  -- A wait whose time is over ends when its run resumes, which may be later: the run is not asking for it yet, or is executing.
+  select case s.kind when 'sleep' then 'sleep' when 'wait' then 'event' else 'failed' end as reason,
+         case when s.kind = 'wait' and s.next_attempt_at <= $1::timestamptz
+              then (select greatest(s.next_attempt_at, r.next_attempt_at) from tidegate.workflow_runs r
+                     where r.id = s.workflow_run_id and r.status = 'pending')
+              else s.next_attempt_at end as next_attempt_at
+    from tidegate.workflow_run_steps s where s.retry_state = 'scheduled'
 )
 select 'events' as kind, coalesce(h.holds, g.reason, 'unknown') as reason, h.holds is not null as is_held,
        sum(g.total)::bigint as total, min(g.next_attempt_at) as next_attempt_at, sum(g.due)::bigint as due,

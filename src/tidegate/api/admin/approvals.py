@@ -66,9 +66,8 @@ async def _decide(request: Request, services: Services, *, approved: bool) -> Ap
     done = await approvals.decide(services.database, path_approval_id(request), verdict)
     found = done.approval
     if not done.is_new or found.decision is None:
-        by = f" by {found.decision.by}" if found.decision else ""
-        raise Conflict(f"approval {found.name!r} cannot be decided{by and f'; it was decided{by}'}: "
-                       f"{approval_page.told(found)}")  # fmt: skip
+        by = f" (by {found.decision.by})" if found.decision else ""
+        raise Conflict(f"approval {found.name!r} cannot be decided. {approval_page.told(found)[:-1]}{by}")
     services.queue.hint("runs")
     services.queue.hint("inbox")
     return ApprovalDecided(found.id, found.run_id, found.name, found.decision)
