@@ -12,8 +12,13 @@ import pytest
 
 from tidegate import Context, On, SyncContext, Tidegate
 from tidegate.errors import Conflict, NotFound
+from tidegate.flow.accept.approvals import ApprovalLinks
+from tidegate.flow.keep import secrets
 from tidegate.model.approval import APPROVAL_DECIDED
-from tidegate.model.secrets import new_key
+from tidegate.model.ids import step_id
+from tidegate.model.secrets import NO_KEYS, SecretKeys, new_key
+from tidegate.store import secrets as store
+from tidegate.store.db import Database
 from tidegate.testing import Harness, RunResult
 
 
@@ -447,3 +452,20 @@ async def test_a_run_that_is_retried_asks_again_with_the_same_link(harness: Harn
     await harness.run_until_idle()
     assert office.heard == ["True ann@example.com None"]
     assert (await use(harness, office.links[0])).status_code == 409
+
+
+async def test_a_rotation_encrypts_the_key_and_links_stay(office: Office) -> None:
+    async with Harness(office.app) as harness:
+        run = await asked(harness)
+        keyed = Database(harness.database_url, "rotation", size=1, keys=SecretKeys(new_key()))
+        try:
+            done = await secrets.rotate(keyed, actor="test")
+            assert (done.rotated, done.unreadable) == (1, [])
+            async with harness.connection() as connection:
+                assert (await connection.fetchval("select approval_key from tidegate.installation"))[:8] == " fernet:"
+                assert "approval links" in secrets.unreadable_text(await store.survey(connection, NO_KEYS))
+            again = await ApprovalLinks(keyed, harness._app.settings.link_base).link(step_id(run.id, "manager"))
+            assert again == office.links[0]
+            assert (await secrets.rotate(keyed, actor="test")).current == 1
+        finally:
+            await keyed.close()
