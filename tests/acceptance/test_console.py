@@ -30,8 +30,8 @@ async def order(ctx, id: int):
 
 @app.workflow()
 async def approve(ctx, id: int):
-    event = await ctx.wait_for("order.approved", match={"id": id}, timeout="3d")
-    return {"approved": event is not None}
+    approval = await ctx.approval("manager", timeout="3d")
+    return {"approved": await approval.decision() is not None}
 
 
 @app.workflow()
@@ -95,4 +95,5 @@ def test_a_run_shows_its_parent_its_children_and_what_it_waits_for(server: str, 
     told = text_of(page)
     assert f"Waits for {story['waits_for']}" in told and ", until " in told, told
     assert f'datetime="{story["until"]}"' in page
+    assert "to decide: tidegate approvals approve " in told, told
     assert f'href="#run={parent["id"]}"' in page and "Parent run" in told

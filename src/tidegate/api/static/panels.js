@@ -37,7 +37,10 @@ export async function eventPanel(given) {
 async function waitOf(run) {
   if (run.finished_at) return null;
   const story = await get(`/v1/explain/${encodeURIComponent(run.id)}`).catch(() => null);
-  return story?.waits_for ? el("p", { class: "waits" }, `Waits for ${visible(story.waits_for)}`, story.until && el("span", {}, ", until ", moment(story.until))) : null;
+  if (!story?.waits_for) return null;
+  const command = /to decide: (tidegate [\w ]+ [\w-]+)/.exec(story.summary)?.[1]; // of an approval
+  return el("p", { class: "waits" }, `Waits for ${visible(story.waits_for)}`,
+    story.until && el("span", {}, ", until ", moment(story.until)), command && el("span", {}, "; to decide: ", code(command)));
 }
 
 function childList(children) {
