@@ -1,4 +1,4 @@
-"""`make test-pythons`: the tests on each Python that is found (3.11, 3.12, …): on the PATH, the system's own, pyenv's.
+"""`make test-pythons`: the tests on each Python that is found: on the PATH, the system's own, pyenv's.
 
 Each has a virtual environment of its own under `.venv-pythons/`. Arguments are pytest's; `--others` leaves out the
 Python that runs this, whose tests are run anyway.
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".venv-pythons"
 OLDEST = (3, 11)
-ASK = "import sys; print(sys.implementation.name, '.'.join(map(str, sys.version_info[:2])))"
+ASK = "import sys; print(sys.implementation.name, '.'.join(map(str, sys.version_info[:3])))"
 
 
 def candidates() -> Iterator[Path]:
@@ -28,14 +28,14 @@ def candidates() -> Iterator[Path]:
 
 
 def found() -> dict[str, Path]:
-    """The Pythons that this project can run on, by version without the last number; of each the first."""
+    """The Pythons that this project can run on, by version; of each version the first."""
     pythons: dict[str, Path] = {}
     for python in candidates():
         if python.name.removeprefix("python3").replace(".", "").strip("0123456789") or not os.access(python, os.X_OK):
             continue  # python3-config and the like
         asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=False)
         name, _, version = asked.stdout.strip().partition(" ")
-        if asked.returncode == 0 and name == "cpython" and tuple(map(int, version.split("."))) >= OLDEST:
+        if asked.returncode == 0 and name == "cpython" and tuple(map(int, version.split(".")[:2])) >= OLDEST:
             pythons.setdefault(version, python)
     return pythons
 
@@ -55,7 +55,7 @@ def environment(version: str, python: Path) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    own = ".".join(map(str, sys.version_info[:2]))
+    own = ".".join(map(str, sys.version_info[:3]))
     pythons = found()
     if "--others" in arguments:
         arguments.remove("--others")
