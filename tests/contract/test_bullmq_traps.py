@@ -17,6 +17,7 @@ import pytest
 
 from tests.redis_server import RedisServer, client_fixture, server_fixture  # noqa: F401
 from tidegate.queue import bullmq as ours
+from tidegate.queue import sender
 from tidegate.queue.bullmq import HINT_IDS, INGRESS, QUEUES, TRIGGERS, BullmqQueue
 from tidegate.queue.port import Topic, Wakeup
 from tidegate.queue.wakeups import MAX_PER_SECOND
@@ -34,7 +35,9 @@ async def raw(client: Any) -> bullmq.Queue:
 
 
 @pytest.fixture
-async def queue(server: RedisServer, quiet: Database) -> AsyncIterator[BullmqQueue]:
+async def queue(server: RedisServer, quiet: Database, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BullmqQueue]:
+    """What is sent arrives, however slow the machine is: otherwise a wake-up that takes long is dropped."""
+    monkeypatch.setattr(sender, "CALL_SECONDS", PATIENCE_SECONDS)
     made = BullmqQueue(server.url, quiet)
     yield made
     await made.close()
