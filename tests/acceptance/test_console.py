@@ -1,4 +1,4 @@
-"""The console in a real browser, where one is installed: what a run waits for, its parent and its children."""
+"""The console in a real browser, where one is installed: what a run waits for, its parent and children, approvals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.acceptance.test_sources import eventually
@@ -31,13 +32,15 @@ async def order(ctx, id: int):
 @app.workflow()
 async def approve(ctx, id: int):
     approval = await ctx.approval("manager", timeout="3d")
-    return {"approved": await approval.decision() is not None}
+    decision = await approval.decision()
+    return {"approved": decision.approved, "comment": decision.comment, "via": decision.via}
 
 
 @app.workflow()
 async def label(ctx, id: int):
     raise ValueError(f"<b>no paper</b> for {id}")
 """
+DRIVER = shutil.which("chromedriver")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
@@ -95,5 +98,91 @@ def test_a_run_shows_its_parent_its_children_and_what_it_waits_for(server: str, 
     told = text_of(page)
     assert f"Waits for {story['waits_for']}" in told and ", until " in told, told
     assert f'datetime="{story["until"]}"' in page
-    assert "to decide: tidegate approvals approve " in told, told
     assert f'href="#run={parent["id"]}"' in page and "Parent run" in told
+
+
+class Driven:
+    """A browser that is driven by the WebDriver protocol."""
+
+    def __init__(self, driver: str, profile: Path) -> None:
+        self._http = httpx.Client(base_url=driver, timeout=PATIENCE_SECONDS)
+        options = {"args": [*FLAGS, f"--user-data-dir={profile}"], "binary": BROWSER}
+        asked = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
+        self._path = f"/session/{self._post('/session', asked)['sessionId']}"
+
+    def open(self, url: str) -> None:
+        self._post(f"{self._path}/url", {"url": url})
+
+    def run(self, script: str, *given: Any) -> Any:
+        return self._post(f"{self._path}/execute/sync", {"script": script, "args": given})
+
+    def close(self) -> None:
+        self._http.delete(self._path)
+        self._http.close()
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        answer = self._http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["value"]
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Driven]:
+    assert DRIVER is not None
+    process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = next(found[1] for line in process.stdout if (found := re.search(r"on port (\d+)\.", line)))
+        driven = Driven(f"http://127.0.0.1:{port}", tmp_path / "profile")
+        yield driven
+        driven.close()
+    finally:
+        process.terminate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def asked(client: Client, number: int) -> dict[str, Any]:
+    """The approval of a run that is started here."""
+    run_id = client.start("approve", {"id": number}).run_id
+
+    def of_run() -> dict[str, Any] | None:
+        found = client.request("GET", "/admin/approvals")["approvals"]
+        return next((one for one in found if one["run_id"] == run_id), None)
+
+    return eventually(of_run, "the run asks for an approval")
+
+
+@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="needs Chromium and chromedriver")
+def test_an_operator_decides_an_approval(server: str, browser: Driven) -> None:
+    with Client(server) as client:
+        approval = asked(client, 8)
+        browser.open(f"{server}/#run={approval['run_id']}")
+        buttons = "[...document.querySelectorAll('.decide button')]"
+        titles = eventually(lambda: browser.run(f"return {buttons}.map((one) => one.textContent)"), "the buttons")
+        assert titles == ["Approve", "Reject"]
+        browser.run("document.querySelector('.decide input').value = 'not \u003cb\u003etoday\u003c/b\u003e'")
+        browser.run(f"{buttons}[1].click()")
+        run = eventually(
+            lambda: (found := client.request("GET", f"/v1/runs/{approval['run_id']}")["run"])["finished_at"] and found,
+            "the run goes on",
+        )
+        assert run["output"] == {"approved": False, "comment": "not <b>today</b>", "via": "operator"}
+        eventually(lambda: not browser.run(f"return {buttons}.length"), "nothing is left to decide")
+
+
+@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="needs Chromium and chromedriver")
+def test_why_a_decision_was_refused_is_shown(server: str, browser: Driven) -> None:
+    with Client(server) as client:
+        approval = asked(client, 9)
+        browser.open(f"{server}/#run={approval['run_id']}")
+        click = "const one = document.querySelector('.decide button'); one?.click(); return Boolean(one)"
+        eventually(lambda: browser.run("return document.querySelector('.decide')"), "the buttons")
+        browser.run("document.querySelector('.decide input').value = 'x'.repeat(1001)")
+        assert browser.run(click)
+        why = eventually(
+            lambda: browser.run("return document.querySelector('.decide [role=status]').textContent"), "why"
+        )
+        assert "comment" in why
+        client.request("POST", f"/admin/approvals/{approval['id']}/approve", body={})

@@ -1,5 +1,5 @@
 // What the panel shows of an event and of a run.
-import { code, duration, el, firstLine, get, json, link, pill, time, tone, visible } from "./parts.js";
+import { code, duration, el, firstLine, get, json, link, pill, post, time, tone, visible } from "./parts.js";
 
 const MAX_CHILDREN = 50; // listed; the others are counted
 const MAX_SENT = 500; // the API sends at most this many
@@ -37,10 +37,28 @@ export async function eventPanel(given) {
 async function waitOf(run) {
   if (run.finished_at) return null;
   const story = await get(`/v1/explain/${encodeURIComponent(run.id)}`).catch(() => null);
-  if (!story?.waits_for) return null;
-  const command = /to decide: (tidegate [\w ]+ [\w-]+)/.exec(story.summary)?.[1]; // of an approval
-  return el("p", { class: "waits" }, `Waits for ${visible(story.waits_for)}`,
-    story.until && el("span", {}, ", until ", moment(story.until)), command && el("span", {}, "; to decide: ", code(command)));
+  return story?.waits_for ? el("p", { class: "waits" }, `Waits for ${visible(story.waits_for)}`, story.until && el("span", {}, ", until ", moment(story.until))) : null;
+}
+
+const isApproval = (step) => step.kind === "wait" && step.status === "pending" && step.retry_metadata.reason === "approval";
+
+const refusals = new Map(); // by approval, why the last click changed nothing: what is drawn anew says it, too
+
+// Approve or reject, as `tidegate approvals` does; the token needs the scope `operate`.
+function decide(step) {
+  const comment = el("input", { "aria-label": "Comment", placeholder: "Comment", maxlength: "1000" });
+  const said = el("span", { role: "status" }, refusals.get(step.id));
+  const button = (verb, title) => {
+    const made = el("button", { type: "button" }, title);
+    made.addEventListener("click", async () => {
+      const refused = await post(`/admin/approvals/${step.id}/${verb}`, comment.value ? { comment: comment.value } : {}).then(() => "", (error) => visible(error.message));
+      refusals.set(step.id, refused);
+      said.textContent = refused;
+      dispatchEvent(new Event("hashchange")); // draw the panel
+    });
+    return made;
+  };
+  return el("p", { class: "decide" }, comment, button("approve", "Approve"), button("reject", "Reject"), said);
 }
 
 function childList(children) {
@@ -62,6 +80,7 @@ export async function runPanel(given) {
   const lines = steps.map((step) => el("li", { class: tone(step.status) },
     el("div", {}, pill(step.is_timed_out ? "timed out" : step.status), el("b", {}, visible(step.name)), step.retry_attempts && `retries: ${step.retry_attempts}`),
     step.next_attempt_at && el("p", {}, step.kind === "step" ? "next attempt " : "until ", moment(step.next_attempt_at)),
+    isApproval(step) && decide(step),
     step.error ? block(visible(step.error), "error") : step.result !== null && block(json(step.result, 2))));
   return [run.workflow, [
     el("p", { class: "summary" }, pill(run.status), " ", duration(run), run.attempts > 1 && `, attempt ${run.attempts}`),

@@ -1,4 +1,4 @@
-// What the pages are made of: reading the API, and values as text. Event data is untrusted: it reaches the page as text
+// What the pages are made of: calling the API, and values as text. Event data is untrusted: it reaches the page as text
 // only, and every link is a fragment built here.
 const TIMEOUT_MS = 10_000;
 const TONES = {
@@ -17,7 +17,7 @@ export function el(tag, attributes, ...children) {
   return node;
 }
 
-// Reading
+// Calling the API
 
 export class Refused extends Error {} // the server answered with an error
 
@@ -28,9 +28,13 @@ const exactly = (_, value, context) =>
 // The token is kept for the lifetime of the tab; not in a cookie, so that pages of other sites cannot use it.
 export const token = () => sessionStorage.getItem("tidegate-token");
 
-export async function get(path) {
-  const headers = token() ? { authorization: `Bearer ${token()}` } : {};
-  const response = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store", headers });
+export const get = (path) => ask(path, {});
+export const post = (path, body) =>
+  ask(path, { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" } });
+
+async function ask(path, options) {
+  const headers = { ...options.headers, ...(token() && { authorization: `Bearer ${token()}` }) };
+  const response = await fetch(path, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store", headers });
   const isJson = /json/.test(response.headers.get("content-type"));
   const body = isJson ? JSON.parse(await response.text(), exactly) : {};
   if (response.ok && isJson) return body;
