@@ -1,4 +1,5 @@
-"""The page of commands and routes has every command and route there is, with its scope, and no other."""
+"""The page of commands and routes has every command and route there is, with its scope, and no other. No command has an
+option twice."""
 
 from __future__ import annotations
 
@@ -33,6 +34,21 @@ def test_every_command_is_there_and_every_command_there_exists() -> None:
     tables = "\n".join(line for line in PAGE.split("## Routes")[0].splitlines() if line.startswith("|"))
     told = {" ".join(re.findall(r"[a-z-]+", words)) for words in re.findall(r"`(tidegate(?: [a-z][a-z-]*)+)", tables)}
     assert told == known
+
+
+def test_no_command_has_an_option_twice() -> None:
+    """It would print a warning with every call."""
+
+    def twice(command: click.Command, path: tuple[str, ...]) -> Iterator[str]:
+        context = click.Context(command)
+        options = [name for one in command.params if isinstance(one, click.Option) for name in one.opts]
+        yield from (f"{' '.join(path)} {name}" for name in set(options) if options.count(name) > 1)
+        for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from twice(found, (*path, name))
+
+    assert list(twice(cli, ("tidegate",))) == []
 
 
 def test_every_route_is_there_with_its_scope_and_every_route_there_exists() -> None:

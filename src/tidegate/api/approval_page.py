@@ -55,7 +55,7 @@ def error_page(text: str, status: int) -> Response:
 def told(approval: Approval) -> str:
     """The state of an approval, as whoever has the link may know it."""
     if approval.state == "open":
-        return f"Your decision is asked for until {approval.until:%Y-%m-%d %H:%M} UTC. It can be made once."
+        return f"You can decide until {approval.until:%Y-%m-%d %H:%M} UTC, once."
     if approval.decision is not None:
         word = "approved" if approval.decision.approved else "rejected"
         return f"It was {word} at {approval.decision.at:%Y-%m-%d %H:%M} UTC."

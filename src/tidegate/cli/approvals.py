@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tidegate.cli.output import client, json_option, local_option, page_options, print_json, print_table, short_time
+from tidegate.cli.output import client, json_option, page_options, print_json, print_table, short_time
 
 
 @click.group()
@@ -14,7 +14,6 @@ def approvals() -> None:
 
 @approvals.command("list")
 @page_options
-@local_option
 @json_option
 def list_approvals(limit: int, cursor: str | None, as_json: bool) -> None:
     """List the approvals that can be decided, with their ids."""
