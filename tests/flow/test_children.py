@@ -407,6 +407,41 @@ async def test_a_replayed_parent_starts_only_what_failed(connection: Connection,
     assert Counter(world.done) == {"pick 0": 1, "pick 1": 1, "pick 2": 2, "pick 3": 1}
 
 
+async def test_a_parent_resumes_although_the_answer_of_the_commit_was_lost(
+    connection: Connection, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is claimed by this worker, which does not know it: it would wait for the end of its lease."""
+
+    @world.app.workflow()
+    async def ship(ctx: Context) -> None:
+        world.done.append("ship")
+
+    @world.app.workflow(on="go")
+    async def fulfil(ctx: Context) -> None:
+        await ctx.run(ship)
+        world.done.append("after")
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    await world.dispatch.run_once()
+    run_really, lost = world.database.run, []
+
+    async def run(work: Callable[..., Any]) -> Any:
+        done = await run_really(work)
+        if not lost and "ship" in world.done:
+            lost.append((await parent(connection))["status"])
+            raise Unavailable("the answer was lost")
+        return done
+
+    monkeypatch.setattr(world.database, "run", run)
+    monkeypatch.setattr("tidegate.flow.run.outcomes._RETRY_SECONDS", 0)
+    assert await runner.run_once() == 1
+    await asyncio.wait_for(runner.idle(), 30)
+    assert lost == ["running"]
+    assert ((await parent(connection))["status"], world.done) == ("succeeded", ["ship", "after"])
+
+
 async def test_a_lost_answer_makes_no_second_child(
     connection: Connection, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,14 @@ async def claim_woken(
     return sorted((msgspec.convert(dict(row), ClaimedRun) for row in rows), key=lambda r: r.id)
 
 
+async def keep_claimed(
+    connection: Connection, run_ids: Sequence[RunId], *, worker: str, lease_ms: int
+) -> list[ClaimedRun]:
+    """Those of the runs that the worker holds; their leases begin again."""
+    rows = await connection.fetch(_sql["keep_claimed"], run_ids, worker, lease_ms, min(run_ids), max(run_ids))
+    return sorted((msgspec.convert(dict(row), ClaimedRun) for row in rows), key=lambda r: r.id)
+
+
 async def has_suspects(
     connection: Connection, definitions: Sequence[DefinitionId], *, worker: str, lease_ms: int
 ) -> bool:

@@ -80,6 +80,18 @@ with due as materialized (
    order by id limit $2
 ), {{claim}}
 
+-- name: keep_claimed
+-- Those of the given runs ($1, of which $4 is the least and $5 the greatest) that the worker $2 holds, with a new lease of $3 ms.
+with clock as materialized (
+  select tidegate.now() as now
+)
+update tidegate.workflow_runs r
+   set claim_expires_at = now + $3::bigint * interval '1 ms', updated_at = now
+  from clock, tidegate.workflow_definitions w
+ where r.id = any ($1::uuid[]) and r.id between $4 and $5 and r.status = 'running' and r.claimed_by = $2
+   and r.claim_expires_at > now and w.id = r.workflow_definition_id
+returning {{claimed}}
+
 -- name: has_suspects
 -- Whether suspects of the given workflows are due that the worker may claim: runs whose workers have died at least $2 times in a
 -- row.

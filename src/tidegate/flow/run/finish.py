@@ -208,6 +208,16 @@ async def _resume(connection: Connection, woken: Collection[RunId], claim: Claim
     return await ready(connection, claimed) if claimed else ()
 
 
+async def resumed_before(connection: Connection, ended: Sequence[FinishedRun], claim: Claim) -> Sequence[ReadyRun]:
+    """The parents that this worker claimed when these runs ended, by a commit whose answer was lost. A claim that it
+    has taken up since is not taken up again (`Claims`)."""
+    parents = sorted({run.child_of.run_id for run in ended if run.child_of is not None})
+    if not parents or claim.worker is None:
+        return ()
+    claimed = await runs.keep_claimed(connection, parents, worker=claim.worker, lease_ms=claim.lease_ms)
+    return await ready(connection, claimed) if claimed else ()
+
+
 async def _publish_ends(connection: Connection, ended: Sequence[EndedRun]) -> list[str]:
     """Publish the ends that a trigger asks for; the sources of the events."""
     return await run_ends.publish(connection, [run.id for run in ended if run.is_asked_for])

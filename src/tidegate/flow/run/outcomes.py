@@ -226,6 +226,7 @@ class OutcomeWriter:
             await runs.dead_letter(connection, failed)
         # Ended before, by a commit whose answer was lost.
         before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
+        resumed = await finish.resumed_before(connection, [r for r in finished if r.id in before], claim or NOBODY)
         asked = await runs.cancel_requested(connection, [s.id for s in suspended if s.id not in kept_suspensions])
 
         def recorded(item: RunOutcome) -> RecordedOutcome:
@@ -238,8 +239,8 @@ class OutcomeWriter:
 
         woken = sum(kept_suspensions.values())
         return [recorded(item) for item in items], freed._replace(
-            cancelled_retries=cancelled, woken_runs=freed.woken_runs + woken + len(sent.woken),
-            published=[*freed.published, *sent.published],
+            cancelled_retries=cancelled, resumed=[*freed.resumed, *resumed],
+            woken_runs=freed.woken_runs + woken + len(sent.woken), published=[*freed.published, *sent.published],
         )  # fmt: skip
 
     def _committed(self, items: list[RunOutcome], recorded: list[RecordedOutcome], freed: Freed) -> None:
