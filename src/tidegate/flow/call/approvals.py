@@ -26,14 +26,14 @@ async def ask_for(steps: RunSteps, call: ApprovalCall, links: ApprovalLinks) -> 
     """Begin to wait for an approval, unless this was done before; its link."""
     if (refusal := steps.refusal(call.name)) is not None:
         raise await steps.refused(refusal)
-    known = steps.begin(call.name)
+    known = steps.open(call.name)
     try:
         link = await links.link(step_id(steps.run.id, call.name))
     except Unavailable as exc:  # the key cannot be read: for want of an operator's key, or of the database
         raise RetryAfter(exc.retry_after_seconds, f"approval {call.name!r}: {exc}") from exc
     if known is None:
         timeout_ms = _checked(call)
-        with steps.in_progress(call.name, "wait"):
+        with steps.in_progress(call.name, "wait", is_opening=True):
             await steps.journal.barrier()
             await _register(steps, call, timeout_ms)
         failpoints.hit("approval.registered")
@@ -41,14 +41,16 @@ async def ask_for(steps: RunSteps, call: ApprovalCall, links: ApprovalLinks) -> 
 
 
 async def result(steps: RunSteps, name: str, ask: Ask) -> object:
-    """Wait for the decision: the event that it published; None after the timeout."""
-    known = steps.known(name)
+    """Wait for the decision: the event that it published; None after the timeout. TimeoutError when a call of this was
+    cut off."""
+    known = steps.awaited(name)
     if known is not None and known.status == "succeeded":
         return known.result
     with steps.in_progress(name, "wait"):
         approval_id = step_id(steps.run.id, name)
         steps.endings.waits_for[name] = f"approval {name!r} (tidegate approvals approve {approval_id})"
         await steps.ready(name)
+        steps.awaited(name)  # another call of this may have been cut off meanwhile
         answer = await asked(steps, name, ask, is_over=True)
         steps.waited(name)
     return answer.result

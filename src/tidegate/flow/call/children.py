@@ -45,7 +45,7 @@ class Children:
         slug = self._slug(child)
         if (refusal := steps.refusal(name)) is not None:
             raise await steps.refused(refusal)
-        known = steps.begin(name)
+        known = steps.open(name)
         if _is_new(known):
             await self._write(name, "child", slug, [self._parameters(slug, given)], {})
         return name
@@ -73,11 +73,12 @@ class Children:
         return [_told(name, one) for one in found] if goes_on else found
 
     async def result(self, name: str, kind: StepKind = "child") -> Any:
-        """Wait for the children of a step; what they returned. ChildFailed when one has failed."""
+        """Wait for the children of a step; what they returned. ChildFailed when one has failed; TimeoutError when a call of
+        this was cut off."""
         steps = self._steps
         with steps.in_progress():
             try:
-                while (known := steps.known(name)) is not None and known.status == "pending":
+                while (known := steps.awaited(name)) is not None and known.status == "pending":
                     await steps.wait_for_wake(known, steps.now() + RECHECK, f"step {name!r} waits for its runs")
             except asyncio.CancelledError:
                 steps.cut_off(name, kind)
@@ -104,7 +105,7 @@ class Children:
                     if counts["added"] < len(given):
                         await steps.journal.kept(written)
             except asyncio.CancelledError:
-                steps.cut_off(name, kind)
+                steps.cut_off(name, kind, is_opening=True)
                 raise
 
     def _slug(self, child: Child) -> str:

@@ -39,6 +39,8 @@ from tidegate.telemetry.logs import logger
 
 # When every step of a run waits, its function gets this long to begin another before the run is suspended.
 QUIET_SECONDS = 0.01
+# Key in the `retry_metadata` of a step that was cut off: it was the call that begins it, before anything waited for it.
+OPENING = "opening"
 
 T = TypeVar("T")
 
@@ -126,14 +128,17 @@ class StepParts(ABC):
         self._known.pop(name, None)
         self.endings.waits_for.pop(name, None)
 
-    def cut_off(self, name: str, kind: StepKind) -> None:
+    def cut_off(self, name: str, kind: StepKind, *, is_opening: bool = False) -> None:
         """The function no longer waits for a step (`wait_for`, a sibling's failure), nor will it the next time."""
         task = asyncio.current_task()
         if self.state is EXECUTING and task is not None and task.cancelling():
-            self.write(name, kind=kind, status="cancelled", error="cut off by the workflow", retry_state="cancelled")
+            self.write(name, kind=kind, status="cancelled", error="cut off by the workflow", retry_state="cancelled",
+                       retry_metadata={OPENING: True} if is_opening else {})  # fmt: skip
 
     @contextmanager
-    def in_progress(self, name: str | None = None, kind: StepKind = "step") -> Iterator[None]:
+    def in_progress(
+        self, name: str | None = None, kind: StepKind = "step", *, is_opening: bool = False
+    ) -> Iterator[None]:
         """Something of a step is in progress, so that the run is not suspended because its other steps wait. With a
         name, the step is cut off when the function no longer waits for it."""
         self._active += 1
@@ -141,7 +146,7 @@ class StepParts(ABC):
             yield
         except asyncio.CancelledError:
             if name is not None:
-                self.cut_off(name, kind)
+                self.cut_off(name, kind, is_opening=is_opening)
             raise
         finally:
             self.leave()
@@ -151,9 +156,20 @@ class StepParts(ABC):
         return refusal
 
     def begin(self, name: str) -> Step | None:
+        """The function has come to a step: what is known of it. TimeoutError when it was cut off."""
+        self.open(name)
+        return self.awaited(name)
+
+    def open(self, name: str) -> Step | None:
+        """`begin` for a step that the function waits for later. If that wait was cut off, this call was not."""
         self._used.add(name)
         if self.fit is not None:
             self._reach(self.fit, name)
+        known = self._known.get(name)
+        return self.awaited(name) if known is not None and known.retry_metadata.get(OPENING) else known
+
+    def awaited(self, name: str) -> Step | None:
+        """What is known of a step that the function waits for. TimeoutError when it was cut off."""
         known = self._known.get(name)
         if known is not None and known.status == "cancelled":
             raise TimeoutError(f"step {name!r} was cut off before")

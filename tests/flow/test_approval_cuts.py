@@ -1,0 +1,102 @@
+"""Approvals that the function no longer waits for: what it has seen stays, and what was decided stays decided."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.flow.test_approvals import use
+from tidegate import Context, NonRetryable, SyncContext, Tidegate
+from tidegate.errors import Conflict
+from tidegate.testing import Harness
+
+
+async def cut(waiting: asyncio.Task[Any]) -> str:
+    """Cancel a task that waits; what it raised."""
+    waiting.cancel()
+    [found] = await asyncio.gather(waiting, return_exceptions=True)
+    return type(found).__name__
+
+
+async def raised(call: Any) -> str:
+    """What a call raises, or returns."""
+    try:
+        return str(await call)
+    except TimeoutError as exc:
+        return str(exc)
+
+
+async def test_the_loser_is_cut_off_and_the_run_resumes_later() -> None:
+    app, links, seen = Tidegate(), dict[str, str](), list[str]()
+
+    @app.workflow()
+    async def race(ctx: Context) -> str:
+        asked = {name: await ctx.approval(name, timeout="1d") for name in ("ann", "bob")}
+        links.update({name: one.link for name, one in asked.items()})
+        tasks = {name: asyncio.create_task(one.decision()) for name, one in asked.items()}
+        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+        decision = tasks["ann"].result()
+        await cut(tasks["bob"])
+        seen.append(await raised(asked["bob"].decision()))
+        await ctx.sleep("1h")
+        seen.append(await raised(asked["bob"].decision()))
+        return f"ann: {decision is not None and decision.approved}"
+
+    async with Harness(app) as harness:
+        await harness.start(race)
+        await harness.run_until_idle()
+        await harness.approve(await harness.only_run("race"), "ann")
+        await harness.run_until_idle()
+        assert seen == ["step 'bob' was cut off before"]
+        await harness.advance("1h")
+        run = await harness.only_run("race")
+        assert (run.status, run.error, run.output) == ("succeeded", None, "ann: True")
+        assert seen == ["step 'bob' was cut off before"] * 3
+        assert (await use(harness, links["bob"])).status_code == 410
+
+
+async def test_a_child_whose_result_was_cut_off() -> None:
+    app, seen = Tidegate(), list[str]()
+
+    @app.workflow()
+    async def slow(ctx: Context) -> None:
+        await ctx.sleep("1d")
+
+    @app.workflow()
+    async def parent(ctx: Context) -> str:
+        handle = await ctx.start(slow)
+        waiting = asyncio.create_task(handle.result())
+        await ctx.step("other", asyncio.sleep, 0)
+        await cut(waiting)
+        seen.append(await raised(handle.result()))
+        await ctx.sleep("1h")
+        return "went on"
+
+    async with Harness(app) as harness:
+        await harness.start(parent)
+        await harness.advance("1h")
+        run = await harness.only_run("parent")
+        assert (run.status, run.error, run.output) == ("succeeded", None, "went on")
+        assert seen == ["step 'run-1' was cut off before"] * 2
+
+
+async def test_the_call_itself_was_cut_off() -> None:
+    """Then it is the call that raises when the run resumes, as it did the first time."""
+    app, seen = Tidegate(), list[str]()
+
+    @app.workflow()
+    async def hasty(ctx: Context) -> str:
+        await ctx.approval("before", timeout="1d")  # the key of the links is known from now on
+        asking = asyncio.create_task(ctx.approval("one", timeout="1d"))
+        await asyncio.sleep(0)  # it has begun, and waits for the commit
+        seen.append(await cut(asking) if ctx.attempt == 1 else await raised(asking))
+        await ctx.sleep("1h")
+        return "went on"
+
+    async with Harness(app) as harness:
+        await harness.start(hasty)
+        await harness.advance("1h")
+        assert (await harness.only_run("hasty")).output == "went on"
+        assert seen == ["CancelledError", "step 'one' was cut off before"]
