@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.flow.test_approvals import use
-from tidegate import Context, NonRetryable, SyncContext, Tidegate
+from tidegate import Context, NonRetryable, Tidegate
 from tidegate.errors import Conflict
 from tidegate.testing import Harness
 
@@ -100,3 +100,66 @@ async def test_the_call_itself_was_cut_off() -> None:
         await harness.advance("1h")
         assert (await harness.only_run("hasty")).output == "went on"
         assert seen == ["CancelledError", "step 'one' was cut off before"]
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+async def test_a_decision_that_was_accepted_stays_when_it_is_cut_off(is_failing: bool) -> None:
+    """Somebody decides while the function still waits for something else; then it goes on without the decision, or
+    fails and is retried."""
+    app, links, is_asked, decided = Tidegate(), list[str](), asyncio.Event(), asyncio.Event()
+    seen: list[str] = []
+
+    @app.workflow()
+    async def work(ctx: Context) -> str:
+        approval = await ctx.approval("one", timeout="1d", note="Order 7")
+        waiting = asyncio.create_task(approval.decision())
+        links.append(approval.link)
+        is_asked.set()
+        await ctx.step("other", decided.wait)
+        if is_failing and not seen:
+            seen.append(await cut(waiting))
+            raise NonRetryable("no")
+        if not is_failing:
+            return await cut(waiting)
+        decision = await waiting
+        return f"{decision and decision.approved} {decision and decision.comment}"
+
+    async with Harness(app) as harness:
+        await harness.start(work)
+        turning = asyncio.create_task(harness.run_until_idle())
+        await is_asked.wait()
+        assert (await use(harness, links[0], json={"approved": False, "comment": "too much"})).status_code == 200
+        decided.set()
+        await turning
+        run = await harness.only_run("work")
+        assert run.status == ("failed" if is_failing else "succeeded")
+        shown = (await use(harness, links[0], "GET")).json()
+        assert (shown["state"], shown["approved"], shown["note"]) == ("decided", False, "Order 7")
+        assert (await use(harness, links[0])).status_code == 409
+        with pytest.raises(Conflict, match="it is decided"):
+            await harness.approve(run, "one")
+        if is_failing:
+            await harness.client.request("POST", f"/v1/runs/{run.id}/retry")
+            await harness.run_until_idle()
+            assert (await harness.only_run("work")).output == "False too much", "it was not asked for again"
+            assert (await use(harness, links[0])).status_code == 409
+
+
+async def test_operators_learn_that_an_approval_was_cut_off() -> None:
+    app = Tidegate()
+
+    @app.workflow()
+    async def leave(ctx: Context) -> None:
+        approval = await ctx.approval("one", timeout="1d")
+        waiting = asyncio.create_task(approval.decision())
+        await ctx.step("other", asyncio.sleep, 0)
+        await cut(waiting)
+        await ctx.sleep("1h")
+
+    async with Harness(app) as harness:
+        await harness.start(leave)
+        await harness.run_until_idle()
+        run = await harness.only_run("leave")
+        assert run.steps["one"].status == "cancelled"
+        with pytest.raises(Conflict, match="it is ended"):
+            await harness.approve(run, "one")

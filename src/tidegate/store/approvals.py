@@ -47,8 +47,9 @@ async def list_page(connection: Connection, *, after: StepId | None, limit: int)
 
 
 def _decision(row: Row) -> ApprovalDecision | None:
-    """The result of the step is the event that decided it; null after the timeout."""
-    result: Mapping[str, object] | None = row["result"] if row["status"] == "succeeded" else None
+    """The result of the step is the event that decided it; null after the timeout. One that was decided and then cut
+    off keeps it."""
+    result: Mapping[str, object] | None = row["result"]
     return None if result is None else msgspec.convert(result["payload"], ApprovalDecision)
 
 

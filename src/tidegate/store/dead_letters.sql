@@ -194,11 +194,16 @@ select r.id, r.status, r.trigger_id, r.concurrency_key, w.slug as workflow, w.de
 select e.id from tidegate.workflow_events e
  where e.id = (select r.event_id from tidegate.workflow_runs r where r.id = $1) for key share
 
+-- fragment: is_decided
+-- The step is an approval that somebody has decided.
+(s.kind = 'wait' and s.retry_metadata @> '{"reason": "approval"}' and s.retry_metadata ? 'events')
+
 -- name: revive_steps
 -- Resets what a failed or cancelled run had not finished. The step that it failed with ($2, or if that is not known one after which
 -- none has succeeded) is pending again; those that waited, or were cut off with the failure, start again, and what cancels
 -- the run is registered again, with the events that have done so. Finished steps stay, also those whose failure the function had caught. Of a step with children,
--- those that failed, or were cancelled with their parent, are started again; those that have not ended go on.
+-- those that failed, or were cancelled with their parent, are started again; those that have not ended go on. An approval that was
+-- decided before it was cut off with the failure has its decision again: it is not asked for twice.
 with failure as materialized (
   select coalesce((select s.updated_at from tidegate.workflow_run_steps s where s.id = $2), r.finished_at)
          - interval '1 second' as at, r.status
@@ -208,7 +213,13 @@ with failure as materialized (
    where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1
      and s.status in ('pending', 'running', 'cancelled') and (s.kind not in ('child', 'map') or s.status = 'cancelled')
      and (s.error is distinct from 'cut off by the workflow' or s.updated_at >= f.at)
-     and s.retry_metadata ->> 'reason' is distinct from 'cancel_on'
+     and s.retry_metadata ->> 'reason' is distinct from 'cancel_on' and not {{is_decided}}
+), decided as (
+  update tidegate.workflow_run_steps s
+     set status = 'succeeded', retry_state = 'completed', error = null, claim_generation = s.claim_generation + 1, updated_at = tidegate.now()
+    from failure f
+   where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1
+     and s.status = 'cancelled' and s.updated_at >= f.at and {{is_decided}}
 ), cancels as (
   update tidegate.workflow_run_steps s set status = 'pending', updated_at = tidegate.now() from failure
    where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1

@@ -1,9 +1,13 @@
+-- fragment: is_cut_approval
+-- The step is an approval that is being cut off.
+excluded.status = 'cancelled' and s.kind = 'wait' and s.retry_metadata ->> 'reason' = 'approval'
+
 -- name: write
 -- Records the outcome of steps of runs that their worker still holds, or that this transaction has ended ($13); a step that
 -- is done stays as it is. Returns run, name, whether the run's cancellation was asked for, and when the step resumes; a
 -- step that is missing there was done before (`done_before`), or written by a worker that lost its claim, and nothing changes. A step
 -- that waits for an event or for children, and that its function has cut off, is cut off, even if these came or ended meanwhile: the
--- function has gone on without it. Steps are a microsecond
+-- function has gone on without it. An approval that is cut off stays one, with its decision: whoever has the link can ask. Steps are a microsecond
 -- apart: `created_at` tells their order. The runs are locked, so that no worker takes one over
 -- meanwhile. An empty array means the default in every row: a step that succeeded at once, in a run that has ended.
 with input as materialized (
@@ -32,10 +36,10 @@ with input as materialized (
    where u.has_ended or h.id is not null
    order by u.id
   on conflict (id) do update
-     set status = excluded.status, result = excluded.result, error = excluded.error, retry_state = excluded.retry_state,
+     set status = excluded.status, result = case when {{is_cut_approval}} then s.result else excluded.result end, error = excluded.error, retry_state = excluded.retry_state,
          next_attempt_at = excluded.next_attempt_at,
          retry_attempts = greatest(s.retry_attempts, excluded.retry_attempts),
-         retry_metadata = excluded.retry_metadata, claim_generation = s.claim_generation + 1, updated_at = excluded.updated_at
+         retry_metadata = case when {{is_cut_approval}} then s.retry_metadata else '{}' end || excluded.retry_metadata, claim_generation = s.claim_generation + 1, updated_at = excluded.updated_at
    where s.status not in ('succeeded', 'failed', 'cancelled')
       or (s.kind in ('wait', 'child', 'map') and s.status in ('succeeded', 'failed') and excluded.status = 'cancelled')
   returning workflow_run_id, name, next_attempt_at

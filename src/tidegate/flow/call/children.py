@@ -73,8 +73,8 @@ class Children:
         return [_told(name, one) for one in found] if goes_on else found
 
     async def result(self, name: str, kind: StepKind = "child") -> Any:
-        """Wait for the children of a step; what they returned. ChildFailed when one has failed; TimeoutError when a call of
-        this was cut off."""
+        """Wait for the children of a step; what they returned. ChildFailed when one has failed; TimeoutError when a
+        call of this was cut off."""
         steps = self._steps
         with steps.in_progress():
             try:
