@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.flow.test_approvals import use
-from tidegate import Context, NonRetryable, Tidegate
+from tidegate import Context, NonRetryable, SyncContext, Tidegate
 from tidegate.errors import Conflict
 from tidegate.testing import Harness
 
@@ -163,3 +163,33 @@ async def test_operators_learn_that_an_approval_was_cut_off() -> None:
         assert run.steps["one"].status == "cancelled"
         with pytest.raises(Conflict, match="it is ended"):
             await harness.approve(run, "one")
+
+
+async def test_a_step_cannot_wait_for_a_decision_or_a_child() -> None:
+    """It would hold the worker meanwhile."""
+    app = Tidegate()
+
+    @app.workflow()
+    async def slow(ctx: Context) -> None:
+        await ctx.sleep("1d")
+
+    @app.workflow()
+    async def inside(ctx: Context) -> None:
+        await ctx.step("outer", (await ctx.approval("one", timeout="1d")).decision)
+
+    @app.workflow()
+    def inside_sync(ctx: SyncContext) -> None:
+        ctx.step("outer", ctx.approval("one", timeout="1d").decision)
+
+    @app.workflow()
+    async def inside_child(ctx: Context) -> None:
+        await ctx.step("outer", (await ctx.start(slow, name="one")).result)
+
+    async with Harness(app) as harness:
+        for workflow in (inside, inside_sync, inside_child):
+            await harness.start(workflow)
+        await harness.run_until_idle()
+        for workflow in (inside, inside_sync, inside_child):
+            run = await harness.only_run(workflow.__name__)
+            assert run.status == "failed", workflow
+            assert "step 'one' is called inside step 'outer'" in (run.error or "")

@@ -43,6 +43,8 @@ async def ask_for(steps: RunSteps, call: ApprovalCall, links: ApprovalLinks) -> 
 async def result(steps: RunSteps, name: str, ask: Ask) -> object:
     """Wait for the decision: the event that it published; None after the timeout. TimeoutError when a call of this was
     cut off."""
+    if (refusal := steps.wait_refusal(name)) is not None:
+        raise await steps.refused(refusal)
     known = steps.awaited(name)
     if known is not None and known.status == "succeeded":
         return known.result

@@ -76,6 +76,8 @@ class Children:
         """Wait for the children of a step; what they returned. ChildFailed when one has failed; TimeoutError when a
         call of this was cut off."""
         steps = self._steps
+        if (refusal := steps.wait_refusal(name)) is not None:
+            raise await steps.refused(refusal)
         with steps.in_progress():
             try:
                 while (known := steps.awaited(name)) is not None and known.status == "pending":

@@ -218,15 +218,21 @@ class StepParts(ABC):
             return NonRetryable(
                 f"a step's name must be text of 1 to {user_calls.MAX_STEP_NAME} characters, not {name!r}"
             )
+        if (refusal := self.wait_refusal(name)) is not None:
+            return refusal
+        if name in self._used:
+            return NonRetryable(
+                f"step {name!r} is called twice in one run; give each its own name, as in 'charge-{{i}}'"
+            )
+        return None
+
+    def wait_refusal(self, name: str) -> BaseException | None:
+        """Why a step cannot be waited for here."""
         if self.state is not EXECUTING:  # a `finally` on the way out; it runs when the run resumes
             return Suspend()
         outer = current_step.get()
         if outer is not None:  # it could not wait: the outer step would hold the worker meanwhile
             return NonRetryable(f"step {name!r} is called inside step {outer!r}; call it from the workflow itself")
-        if name in self._used:
-            return NonRetryable(
-                f"step {name!r} is called twice in one run; give each its own name, as in 'charge-{{i}}'"
-            )
         return None
 
     async def ready(self, name: str) -> None:
