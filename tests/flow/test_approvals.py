@@ -153,7 +153,7 @@ async def test_the_page(harness: Harness, office: Office) -> None:
     again = await use(harness, office.links[0], data={"decision": "reject", "comment": ""})
     assert (again.status_code, "It was approved" in again.text) == (409, True)
     await harness.run_until_idle()
-    assert office.heard == ["True ann@example.com line one\r\nline two"]
+    assert office.heard == ["True ann@example.com line one\nline two"]
 
 
 async def test_after_the_timeout_nobody_has_decided(harness: Harness, office: Office) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from html import escape
 
 from starlette.responses import Response
@@ -15,10 +16,14 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-robots-tag": "noindex, nofollow",
 }
+# A browser drops the line break after <textarea>.
 _FORM = f"""<form method="post">
-  <label>Comment (optional) <textarea name="comment" rows="3" maxlength="{MAX_COMMENT}"></textarea></label>
+  <label>Comment (optional) <textarea name="comment" rows="3" maxlength="{MAX_COMMENT}">
+{{comment}}</textarea></label>
   <p><button name="decision" value="approve">Approve</button> <button name="decision" value="reject">Reject</button></p>
 </form>"""
+# Control and format characters, line and paragraph separators, surrogates.
+_UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Cs")
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -38,13 +43,15 @@ _PAGE = """<!doctype html>
 """
 
 
-def page(approval: Approval, status: int = 200) -> Response:
-    """The page of an approval: with the form while it is open, else with what became of it."""
-    parts = [f"<p>{line}</p>" for line in escape(approval.note or "").splitlines() if line.strip()]
+def page(approval: Approval, status: int = 200, *, comment: str = "", wrong: str = "") -> Response:
+    """The page of an approval: with the form while it is open, else with what became of it. `wrong`: why the comment
+    that was sent was refused; the form has it again."""
+    parts = [f"<p>{line}</p>" for line in escape(_visible(approval.note or "")).splitlines() if line.strip()]
     parts.append(f"<p>{escape(told(approval))}</p>")
     if approval.state == "open":
-        parts.append(_FORM)
-    return _rendered(f"Approval: {approval.name}", "\n  ".join(parts), status)
+        parts += [f'<p role="alert">{escape(wrong)}</p>'] if wrong else []
+        parts.append(_FORM.format(comment=escape(comment)))
+    return _rendered(f"Approval: {_visible(approval.name)}", "\n  ".join(parts), status)
 
 
 def error_page(text: str, status: int) -> Response:
@@ -62,6 +69,12 @@ def told(approval: Approval) -> str:
     if approval.state == "expired":
         return "The time for this decision is over."
     return "This decision is no longer needed: what asked for it has ended."
+
+
+def _visible(text: str) -> str:
+    """Text in which characters that nobody sees are written as escapes: those that change the direction of text could
+    show another amount than is meant. Line breaks and tabs stay."""
+    return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in _UNSEEN and c not in "\n\r\t" else c for c in text)
 
 
 def _rendered(title: str, content: str, status: int) -> Response:

@@ -74,19 +74,36 @@ async def decide_approval(request: Request, services: Services) -> Response:
     try:
         approval_id = await _checked(request, services)
         verdict = await _verdict(request, services)
+        errors = text_errors("comment", verdict.comment, MAX_COMMENT)
+        if errors and not is_page:
+            raise InvalidInput("the decision is not valid", errors)
         async with services.links.turn():
+            if errors:
+                return await _asked_again(services, approval_id, verdict.comment or "", errors[0])
             done = await approvals.decide(services.database, approval_id, verdict)
     except TidegateError as exc:
         return _refused(exc, is_page=is_page)
     if done.is_new:
         services.queue.hint("runs")
         services.queue.hint("inbox")
-    status = 200 if done.is_new else 409 if done.approval.state == "decided" else 410
+    status = 200 if done.is_new else _closed_status(done.approval)
     if is_page:
         return approval_page.page(done.approval, status)
     if not done.is_new:
         return problems.response(Problem(status, approval_page.told(done.approval)))
     return json_response(_shown(done.approval))
+
+
+async def _asked_again(services: Services, approval_id: StepId, comment: str, error: FieldError) -> Response:
+    """The page once more: what was written into the form is not lost."""
+    async with services.database.connection() as connection:
+        found = await approvals.find(connection, approval_id)
+    status = 422 if found.state == "open" else _closed_status(found)
+    return approval_page.page(found, status, comment=comment, wrong=f"The {error.field} {error.message}.")
+
+
+def _closed_status(approval: Approval) -> int:
+    return 409 if approval.state == "decided" else 410
 
 
 async def _checked(request: Request, services: Services) -> StepId:
@@ -100,17 +117,17 @@ async def _checked(request: Request, services: Services) -> StepId:
 
 
 async def _verdict(request: Request, services: Services) -> ApprovalVerdict:
+    """What the request says. The comment is not checked yet."""
     with services.admission.request(is_authenticated=False) as admitted:
         raw = await publish.read_body(request.receive, dict(request.headers), MAX_BYTES, admitted)
         await admitted.parse_turn()
         if _media(request) == FORM:
             form = convert(dict(_fields(raw)), _Form, "the form is not valid")
-            given = LinkDecision(form.decision == "approve", form.comment.strip() or None)
+            comment = form.comment.replace("\r\n", "\n").strip()  # as the text area counts a line break
+            given = LinkDecision(form.decision == "approve", comment or None)
         else:
             bodies.keep(request, raw)
             given = await bodies.read(request, LinkDecision)
-    if errors := text_errors("comment", given.comment, MAX_COMMENT):
-        raise InvalidInput("the decision is not valid", errors)
     return ApprovalVerdict(approved=given.approved, comment=given.comment)
 
 
