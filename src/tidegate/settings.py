@@ -174,7 +174,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def link_base(self) -> str:
-        """Where people reach the API, for the links that are sent to them."""
+        """Where people reach the API, for the links that are sent to them. SettingsError unless links can begin with
+        it."""
+        if self.public_url is None:
+            name = f"{_env('public_url')} is not set, so links of approvals begin with {_env('url')}, which"
+            check_public_url(name, self.url)
         return self.public_url or self.url
 
     def require_redis_url(self) -> str:

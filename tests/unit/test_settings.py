@@ -167,7 +167,6 @@ def test_variable(name: str, text: str, value: Any) -> None:
         ("public_url", "gate.example", "must be an address such as https://"),
         ("public_url", "ftp://gate.example", "must be an address such as https://"),
         ("public_url", "https://gate.example/?a=b", "must be an address such as https://"),
-        ("public_url", "https://user:password@gate.example", "must be an address such as https://"),
         ("public_url", "https://gate.example:port", "must be an address such as https://"),
         ("public_url", "https://gate. example", "must be an address such as https://"),
     ],
@@ -280,6 +279,22 @@ def test_links_begin_with_the_public_address() -> None:
     assert load().link_base == "http://127.0.0.1:8700"
     assert load(url="http://gate:8700").link_base == "http://gate:8700"
     assert load(url="http://gate:8700", public_url="https://gate.example/a/").link_base == "https://gate.example/a/"
+
+
+@pytest.mark.parametrize("url", ["https://user:password@gate.example", "not a url", "gate.example", ""])
+def test_an_address_that_links_cannot_begin_with(url: str) -> None:
+    settings = Settings(url=url)  # commands may use it
+    wrong = r"TIDEGATE_PUBLIC_URL is not set, so links .* begin with TIDEGATE_URL, which must be an address such as"
+    with pytest.raises(SettingsError, match=wrong) as refused:
+        _ = settings.link_base
+    assert "password@" not in str(refused.value)
+    assert load(url=url or None, public_url="https://gate.example").link_base == "https://gate.example"
+
+
+def test_a_password_in_the_public_address_is_refused_and_not_repeated() -> None:
+    message = refusal({"TIDEGATE_PUBLIC_URL": "https://user:secret@gate.example"})
+    assert message.startswith("TIDEGATE_PUBLIC_URL must be an address such as https://")
+    assert "secret" not in message
 
 
 def test_missing_database_url_is_explained() -> None:

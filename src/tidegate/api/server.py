@@ -117,7 +117,7 @@ class Api:
             settings, self._database, ingest, self._queue, exposition, snapshots, readiness, access, received,
             Admission(settings.ingest_max_waiting), PublishRefusals(self._database),
             Starts(self._database, ingest, settings.limits), RunEnds(self._database), PredictionTurn(),
-            ApprovalLinks(self._database, settings.link_base),
+            ApprovalLinks(self._database),
         )  # fmt: skip
         self.app = _application(self.services)
         self._presence = Presence("api", retention=settings.retention)  # once it is unfit, `/readyz` says so

@@ -24,7 +24,7 @@ def check_database_url(name: str, url: str | None) -> None:
 
 
 def check_public_url(name: str, url: str) -> None:
-    """SettingsError unless links can begin with it."""
+    """SettingsError unless links can begin with it. Without the value where it may contain a password."""
     try:
         parts = urlsplit(url)
         is_base = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
@@ -32,7 +32,8 @@ def check_public_url(name: str, url: str) -> None:
     except ValueError:
         is_base = False
     if not is_base:
-        raise SettingsError(f"{name} must be an address such as https://tidegate.example.com, not {url!r}")
+        given = "one with a user name or password" if "@" in url else repr(url)
+        raise SettingsError(f"{name} must be an address such as https://tidegate.example.com, not {given}")
 
 
 def split_database_url(url: str) -> tuple[str, SplitResult]:

@@ -23,9 +23,9 @@ _log = logger("approval")
 
 
 class ApprovalLinks:
-    """The links of approvals. `base` is the public address of the API."""
+    """The links of approvals. `base` is the public address of the API; a process that only checks links needs none."""
 
-    def __init__(self, database: Database, base: str) -> None:
+    def __init__(self, database: Database, base: str = "") -> None:
         self._database = database
         self._base = base
         self._key: bytes | None = None  # it never changes
