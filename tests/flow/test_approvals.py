@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from tidegate import Context, On, SyncContext, Tidegate
 from tidegate.errors import Conflict, NotFound
@@ -395,6 +396,25 @@ async def test_a_run_is_not_given_its_decision_again(harness: Harness) -> None:
             await other.advance("2h")
         assert (await other.only_run("curious")).output == [True, False]
         assert (await other.only_run("side_by_side")).output == [True, False]
+
+
+async def test_a_decision_that_fires_no_trigger_is_not_logged_as_an_event_without_effect() -> None:
+    app = Tidegate()
+
+    @app.workflow()
+    async def work(ctx: Context) -> bool:
+        return await (await ctx.approval("one", timeout="1h")).decision() is not None
+
+    async with Harness(app) as harness:
+        await harness.start(work)
+        await harness.run_until_idle()
+        with capture_logs() as logs:
+            await harness.approve(await harness.only_run("work"), "one")
+            await harness.publish("nobody.cares", source="shop")
+            await harness.run_until_idle()
+        assert (await harness.only_run("work")).output is True
+        assert [log["type"] for log in logs if log["event"] == "event.launched_nothing"] == ["nobody.cares"]
+        assert [log["step"] for log in logs if log["event"] == "run.woken"] == ["one"]
 
 
 async def test_the_key_is_stored_like_other_secrets(office: Office) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tidegate.errors import first_line
 from tidegate.flow.decide.source_failures import SourceMove
+from tidegate.model.approval import APPROVAL_DECIDED
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId, TriggerId
 from tidegate.model.run import ClaimedRun, FinishedRun
@@ -80,7 +81,8 @@ def log_nothing(events: Sequence[Event], decided: Collection[EventId]) -> None:
     if not _log.is_debug:
         return
     for event in events:
-        if event.id not in decided and event.replayed_at is None:
+        # The decision of an approval has met its run in the commit that published it.
+        if event.id not in decided and event.replayed_at is None and event.type != APPROVAL_DECIDED:
             _log.debug("event.launched_nothing", event_id=event.id, correlation_id=event.correlation_id,
                        source=event.source, type=event.type)  # fmt: skip
 
