@@ -32,6 +32,9 @@ async def nightly(ctx):
     return None
 """
 
+# Valid names of sources that a shell would not read as one plain word.
+HOSTILE = ("shop&./evil", "shop?", "some.fil?", "#shop", "-rf", "~", "a=~/b", "=ls", "%1")
+
 
 @pytest.fixture(scope="module")
 def server(shared_url: str, address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -39,7 +42,12 @@ def server(shared_url: str, address: str, tmp_path_factory: pytest.TempPathFacto
     file.write_text(APP)
     with worker(shared_url, file), Client(address) as client:
         client.publish("order.created", source="shop.api", payload={"id": 7})
-        client.request("PUT", "/admin/sources/store/limit", {"limit": 5, "interval_ms": 1000})
+        for source in HOSTILE:
+            client.publish("other&id", source=source)
+        for name in ("$(id)", "two words", "plain"):
+            client.request("POST", "/v1/workflows/fulfil/triggers", {"name": name, "event_type": "never"})
+        for source in ("store", "*"):
+            client.request("PUT", f"/admin/sources/{source}/limit", {"limit": 50, "interval_ms": 1000})
         eventually(lambda: client.request("GET", "/v1/runs")["runs"], "it is launched")
         yield address
 
@@ -67,9 +75,9 @@ def expect(names: list[str], address: str, *words: str) -> None:
         (("schedules", "pause", ""), ["nightly"]),
         (("sources", "limit", ""), ["shop.api", "store"]),
         (("events", "list", "--source", "sh"), ["shop.api"]),
-        (("publish", "order"), ["order.created"]),
-        (("triggers", "test", "fulfil/"), ["fulfil/code"]),
-        (("deliveries", "list", "--trigger", "ful"), ["fulfil/code"]),
+        (("publish", ""), ["order.created"]),
+        (("triggers", "test", "fulfil/"), ["fulfil/code", "fulfil/plain"]),
+        (("deliveries", "list", "--trigger", "ful"), ["fulfil/code", "fulfil/plain"]),
         (("runs", "show", "no-such"), []),
         (("sources", "lim"), ["limit"]),
         (("completion", "b"), ["bash"]),
@@ -90,19 +98,35 @@ def test_the_newest_runs_and_events_are_completed(server: str) -> None:
     expect([event_id], server, "explain", event_id)
 
 
+def test_a_trigger_whose_name_is_not_a_plain_word_is_completed_by_its_id(server: str) -> None:
+    with Client(server) as client:
+        known = {one["name"]: one["id"] for one in client.request("GET", "/admin/triggers")["triggers"]}
+    expect([known["$(id)"]], server, "triggers", "show", known["$(id)"])
+    expect([known["two words"]], server, "triggers", "show", known["two words"])
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_the_script_works_in_a_shell(server: str) -> None:
-    bin_folder = str(Path(TIDEGATE).parent)
+def test_the_script_works_in_a_shell_and_inserts_only_plain_names(server: str, tmp_path: Path) -> None:
+    """Each suggestion is executed as part of a command, as bash does when a person presses enter."""
     script = (
         'eval "$(tidegate completion bash)"; COMP_WORDS=(tidegate sources pause ""); COMP_CWORD=3; '
-        '_tidegate_completion tidegate; printf "%s\\n" "${COMPREPLY[@]}"; complete -p tidegate'
+        '_tidegate_completion tidegate; complete -p tidegate; for one in "${COMPREPLY[@]}"; do eval "echo $one"; done'
     )
-    env = {"PATH": f"{bin_folder}:/usr/bin:/bin", "TIDEGATE_URL": server, "HOME": "/nonexistent"}
+    env = {"PATH": f"{Path(TIDEGATE).parent}:/usr/bin:/bin", "TIDEGATE_URL": server, "HOME": "/nonexistent"}
+    evil = tmp_path / "evil"
+    evil.write_text("#!/bin/sh\ntouch it-ran\n")
+    evil.chmod(0o755)
+    (tmp_path / "some.file").touch()
 
     def told() -> bool:
-        done = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, env=env, check=True)
-        assert done.stderr == "" and "_tidegate_completion tidegate" in done.stdout
-        return done.stdout.splitlines()[:2] == ["shop.api", "store"]
+        done = subprocess.run(
+            ["bash", "--norc", "-c", script], capture_output=True, text=True, env=env, cwd=tmp_path, check=False
+        )
+        assert not (tmp_path / "it-ran").exists()
+        complete, *names = done.stdout.splitlines()
+        assert "_tidegate_completion tidegate" in complete
+        assert (done.returncode, done.stderr) == (0, "") and set(names) <= {"shop.api", "store"}
+        return names == ["shop.api", "store"]
 
     eventually(told, "bash knows the sources")
 
@@ -119,13 +143,27 @@ def test_without_a_server_it_is_silent() -> None:
     assert completed("not a url", "run", "") == []
 
 
-def test_a_slow_server_is_not_waited_for() -> None:
-    """It sends a byte now and then, so that the client alone would wait for ever."""
+@pytest.mark.parametrize(
+    ("answers", "names"),
+    [([], []), ([b'{"events": [{"source": "shop"}, {"source": "a;b"}]}'], ["shop"])],
+    ids=["nothing", "a part"],
+)
+def test_a_slow_server_is_not_waited_for(answers: list[bytes], names: list[str]) -> None:
+    eventually(lambda: completed_slowly(answers) == names, f"{names} are suggested")
+
+
+def completed_slowly(answers: list[bytes]) -> list[str]:
+    """What is suggested by a server that gives these answers. After them it sends a byte now and then, so that the
+    client alone would wait for ever."""
     is_done = threading.Event()
 
     def drip(listening: socket.socket) -> None:
         connection, _ = listening.accept()
         with connection, suppress(OSError):
+            for answer in answers:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(answer), answer))
+            connection.recv(65536)
             connection.sendall(b"HTTP/1.1 200 OK\r\nx: ")
             while not is_done.wait(0.2):
                 connection.sendall(b"x")
@@ -136,7 +174,7 @@ def test_a_slow_server_is_not_waited_for() -> None:
         dripping = threading.Thread(target=drip, args=[listening])
         dripping.start()
         try:
-            assert completed(f"http://127.0.0.1:{listening.getsockname()[1]}", "runs", "show", "") == []
+            return completed(f"http://127.0.0.1:{listening.getsockname()[1]}", "sources", "limit", "")
         finally:
             is_done.set()
             dripping.join()

@@ -1,10 +1,13 @@
 """Completion of names: a parameter that is called `workflow`, `source`, `run_id` … completes what the API knows.
 
-A shell asks at each press of the tab key: no answer within the deadline, for whatever reason, means no suggestions.
+A shell asks at each press of the tab key: only what was answered within the deadline is suggested. Producers choose
+names, and click's script for bash inserts them unquoted: a name that a shell could read as more than a word is not
+suggested.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +22,8 @@ from tidegate.errors import TidegateError
 # For the answers of the API; with the start of the program, no more than a second.
 DEADLINE_SECONDS = 0.5
 _NEWEST = 50
+# Characters without a meaning to bash, zsh and fish; not at the start: `-` (options), `=` (zsh: commands), `%` (jobs).
+_PLAIN = re.compile(r"[A-Za-z0-9._:/@+][A-Za-z0-9._:/@%+=-]*")
 
 # A name, and what a shell may show beside it.
 Names = Iterator[tuple[str, str]]
@@ -48,7 +53,7 @@ def _types(api: Client, context: click.Context) -> Names:
 def _triggers(api: Client, context: click.Context) -> Names:
     for one in _read(api, "/admin/triggers", "triggers", 500):
         name = f"{one['workflow']}/{one['name']}"
-        yield one["id"] if any(map(str.isspace, name)) else name, one["event_type"]
+        yield name if _PLAIN.fullmatch(name) else one["id"], one["event_type"]
 
 
 def _runs(api: Client, context: click.Context) -> Names:
@@ -95,6 +100,7 @@ class _Named(click.ParamType[str]):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         found: dict[str, str] = {}
+        filling = threading.Lock()
         try:
             api = client()
         except TidegateError:  # a setting is wrong: the command itself will say so
@@ -103,13 +109,21 @@ class _Named(click.ParamType[str]):
         def read() -> None:
             with suppress(Exception):  # no server, no token, an older server: there is nothing to suggest
                 for name, about in _KNOWN[self._known](api, ctx):
-                    found.setdefault(name, about)
+                    with filling:
+                        found.setdefault(name, about)
 
         reading = threading.Thread(target=read, daemon=True)  # it does not keep the process when the time is over
         reading.start()
         reading.join(DEADLINE_SECONDS)
-        items = sorted(found.items()) if self._known in ("workflow", "slug", "source", "trigger") else found.items()
-        return [CompletionItem(name, help=about) for name, about in tuple(items) if name.startswith(incomplete)]
+        with filling:  # the thread may still be at it
+            items = list(found.items())
+        if self._known in ("workflow", "slug", "source", "trigger"):
+            items.sort()
+        return [
+            CompletionItem(name, help=about)
+            for name, about in items
+            if name.startswith(incomplete) and _PLAIN.fullmatch(name)
+        ]
 
 
 def _read(api: Client, path: str, name: str, limit: int) -> list[Json]:
