@@ -152,7 +152,8 @@ def test_a_limit_is_tried_on_the_last_week(server: str, source: str) -> None:
     ok(act(server, "PUT", at(source, "limit"), asked | {"dry_run": False}))
     more = publish(server, source, 3)
     eventually(lambda: len(held(server, source)) == 1, "one is held")
-    removed = ok(act(server, "DELETE", at(source, "limit"), {"dry_run": True}))
+    assert ok(act(server, "PUT", f"{at(source, 'limit')}?dry_run=true", asked | {"dry_run": False}))["events"] >= 5
+    removed = ok(act(server, "DELETE", f"{at(source, 'limit')}?dry_run=true"))
     assert (removed["limit"], removed["predicted"]["held"], removed["current"]["held"]) == (None, 0, 6)
     assert removed["waiting"] == 1 and removed["drained_at"] is not None
     assert (known(server, source) or {})["limit"] == 2 and [row["event_id"] for row in held(server, source)] == more[2:]
@@ -161,6 +162,29 @@ def test_a_limit_is_tried_on_the_last_week(server: str, source: str) -> None:
     assert told.returncode == 0, told.stderr
     assert f"{source}, 1/s: 8 events, " in told.stdout and "waiting now: 1; the last would pass: 20" in told.stdout
     assert "with the current limit:  6 held, the longest for " in told.stdout and "not predicted: " in told.stdout
+    told = run("sources", "limit", source, "--remove", "--dry-run", env={"TIDEGATE_URL": server})
+    assert told.returncode == 0 and "with the current limit:  6 held" in told.stdout, told.stderr
+    assert (known(server, source) or {})["limit"] == 2
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "field"),
+    [
+        ("", {"dry_run": True}, "dry_run"),
+        ("", {"dry_run": False}, "dry_run"),
+        ("?dry_run=true", {"dry_run": True}, "dry_run"),
+        ("", {"limit": 5}, "limit"),
+        ("?dry_run=yes", None, "dry_run"),
+        ("?dryrun=true", None, "dryrun"),
+    ],
+)
+def test_a_removal_that_may_be_meant_as_a_dry_run_is_refused(
+    server: str, source: str, query: str, body: Any, field: str
+) -> None:
+    """A proxy may drop the body of a DELETE: nothing in it may decide whether a limit is removed."""
+    ok(act(server, "PUT", at(source, "limit"), {"limit": 2, "interval_ms": HOUR_MS}))
+    refused = ok(act(server, "DELETE", f"{at(source, 'limit')}{query}", body), 422)
+    assert [error["field"] for error in refused["errors"]] == [field], refused
     assert (known(server, source) or {})["limit"] == 2
 
 

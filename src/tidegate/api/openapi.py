@@ -197,7 +197,7 @@ def _refusals(route: Route, path: str) -> set[int]:
 
 
 def _parameter(query: Query) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer" if query.type == "integer" else "string"}
+    schema: dict[str, Any] = {"type": query.type if query.type in ("integer", "boolean") else "string"}
     if query.type in ("date-time", "uuid"):
         schema["format"] = query.type
     if query.type == "integer":

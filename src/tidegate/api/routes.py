@@ -64,7 +64,7 @@ class Query:
     """A query parameter: its name, its type and what it means."""
 
     name: str
-    type: Literal["string", "integer", "date-time", "uuid"]
+    type: Literal["string", "integer", "boolean", "date-time", "uuid"]
     description: str
     choices: tuple[str, ...] = ()
 
@@ -120,6 +120,10 @@ def _typed(query: Query, text: str) -> Any:
         if len(text) > 20 or not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_PAGE:
             raise ValueError(f"must be a whole number from 1 to {MAX_PAGE}")
         return int(text)
+    if query.type == "boolean":
+        if text not in ("true", "false"):
+            raise ValueError("must be true or false")
+        return text == "true"
     if query.type == "uuid":
         try:
             return uuid.UUID(text)

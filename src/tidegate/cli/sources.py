@@ -56,12 +56,12 @@ def limit_source(source: str, rate: str | None, pause: str | None, remove: bool,
     """Limit SOURCE to RATE events (20/s, 500/h, 20/10s). '*' sets the default for all sources without a limit."""
     if remove == (rate is not None) or (remove and pause is not None):
         raise click.UsageError("give a RATE such as 100/s (optionally with --pause 5s), or --remove alone")
-    body: dict[str, int] = {"dry_run": True} if dry_run else {}
+    body: dict[str, int] | None = None
     if rate is not None:
         count, interval_ms = parsed(units.rate, rate, "RATE")
         pause_ms = parsed(units.duration_ms, pause, "--pause") if pause is not None else 0
-        body |= {"limit": count, "interval_ms": interval_ms, "pause_ms": pause_ms}
-    found = _change("DELETE" if remove else "PUT", _path(source, "limit"), body or None)
+        body = {"limit": count, "interval_ms": interval_ms, "pause_ms": pause_ms}
+    found = _change("DELETE" if remove else "PUT", _path(source, "limit"), body, dry_run=dry_run or None)
     if not dry_run:
         _print_changed(found, as_json, _limit(found))
     elif as_json:
@@ -116,9 +116,9 @@ def _act(method: str, path: str, body: Any, as_json: bool) -> None:
     _print_changed(changed, as_json, _limit(changed))
 
 
-def _change(method: str, path: str, body: Any) -> _Source:
+def _change(method: str, path: str, body: Any, **params: Any) -> _Source:
     with client() as api, written_as(_NAMES | PAUSE_NAMES):
-        changed: _Source = api.request(method, path, body)
+        changed: _Source = api.request(method, path, body, **params)
     return changed
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from tidegate.api import bodies, pages
 from tidegate.api.pages import page_query
-from tidegate.api.routes import Route, Services
+from tidegate.api.routes import Query, Route, Services, parameters
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import control
 from tidegate.flow.predict import source_limit
@@ -21,6 +21,8 @@ from tidegate.store import locks, sources
 from tidegate.store.sources import SourceRecord
 
 LIST_QUERY = page_query()
+# In the query, for a body has no meaning in a DELETE: a proxy may drop it, and the limit would be removed.
+DRY_RUN_QUERY = (Query("dry_run", "boolean", "Only predict what the change would have done."),)
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,12 +69,6 @@ class LimitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dry_run: bool = False
 
 
-class RemoveLimitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`dry_run` only predicts what the removal would have done."""
-
-    dry_run: bool = False
-
-
 class BreakerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The breaker opens for `pause_ms` after at least `threshold` failures within `window_ms` that are at least `ratio`
     of the outcomes. With `runs`, failed runs count too; with `non_retryable`, also those that raised NonRetryable."""
@@ -103,22 +99,33 @@ async def list_sources(request: Request, services: Services) -> SourcePage:
 
 
 async def set_limit(request: Request, services: Services) -> Source | LimitPrediction:
+    is_dry_run = _is_dry_run(request)
     given = await bodies.read(request, LimitBody)
     try:
         limit = RateLimit(limit=given.limit, interval_ms=given.interval_ms, pause_ms=given.pause_ms)
     except ValueError as exc:
         field, _, message = str(exc).partition(" ")
         raise InvalidInput("the limit is not valid", [FieldError(field, message)]) from exc
-    if given.dry_run:
+    if is_dry_run or given.dry_run:
         return await _predict(request, services, limit)
     return await _done(services, await control.set_limit(services.database, _name(request), limit, _actor(request)))
 
 
 async def remove_limit(request: Request, services: Services) -> Source | LimitPrediction:
-    given = await bodies.read(request, RemoveLimitBody)
-    if given.dry_run:
+    is_dry_run = _is_dry_run(request)
+    body = await bodies.read_json(request)
+    if isinstance(body, dict) and "dry_run" in body:
+        message = "is not read from the body of a DELETE: give it in the query, ?dry_run=true"
+        raise InvalidInput("the body is not valid", [FieldError("dry_run", message)])
+    await bodies.read(request, bodies.Nothing)
+    if is_dry_run:
         return await _predict(request, services, None)
     return await _done(services, await control.set_limit(services.database, _name(request), None, _actor(request)))
+
+
+def _is_dry_run(request: Request) -> bool:
+    asked: bool = parameters(request, DRY_RUN_QUERY).get("dry_run", False)
+    return asked
 
 
 async def _predict(request: Request, services: Services, limit: RateLimit | None) -> LimitPrediction:
@@ -216,10 +223,11 @@ ROUTES = (
           (SourcePage,), scope="read", query=LIST_QUERY, errors=(422,)),
     Route("PUT", "/admin/sources/{source:path}/limit", set_limit,
           "Set a source's rate limit (`*`: the default for all others), or predict its effect",
-          (Source, LimitPrediction), scope="admin", body=bodies.schema(LimitBody), errors=_REFUSALS),
+          (Source, LimitPrediction), scope="admin", query=DRY_RUN_QUERY, body=bodies.schema(LimitBody),
+          errors=_REFUSALS),
     Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit,
           "Remove a source's rate limit, or predict the effect", (Source, LimitPrediction), scope="admin",
-          body=bodies.schema(RemoveLimitBody), errors=_REFUSALS),
+          query=DRY_RUN_QUERY, errors=_REFUSALS),
     Route("PUT", "/admin/sources/{source:path}/breaker", set_breaker, "Set a source's breaker policy", (Source,),
           scope="admin", body=bodies.schema(BreakerBody), errors=_REFUSALS),
     Route("DELETE", "/admin/sources/{source:path}/breaker", remove_breaker,
