@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from tests.flow.test_approvals import use
+from tests.processes import run as run_command
 from tidegate import Context, Tidegate
+from tidegate.flow.accept import approvals as accept
+from tidegate.flow.accept.approvals import ApprovalLinks
+from tidegate.flow.keep import secrets
+from tidegate.model.ids import step_id
+from tidegate.store.db import Database
 from tidegate.testing import Harness
 
 NOTE = "Pay \u202e0001\u202c EUR\u200b\u2066\u00ad\u2028now\nto B\u00e9a: 1\u00a0000 \u20ac"
@@ -71,3 +78,35 @@ async def test_a_comment_that_is_refused_is_in_the_form_again(asked: Asked) -> N
     assert (await asked.use(data={"decision": "reject", "comment": "no"})).status_code == 200
     late = await asked.use(data={"decision": "reject", "comment": "x" * 1001})
     assert (late.status_code, "It was rejected" in late.text, "<form" in late.text) == (409, True, False)
+
+
+async def test_links_of_an_earlier_key_are_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, token = asked.harness, asked.link.rpartition("/")[2]
+    run = await harness.only_run("pay")
+    database = Database(harness.database_url, "renewal", size=1)
+    links, approval_id = ApprovalLinks(database, "https://gate.example"), step_id(run.id, "manager\u202e1")
+    try:
+        before = await links.link(approval_id)
+        assert await links.check(token) == approval_id
+        await secrets.renew_links(database, actor="ann")
+        monkeypatch.setattr(accept, "KEY_SECONDS", 0.0)  # its time is over
+        after = await links.link(approval_id)
+        assert before != after and before.endswith(token)
+        assert await links.check(token) is None
+        assert await links.check(after.rpartition("/")[2]) == approval_id
+    finally:
+        await database.close()
+    assert (await asked.use()).status_code == 404
+    audit = (await harness.client.request("GET", "/admin/audit", action="secrets.renew_links"))["entries"]
+    assert [one["actor"] for one in audit] == ["ann"]
+    await harness.approve(run, run.steps["manager\u202e1"].name)
+    await harness.run_until_idle()
+    assert (await harness.only_run("pay")).status == "succeeded", "operators can still decide"
+
+
+async def test_the_command_makes_a_new_key(asked: Asked) -> None:
+    done = await asyncio.to_thread(
+        lambda: run_command("secrets", "renew-links", env={"TIDEGATE_DATABASE_URL": asked.harness.database_url})
+    )
+    assert (done.returncode, "signed with a new key" in done.stdout) == (0, True), done.stderr
+    assert (await asked.use()).status_code == 404

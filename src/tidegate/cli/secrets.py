@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import click
 
 from tidegate.cli.given_settings import load_settings
 from tidegate.cli.output import json_option, print_json, user
-from tidegate.flow.keep.secrets import Rotated, rotate
+from tidegate.flow.keep.secrets import Rotated, renew_links, rotate
 from tidegate.model.secrets import SecretKeys, new_key
 from tidegate.settings import Settings
 from tidegate.store import migrate
@@ -46,10 +48,32 @@ def rotate_all(as_json: bool) -> None:
         sys.exit(1)
 
 
+@secrets.command("renew-links")
+def renew() -> None:
+    """Sign the links of approvals with a new key, because the old key or a list of links has leaked.
+
+    Works directly on the database at TIDEGATE_DATABASE_URL, while Tidegate runs. Within a minute the links that were
+    sent answer 404. Runs that wait go on waiting: decide with `tidegate approvals`.
+    """
+    asyncio.run(_renew_links(load_settings()))
+    click.echo("approval links are signed with a new key; within a minute no process accepts the old ones")
+
+
 async def _rotate(given: Settings) -> Rotated:
+    async with _opened(given) as database:
+        return await rotate(database, actor=user() or "cli")
+
+
+async def _renew_links(given: Settings) -> None:
+    async with _opened(given) as database:
+        await renew_links(database, actor=user() or "cli")
+
+
+@asynccontextmanager
+async def _opened(given: Settings) -> AsyncIterator[Database]:
     database = Database(given.require_database_url(), "secrets", size=1, keys=SecretKeys(given.secrets_key))
     try:
         await migrate.require_current(database)
-        return await rotate(database, actor=user() or "cli")
+        yield database
     finally:
         await database.close()

@@ -29,6 +29,8 @@ APPROVAL = "approval"
 LINK_PATH = "/approvals/"
 MAX_TO, MAX_NOTE, MAX_COMMENT = 200, 2000, 1000
 KEY_BYTES = 32
+# A process uses the key that it has read for this long: then links of an earlier key are refused everywhere.
+KEY_SECONDS = 55.0
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{64}", re.ASCII)
 # No control characters except the line breaks of a text area, and no unpaired surrogates, which cannot be stored.

@@ -26,6 +26,11 @@ async def make_key(connection: Connection, new: str) -> str:
     return found
 
 
+async def replace_key(connection: Connection, new: str) -> None:
+    """Set another key."""
+    await connection.execute(_sql["replace_key"], new)
+
+
 async def get(connection: Connection, approval_id: StepId) -> Approval | None:
     """One approval. Its state stays only if this transaction has locked its run."""
     row = await connection.fetchrow(_sql["get"], approval_id)

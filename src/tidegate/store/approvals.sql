@@ -6,6 +6,10 @@ select i.approval_key from tidegate.installation i
 -- Sets the key, unless there is one by now; returns the one that holds.
 update tidegate.installation i set approval_key = coalesce(i.approval_key, $1) returning i.approval_key
 
+-- name: replace_key
+-- Sets another key: links that were signed with the one before are no longer valid.
+update tidegate.installation i set approval_key = $1
+
 -- name: get
 -- An approval, by the id of its step, its run and, while it is open, its wait; and the time.
 select s.id, s.workflow_run_id as run_id, d.slug as workflow, s.name, s.status, s.result, s.retry_metadata as asked,

@@ -6,15 +6,17 @@ read, and a process that has the old and the new key can read it before and afte
 
 from __future__ import annotations
 
+import secrets as random
 from collections.abc import Mapping
 from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from tidegate.errors import SettingsError
+from tidegate.model.approval import KEY_BYTES
 from tidegate.model.health import Notice
 from tidegate.model.secrets import SETTING, SecretKeys
-from tidegate.store import audit, locks, secrets
+from tidegate.store import approvals, audit, locks, secrets
 from tidegate.store.db import Connection, Database
 from tidegate.store.secrets import Survey, Table
 from tidegate.telemetry.logs import logger
@@ -63,6 +65,18 @@ async def rotate(database: Database, *, actor: str, batch_size: int = BATCH) -> 
         await audit.insert(connection, actor=actor, action="secrets.rotate", subject="*", after=counts)
     _log.warning("secrets.rotated", **counts, actor=actor)
     return done
+
+
+async def renew_links(database: Database, *, actor: str) -> None:
+    """Set another key for the links of approvals: those that were sent are no longer valid."""
+    new = database.keys.seal(random.token_hex(KEY_BYTES))
+
+    async def write(connection: Connection) -> None:
+        await approvals.replace_key(connection, new)
+        await audit.insert(connection, actor=actor, action="secrets.renew_links", subject="*")
+
+    await database.run(write)
+    _log.warning("secrets.links_renewed", actor=actor)
 
 
 async def notices(connection: Connection, keys: SecretKeys) -> list[Notice]:
