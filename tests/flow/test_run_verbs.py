@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from datetime import UTC, datetime
 from functools import partial
@@ -185,13 +186,13 @@ async def test_many_runs_are_counted_and_changed_call_by_call(scene: Scene) -> N
     assert (done.done, done.remaining, done.after_id) == (2, 0, None)
     await scene.clock.advance(1000)
     visited = 0
-    after_id = before = None
+    after_id = before = call_id = None
     while True:  # the runs that it creates are not repeated
         done = await control.change_runs(
-            scene.database, "rerun", cancel, "ann", BREAKER, after_id=after_id, before=before, limit=2
+            scene.database, "rerun", cancel, "ann", BREAKER, after_id=after_id, before=before, call_id=call_id, limit=2
         )
         visited += done.done
-        after_id, before = done.after_id, done.before
+        after_id, before, call_id = done.after_id, done.before, done.call_id
         if after_id is None:
             break
     assert visited == 5
@@ -199,35 +200,73 @@ async def test_many_runs_are_counted_and_changed_call_by_call(scene: Scene) -> N
     assert (await actions(scene)).count("run.rerun") == 5
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
+@pytest.mark.parametrize("nth", [1, 3])
 async def test_many_are_rerun_once_although_the_database_goes_down_in_the_middle(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, nth: int, is_committed: bool
 ) -> None:
-    fails = flaky(scene, [])
-    fails[0] = False
+    """Also when the connection is lost after the commit, before its answer."""
+    await finished(scene, 5)
+    really, calls = run_bulk.rerun_run, []
+
+    async def rerun_run(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == nth and not is_committed:
+            raise Unavailable("the database is down")
+        done = await really(*args)
+        if len(calls) == nth:
+            raise Unavailable("the connection was lost")
+        return done
+
+    monkeypatch.setattr(run_bulk, "rerun_run", rerun_run)
+    rerun = partial(control.change_runs, scene.database, "rerun", RunFilters(workflow="fulfil"), "ann", BREAKER)
+    first = await rerun()
+    assert (first.done, first.refused, first.remaining) == (nth - 1, 0, 6 - nth)
+    going_on = {"after_id": first.after_id, "before": first.before, "call_id": first.call_id}
+    second = await rerun(**going_on)
+    assert (second.done, second.refused, second.remaining, second.after_id) == (6 - nth, 0, 0, None)
+    assert await reruns(scene) == (5, 5) and (await actions(scene)).count("run.rerun") == 5
+    await asyncio.gather(rerun(**going_on), rerun(**going_on))
+    assert await reruns(scene) == (5, 5)
+
+
+async def test_a_call_that_arrives_twice_at_once_reruns_once(scene: Scene) -> None:
+    await finished(scene, 5)
+    rerun = partial(control.change_runs, scene.database, "rerun", RunFilters(workflow="fulfil"), "ann", BREAKER)
+    first = await rerun(limit=1)
+    going_on = {"after_id": first.after_id, "before": first.before, "call_id": first.call_id}
+    await asyncio.gather(*(rerun(**going_on) for _ in range(4)))
+    assert await reruns(scene) == (5, 5) and (await actions(scene)).count("run.rerun") == 5
+
+
+async def test_a_later_call_reruns_again(scene: Scene) -> None:
+    """Although the filters, with a time before which runs were created, and the clock are the same."""
+    await finished(scene, 2)
+    filters = RunFilters(workflow="fulfil", created_to=datetime(2100, 1, 1, tzinfo=UTC))
+    for _ in range(2):
+        done = await control.change_runs(scene.database, "rerun", filters, "ann", BREAKER)
+        assert done.done == 2
+    assert await reruns(scene) == (2, 4)
+
+
+async def finished(scene: Scene, count: int) -> None:
+    """So many runs that have succeeded."""
+    flaky(scene, [])[0] = False
     await scene.register()
-    for n in range(5):
+    for n in range(count):
         await scene.publish(id=n)
     await scene.execute()
     await scene.clock.advance(3_600_000)
     await scene.execute()
     await scene.clock.advance(1000)
-    really, calls = run_bulk.rerun_run, []
 
-    async def rerun_run(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 3:
-            raise Unavailable("the database is down")
-        return await really(*args)
 
-    monkeypatch.setattr(run_bulk, "rerun_run", rerun_run)
-    rerun = partial(control.change_runs, scene.database, "rerun", RunFilters(workflow="fulfil"), "ann", BREAKER)
-    first = await rerun()
-    assert (first.done, first.refused, first.remaining) == (2, 0, 3)
-    second = await rerun(after_id=first.after_id, before=first.before)
-    assert (second.done, second.remaining, second.after_id) == (3, 0, None)
-    assert (
-        await scene.ask("select count(distinct rerun_of) from tidegate.workflow_runs where rerun_of is not null") == 5
+async def reruns(scene: Scene) -> tuple[int, int]:
+    """How many runs were repeated, and by how many."""
+    [row] = await scene.connection.fetch(
+        "select count(distinct rerun_of), count(rerun_of) as runs from tidegate.workflow_runs"
     )
+    return row["count"], row["runs"]
 
 
 async def test_refusals_of_many_are_told_with_their_reasons(scene: Scene) -> None:

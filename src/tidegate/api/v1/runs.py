@@ -244,10 +244,10 @@ async def _change(request: Request, services: Services, verb: RunVerb) -> RunsCh
     if body.dry_run:
         count = await control.preview_runs(services.database, verb, filters)
         return RunsChange(verb, "preview", 0, 0, {}, count, None)
-    after_id, before = _from_cursor(body.cursor)
+    after_id, before, call_id = _from_cursor(body.cursor)
     done = await control.change_runs(
         services.database, verb, filters, bodies.actor(request), services.settings.trigger_error, after_id=after_id,
-        before=before, limit=body.limit,
+        before=before, call_id=call_id, limit=body.limit,
     )  # fmt: skip
     services.queue.hint("deliveries" if verb == "cancel" else "runs")
     return RunsChange(verb, "done", done.done, done.refused, done.reasons, done.remaining, _to_cursor(done))
@@ -283,19 +283,21 @@ def _asked(body: ChangeRuns, verb: RunVerb) -> RunFilters:
 
 
 def _to_cursor(done: RunsChanged) -> str | None:
-    return None if done.after_id is None else pages.encode(msgspec.json.encode((done.after_id, done.before)))
+    if done.after_id is None:
+        return None
+    return pages.encode(msgspec.json.encode((done.after_id, done.before, done.call_id)))
 
 
-def _from_cursor(cursor: str | None) -> tuple[uuid.UUID | None, datetime | None]:
+def _from_cursor(cursor: str | None) -> tuple[uuid.UUID | None, datetime | None, uuid.UUID | None]:
     if cursor is None:
-        return None, None
+        return None, None, None
     try:
-        after_id, before = msgspec.json.decode(pages.decode(cursor), type=tuple[uuid.UUID, datetime])
+        place = msgspec.json.decode(pages.decode(cursor), type=tuple[uuid.UUID, datetime, uuid.UUID])
     except (ValueError, msgspec.MsgspecError) as exc:
         raise pages.invalid_cursor() from exc
-    if before.tzinfo is None:
+    if place[1].tzinfo is None:
         raise pages.invalid_cursor()
-    return after_id, before
+    return place
 
 
 async def resume_run(request: Request, services: Services) -> RunOnCurrentCode:

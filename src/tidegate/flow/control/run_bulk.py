@@ -2,8 +2,9 @@
 
 They are counted first, then changed one by one, each in its own transaction with its audit row. A call changes a
 bounded number; its result says where the next call continues. Ids are visited in order, each once; runs that were
-created after the first call are not included, so that a rerun is not repeated; nor is it when the database goes down in
-the middle: the result then says how far the call came.
+created after the first call are not included, so that a rerun is not repeated. Nor is it when the database goes down in
+the middle: the result then says how far the call came, and the run whose commit was not answered is visited again. The
+id of its rerun is derived from `call_id`, which the calls that continue have in common, so that it is found.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ RUN_VERBS: Final[dict[RunVerb, tuple[RunStatus, ...]]] = {
 MOST_COUNTED = 100_000
 # How many different reasons of refusals are told.
 _MOST_REASONS = 5
+# Before all runs.
+_FIRST = uuid.UUID(int=0)
 
 _log = logger("control")
 
 
 class RunsChanged(NamedTuple):
-    """What one call did: how many runs it changed, how many refused and why, how many remain, and after which run and
-    before which time the next call continues (`after_id` is None when none remain)."""
+    """What one call did: how many runs it changed, how many refused and why, how many remain, and after which run,
+    before which time and as which call the next one continues (`after_id` is None when none remain)."""
 
     done: int
     refused: int
@@ -52,6 +55,7 @@ class RunsChanged(NamedTuple):
     remaining: int
     after_id: uuid.UUID | None
     before: datetime
+    call_id: uuid.UUID
 
 
 async def preview_runs(database: Database, verb: RunVerb, filters: RunFilters) -> int:
@@ -69,10 +73,12 @@ async def change_runs(
     *,
     after_id: uuid.UUID | None = None,
     before: datetime | None = None,
+    call_id: uuid.UUID | None = None,
     limit: int = MAX_PER_CALL,
 ) -> RunsChanged:
     """Apply a verb to up to `limit` of the runs that the filters describe, continuing where the call before ended."""
     began = monotonic()
+    is_first, call_id = call_id is None, call_id or uuid.uuid4()
     asked = applicable(verb, filters)
     async with database.connection() as connection:
         now = before or (await run_search.count(connection, asked, most=1))[1]
@@ -80,7 +86,7 @@ async def change_runs(
         if before is not None:
             asked = asked._replace(created_to=until)
         found = await run_search.list_ids(connection, asked, after_id=after_id, limit=limit)
-    change = _changes(database, verb, actor, breaker)
+    change = _changes(database, verb, actor, breaker, call_id)
     reasons: Counter[str] = Counter()
     done = visited = 0
     is_down = False
@@ -91,13 +97,13 @@ async def change_runs(
         except (Conflict, NotFound) as exc:
             reasons[str(exc.args[0]).replace(str(found[visited]), "…")] += 1
         except Unavailable:
-            if visited == 0:
+            if visited == 0 and not is_first:  # whoever asked can ask again: with the place where this call began
                 raise
             is_down = True
             break
         visited += 1
     if not found:
-        return RunsChanged(0, 0, {}, 0, None, now)
+        return RunsChanged(0, 0, {}, 0, None, now, call_id)
     remaining = max(1, len(found) - visited)  # at least, while the database is down
     if not is_down:
         with suppress(Unavailable):
@@ -105,8 +111,9 @@ async def change_runs(
                 rest = asked._replace(created_to=until)
                 remaining, _ = await run_search.count(connection, rest, after_id=found[visited - 1], most=MOST_COUNTED)
     _log.info("runs.changed", verb=verb, count=done, refused=visited - done, remaining=remaining, actor=actor)
-    last = found[visited - 1] if remaining else None
-    return RunsChanged(done, visited - done, dict(reasons.most_common(_MOST_REASONS)), remaining, last, until)
+    last = (found[visited - 1] if visited else after_id or _FIRST) if remaining else None
+    told = dict(reasons.most_common(_MOST_REASONS))
+    return RunsChanged(done, visited - done, told, remaining, last, until, call_id)
 
 
 def applicable(verb: RunVerb, filters: RunFilters) -> RunFilters:
@@ -116,10 +123,10 @@ def applicable(verb: RunVerb, filters: RunFilters) -> RunFilters:
 
 
 def _changes(
-    database: Database, verb: RunVerb, actor: str, breaker: BreakerPolicy
+    database: Database, verb: RunVerb, actor: str, breaker: BreakerPolicy, call_id: uuid.UUID
 ) -> Callable[[RunId], Awaitable[object]]:
     if verb == "cancel":
         return lambda run_id: cancel_run(database, run_id, actor, breaker)
     if verb == "retry":
         return lambda run_id: retry_run(database, run_id, actor)
-    return lambda run_id: rerun_run(database, run_id, actor)
+    return lambda run_id: rerun_run(database, run_id, actor, call_id)

@@ -3,7 +3,7 @@ waits for other code, or execute a finished one again from the start."""
 
 from __future__ import annotations
 
-import os
+import uuid
 from functools import partial
 from typing import Literal
 
@@ -114,10 +114,10 @@ async def _retry(connection: Connection, run_id: RunId, actor: str) -> tuple[Run
     return done, known
 
 
-async def rerun_run(database: Database, run_id: RunId, actor: str) -> RunId:
-    """Execute a finished run again from the start, as a new run with the same parameters and event; its id. Conflict
-    when it is not finished, or its trigger has no free slot."""
-    new_id = RunId(derived_uuid(run_id, os.urandom(16)))
+async def rerun_run(database: Database, run_id: RunId, actor: str, call_id: uuid.UUID | None = None) -> RunId:
+    """Execute a finished run again from the start, as a new run with the same parameters and event; its id. Once for
+    a `call_id`. Conflict when it is not finished, or its trigger has no free slot."""
+    new_id = RunId(derived_uuid(run_id, (call_id or uuid.uuid4()).bytes))
     known = await database.run(partial(_rerun, run_id=run_id, new_id=new_id, actor=actor))
     _log.info("run.rerun", run_id=new_id, rerun_of=run_id, workflow=known.workflow, event_id=known.event_id,
               correlation_id=known.correlation_id, actor=actor)  # fmt: skip
@@ -126,6 +126,8 @@ async def rerun_run(database: Database, run_id: RunId, actor: str) -> RunId:
 
 async def _rerun(connection: Connection, run_id: RunId, new_id: RunId, actor: str) -> Run:
     known = await _known(connection, run_id)
+    if await runs.get(connection, new_id) is not None:  # committed, and the answer was lost
+        return known
     await locks.share_all(connection)  # excludes changes of the workflow and the trigger until the commit
     found = await dead_letters.describe_run(connection, run_id)
     if found is None or found.status not in FINAL_RUN_STATUSES:
@@ -138,6 +140,9 @@ async def _rerun(connection: Connection, run_id: RunId, new_id: RunId, actor: st
         raise Conflict(f"all {slot.most} slots{of_key} of its trigger are in use; try again when a run has ended")
     if not await dead_letters.keep_story(connection, run_id):
         raise Conflict(f"run {run_id} no longer exists")
+    await runs.lock(connection, [run_id])
+    if await runs.get(connection, new_id) is not None:  # by a call that was sent twice
+        return known
     await runs.rerun(connection, run_id, new_id, slot.key)
     if known.event_id is not None:
         line = NewDecision(
