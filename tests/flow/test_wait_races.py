@@ -31,7 +31,8 @@ from tidegate.model.retry import EVENT_RETRY
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store import children as store
 from tidegate.store import events
-from tidegate.store.db import Connection
+from tidegate.store.db import Connection, TransientConflict
+from tidegate.telemetry import metrics
 
 HOUR = 3_600_000
 
@@ -181,6 +182,7 @@ async def test_the_children_of_a_parent_that_is_retried_meanwhile_are_not_cancel
 ) -> None:
     """A worker has read which children are to be cancelled with their parent; an operator retries the parent."""
     napping(world)
+    counted = cancelled_naps()
     runner = await world.runner()
     await publish(connection, "go")
     await turns(world, runner, 3)
@@ -201,6 +203,36 @@ async def test_the_children_of_a_parent_that_is_retried_meanwhile_are_not_cancel
     await turns(world, runner, 3)
     assert (await parent(connection))["output"] == [1, 2]
     assert world.done.count("nap 1") == 2 and len(await of(connection, "nap")) == 2
+    assert cancelled_naps() == counted
+
+
+async def test_children_that_are_cancelled_with_their_parent_are_counted_once(
+    connection: Connection, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although another transaction is in the way of the first attempt."""
+    napping(world)
+    runner = await world.runner()
+    counted = cancelled_naps()
+    await publish(connection, "go")
+    await turns(world, runner, 3)
+    await control.cancel_run(world.database, (await parent(connection))["id"], "ops", TRIGGER_BREAKER)
+    ask_really, asked = store.is_passed_down, []
+
+    async def is_passed_down(*args: Any) -> bool:
+        asked.append(args)
+        if len(asked) == 1:
+            raise TransientConflict("in the way")
+        return await ask_really(*args)
+
+    monkeypatch.setattr(store, "is_passed_down", is_passed_down)
+    await turns(world, runner, 3)
+    assert [row["status"] for row in await of(connection, "nap")] == ["cancelled", "cancelled"]
+    assert len(asked) == 3 and cancelled_naps() == counted + 2
+
+
+def cancelled_naps() -> float:
+    labels = {"workflow": "nap", "status": "cancelled"}
+    return metrics.REGISTRY.get_sample_value("tidegate_runs_total", labels) or 0
 
 
 async def test_a_parent_is_retried_while_its_child_fails(connection: Connection, clock: Clock, world: World) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from tidegate.flow.run import children, finish
 from tidegate.model.child import ChildEnd
@@ -28,6 +29,13 @@ _log = logger("reconcile")
 
 class _ParentResumed(Exception):
     """The children of a run are not to be cancelled any more; what this transaction did is rolled back."""
+
+
+class _Cancelled(NamedTuple):
+    """How much was cancelled, and the workflow of the run that ended with it."""
+
+    count: int
+    ended: str | None = None
 
 
 class ChildKeeper:
@@ -51,14 +59,17 @@ class ChildKeeper:
         for one in found:
             if one.child is not None:
                 with suppress(_ParentResumed):
-                    cancelled += await self._database.run(partial(self._cancel_with, one=one, child=one.child))
+                    did = await self._database.run(partial(self._cancel_with, one=one, child=one.child))
+                    cancelled += did.count
+                    if did.ended is not None:
+                        metrics.ran(did.ended, "cancelled")
         if done:
             await self._database.run(partial(store.passed_down, run_ids=done))
         if cancelled:
             _log.info("reconcile.passed_down", count=cancelled, reason="their parents were cancelled or timed out")
         return cancelled
 
-    async def _cancel_with(self, connection: Connection, one: PassedDown, child: StartedChild) -> int:
+    async def _cancel_with(self, connection: Connection, one: PassedDown, child: StartedChild) -> _Cancelled:
         """Cancel one child, unless its parent was resumed meanwhile."""
         cancelled = await self._cancel(connection, one, child)
         await runs.lock(connection, [one.run_id])
@@ -66,22 +77,21 @@ class ChildKeeper:
             raise _ParentResumed
         return cancelled
 
-    async def _cancel(self, connection: Connection, one: PassedDown, child: StartedChild) -> int:
+    async def _cancel(self, connection: Connection, one: PassedDown, child: StartedChild) -> _Cancelled:
         """Cancel one child: at once when no worker holds it, at its next step otherwise, or before it is launched."""
         actor = f"run {one.run_id}"
         run = await runs.get(connection, child.run_id)
         if run is None:
             reason = f"cancelled: {one.reason}"
             found = await held_deliveries.cancel(connection, [DeliveryId(child.run_id)], reason)
-            return len(found) + len(await ingress_retries.cancel(connection, [child.event_id], reason))
+            return _Cancelled(len(found) + len(await ingress_retries.cancel(connection, [child.event_id], reason)))
         trigger_id = await runs.trigger_of(connection, child.run_id)
         end = partial(runs.cancel_waiting, connection, child.run_id, actor)
         if await finish.end_waiting(connection, child.run_id, trigger_id, end, self._breaker) is not None:
-            metrics.ran(run.workflow, "cancelled")
-            return 1
+            return _Cancelled(1, run.workflow)
         if run.cancel_requested_at is None:
-            return int(await runs.request_cancel(connection, child.run_id, actor))
-        return 0
+            return _Cancelled(int(await runs.request_cancel(connection, child.run_id, actor)))
+        return _Cancelled(0)
 
     async def _find_lost(self) -> int:
         async with self._database.connection() as connection:
