@@ -61,7 +61,7 @@ def limit_source(source: str, rate: str | None, pause: str | None, remove: bool,
         count, interval_ms = parsed(units.rate, rate, "RATE")
         pause_ms = parsed(units.duration_ms, pause, "--pause") if pause is not None else 0
         body = {"limit": count, "interval_ms": interval_ms, "pause_ms": pause_ms}
-    found = _change("DELETE" if remove else "PUT", _path(source, "limit"), body, dry_run=dry_run or None)
+    found = _change("DELETE" if remove else "PUT", _path(source, "limit"), body, dry_run=dry_run)
     if not dry_run:
         _print_changed(found, as_json, _limit(found))
     elif as_json:
@@ -116,9 +116,9 @@ def _act(method: str, path: str, body: Any, as_json: bool) -> None:
     _print_changed(changed, as_json, _limit(changed))
 
 
-def _change(method: str, path: str, body: Any, **params: Any) -> _Source:
+def _change(method: str, path: str, body: Any, *, dry_run: bool = False) -> _Source:
     with client() as api, written_as(_NAMES | PAUSE_NAMES):
-        changed: _Source = api.request(method, path, body, **params)
+        changed: _Source = api.request(method, path, body, dry_run=dry_run or None)
     return changed
 
 

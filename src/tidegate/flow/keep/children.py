@@ -34,7 +34,7 @@ class _ParentResumed(Exception):
 class _Cancelled(NamedTuple):
     """How much was cancelled, and the workflow of the run that ended with it."""
 
-    count: int
+    total: int
     ended: str | None = None
 
 
@@ -60,7 +60,7 @@ class ChildKeeper:
             if one.child is not None:
                 with suppress(_ParentResumed):
                     did = await self._database.run(partial(self._cancel_with, one=one, child=one.child))
-                    cancelled += did.count
+                    cancelled += did.total
                     if did.ended is not None:
                         metrics.ran(did.ended, "cancelled")
         if done:
