@@ -10,11 +10,13 @@ import pytest
 from tests.conftest import Clock
 from tests.flow.step_world import World
 from tests.flow.test_dispatch import publish
+from tests.flow.test_versions import Cluster
+from tests.flow.test_versions import cluster as cluster  # noqa: PLC0414 - a fixture
 from tidegate import Context, On, Tidegate
 from tidegate.errors import AppError
 from tidegate.flow import control
 from tidegate.flow.call.waits import WaitAnswer, WaitQuestion
-from tidegate.flow.look.explain import explain
+from tidegate.flow.look.explain import explain, explain_any
 from tidegate.flow.run.look_back import LookBack
 from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store.db import Connection
@@ -178,3 +180,36 @@ async def test_a_run_that_an_operator_retries_is_not_cancelled_by_the_same_event
     await publish(connection, "order.cancelled", id=7)
     await world.turn(runner)
     assert (await the_runs(connection))[7]["status"] == "cancelled"
+
+
+async def test_a_run_that_waits_for_a_version_is_cancelled_by_any_worker(
+    connection: Connection, cluster: Cluster
+) -> None:
+    """Its function is not called: no code has to fit. A worker that is to end it is named in the answer."""
+
+    def waits_after(name: str) -> Any:
+        async def work(ctx: Context) -> None:
+            await ctx.step(name, cluster.step, name)
+            await ctx.wait_for("order.paid", timeout="1d", where="event.payload.id == 7")
+
+        return work
+
+    cancel_on = On("order.cancelled", where="event.payload.id == 7")
+
+    first = await cluster.worker("1", waits_after("one"), cancel_on=cancel_on)
+    await publish(connection, "go")
+    await cluster.turn(first)
+    await cluster.leave(first, connection)
+    second = await cluster.worker("2", waits_after("renamed"), cancel_on=cancel_on)
+    await publish(connection, "order.paid", id=7)
+    await cluster.turn(second)
+    row = await connection.fetchrow("select * from tidegate.workflow_runs")
+    assert row is not None and row["version_held_at"] is not None
+    cancelled = await publish(connection, "order.cancelled", id=7)
+    await cluster.dispatch.run_once()
+    found = await explain_any(connection, str(row["id"]))
+    assert f"is being cancelled by event {cancelled} since" in found.summary and found.waits_for == "a worker to end it"
+    await cluster.turn(second)
+    row = await connection.fetchrow("select * from tidegate.workflow_runs")
+    assert row is not None and (row["status"], row["error"]) == ("cancelled", f"cancelled by event {cancelled}")
+    assert cluster.done == ["one"] and await connection.fetchval("select count(*) from tidegate.event_waits") == 0

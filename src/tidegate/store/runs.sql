@@ -34,12 +34,13 @@ r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.corre
 
 -- fragment: is_for_worker
 -- Whether the worker $3 may claim the run, whose steps belong to a version of its code: it has that version, or no worker has that
--- was seen within $4 ms; and they are not known to misfit the version it has, unless the run's time is over.
+-- was seen within $4 ms; and they are not known to misfit the version it has, unless the run's time is over or it is to be cancelled:
+-- then its function is not called.
 (r.version is null
       or (select bool_or(o.name = $3::text) is not false from tidegate.workers o
            where o.seen_at > tidegate.now() - $4::bigint * interval '1 ms'
              and o.versions[array_position(o.definitions, r.workflow_definition_id)] = r.version))
-     and (r.misfits is null or r.deadline_at <= tidegate.now()
+     and (r.misfits is null or r.deadline_at <= tidegate.now() or r.cancel_requested_at is not null
           or coalesce((select o.versions[array_position(o.definitions, r.workflow_definition_id)] from tidegate.workers o
                         where o.name = $3::text) <> all (r.misfits), true))
 

@@ -75,12 +75,17 @@ def _running(facts: RunFacts) -> Why:
             text += f"; another worker takes it over when the lease ends at {moment(lease)}"
         return Why("worker_lost", text, "the lease of its worker to end", lease)
     if run.cancel_requested_at is not None:
-        by = f" by {run.cancelled_by}" if run.cancelled_by else ""
-        text = f"is being cancelled{by} since {moment(run.cancel_requested_at)}; it stops at its next step"
+        text = f"{_cancelling(run)}; it stops at its next step"
         return Why("cancelling", text, "its function to reach the next step")
     limit = f"; it times out at {moment(around.deadline_at)}" if around.deadline_at else ""
     text = f"is executing on worker {name} since {moment(around.updated_at)}{_progress(facts.steps)}{limit}"
     return Why("executing", text, None, around.deadline_at)
+
+
+def _cancelling(run: Run) -> str:
+    assert run.cancel_requested_at is not None, "somebody asked for it"
+    by = f" by {run.cancelled_by}" if run.cancelled_by else ""
+    return f"is being cancelled{by} since {moment(run.cancel_requested_at)}"
 
 
 def _ago(now: datetime, at: datetime) -> str:
@@ -106,6 +111,9 @@ def _pending(facts: RunFacts) -> Why:
     assert run.next_attempt_at is not None, "a pending run has a time"
     if run.next_attempt_at <= facts.now:
         return _due(facts)
+    if run.cancel_requested_at is not None:
+        text = f"{_cancelling(run)}; a worker ends it at {moment(run.next_attempt_at)}, when its trigger is open again"
+        return Why("cancelling", text, "its trigger to be open again", run.next_attempt_at)
     if run.version_held_at is not None:
         return _version(facts)
     if around.deadline_at is not None and around.deadline_at <= run.next_attempt_at:
@@ -174,6 +182,9 @@ def _due(facts: RunFacts) -> Why:
         return Why(
             "slots_busy", f"waits for a free worker slot: {full}: {_executing(able)}{ahead}", "a free worker slot"
         )
+    if run.cancel_requested_at is not None:
+        text = f"{_cancelling(run)}; a worker with a free slot ends it next{ahead}"
+        return Why("cancelling", text, "a worker to end it")
     died = f"; its worker died {run.crashes} time before" if run.crashes else ""
     return Why("due", f"is due: a worker with a free slot claims it next{ahead}{died}", "a worker to claim it")
 
