@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tidegate.flow.look.explain import explain_any
 from tidegate.flow.run.runner import Runner
 from tidegate.model.function_source import version_of
 from tidegate.model.ids import RunId
+from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store.db import Connection, Database
 
 Function = Callable[..., Awaitable[Any]]
@@ -492,3 +494,48 @@ def test_a_version_must_be_short_text() -> None:
 
 
 async def _nothing(ctx: Context) -> None: ...
+
+
+@pytest.mark.parametrize("same_first", [False, True])
+@pytest.mark.parametrize("kind", ["approval", "child"])
+async def test_a_retry_on_other_code_begins_again_what_precedes_a_recorded_step(
+    cluster: Cluster, connection: Connection, clock: Clock, kind: str, same_first: bool
+) -> None:
+    """The retry resets what the run had begun and not finished; the code asks for it before a finished step."""
+
+    def told(output: str) -> Any:
+        async def work(ctx: Context) -> str:
+            if kind == "approval":
+                await ctx.approval("chef", timeout="1d")
+            else:
+                await ctx.start("missing", {}, name="chef")
+            await clock.advance(1)
+            await ctx.step("tell chef", cluster.step, "tell chef")
+            await ctx.sleep("1h")
+            return output
+
+        return work
+
+    first = await cluster.worker("1", told("old"))
+    await publish(connection, "go")
+    await cluster.turn(first)
+    run_id = RunId((await the_run(connection))["id"])
+    await control.cancel_run(cluster.database, run_id, "ann", TRIGGER_BREAKER)
+    await clock.advance(1)
+    await control.retry_run(cluster.database, run_id, "ann")
+    retried_at = clock.now
+    if same_first:
+        await cluster.turn(first)
+    await cluster.leave(first, connection)
+    await cluster.turn(await cluster.worker("2", told("new")))
+    run = await the_run(connection)
+    assert run["version_held_at"] is None, run["warning"]
+    steps = await the_steps(connection)
+    assert "revived" not in steps["chef"]["retry_metadata"]
+    if kind == "approval":
+        until = await connection.fetchval("select until from tidegate.event_waits")
+        assert steps["chef"]["status"] == "pending" and until == retried_at + timedelta(days=1)
+    await clock.advance(3_600_000)
+    await cluster.turn(cluster.runners[-1])
+    run = await the_run(connection)
+    assert (run["status"], run["output"]) == ("succeeded", "new") and cluster.done == ["tell chef"]

@@ -123,3 +123,15 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     created_at: datetime | None = None
     updated_at: datetime | None = None
     is_timed_out: bool = False
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether a retry of the run has reset it, though steps that follow it may be finished: its children are
+        started again, or its approval is asked for again (then its status is `cancelled`)."""
+        is_reset = self.status == ("cancelled" if self.kind == "wait" else "pending")
+        return is_reset and bool(self.retry_metadata.get("revived"))
+
+    @property
+    def is_to_be_asked_again(self) -> bool:
+        """Whether it is an approval that a retry of the run has reset."""
+        return self.kind == "wait" and self.begins_again

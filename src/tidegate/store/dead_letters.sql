@@ -198,12 +198,21 @@ select e.id from tidegate.workflow_events e
 -- The step is an approval that somebody has decided.
 (s.kind = 'wait' and s.retry_metadata @> '{"reason": "approval"}' and s.retry_metadata ? 'events')
 
+-- fragment: is_asked
+-- The step is an approval.
+(s.kind = 'wait' and s.retry_metadata @> '{"reason": "approval"}')
+
+-- fragment: is_unfinished
+-- The run had not finished the step; one that its function had cut off counts only if that came with the failure.
+(s.status in ('pending', 'running', 'cancelled') and (s.error is distinct from 'cut off by the workflow' or s.updated_at >= f.at))
+
 -- name: revive_steps
 -- Resets what a failed or cancelled run had not finished. The step that it failed with ($2, or if that is not known one after which
 -- none has succeeded) is pending again; those that waited, or were cut off with the failure, start again, and what cancels
 -- the run is registered again, with the events that have done so. Finished steps stay, also those whose failure the function had caught. Of a step with children,
 -- those that failed, or were cancelled with their parent, are started again; those that have not ended go on. An approval that was
--- decided before it was cut off with the failure has its decision again: it is not asked for twice.
+-- decided before it was cut off with the failure has its decision again: it is not asked for twice. One that nobody has decided is asked for
+-- again; its row stays, since later steps may be finished: the code that resumes the run may be another version, and asks for it before them.
 with failure as materialized (
   select coalesce((select s.updated_at from tidegate.workflow_run_steps s where s.id = $2), r.finished_at)
          - interval '1 second' as at, r.status
@@ -211,9 +220,15 @@ with failure as materialized (
 ), forgotten as (
   delete from tidegate.workflow_run_steps s using failure f
    where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1
-     and s.status in ('pending', 'running', 'cancelled') and (s.kind not in ('child', 'map') or s.status = 'cancelled')
-     and (s.error is distinct from 'cut off by the workflow' or s.updated_at >= f.at)
-     and s.retry_metadata ->> 'reason' is distinct from 'cancel_on' and not {{is_decided}}
+     and {{is_unfinished}} and (s.kind not in ('child', 'map') or s.status = 'cancelled')
+     and s.retry_metadata ->> 'reason' is distinct from 'cancel_on' and not {{is_asked}}
+), asked_again as (
+  update tidegate.workflow_run_steps s
+     set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, retry_metadata = s.retry_metadata || '{"revived": true}',
+         claim_generation = s.claim_generation + 1, updated_at = tidegate.now()
+    from failure f
+   where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1
+     and {{is_unfinished}} and {{is_asked}} and not {{is_decided}}
 ), decided as (
   update tidegate.workflow_run_steps s
      set status = 'succeeded', retry_state = 'completed', error = null, claim_generation = s.claim_generation + 1, updated_at = tidegate.now()
@@ -243,7 +258,8 @@ with failure as materialized (
 )
 update tidegate.workflow_run_steps s
    set status = 'pending', retry_state = 'none', next_attempt_at = null, retry_attempts = 0, error = null, result = null,
-       retry_metadata = case when s.kind in ('child', 'map') then s.retry_metadata || '{"revived": true}' else '{}' end, claim_generation = s.claim_generation + 1, created_at = tidegate.now(),
+       retry_metadata = case when s.kind in ('child', 'map') then s.retry_metadata || '{"revived": true}' else '{}' end, claim_generation = s.claim_generation + 1,
+       created_at = case when s.kind in ('child', 'map') then s.created_at else tidegate.now() end,
        updated_at = tidegate.now()
   from revived where s.id = revived.id
 

@@ -2,6 +2,10 @@
 -- The step is an approval that is being cut off.
 excluded.status = 'cancelled' and s.kind = 'wait' and s.retry_metadata ->> 'reason' = 'approval'
 
+-- fragment: is_asked_again
+-- The step is an approval that was not decided before its run was retried: it begins anew.
+(s.kind = 'wait' and s.status = 'cancelled' and s.retry_metadata ? 'revived')
+
 -- name: write
 -- Records the outcome of steps of runs that their worker still holds, or that this transaction has ended ($13); a step that
 -- is done stays as it is. Returns run, name, whether the run's cancellation was asked for, and when the step resumes; a
@@ -36,11 +40,11 @@ with input as materialized (
    where u.has_ended or h.id is not null
    order by u.id
   on conflict (id) do update
-     set status = excluded.status, result = case when {{is_cut_approval}} then s.result else excluded.result end, error = excluded.error, retry_state = excluded.retry_state,
+     set status = excluded.status, kind = case when {{is_asked_again}} then excluded.kind else s.kind end, result = case when {{is_cut_approval}} then s.result else excluded.result end, error = excluded.error, retry_state = excluded.retry_state,
          next_attempt_at = excluded.next_attempt_at,
          retry_attempts = greatest(s.retry_attempts, excluded.retry_attempts),
          retry_metadata = case when {{is_cut_approval}} then s.retry_metadata else '{}' end || excluded.retry_metadata, claim_generation = s.claim_generation + 1, updated_at = excluded.updated_at
-   where s.status not in ('succeeded', 'failed', 'cancelled')
+   where s.status not in ('succeeded', 'failed', 'cancelled') or {{is_asked_again}}
       or (s.kind in ('wait', 'child', 'map') and s.status in ('succeeded', 'failed') and excluded.status = 'cancelled')
   returning workflow_run_id, name, next_attempt_at
 )

@@ -34,7 +34,7 @@ async def ask_for(steps: RunSteps, call: ApprovalCall, links: ApprovalLinks) -> 
     if known is None:
         timeout_ms = _checked(call)
         with steps.in_progress(call.name, "wait", is_opening=True):
-            await steps.journal.barrier()
+            await steps.barrier(call.name)
             await _register(steps, call, timeout_ms)
         failpoints.hit("approval.registered")
     return link

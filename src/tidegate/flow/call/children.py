@@ -97,7 +97,7 @@ class Children:
         steps = self._steps
         with steps.in_progress():
             try:
-                await steps.journal.barrier()
+                await steps.barrier(name)
                 for first in range(added, len(given), MAX_BATCH):
                     batch = ChildBatch(slug, first, given[first : first + MAX_BATCH])
                     counts = {"total": len(given), "added": first + len(batch.parameters)}
@@ -142,7 +142,7 @@ class Children:
 
 def _is_new(known: Step | None) -> bool:
     """Whether its children are to be started: for the first time, or again, since its run was replayed."""
-    return known is None or (known.status == "pending" and bool(known.retry_metadata.get("revived")))
+    return known is None or known.begins_again
 
 
 def _is_incomplete(known: Step, total: int) -> bool:

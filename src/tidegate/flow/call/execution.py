@@ -67,12 +67,13 @@ class Execution(RunSteps):
         workflows: Mapping[str, Workflow],
         links: ApprovalLinks,
     ) -> None:
-        known = {step.name: step for step in steps}
+        known = {step.name: step for step in steps if not step.is_to_be_asked_again}
         super().__init__(
             run, event, known, journal=Journal(put, delayed, is_cancelled=run.cancel_requested),
             endings=Endings(run, workflow, policy, known, event.child_of if event and event.origin else None),
             policy=policy, step_threads=step_threads, ask=ask, before_step=workflow.before_step,
         )  # fmt: skip
+        self._again = {step.name for step in steps if step.begins_again}
         self.task: asyncio.Task[None] | None = None  # of the worker, while the execution has something to do
         self._workflow = workflow
         self._workflow_threads = workflow_threads

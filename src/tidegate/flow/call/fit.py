@@ -41,13 +41,13 @@ class Fit:
     count, since an operator has resumed the run all the same."""
 
     def __init__(self, steps: Iterable[Step], since: datetime | None) -> None:
-        recorded = [(step.name, step.created_at) for step in steps if step.created_at is not None]
+        recorded = [(step.name, step.created_at, step) for step in steps if step.created_at is not None]
         self._left = {
             name: at
-            for name, at in sorted(recorded, key=lambda one: one[1])
-            if not name.startswith(PATCH_PREFIX) and (since is None or at > since)
+            for name, at, step in sorted(recorded, key=lambda one: one[1])
+            if not name.startswith(PATCH_PREFIX) and (since is None or at > since) and not step.is_to_be_asked_again
         }
-        self._free = {name for name, _ in recorded if name not in self._left}  # they may be asked for at any place
+        self._free = {name for name, *_ in recorded if name not in self._left}  # they may be asked for at any place
         self._asked = asyncio.Event()
         self._tasks: weakref.WeakSet[asyncio.Task[object]] = weakref.WeakSet()
         self._has_tasks = self._was_cut = False

@@ -123,9 +123,10 @@ class Journal:
         self.check()
         return written.next_attempt_at
 
-    async def barrier(self) -> None:
-        """Wait until what was written so far is committed. LeaseLost or Cancelled: nothing more is to begin."""
-        if self.before_barrier is not None:
+    async def barrier(self, *, begins_again: bool = False) -> None:
+        """Wait until what was written so far is committed. LeaseLost or Cancelled: nothing more is to begin.
+        `begins_again`: for a step that the run has reached before."""
+        if self.before_barrier is not None and not begins_again:
             await self.before_barrier()
         self.send()
         await self._wait_for_all()

@@ -75,6 +75,7 @@ class StepParts(ABC):
         self.endings = endings
         self.spans = RunSpans(run, event) if traces.is_on else None
         self._known = known
+        self._again: set[str] = set()  # steps that a retry of the run has reset
         self._policy = policy
         self._step_threads = step_threads
         self._before_step = before_step
@@ -234,6 +235,11 @@ class StepParts(ABC):
         if outer is not None:  # it could not wait: the outer step would hold the worker meanwhile
             return NonRetryable(f"step {name!r} is called inside step {outer!r}; call it from the workflow itself")
         return None
+
+    async def barrier(self, name: str) -> None:
+        """What was written so far is committed, and the step may begin. One that a retry has reset was reached before:
+        it does not wait until recorded steps, which may follow it, were asked for."""
+        await self.journal.barrier(begins_again=name in self._again)
 
     async def ready(self, name: str) -> None:
         """What was written so far is committed, and the step's time has come."""
