@@ -85,7 +85,10 @@ async def test_an_operator_lets_it_go_on_with_the_new_code(
         run_id = await connection.fetchval("select id::text from tidegate.workflow_runs")
         env = {"TIDEGATE_URL": url}
         assert run("runs", "resume", run_id, env=env).returncode == 2
-        said = run("runs", "resume", run_id, "--on-current-code", env=env)
+        asks = run("runs", "resume", run_id, "--on-current-code", env=env)
+        assert asks.returncode == 2 and "add --yes" in asks.stderr
+        assert "leaves recorded step 'charge' unused" in asks.stderr.replace("\n", " ") and "EXECUTES" in asks.stderr
+        said = run("runs", "resume", run_id, "--on-current-code", "--yes", env=env)
         assert said.returncode == 0 and "is due" in said.stdout, said.stderr
         await eventually(database, SUCCEEDED, 1)
         again = run("runs", "resume", run_id, "--on-current-code", env=env)

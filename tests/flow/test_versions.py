@@ -326,7 +326,11 @@ async def test_an_operator_resumes_it_on_the_current_code(
         await control.resume_run(database, run_id, "ann")
     second = await cluster.worker("2", cluster.sequence("c", "sleep", "sleep", "b"))
     await cluster.turn(second)
+    risk = "leaves recorded step 'a' unused, unless the code asks for it later, and EXECUTES 'c'"
+    assert f"--on-current-code (this {risk})" in (await explain_any(connection, str(run_id))).summary
     await control.resume_run(database, run_id, "ann")
+    [told] = [d for d in (await explain_any(connection, str(run_id))).decisions if d.decision == "resumed"]
+    assert (told.actor, told.reason) == ("ann", f"from version 1 on the code that workers have now: {risk}")
     await cluster.turn(second)
     run = await the_run(connection)
     assert (run["status"], run["version"], run["warning"]) == ("pending", "2", None) and cluster.done == ["a", "c"]

@@ -29,7 +29,7 @@ from tidegate.cli.output import (
 from tidegate.cli.wording import written_as
 from tidegate.client import Client
 from tidegate.errors import first_line
-from tidegate.model.run import FINAL_RUN_STATUSES, RUN_STATUSES
+from tidegate.model.run import FINAL_RUN_STATUSES, RUN_STATUSES, risk_of_resuming
 
 # The API's field names, and the options that set them.
 _NAMES = {
@@ -254,10 +254,19 @@ def _now(story: Json, run: Json) -> str | None:
     "--on-current-code", is_flag=True, required=True,
     help="Although its recorded steps do not fit that code: they are used where it asks for them, others are not.",
 )  # fmt: skip
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
 @json_option
-def resume_run(run_id: str, on_current_code: bool, as_json: bool) -> None:
-    """Resume a run that waits for a version of its code, on the code that workers have now."""
+def resume_run(run_id: str, on_current_code: bool, yes: bool, as_json: bool) -> None:
+    """Resume a run that waits for a version of its code, on the code that workers have now. It says first which steps
+    that executes or leaves unused, and asks."""
     with client() as api:
+        run = {} if yes else api.request("GET", f"/v1/runs/{run_id}")["run"]
+        if run.get("version_held_at") is not None:
+            risk = printable(f"this {risk_of_resuming(run['warning'])}")
+            if not sys.stdin.isatty():
+                raise click.UsageError(f"{risk}; standard input is not a terminal: add --yes to go ahead")
+            click.echo(risk, err=True)
+            confirm(f"Resume run {run_id} on the code that workers have now?")
         done = api.request("POST", f"/v1/runs/{run_id}/resume", {"on_current_code": on_current_code})
     if as_json:
         print_json(done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import Any, Literal, get_args
 
@@ -100,6 +101,24 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     def matters_to_trigger(self) -> bool:
         """Whether its end frees a slot, counts as a failure or ends a probe."""
         return self.concurrency_key is not None or self.is_probe or self.status == "failed"
+
+
+_BEFORE = re.compile(r"it reaches (?P<new>.+?) before (?P<left>.+?), which is recorded(?P<earlier> as earlier)?\b")
+_WITHOUT = re.compile(r"without (?P<left>.+?), which is recorded")
+
+
+def risk_of_resuming(warning: str | None) -> str:
+    """What it does if a run that waits for a version resumes on the code that workers have now, after the word `this`;
+    by the run's warning, which says where the steps do not fit."""
+    if (found := _BEFORE.search(warning or "")) is not None:
+        if found["earlier"]:
+            return f"uses the recorded results of {found['new']} and {found['left']} in another order than recorded"
+        unused = f"leaves recorded step {found['left']} unused, unless the code asks for it later"
+        return f"{unused}, and EXECUTES {found['new']}"
+    rest = "EXECUTES the steps that the code has now and that are not recorded under their names"
+    if (found := _WITHOUT.search(warning or "")) is not None:
+        return f"leaves recorded step {found['left']} unused and {rest}"
+    return rest
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

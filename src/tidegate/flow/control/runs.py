@@ -13,7 +13,7 @@ from tidegate.flow.keep import replay
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Freed
 from tidegate.model.ids import RunId
-from tidegate.model.run import FINAL_RUN_STATUSES, Run
+from tidegate.model.run import FINAL_RUN_STATUSES, Run, risk_of_resuming
 from tidegate.model.source import BreakerPolicy
 from tidegate.store import audit, dead_letters, decisions, locks, runs
 from tidegate.store.db import Connection, Database
@@ -74,6 +74,10 @@ async def _resume(connection: Connection, run_id: RunId, actor: str) -> Run:
     known = await _known(connection, run_id)
     if not await runs.accept_version(connection, run_id):
         raise Conflict(f"run {run_id} does not wait for a version of its code: it is {known.status}")
+    if known.event_id is not None:
+        why = f"from version {known.version} on the code that workers have now: {risk_of_resuming(known.warning)}"
+        line = NewDecision(known.event_id, None, "run", "resumed", why, actor=actor, detail={"run_id": run_id})
+        await decisions.insert(connection, [line])
     await audit.insert(
         connection, actor=actor, action="run.resume", subject=str(run_id), before={"version": known.version},
         after={"version": None},

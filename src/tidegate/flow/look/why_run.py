@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tidegate.errors import first_line
 from tidegate.flow.look import waiting_steps
 from tidegate.flow.look.why import ANOTHERS, NAMED, Why, letter_text, moment
-from tidegate.model.run import SUSPECT_CRASHES, Run, Step
+from tidegate.model.run import SUSPECT_CRASHES, Run, Step, risk_of_resuming
 from tidegate.store.circumstances import RunCircumstances, StoryLetter
 from tidegate.store.workers import WorkerRecord
 
@@ -150,7 +150,7 @@ def _version(facts: RunFacts) -> Why:
     living = f"living workers have version {told}" if has else "no living worker has its workflow"
     limit = f"; it times out at {moment(until)}" if until else ""
     text = f"waits for a worker with {wanted}{f': {why}' if why else ''}; {living}; to let it go on with the code that "
-    text += f"workers have now: tidegate runs resume {run.id} --on-current-code{limit}"
+    text += f"workers have now: tidegate runs resume {run.id} --on-current-code (this {risk_of_resuming(run.warning)}){limit}"
     return Why("version_mismatch", text, f"a worker with {wanted}", until)
 
 
