@@ -500,16 +500,49 @@ async def executing_now(scene: Scene) -> object:
 
 
 @case("worker_lost", "fulfil lost its worker host:1: its lease ended at 2026-06-01 12:01:00 UTC; another worker ",
-      waits_for="another worker to take it over", seconds=60)  # fmt: skip
+      waits_for="another worker to take it over")  # fmt: skip
 async def lease_ended(scene: Scene) -> object:
     event_id = await executing_now(scene)
     await scene.clock.advance(61_000)
+    await scene.alive("host:2")
     return event_id
+
+
+LAST = "no worker is alive; the last, host:1, was seen 27 s ago; start one: tidegate worker APP"
+
+
+@case("worker_lost", f"fulfil lost its worker host:1: its lease ended at 2026-06-01 12:00:15 UTC; {LAST}",
+      waits_for=NO_WORKER)  # fmt: skip
+async def lease_of_the_only_worker_ended(scene: Scene) -> object:
+    scene.idle()
+    event_id = await _decided(scene)
+    await scene.alive(every_ms=5000)
+    await scene.claim(lease_ms=15_000)
+    await scene.clock.advance(27_000)
+    return event_id
+
+
+@case("no_worker", f"fulfil waits for a worker: {LAST}", waits_for=NO_WORKER)
+async def due_and_the_only_worker_was_killed(scene: Scene) -> object:
+    scene.idle()
+    event_id = await _decided(scene)
+    await scene.alive(every_ms=5000)
+    await scene.clock.advance(27_000)
+    return event_id
+
+
+@case("", f"waits in the inbox: {LAST}", waits_for=NO_WORKER)
+async def undecided_and_the_only_worker_was_killed(scene: Scene) -> object:
+    scene.idle()
+    await scene.register()
+    await scene.alive(every_ms=5000)
+    await scene.clock.advance(27_000)
+    return await scene.publish()
 
 
 @case("worker_lost", "fulfil may have lost its worker host:1, which was last seen 120 s ago, ",
       "at 2026-06-01 12:00:00 UTC; "
-      "another worker takes it over when the lease ends at 2026-06-01 13:00:00 UTC",
+      "its lease ends at 2026-06-01 13:00:00 UTC; no worker is alive; the last, host:1, was seen 120 s ago",
       waits_for="the lease of its worker to end", seconds=3600)  # fmt: skip
 async def worker_not_seen(scene: Scene) -> object:
     scene.idle()
@@ -530,6 +563,7 @@ async def worker_missed_its_heartbeat(scene: Scene) -> object:
     await scene.alive(every_ms=5000)
     await scene.claim(lease_ms=15_000)
     await scene.clock.advance(7_000)
+    await scene.alive("host:2")
     return event_id
 
 

@@ -19,6 +19,8 @@ from tidegate.store.workers import WorkerRecord
 ALIVE_MS = 60_000
 # A run that whoever asks may not see; it is given without its workflow.
 ANOTHERS = "a run of another source"
+# What something waits for when no worker is there.
+NO_WORKER = "a worker: none is running"
 # How many runs, workers or workflows one sentence names.
 NAMED = 3
 
@@ -38,6 +40,21 @@ class Why(NamedTuple):
 
 def moment(at: datetime) -> str:
     return f"{at:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def present(workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+    """The workers that can be expected to act: they have sent their last heartbeat in time."""
+    return [worker for worker in workers if worker.is_alive and not worker.is_late]
+
+
+def nobody(now: datetime, workers: Sequence[WorkerRecord], none: str = "no worker is running") -> str:
+    """That no worker is `present`, and which was the last; `none` when none is on record."""
+    how = "start one: tidegate worker APP"
+    if not workers:
+        return f"{none}; {how}"
+    last = max(workers, key=lambda worker: worker.seen_at)
+    seconds = max(0, int((now - last.seen_at).total_seconds()))
+    return f"no worker is alive; the last, {last.name}, was seen {seconds} s ago; {how}"
 
 
 def why_event(
@@ -65,9 +82,8 @@ def why_event(
 
 def _undecided(around: EventCircumstances, workers: Sequence[WorkerRecord]) -> Why:
     before = _before(around.undecided_ahead, "undecided event")
-    if not any(worker.is_alive for worker in workers):
-        text = f"waits in the inbox: no worker is running{before}; start one: tidegate worker APP"
-        return Why("no_worker", text, "a worker: none is running")
+    if not present(workers):
+        return Why("no_worker", f"waits in the inbox{before}: {nobody(around.now, workers)}", NO_WORKER)
     text = f"waits in the inbox for a worker to decide it{before}"
     return Why("undecided", text, "a worker to decide it")
 

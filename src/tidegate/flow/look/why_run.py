@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tidegate.errors import first_line
 from tidegate.flow.look import waiting_steps
-from tidegate.flow.look.why import ANOTHERS, NAMED, Why, letter_text, moment
+from tidegate.flow.look.why import ANOTHERS, NAMED, NO_WORKER, Why, letter_text, moment, nobody, present
 from tidegate.model.run import SUSPECT_CRASHES, Run, Step, risk_of_resuming
 from tidegate.store.circumstances import RunCircumstances, StoryLetter
 from tidegate.store.workers import WorkerRecord
@@ -26,7 +26,12 @@ class RunFacts(NamedTuple):
 
 
 def why_run(facts: RunFacts) -> Why:
-    """The one answer about a run."""
+    """The one answer about a run; `until` is not in the past."""
+    answer = _why(facts)
+    return answer._replace(until=None) if answer.until is not None and answer.until < facts.now else answer
+
+
+def _why(facts: RunFacts) -> Why:
     run = facts.run
     if run.status == "succeeded":
         return Why("succeeded", "succeeded")
@@ -65,13 +70,16 @@ def _running(facts: RunFacts) -> Why:
     run, around, lease = facts.run, facts.around, facts.around.claim_expires_at
     name = around.claimed_by or "a worker"
     worker = next((one for one in facts.workers if one.name == around.claimed_by), None)
+    absent = None if present(facts.workers) else nobody(facts.now, facts.workers)
     if lease is not None and lease <= facts.now:
-        text = f"lost its worker {name}: its lease ended at {moment(lease)}; another worker takes it over"
-        return Why("worker_lost", text, "another worker to take it over", lease)
+        text = f"lost its worker {name}: its lease ended at {moment(lease)}; {absent or 'another worker takes it over'}"
+        return Why("worker_lost", text, NO_WORKER if absent else "another worker to take it over")
     if worker is None or worker.is_late or not worker.is_alive:
         seen = f"was last seen {_ago(facts.now, worker.seen_at)}" if worker else "sent no heartbeat"
         text = f"may have lost its worker {name}, which {seen}"
-        if lease is not None:
+        if lease is not None and absent:
+            text += f"; its lease ends at {moment(lease)}; {absent}"
+        elif lease is not None:
             text += f"; another worker takes it over when the lease ends at {moment(lease)}"
         return Why("worker_lost", text, "the lease of its worker to end", lease)
     if run.cancel_requested_at is not None:
@@ -143,27 +151,25 @@ def _version(facts: RunFacts) -> Why:
     _, _, misfit = (run.warning or "").partition(f"{wanted}: ")
     why = misfit.partition(". Start such a worker")[0]
     has: dict[str, list[str]] = {}
-    for worker in facts.workers:
-        if worker.is_alive and run.workflow in worker.workflows:
+    for worker in present(facts.workers):
+        if run.workflow in worker.workflows:
             has.setdefault(worker.code_versions.get(run.workflow, "none"), []).append(worker.name)
     told = _some([f"{version} ({_some(names)})" for version, names in sorted(has.items())])
     living = f"living workers have version {told}" if has else "no living worker has its workflow"
     limit = f"; it times out at {moment(until)}" if until else ""
     text = f"waits for a worker with {wanted}{f': {why}' if why else ''}; {living}; to let it go on with the code that "
-    text += f"workers have now: tidegate runs resume {run.id} --on-current-code (this {risk_of_resuming(run.warning)}){limit}"
+    text += f"workers have now: tidegate runs resume {run.id} --on-current-code (this "
+    text += f"{risk_of_resuming(run.warning)}){limit}"
     return Why("version_mismatch", text, f"a worker with {wanted}", until)
 
 
 def _due(facts: RunFacts) -> Why:
     """It is due: who could execute it, and why does nobody?"""
     run = facts.run
-    alive = [worker for worker in facts.workers if worker.is_alive]
+    alive = present(facts.workers)
     able = [worker for worker in alive if run.workflow in worker.workflows]
     if not alive:
-        return Why(
-            "no_worker", "waits for a worker: none is running; start one: tidegate worker APP",
-            "a worker: none is running",
-        )  # fmt: skip
+        return Why("no_worker", f"waits for a worker: {nobody(facts.now, facts.workers, 'none is running')}", NO_WORKER)
     if not able:
         offered = sorted({name for worker in alive for name in worker.workflows})
         listed = _some(offered) or "no workflows"
