@@ -137,3 +137,17 @@ async def test_runs_and_events_of_other_sources_are_hidden(scene: Scene) -> None
     assert near(found) == [] and "fulfil" not in found.summary
     found = await explain_any(scene.connection, str(await scene.run_id()), lambda source: source == "shop")
     assert near(found) == [] and event_id not in found.summary
+
+
+async def test_only_one_difference_counts_and_values_come_before_missing_fields(scene: Scene) -> None:
+    """Events without the field, from before the run and after it, do not hide the one with the value as text."""
+    early = [await scene.publish("order.approved", order_id=n) for n in range(6)]
+    await scene.clock.advance(1000)
+    await waiting(scene, On("order.approved", match={"id": 10}), id=10)
+    meant = await scene.publish("order.approved", id="10")
+    later = [await scene.publish("order.approved", order_id=n) for n in range(60)]
+    await scene.execute()
+    told = near(await scene.explain(await scene.run_id()))
+    assert len(told) == 5 and meant in told[0] and AS_TEXT in told[0]
+    assert all("no such field" in one for one in told[1:]) and all(any(id in one for id in later) for one in told[1:])
+    assert not near(await scene.explain(early[-1]))

@@ -62,8 +62,8 @@ select type from found
 
 -- name: recent_events
 -- Of the newest $4 events of each of the types, of the days since the one that begins with the id $3: those that contain one of the
--- values $2, or lack one of the fields $5; at most $6. With whether each has passed its gate. One by one, so that the plan cannot sort all
--- events of a type.
+-- values $2, which come first, or lack one of the fields $5; at most $6. With whether each has passed its gate. One by one, so that the plan
+-- cannot sort all events of a type.
 with recursive newest as (
   select u.type, e.id, e.ingress_sequence, 1 as n
     from unnest($1::text[]) as u (type),
@@ -81,6 +81,7 @@ select {{events.event}},
        (select i.event_id from tidegate.event_inbox i where i.ingress_sequence = e.ingress_sequence) is null
          and (select h.event_id from tidegate.event_ingress_retries h
                where h.event_id = e.id and h.retry_state <> 'completed' limit 1) is null as has_passed
-  from newest f, lateral (select e.* from tidegate.workflow_events e where e.id = f.id offset 0) e
- where e.payload @> any (array(select v::jsonb from unnest($2::text[]) as t (v))) or not e.payload ?& $5::text[]
- order by e.ingress_sequence desc limit $6::bigint
+  from newest f, lateral (select e.* from tidegate.workflow_events e where e.id = f.id offset 0) e,
+       lateral (select e.payload @> any (array(select v::jsonb from unnest($2::text[]) as t (v))) as has_value offset 0) c
+ where c.has_value or not e.payload ?& $5::text[]
+ order by c.has_value desc, e.ingress_sequence desc limit $6::bigint

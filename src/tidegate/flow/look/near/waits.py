@@ -53,8 +53,8 @@ def why_missed(side: WaitSide, event: Event) -> str | None:
     found += [fields] if fields else []
     if not fields and pattern.where is not None and (where := _where(side, event)) is not None:
         found.append(where)
-    if not found and (late := _time(side, event)) is not None:
-        return late
+    if (late := _time(side, event)) is not None:
+        found.append(late)
     return found[0] if len(found) == 1 else None
 
 
@@ -71,11 +71,13 @@ def is_met(side: WaitSide, event: Event) -> bool:
 
 
 def _fields(match: Mapping[str, object], event: Event) -> str | None:
-    """How the fields differ that the wait is found by: "" if they do not, None if one has another value."""
-    told = []
+    """How the fields differ that the wait is found by: "" if they do not, None if one has another value, or one is
+    missing and another differs, too. Fields that are all written in another way are one difference."""
+    told, missing = [], 0
     for path, wanted in sorted(match.items()):
         given = value_in(event, path, _MISSING)
         if given is _MISSING:
+            missing += 1
             told.append(f"it waits for {_called(path)} = {_short(wanted)}, and the event has no such field")
         elif written_value(given) == written_value(wanted):
             continue
@@ -83,7 +85,7 @@ def _fields(match: Mapping[str, object], event: Event) -> str | None:
             told.append(why.format(path=_called(path), wanted=_short(wanted), given=_short(given)))
         else:
             return None
-    return "; ".join(told)
+    return None if missing and len(told) > 1 else "; ".join(told)
 
 
 def _alike(wanted: object, given: object) -> str | None:
