@@ -69,8 +69,8 @@ async def test_flushed_redis_is_refilled_and_no_step_is_lost_or_doubled(
     database_url: str, database: Database, connection: Connection, client: Any, settings: dict[str, str],
     effects: Effects,
 ) -> None:  # fmt: skip
-    with worker(
-        database_url, APP, TIDEGATE_STEP_RETRY_BASE_MS="5000", TIDEGATE_STEP_RETRY_FACTOR="1", **settings
+    with worker(  # fifteen seconds: several passes of the comparison
+        database_url, APP, TIDEGATE_STEP_RETRY_BASE_MS="15000", TIDEGATE_STEP_RETRY_FACTOR="1", **settings
     ) as process:
         for _ in range(10):
             await connection.execute("select tidegate.publish('steps.flaky', 'test')")
