@@ -36,6 +36,16 @@ async def approve(ctx, id: int):
     return {"approved": decision.approved, "comment": decision.comment, "via": decision.via}
 
 
+@app.workflow(on="parcels.ready")
+async def parcels(ctx):
+    return await ctx.map(deliver, [1, 2])
+
+
+@app.workflow(max_concurrency=1)
+async def deliver(ctx, id: int):
+    await ctx.sleep("1h")
+
+
 @app.workflow()
 async def label(ctx, id: int):
     raise ValueError(f"<b>no paper</b> for {id}")
@@ -99,6 +109,26 @@ def test_a_run_shows_its_parent_its_children_and_what_it_waits_for(server: str, 
     assert f"Waits for {story['waits_for']}" in told and ", until " in told, told
     assert f'datetime="{story["until"]}"' in page
     assert f'href="#run={parent["id"]}"' in page and "Parent run" in told
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_a_child_that_is_not_launched_yet_says_why(server: str, tmp_path: Path) -> None:
+    with Client(server) as client:
+        event = client.publish("parcels.ready", source="shop", payload={})
+
+        def held() -> tuple[str, str] | None:
+            found = client.request("GET", "/v1/runs", event_id=event.id)["runs"]
+            detail = client.request("GET", f"/v1/runs/{found[0]['id']}") if found else {}
+            children = detail.get("children", ())
+            waiting = [one["run_id"] for one in children if one["run_id"] and not one["is_launched"]]
+            is_so = len(children) == 2 and len(waiting) == 1
+            is_so = is_so and client.request("GET", f"/v1/explain/{waiting[0]}")["waits_for"] == "a free slot"
+            return (found[0]["id"], waiting[0]) if is_so else None
+
+        parent, child = eventually(held, "one child is held")
+    assert "not launched" in text_of(shown(f"{server}/#run={parent}", tmp_path / "parent"))
+    told = text_of(shown(f"{server}/#run={child}", tmp_path / "child"))
+    assert "This run is not launched yet: deliver waits for a free slot: 1 of 1 slots" in told, told
 
 
 class Driven:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import api, run, worker
+from tests.processes import api, run, tidegate, worker
 
 APP = """
 from tidegate import Breaker, Context, Tidegate
@@ -40,6 +40,16 @@ async def approve(ctx: Context, id: int = 0):
 @app.workflow(on="order.impatient")
 async def impatient(ctx: Context):
     return await ctx.wait_for("order.approved", match={"id": 0}, timeout="10ms")
+
+
+@app.workflow(max_concurrency=1)
+async def deliver(ctx: Context, id: int = 0):
+    await ctx.sleep("1h")
+
+
+@app.workflow(on="order.parcels")
+async def parcels(ctx: Context):
+    return await ctx.map(deliver, [{"id": 1}, {"id": 2}, {"id": 3}])
 
 
 @app.workflow(on="order.broken", breaker=Breaker(threshold=1000))
@@ -146,6 +156,31 @@ def test_a_wait_that_timed_out_is_shown_as_such(url: str) -> None:
     assert "timed_out" in cli(url, "explain", run_id)
 
 
+def test_a_child_whose_start_is_held_is_shown_watched_and_cancelled(url: str) -> None:
+    publish(url, "order.parcels", "parcels")
+    parent = settled(url, "parcels", "waiting_for_child")["outcomes"][0]["run_id"]
+
+    def children() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = httpx.get(f"{url}/v1/runs/{parent}", trust_env=False).json()["children"]
+        return found
+
+    for _ in range(2000):
+        held = [one["run_id"] for one in children() if not one["is_launched"] and one["status"] == "started"]
+        if len(held) == 2 and httpx.get(f"{url}/v1/explain/{held[1]}", trust_env=False).status_code == 200:
+            break
+    assert cli(url, "runs", "show", parent).count("not launched") == 2
+    text = cli(url, "runs", "show", held[0])
+    assert text.startswith(f"run {held[0]} is not launched yet: deliver waits for a free slot: 1 of 1 slots"), text
+    with tidegate("runs", "watch", held[1], "--interval", "0.1", TIDEGATE_URL=url) as watching:
+        watching.wait_for_line("deliver waits for a free slot")
+        assert cli(url, "runs", "cancel", held[1]) == f"run {held[1]} is cancelled\n"
+        watching.wait_for_line("deliver cancelled: cancelled by")
+        assert watching.wait() == 1
+    assert f"run {held[1]} was not launched: deliver cancelled: cancelled by" in cli(url, "runs", "show", held[1])
+    assert "it is cancelled" in cli(url, "runs", "cancel", held[1], status=1)
+    assert "no run" in cli(url, "runs", "cancel", "01a00000-0000-7000-8000-000000000000", status=1)
+
+
 def test_misspelt_variables_are_named_and_lists_say_whether_a_filter_was_given(url: str) -> None:
     misspelt = {"TIDEGATE_URI": "http://elsewhere", "TIDEGATE_LOG_LEVLE": "debug", "TIDEGATE_TOKEN": "none"}
     done = run("runs", "list", "--workflow", "nobody", env={"TIDEGATE_URL": url} | misspelt)
@@ -179,7 +214,7 @@ def test_workers_and_events(url: str) -> None:
     [one] = json.loads(cli(url, "workers", "list", "--json"))["workers"]
     assert (
         one["is_alive"]
-        and one["workflows"] == ["approve", "broken", "fulfil", "impatient", "quick"]
+        and one["workflows"] == ["approve", "broken", "deliver", "fulfil", "impatient", "parcels", "quick"]
         and one["slots"] > 0
     )
     assert one["name"] in cli(url, "workers", "list")

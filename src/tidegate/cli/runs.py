@@ -230,12 +230,13 @@ def follow(api: Client, run_id: str, interval: float) -> str:
     """Print each change of a run's state, until it has ended; its status."""
     last = ""
     while True:
-        found = api.request("GET", f"/v1/runs/{run_id}")["run"]
-        story = api.request("GET", f"/v1/explain/{run_id}")
+        answer = api.request("GET", f"/v1/runs/{run_id}")
+        found = answer.get("run") or answer  # a start that has not launched its run has none
+        story = api.request("GET", f"/v1/explain/{run_id if found is not answer else found['event_id']}")
         if story["summary"] != last:
             last = story["summary"]
             click.echo(printable(f"{short_time(_now(story, found))}  {local_text(last)}"))
-        if found["status"] in FINAL_RUN_STATUSES:
+        if found["status"] in (*FINAL_RUN_STATUSES, "not_launched"):
             if found["output"] is not None:
                 click.echo(printable(short_json(found["output"], 2000)))
             return str(found["status"])
@@ -245,7 +246,7 @@ def follow(api: Client, run_id: str, interval: float) -> str:
 def _now(story: Json, run: Json) -> str | None:
     """When the last thing that is known happened."""
     times = [line["at"] for line in story["decisions"] if line.get("at")]
-    return run["finished_at"] or (max(times) if times else None)
+    return run.get("finished_at") or (max(times) if times else None)
 
 
 @runs.command("resume")
@@ -281,8 +282,12 @@ def show_run(run_id: str, as_json: bool) -> None:
     """Show one run with its steps."""
     with client() as api:
         found = api.request("GET", f"/v1/runs/{run_id}")
+        story = api.request("GET", f"/v1/explain/{found['event_id']}") if "run" not in found and not as_json else None
     if as_json:
         print_json(found)
+        return
+    if story is not None:
+        _print_start(found, story)
         return
     run = found["run"]
     click.echo(f"run {run['id']} of {run['workflow']}: {run['status']}")
@@ -310,7 +315,21 @@ def show_run(run_id: str, as_json: bool) -> None:
     print_table(("STEP", "STATUS", "FAILED", "NEXT", "RESULT"), rows, "No steps.")
     if found.get("children"):
         shown = [
-            (c["step"], str(c["position"]), c["workflow"], c["status"], c["run_id"] or "", (c["error"] or "")[:80])
+            (c["step"], str(c["position"]), c["workflow"], _child_status(c), c["run_id"] or "", (c["error"] or "")[:80])
             for c in found["children"]
         ]
         print_table(("STEP", "ITEM", "WORKFLOW", "STATUS", "RUN", "ERROR"), shown, "")
+
+
+def _print_start(found: Json, story: Json) -> None:
+    """A start that has not launched its run, and why."""
+    state = "was not launched" if found["status"] == "not_launched" else "is not launched yet"
+    click.echo(printable(f"run {found['run_id']} {state}: {local_text(story['summary'])}"))
+    click.echo(f"  {'event_id':<16}{found['event_id']}")
+    if story["until"]:
+        click.echo(f"  {'until':<16}{short_time(story['until'])}")
+
+
+def _child_status(child: Json) -> str:
+    is_held = child["status"] == "started" and not child["is_launched"]
+    return "not launched" if is_held else str(child["status"])

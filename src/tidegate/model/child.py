@@ -38,7 +38,8 @@ class ChildEnd(msgspec.Struct, frozen=True):
 
 
 class ChildRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A child as the API shows it; `run_id` is known once it is started."""
+    """A child as the API shows it; `run_id` is known once it is started. `is_launched` is whether that run exists: it
+    does not while a limit or a pause of its workflow holds the start."""
 
     step: str
     position: int
@@ -46,4 +47,5 @@ class ChildRun(msgspec.Struct, frozen=True, kw_only=True):
     status: ChildStatus
     run_id: RunId | None
     event_id: EventId | None
+    is_launched: bool
     error: str | None

@@ -121,7 +121,8 @@ select c.run_id, c.step_id, c.position, c.event_id, c.child_run_id
 
 -- name: list_of_run
 -- The children of a run, in order.
-select s.name as step, c.position, c.workflow, c.status, c.child_run_id as run_id, c.event_id, c.error
+select s.name as step, c.position, c.workflow, c.status, c.child_run_id as run_id, c.event_id, c.error,
+       exists (select from tidegate.workflow_runs r where r.id = c.child_run_id offset 0) as is_launched
   from tidegate.run_children c join tidegate.workflow_run_steps s on s.id = c.step_id
  where c.step_id between tidegate.first_of($1) and tidegate.last_of($1) and c.run_id = $1
  order by s.created_at, c.step_id, c.position limit $2

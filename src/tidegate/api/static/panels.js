@@ -63,7 +63,7 @@ function decide(step) {
 
 function childList(children) {
   const lines = children.slice(0, MAX_CHILDREN).map((child) => el("li", { class: tone(child.status) },
-    el("div", {}, pill(child.status), el("b", {}, visible(child.workflow)), el("span", { class: "stage" }, visible(child.step)),
+    el("div", {}, pill(child.status === "started" && !child.is_launched ? "not launched" : child.status), el("b", {}, visible(child.workflow)), el("span", { class: "stage" }, visible(child.step)),
       child.run_id && link("run", child.run_id, "show run")),
     child.error && el("p", {}, firstLine(child.error))));
   const counts = new Map();
@@ -74,8 +74,21 @@ function childList(children) {
   return part("Children", el("ol", { class: "story" }, ...lines), more);
 }
 
+// A start that has not launched its run: why, in the words of `tidegate explain`, where the token may ask.
+async function startPanel(start) {
+  const story = await get(`/v1/explain/${encodeURIComponent(start.event_id)}`).catch(() => null);
+  const state = start.status === "not_launched" ? "This run was not launched" : "This run is not launched yet";
+  return [story?.outcomes[0]?.workflow ?? "Run", [
+    el("p", { class: "summary" }, pill("not launched")),
+    el("p", { class: "waits" }, [state, story?.summary ?? start.error].filter(Boolean).map(visible).join(": "), story?.until && el("span", {}, ", until ", moment(story.until))),
+    part("Details", facts([["Event", link("event", start.event_id, id(start.event_id))], ["Run id", id(start.run_id)]])),
+  ], start.run_id];
+}
+
 export async function runPanel(given) {
-  const { run, steps, parent_run_id: parent, children = [] } = await get(`/v1/runs/${encodeURIComponent(given)}`);
+  const answer = await get(`/v1/runs/${encodeURIComponent(given)}`);
+  if (!answer.run) return startPanel(answer);
+  const { run, steps, parent_run_id: parent, children = [] } = answer;
   const wait = await waitOf(run);
   const lines = steps.map((step) => el("li", { class: tone(step.status) },
     el("div", {}, pill(step.is_timed_out ? "timed out" : step.status), el("b", {}, visible(step.name)), step.retry_attempts && `retries: ${step.retry_attempts}`),

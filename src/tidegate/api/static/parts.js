@@ -5,7 +5,7 @@ const TONES = {
   good: ["succeeded", "launched", "ok"],
   bad: ["failed", "exhausted", "dead_letter", "critical"],
   busy: ["running", "matched", "started"],
-  wait: ["pending", "waiting", "throttled", "paused", "held", "scheduled", "rate_limit", "breaker_open", "rescheduled", "degraded"],
+  wait: ["pending", "waiting", "throttled", "paused", "held", "not launched", "scheduled", "rate_limit", "breaker_open", "rescheduled", "degraded"],
 };
 
 export const $ = (selector, inside = document) => inside.querySelector(selector);

@@ -1,4 +1,4 @@
-"""Cancel a run (a waiting one ends at once, a running one at its next step), resume one that failed, was cancelled or
+"""Cancel a run (a waiting one ends at once, a running one at its next step, a held start launches none), resume one that failed, was cancelled or
 waits for other code, or execute a finished one again from the start."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Literal
 
 from tidegate.clock import derived_uuid
 from tidegate.errors import Conflict, NotFound
+from tidegate.flow.control import retries
 from tidegate.flow.keep import replay
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Freed
@@ -27,11 +28,17 @@ Cancelled = Literal["cancelled", "cancelling"]
 
 
 async def cancel_run(database: Database, run_id: RunId, actor: str, breaker: BreakerPolicy) -> Cancelled:
-    """`cancelled`: it was waiting, and has ended. `cancelling`: it is running, and stops at its next step.
+    """`cancelled`: it was waiting, and has ended, or was held, and is not launched. `cancelling`: it is running, and
+    stops at its next step.
 
     Conflict when it has already ended.
     """
-    done, known, freed = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
+    try:
+        done, known, freed = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
+    except NotFound:
+        if await _cancel_held(database, run_id, actor):
+            return "cancelled"
+        done, known, freed = await database.run(partial(_cancel, run_id=run_id, actor=actor, breaker=breaker))
     if freed is not None:
         metrics.ran(known.workflow, "cancelled")
         metrics.STEP_RETRIES.labels("cancelled").inc(freed.cancelled_retries)
@@ -60,6 +67,21 @@ async def _cancel(
         after={"status": done},
     )  # fmt: skip
     return done, known, freed
+
+
+async def _cancel_held(database: Database, run_id: RunId, actor: str) -> bool:
+    """Cancel the delivery that is to launch the run, which has its id; whether it waited. Conflict when it will launch
+    nothing; False when there is none, or it has launched the run meanwhile."""
+    try:
+        await retries.change_retry(database, "deliveries", run_id, "cancel", actor)
+    except NotFound:
+        return False
+    except Conflict:
+        async with database.connection() as connection:
+            if await runs.get(connection, run_id) is None:
+                raise
+        return False
+    return True
 
 
 async def resume_run(database: Database, run_id: RunId, actor: str) -> None:
