@@ -356,6 +356,52 @@ async def test_a_child_that_is_never_launched_fails_its_step(connection: Connect
     assert output.endswith("was not launched: the trigger of the workflow was disabled or deleted")
 
 
+async def test_a_parent_says_which_child_it_waits_for_and_why_that_waits(connection: Connection, world: World) -> None:
+    @world.app.workflow(max_concurrency=1)
+    async def deliver(ctx: Context, n: int) -> int:
+        if n:
+            await ctx.sleep("1h")
+        return n
+
+    @world.app.workflow()
+    async def batch(ctx: Context) -> Any:
+        return await ctx.map(deliver, [0, 2])
+
+    @world.app.workflow(on="go")
+    async def bake(ctx: Context) -> Any:
+        return await ctx.run(batch)
+
+    @world.app.workflow(on="block")
+    async def block(ctx: Context) -> Any:
+        return await ctx.run(deliver, n=1)
+
+    runner = await world.runner()
+    worker = TriggerWorker(world.database)
+    event = await publish(connection, "go")
+    await turns(world, runner, 3)
+    for _ in range(3):
+        await worker.turn()
+        await turns(world, runner, 2)
+    other = await publish(connection, "block")
+    await turns(world, runner, 3)
+    rows = await connection.fetch("select workflow, position, child_run_id, status from tidegate.run_children")
+    ids = {(row["workflow"], row["position"]): row["child_run_id"] for row in rows if row["status"] == "started"}
+    story = await explain(connection, event)
+    first, rest = story.summary.split(", which ", 1)
+    assert first == f"bake waits for its child batch {ids['batch', 0]} (step 'run-1')"
+    assert rest.startswith(
+        "waits for its 2 children (step 'map-1'): 1 of 2 have ended; the first that has not is item 1, "
+        f"deliver {ids['deliver', 1]}, which sleeps until "
+    )
+    assert (story.waits_for, story.until) == (first.removeprefix("bake waits for "), None)
+    held = (await explain(connection, other)).summary
+    assert held.startswith(f"block waits for its child deliver {ids['deliver', 0]} (step 'run-1'), which waits for a ")
+    assert "free slot: 1 of 1 slots are in use" in held
+    [own] = await connection.fetch("select source from tidegate.workflow_events where id = $1", other)
+    hidden = await explain(connection, other, lambda source: source == own["source"])
+    assert hidden.summary == "block waits for its child of step 'run-1'"
+
+
 async def test_a_child_is_held_by_its_limits_and_explained(connection: Connection, clock: Clock, world: World) -> None:
     @world.app.workflow(throttle="1/min")
     async def ship(ctx: Context, n: int) -> int:

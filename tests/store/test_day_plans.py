@@ -142,6 +142,7 @@ STATEMENTS: dict[str, Call] = {
     "events.get_many": lambda c, f: events.get_many(c, f.undecided),
     "events.set_traceparents": lambda c, f: events.set_traceparents(c, dict.fromkeys(f.undecided, "00-a-b-01")),
     "circumstances.of_event": lambda c, f: circumstances.of_event(c, f.undecided[0]),
+    "circumstances.children_of": lambda c, f: circumstances.children_of(c, step_id(f.held_runs[0], "map-1")),
     "events.correlation_id": lambda c, f: events.correlation_id(c, f.undecided[0]),
     "events.dead_letter": lambda c, f: events.dead_letter(c, EVENTS + RETRIES + 2, "x"),
     "deliveries.launch_unrestricted": lambda c, f: deliveries.launch_unrestricted(

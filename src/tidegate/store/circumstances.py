@@ -8,7 +8,7 @@ from datetime import datetime
 
 import msgspec
 
-from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, TriggerId
+from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, StepId, TriggerId
 from tidegate.model.source import BreakerState
 from tidegate.model.trigger import Trigger
 from tidegate.store.db import Connection
@@ -18,6 +18,8 @@ _sql = load("circumstances")
 
 # At most this many triggers are compared with an event that launched nothing.
 MAX_TRIGGERS = 2000
+# Children of a step that have ended are counted up to this number.
+MAX_ENDED = 10_000
 
 
 class RunCircumstances(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +71,17 @@ class SlotHolder(msgspec.Struct, frozen=True, kw_only=True):
     next_attempt_at: datetime | None
     total: int
     source: str | None = None
+
+
+class StepChildren(msgspec.Struct, frozen=True, kw_only=True):
+    """How many children of a step have ended, up to MAX_ENDED, and the first that was started and has not; its
+    `event_id` and `run_id` are null if there is none."""
+
+    ended: int
+    workflow: str | None = None
+    position: int | None = None
+    event_id: EventId | None = None
+    run_id: RunId | None = None
 
 
 class EventCircumstances(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +148,11 @@ async def of_deliveries(
 async def slot_holders(connection: Connection, delivery_id: DeliveryId, limit: int) -> list[SlotHolder]:
     """The runs that hold the slots that a delivery waits for, the oldest first."""
     return [SlotHolder(**dict(row)) for row in await connection.fetch(_sql["slot_holders"], delivery_id, limit)]
+
+
+async def children_of(connection: Connection, step_id: StepId) -> StepChildren:
+    """The children of a step."""
+    return StepChildren(**dict(await connection.fetchrow(_sql["children"], step_id, MAX_ENDED)))
 
 
 async def of_event(connection: Connection, event_id: EventId) -> EventCircumstances:

@@ -46,6 +46,15 @@ select r.id, w.slug as workflow, r.status, r.created_at, r.next_attempt_at, coun
  where d.id = $1 and d.retry_state = 'scheduled' and d.reason = 'concurrency'
  order by r.created_at, r.id limit $2
 
+-- name: children
+-- How many children of a step ($1) have ended, up to $2, and the first that was started and has not.
+select (select count(*) from (select from tidegate.run_children c
+                               where c.step_id = $1 and c.status in ('succeeded', 'failed', 'cancelled') limit $2) e) as ended,
+       f.workflow, f.position, f.event_id, f.child_run_id as run_id
+  from (select) one
+  left join lateral (select * from tidegate.run_children c where c.step_id = $1 and c.status = 'started'
+                      order by c.position limit 1) f on true
+
 -- name: event
 -- What keeps an event: the time, how many undecided ones come before it, and, if its source holds it, its place in the source's line.
 select tidegate.now() as now,

@@ -61,7 +61,8 @@ class RunDetail(msgspec.Struct, frozen=True):
 
 
 class RunCancelled(msgspec.Struct, frozen=True):
-    """`cancelled`: the run was waiting and has ended, or its start was held and launches none. `cancelling`: it is running, and stops at its next step."""
+    """`cancelled`: the run was waiting and has ended, or its start was held and launches none. `cancelling`: it is
+    running, and stops at its next step."""
 
     id: RunId
     status: Literal["cancelled", "cancelling"]

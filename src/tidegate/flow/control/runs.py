@@ -1,5 +1,5 @@
-"""Cancel a run (a waiting one ends at once, a running one at its next step, a held start launches none), resume one that failed, was cancelled or
-waits for other code, or execute a finished one again from the start."""
+"""Cancel a run (a waiting one ends at once, a running one at its next step, a held start launches none), resume one
+that failed, was cancelled or waits for other code, or execute a finished one again from the start."""
 
 from __future__ import annotations
 

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from tidegate.errors import Conflict, FieldError, NotFound
-from tidegate.flow.look import lineage, story
+from tidegate.flow.look import lineage, story, waiting_steps
 from tidegate.flow.look.near import look_up
 from tidegate.flow.look.near.look_up import MaySee
 from tidegate.flow.look.story import Decision, Outcome, StoryFacts, Told
-from tidegate.flow.look.why import ALIVE_MS, NAMED
+from tidegate.flow.look.waiting_steps import AwaitedChildren
+from tidegate.flow.look.why import ALIVE_MS, NAMED, Why
 from tidegate.model.event import Event
 from tidegate.model.ids import DeliveryId, EventId, RunId
-from tidegate.model.run import Run
+from tidegate.model.run import Run, Step
 from tidegate.store import (
     circumstances,
     decisions,
@@ -42,6 +43,8 @@ from tidegate.store.workers import WorkerRecord
 MAX_RUNS = 500
 # How many of the runs that hold a slot are read.
 MAX_HOLDERS = 5
+# Of the runs that wait for children, this many are looked at with their first child, and its first child, this deep.
+MAX_PARENTS, MAX_DEPTH = 5, 3
 
 SubjectKind = Literal["event", "run", "delivery", "refusal"]
 
@@ -149,7 +152,7 @@ def _as_uuid(text: str) -> uuid.UUID | None:
 async def _explained(connection: Connection, subject: Subject, may_see: MaySee) -> Explanation:
     if subject.kind == "refusal":
         return _refused(subject.refused)
-    told = story.tell(facts := await _facts(connection, subject, may_see))
+    told = story.tell(facts := await _facts(connection, subject, may_see, MAX_DEPTH))
     run, event = subject.run, subject.event
     if run is not None:
         told = story.only(told, run_id=run.id)
@@ -238,18 +241,41 @@ def _seen(worker: WorkerRecord, may_see: MaySee) -> WorkerRecord:
     return msgspec.structs.replace(worker, executing=executing)
 
 
-async def _facts(connection: Connection, subject: Subject, may_see: MaySee) -> StoryFacts:
+async def _awaited(
+    connection: Connection, of_runs: Mapping[RunId, Sequence[Step]], may_see: MaySee, depth: int
+) -> dict[RunId, AwaitedChildren]:
+    """The children that the runs wait for, if children are what they wait for first."""
+    first = {run_id: waiting[0] for run_id, of_run in of_runs.items() if (waiting := waiting_steps.waiting(of_run))}
+    parents = [(run_id, step) for run_id, step in first.items() if step.kind in waiting_steps.ENDED_BY_OTHERS]
+    found = {}
+    for run_id, step in parents[:MAX_PARENTS] if depth else ():
+        children = await circumstances.children_of(connection, step.id)
+        event_id = children.event_id
+        event = (await events.get_many(connection, [event_id])).get(event_id) if event_id else None
+        if event is None or children.run_id is None or not may_see(event.source):
+            continue
+        subject = Subject("delivery", event, delivery_id=DeliveryId(children.run_id))
+        told = story.tell(await _facts(connection, subject, may_see, depth - 1))
+        outcome = next(iter(story.only(told, delivery_id=subject.delivery_id).outcomes), None)
+        why = Why(outcome.state, outcome.summary) if outcome else told.event
+        found[run_id] = AwaitedChildren(children, why)
+    return found
+
+
+async def _facts(connection: Connection, subject: Subject, may_see: MaySee, depth: int) -> StoryFacts:
     """Everything that the answer depends on."""
     event, run = subject.event, subject.run
     alive = [_seen(worker, may_see) for worker in await workers.list_all(connection, ALIVE_MS)]
     if event is None:
         found = [run] if run is not None else []
+        steps_of = {one.id: await steps.list_of_run(connection, one.id) for one in found}
         return StoryFacts(
             now := await circumstances.now(connection), None, EventCircumstances(now=now), runs=found, workers=alive,
             around_runs=await circumstances.of_runs(connection, [one.id for one in found]),
-            steps={one.id: await steps.list_of_run(connection, one.id) for one in found},
+            steps=steps_of,
             letters=await circumstances.letters(connection, None, [one.id for one in found]),
             published={one.id: await lineage.published_by(connection, one) for one in found},
+            awaited=await _awaited(connection, steps_of, may_see, depth),
         )  # fmt: skip
     around = await circumstances.of_event(connection, event.id)
     retry = await ingress_retries.get(connection, event.id)
@@ -268,12 +294,13 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee) -> S
     }
     found = await runs.list_page(connection, event_id=event.id, limit=MAX_RUNS)
     of_steps = await steps.list_of_runs(connection, [one.id for one in found if one.status in ("pending", "running")])
+    steps_of = {one.id: [step for step in of_steps if step.workflow_run_id == one.id] for one in found}
     facts = StoryFacts(
         around.now, event, around, retry, lines, delivered, waiting, holders, found,
         await circumstances.of_runs(connection, [one.id for one in found]),
-        {one.id: [step for step in of_steps if step.workflow_run_id == one.id] for one in found},
-        alive, await circumstances.letters(connection, event.id), subject.refused,
+        steps_of, alive, await circumstances.letters(connection, event.id), subject.refused,
         published={one.id: await lineage.published_by(connection, one) for one in found},
+        awaited=await _awaited(connection, steps_of, may_see, depth),
     )  # fmt: skip
     is_decided = not around.is_undecided and (retry is None or retry.retry_state == "completed")
     if subject.kind != "event" or not is_decided:

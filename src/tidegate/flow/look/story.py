@@ -12,6 +12,7 @@ import msgspec
 
 from tidegate.errors import first_line
 from tidegate.flow.look.near.triggers import NearMiss
+from tidegate.flow.look.waiting_steps import AwaitedChildren
 from tidegate.flow.look.why import Why, why_delivery, why_event
 from tidegate.flow.look.why_run import RunFacts, why_run
 from tidegate.model.event import Event
@@ -86,6 +87,7 @@ class StoryFacts(NamedTuple):
     misses: Sequence[NearMiss] = ()
     near_waits: Sequence[Decision] = ()
     published: Mapping[RunId, Sequence[tuple[datetime | None, str]]] = MappingProxyType({})
+    awaited: Mapping[RunId, AwaitedChildren] = MappingProxyType({})
 
 
 class Told(NamedTuple):
@@ -247,7 +249,9 @@ def _runs(
                          workflow=run.workflow, trigger_id=around.trigger_id, trigger=around.trigger, run_id=run.id)
             )  # fmt: skip
         story += [msgspec.structs.replace(_named(line, names or {}), run_id=run.id) for line in recorded]
-        why = why_run(RunFacts(facts.now, run, around, facts.steps.get(run.id, ()), facts.workers, facts.letters))
+        of_run = facts.steps.get(run.id, ())
+        awaited = facts.awaited.get(run.id)
+        why = why_run(RunFacts(facts.now, run, around, of_run, facts.workers, facts.letters, awaited))
         story.append(
             Decision(
                 at=run.finished_at or around.updated_at,

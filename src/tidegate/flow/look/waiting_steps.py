@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,6 +17,7 @@ from tidegate.flow.look.why import Why, moment
 from tidegate.model.approval import APPROVAL
 from tidegate.model.run import Step
 from tidegate.model.wait import WaitPattern
+from tidegate.store.circumstances import MAX_ENDED, StepChildren
 
 # Given the step and the time at which its run is due again.
 StepRule = Callable[[Step, datetime | None], Why]
@@ -31,8 +33,17 @@ def waiting(steps: Sequence[Step]) -> list[Step]:
     return sorted(found, key=lambda step: (step.next_attempt_at is None, step.next_attempt_at or _NEVER, step.name))
 
 
-def why_step(step: Step, until: datetime | None) -> Why:
+class AwaitedChildren(NamedTuple):
+    """The children that a step waits for, and why the first that has not ended has not."""
+
+    children: StepChildren
+    first: Why | None
+
+
+def why_step(step: Step, until: datetime | None, awaited: AwaitedChildren | None = None) -> Why:
     """What a waiting step waits for; `until` is when its run is due, which is never later."""
+    if awaited is not None and awaited.children.run_id is not None:
+        return _awaited(step, awaited)
     reason = step.retry_metadata.get("reason")
     rule = RULES.get((step.kind, reason)) or RULES.get((step.kind, None)) or _other
     return rule(step, until)
@@ -87,6 +98,24 @@ def _children(step: Step, until: datetime | None) -> Why:
     total = step.retry_metadata.get("total", 1)
     told = "its child" if total == 1 else f"its {total} children"
     return Why("waiting_for_child", f"waits for {told} of step {step.name!r}", f"{told} of step {step.name!r}")
+
+
+def _awaited(step: Step, awaited: AwaitedChildren) -> Why:
+    children, total = awaited.children, step.retry_metadata.get("total", 1)
+    named = f"{children.workflow} {children.run_id}"
+    why = f", which {_continued(awaited.first.text)}" if awaited.first else ""
+    if step.kind == "child":
+        told = f"its child {named} (step {step.name!r})"
+        return Why("waiting_for_child", f"waits for {told}{why}", told)
+    told = f"its {total} children (step {step.name!r})"
+    ended = f"{children.ended}{' or more' * (children.ended >= MAX_ENDED)} of {total} have ended"
+    text = f"waits for {told}: {ended}; the first that has not is item {children.position}, {named}{why}"
+    return Why("waiting_for_child", text, told)
+
+
+def _continued(text: str) -> str:
+    """What is said of a child, as the rest of a sentence."""
+    return text if text.startswith(("is ", "waits", "sleeps", "lost", "may", "failed")) else f"is {text}"
 
 
 def _other(step: Step, until: datetime | None) -> Why:

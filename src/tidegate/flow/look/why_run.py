@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tidegate.errors import first_line
 from tidegate.flow.look import waiting_steps
+from tidegate.flow.look.waiting_steps import AwaitedChildren
 from tidegate.flow.look.why import ANOTHERS, NAMED, NO_WORKER, Why, letter_text, moment, nobody, present
 from tidegate.model.run import SUSPECT_CRASHES, Run, Step, risk_of_resuming
 from tidegate.store.circumstances import RunCircumstances, StoryLetter
@@ -23,6 +24,7 @@ class RunFacts(NamedTuple):
     steps: Sequence[Step]
     workers: Sequence[WorkerRecord]
     letters: Sequence[StoryLetter] = ()
+    awaited: AwaitedChildren | None = None
 
 
 def why_run(facts: RunFacts) -> Why:
@@ -134,7 +136,7 @@ def _pending(facts: RunFacts) -> Why:
         text = f"waits until {moment(until)}: a step of its trigger asked everyone to wait: {said}"
         return Why("retry_after", text, "the time that a step asked everyone to wait for", until)
     if waiting:
-        answer = waiting_steps.why_step(waiting[0], until)
+        answer = waiting_steps.why_step(waiting[0], until, facts.awaited)
         others = len(waiting) - 1
         also = f"; {others} other step{'s' * (others > 1)} wait{'s' * (others == 1)} too" if others else ""
         return answer._replace(text=f"{answer.text}{also}")
