@@ -152,7 +152,8 @@ async def slot_holders(connection: Connection, delivery_id: DeliveryId, limit: i
 
 async def children_of(connection: Connection, step_id: StepId) -> StepChildren:
     """The children of a step."""
-    return StepChildren(**dict(await connection.fetchrow(_sql["children"], step_id, MAX_ENDED)))
+    [row] = await connection.fetch(_sql["children"], step_id, MAX_ENDED)
+    return StepChildren(**dict(row))
 
 
 async def of_event(connection: Connection, event_id: EventId) -> EventCircumstances:
