@@ -123,10 +123,13 @@ def test_refused_requests_are_found_by_their_ids(url: str) -> None:
 def test_waiting_for_what_an_event_launches(url: str) -> None:
     assert publish(url, "order.quick", "w-5", "--wait", id=5).splitlines()[-1] == "quick succeeded"
     text = publish(url, "order.broken", "w-6", "--wait", status=1)
-    assert "broken failed: ValueError: no paper" in text
+    assert "broken failed: ValueError: no paper" in text and "has ended within" not in text
     text = publish(url, "order.quik", "w-7", "--wait", status=1)
     assert "near miss quick/code: its type is order.quick" in text
-    publish(url, "order.created", "w-8", "--wait", "--timeout", "0.2", status=1, amount=500)
+    text = publish(url, "order.created", "w-8", "--wait", "--timeout", "0.2", status=1, amount=500)
+    event_id = httpx.get(f"{url}/v1/explain/w-8", trust_env=False).json()["event_id"]
+    told = f"not everything has ended within 0.2s; tidegate explain {event_id} says what it waits for"
+    assert text.splitlines()[-1] == told
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,9 @@ def publish(
     if as_json:
         shown = {"id": receipt.id, "status": receipt.status, "explanation": story}
         print_json(shown | ({"woken": woken} if woken else {}))
+    if not (_has_ended(story) and all(map(_has_ended_or_waits, woken))):
+        text = f"not everything has ended within {timeout:g}s; tidegate explain {receipt.id} says what it waits for"
+        click.echo(text, err=True)
     if not _is_well(story, woken):
         sys.exit(1)
 
