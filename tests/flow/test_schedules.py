@@ -333,7 +333,8 @@ async def test_schedules_are_listed(database_url: str, database: Database, clock
         Shown(workflow="nightly", **berlin, next_at=at(1) + timedelta(days=1), last_at=None),  # type: ignore[arg-type]
         Shown(workflow="often", every_ms=900_000, next_at=at(12, 30), last_at=at(12, 15)),
     ]
-    assert msgspec.convert(msgspec.json.decode(as_json.stdout), list[Shown]) == found
+    printed = msgspec.json.decode(as_json.stdout)
+    assert list(printed) == ["schedules"] and msgspec.convert(printed["schedules"], list[Shown]) == found
     assert [line.split() for line in listed.stdout.splitlines()] == [
         ["WORKFLOW", "WHEN", "TIMEZONE", "NEXT", "LAST", "MISSED", "STATE"],
         ["nightly", "0", "3", "*", "*", "*", "Europe/Berlin", "2026-06-02", "01:00:00", "0", "active"],

@@ -39,7 +39,7 @@ def list_schedules(as_json: bool) -> None:
     with client() as api:
         found = all_pages(api, "/admin/schedules", "schedules")
     if as_json:
-        print_json(found)
+        print_json({"schedules": found})
         return
     rows = [
         (

@@ -31,7 +31,7 @@ def list_workflows(as_json: bool) -> None:
         for workflow in found:
             workflow["triggers"] = all_pages(api, f"/v1/workflows/{workflow['slug']}/triggers", "triggers")
     if as_json:
-        print_json(found)
+        print_json({"workflows": found})
         return
     rows = [
         (w["slug"], w["kind"], t["event_type"], t["event_source"], t["where"] or "", short_time(t["updated_at"]))
