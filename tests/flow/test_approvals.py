@@ -123,7 +123,8 @@ async def test_it_is_used_once_and_the_first_wins(harness: Harness, office: Offi
     assert office.heard == [f"{first % 2 == 0} ann@example.com {first}"]
     again = await use(harness, office.links[0])
     assert again.status_code == 409
-    assert ("It was approved at" if first % 2 == 0 else "It was rejected at") in again.json()["detail"]
+    word = "approved" if first % 2 == 0 else "rejected"
+    assert again.json()["detail"].startswith(f"Your decision was not counted: it was already {word} at ")
     assert len(await harness.runs("book")) == 1
     async with harness.connection() as connection:
         assert await connection.fetchval("select count(*) from tidegate.audit_log where action like 'approval.%'") == 1
@@ -149,10 +150,12 @@ async def test_the_page(harness: Harness, office: Office) -> None:
     assert "script-src" not in page.headers["content-security-policy"]
     assert (page.headers["referrer-policy"], page.headers["cache-control"]) == ("no-referrer", "no-store")
     done = await use(harness, office.links[0], data={"decision": "approve", "comment": " line one\r\nline two "})
-    assert done.headers["content-type"].startswith("text/html") and "It was approved" in done.text
+    assert done.headers["content-type"].startswith("text/html") and "Thank you. You approved it at" in done.text
     assert "<form" not in done.text
     again = await use(harness, office.links[0], data={"decision": "reject", "comment": ""})
-    assert (again.status_code, "It was approved" in again.text) == (409, True)
+    assert again.status_code == 409 and "Your decision was not counted: it was already approved at" in again.text
+    later = await use(harness, office.links[0], "GET", headers={"accept": "text/html"})
+    assert "It was approved at" in later.text and "You" not in later.text
     await harness.run_until_idle()
     assert office.heard == ["True ann@example.com line one\nline two"]
 
@@ -162,7 +165,8 @@ async def test_after_the_timeout_nobody_has_decided(harness: Harness, office: Of
     await harness.advance("3d")
     assert office.heard == ["nobody"]
     late = await use(harness, office.links[0])
-    assert (late.status_code, late.json()["detail"]) == (410, "The time for this decision is over.")
+    told = "Your decision was not counted. The time for this decision is over."
+    assert (late.status_code, late.json()["detail"]) == (410, told)
     assert (await use(harness, office.links[0], "GET")).json()["state"] == "expired"
     assert await harness.runs("book") == []
 

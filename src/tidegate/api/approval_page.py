@@ -43,11 +43,13 @@ _PAGE = """<!doctype html>
 """
 
 
-def page(approval: Approval, status: int = 200, *, comment: str = "", wrong: str = "") -> Response:
-    """The page of an approval: with the form while it is open, else with what became of it. `wrong`: why the comment
-    that was sent was refused; the form has it again."""
+def page(
+    approval: Approval, status: int = 200, *, said: str | None = None, comment: str = "", wrong: str = ""
+) -> Response:
+    """The page of an approval: with the form while it is open, else with what became of it, or `said`. `wrong`: why the
+    comment that was sent was refused; the form has it again."""
     parts = [f"<p>{line}</p>" for line in escape(_visible(approval.note or "")).splitlines() if line.strip()]
-    parts.append(f"<p>{escape(told(approval))}</p>")
+    parts.append(f"<p>{escape(said or told(approval))}</p>")
     if approval.state == "open":
         parts += [f'<p role="alert">{escape(wrong)}</p>'] if wrong else []
         parts.append(_FORM.format(comment=escape(comment)))
@@ -57,6 +59,21 @@ def page(approval: Approval, status: int = 200, *, comment: str = "", wrong: str
 def error_page(text: str, status: int) -> Response:
     """A page that says why there is nothing to decide."""
     return _rendered("Approval", f"<p>{escape(text)}</p>", status)
+
+
+def thanks(approval: Approval) -> str:
+    """What whoever has decided is told."""
+    assert approval.decision is not None, "it has been decided"
+    word = "approved" if approval.decision.approved else "rejected"
+    return f"Thank you. You {word} it at {approval.decision.at:%Y-%m-%d %H:%M} UTC."
+
+
+def not_counted(approval: Approval) -> str:
+    """What is told to whoever wanted to decide an approval that is not open."""
+    said = told(approval)
+    if approval.decision is None:
+        return f"Your decision was not counted. {said}"
+    return f"Your decision was not counted: {said.replace('It was', 'it was already', 1)}"
 
 
 def told(approval: Approval) -> str:

@@ -88,9 +88,10 @@ async def decide_approval(request: Request, services: Services) -> Response:
         services.queue.hint("inbox")
     status = 200 if done.is_new else _closed_status(done.approval)
     if is_page:
-        return approval_page.page(done.approval, status)
+        said = approval_page.thanks if done.is_new else approval_page.not_counted
+        return approval_page.page(done.approval, status, said=said(done.approval))
     if not done.is_new:
-        return problems.response(Problem(status, approval_page.told(done.approval)))
+        return problems.response(Problem(status, approval_page.not_counted(done.approval)))
     return json_response(_shown(done.approval))
 
 
@@ -98,8 +99,9 @@ async def _asked_again(services: Services, approval_id: StepId, comment: str, er
     """The page once more: what was written into the form is not lost."""
     async with services.database.connection() as connection:
         found = await approvals.find(connection, approval_id)
-    status = 422 if found.state == "open" else _closed_status(found)
-    return approval_page.page(found, status, comment=comment, wrong=f"The {error.field} {error.message}.")
+    if found.state != "open":
+        return approval_page.page(found, _closed_status(found), said=approval_page.not_counted(found))
+    return approval_page.page(found, 422, comment=comment, wrong=f"The {error.field} {error.message}.")
 
 
 def _closed_status(approval: Approval) -> int:
