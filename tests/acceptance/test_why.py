@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from tests.processes import api, run, tidegate, worker
 
 APP = """
-from tidegate import Breaker, Context, Tidegate
+from tidegate import Breaker, Context, Retry, Tidegate
 
 app = Tidegate()
 
@@ -50,6 +51,15 @@ async def deliver(ctx: Context, id: int = 0):
 @app.workflow(on="order.parcels")
 async def parcels(ctx: Context):
     return await ctx.map(deliver, [{"id": 1}, {"id": 2}, {"id": 3}])
+
+
+def busy():
+    raise ValueError("busy")
+
+
+@app.workflow(on="order.flaky")
+async def flaky(ctx: Context):
+    await ctx.step("charge", busy, retry=Retry(max_attempts=3, base="10m", cap="10m"))
 
 
 @app.workflow(on="order.broken", breaker=Breaker(threshold=1000))
@@ -184,6 +194,23 @@ def test_a_child_whose_start_is_held_is_shown_watched_and_cancelled(url: str) ->
     assert "no run" in cli(url, "runs", "cancel", "01a00000-0000-7000-8000-000000000000", status=1)
 
 
+def test_the_end_of_a_wait_is_not_called_an_attempt(url: str) -> None:
+    publish(url, "order.placed", "until", id=77)
+    run_id = settled(url, "until", "waiting_for_event")["outcomes"][0]["run_id"]
+    [step] = [line for line in cli(url, "explain", run_id).splitlines() if " step " in line]
+    assert "wait order.approved (until 20" in step, step
+    shown = cli(url, "runs", "show", run_id)
+    assert re.search(r"wait order.approved  pending +0 +until 20", shown), shown
+
+
+def test_a_failed_step_has_a_next_attempt(url: str) -> None:
+    publish(url, "order.flaky", "flaky")
+    run_id = settled(url, "flaky", "step_retry")["outcomes"][0]["run_id"]
+    text = cli(url, "explain", run_id)
+    assert "charge: ValueError: busy (next attempt 20" in text, text
+    assert "until" not in cli(url, "runs", "show", run_id)
+
+
 def test_misspelt_variables_are_named_and_lists_say_whether_a_filter_was_given(url: str) -> None:
     misspelt = {"TIDEGATE_URI": "http://elsewhere", "TIDEGATE_LOG_LEVLE": "debug", "TIDEGATE_TOKEN": "none"}
     done = run("runs", "list", "--workflow", "nobody", env={"TIDEGATE_URL": url} | misspelt)
@@ -217,7 +244,7 @@ def test_workers_and_events(url: str) -> None:
     [one] = json.loads(cli(url, "workers", "list", "--json"))["workers"]
     assert (
         one["is_alive"]
-        and one["workflows"] == ["approve", "broken", "deliver", "fulfil", "impatient", "parcels", "quick"]
+        and one["workflows"] == ["approve", "broken", "deliver", "flaky", "fulfil", "impatient", "parcels", "quick"]
         and one["slots"] > 0
     )
     assert one["name"] in cli(url, "workers", "list")

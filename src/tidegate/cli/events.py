@@ -24,6 +24,7 @@ from tidegate.cli.output import (
     short_time,
 )
 from tidegate.cli.wording import written_as
+from tidegate.model.run import ENDING_KINDS
 
 # The API's field names, and the options that set them.
 _REPLAY_NAMES = {name: f"--{name}" for name in ("type", "source", "from", "to", "rate", "limit", "all")}
@@ -265,7 +266,8 @@ def _why(decision: Json) -> str:
     parts = [local_text(decision.get("reason") or "")]
     said = parts[0]
     if decision.get("until") and short_time(decision["until"]) not in said:
-        parts.append(f"(next attempt {short_time(decision['until'])})")
+        word = "until" if decision.get("kind") in ENDING_KINDS else "next attempt"
+        parts.append(f"({word} {short_time(decision['until'])})")
     elif decision.get("waits_for") and not decision.get("until") and decision["waits_for"] not in said:
         parts.append(f"(waits for {decision['waits_for']})")
     if decision.get("actor") and not said.endswith(f"by {decision['actor']}"):

@@ -29,7 +29,7 @@ from tidegate.cli.output import (
 from tidegate.cli.wording import written_as
 from tidegate.client import Client
 from tidegate.errors import first_line
-from tidegate.model.run import FINAL_RUN_STATUSES, RUN_STATUSES, risk_of_resuming
+from tidegate.model.run import ENDING_KINDS, FINAL_RUN_STATUSES, RUN_STATUSES, risk_of_resuming
 
 # The API's field names, and the options that set them.
 _NAMES = {
@@ -307,7 +307,7 @@ def show_run(run_id: str, as_json: bool) -> None:
     rows = [
         (
             s["name"], "timed out" if s["is_timed_out"] else s["status"], str(s["retry_attempts"]),
-            short_time(s["next_attempt_at"]),
+            ("until " if s["next_attempt_at"] and s["kind"] in ENDING_KINDS else "") + short_time(s["next_attempt_at"]),
             first_line(s["error"])[:80] if s["error"] else short_json(s["result"]),
         )
         for s in found["steps"]

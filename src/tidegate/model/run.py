@@ -18,6 +18,8 @@ FINAL_RUN_STATUSES: tuple[RunStatus, ...] = ("succeeded", "failed", "cancelled")
 
 StepStatus = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 STEP_STATUSES: tuple[StepStatus, ...] = get_args(StepStatus)
+# Kinds of steps whose `next_attempt_at` is when they end, not when they are tried again.
+ENDING_KINDS = ("wait", "sleep")
 
 # A run whose worker died this many times in a row is a suspect, whatever else the worker was executing: from then on
 # it is executed alone. A single crash is no evidence: workers are killed for many reasons, with all that they execute.

@@ -34,7 +34,9 @@ from tidegate.store.workers import WorkerRecord
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One decision. `waits_for` is null when it waits for nothing; `until` is when it continues, null when that cannot
-    be known. `run_ids` are the waiting runs that the event woke or cancelled (stage `wait`), at most 100."""
+    be known. `run_ids` are the waiting runs that the event woke or cancelled (stage `wait`), at most 100. `kind` is
+    that of the step (stage `step`); the `until` of a `wait` or `sleep` is its end, that of a `step` its next attempt.
+    """
 
     at: datetime | None
     stage: str
@@ -50,6 +52,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempt: int | None = None
     actor: str | None = None
     run_ids: list[RunId] = []
+    kind: str | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +164,7 @@ def with_steps(told: Told, steps: Iterable[Step], run: Run) -> Told:
             at=step.updated_at, stage="step", decision="timed_out" if step.is_timed_out else step.status,
             workflow=run.workflow, run_id=run.id,
             reason=f"{step.name}: {first_line(step.error)}" if step.error else step.name,
-            until=step.next_attempt_at, attempt=step.retry_attempts or None,
+            until=step.next_attempt_at, attempt=step.retry_attempts or None, kind=step.kind,
         )
         for step in steps
     ]  # fmt: skip
