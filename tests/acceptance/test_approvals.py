@@ -71,6 +71,12 @@ async def test_operators_decide_on_the_command_line(
         unknown = await in_thread(lambda: tidegate("ann", "approvals", "reject", "nonsense"))
         assert (unknown.returncode, "no approval 'nonsense'" in unknown.stderr) == (1, True)
         await eventually(database, ENDED, 2)
+        for n, told in enumerate(("approved by ann (operator): fine", "rejected by ann (operator)")):
+            run_id = found["approvals"][n]["run_id"]
+            explained = await in_thread(lambda run_id=run_id: tidegate("reader", "explain", run_id))
+            assert f"manager: {told}" in explained.stdout
+            shown = await in_thread(lambda run_id=run_id: tidegate("reader", "runs", "show", run_id))
+            assert [line for line in shown.stdout.splitlines() if line.startswith("manager ") and told in line]
     assert sorted(row[0] for row in await connection.fetch(TOLD)) == ["False None", "True fine"]
     rows = await connection.fetch(
         "select actor, action from tidegate.audit_log where action like 'approval.%' order by id"

@@ -15,6 +15,7 @@ from tidegate import Context, On, SyncContext, Tidegate
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow.accept.approvals import ApprovalLinks
 from tidegate.flow.keep import secrets
+from tidegate.flow.look.explain import explain_any
 from tidegate.model.approval import APPROVAL_DECIDED
 from tidegate.model.ids import step_id
 from tidegate.model.secrets import NO_KEYS, SecretKeys, new_key
@@ -164,6 +165,10 @@ async def test_after_the_timeout_nobody_has_decided(harness: Harness, office: Of
     await asked(harness)
     await harness.advance("3d")
     assert office.heard == ["nobody"]
+    async with harness.connection() as connection:
+        story = await explain_any(connection, str((await harness.only_run("fulfil")).id))
+    [step] = [line.reason for line in story.decisions if (line.stage, line.decision) == ("step", "timed_out")]
+    assert step is not None and step.startswith("manager: nobody decided by 20"), step
     late = await use(harness, office.links[0])
     told = "Your decision was not counted. The time for this decision is over."
     assert (late.status_code, late.json()["detail"]) == (410, told)

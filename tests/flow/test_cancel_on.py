@@ -213,3 +213,20 @@ async def test_a_run_that_waits_for_a_version_is_cancelled_by_any_worker(
     row = await connection.fetchrow("select * from tidegate.workflow_runs")
     assert row is not None and (row["status"], row["error"]) == ("cancelled", f"cancelled by event {cancelled}")
     assert cluster.done == ["one"] and await connection.fetchval("select count(*) from tidegate.event_waits") == 0
+
+
+async def test_its_own_step_is_not_shown_and_a_near_miss_nearly_cancelled_it(
+    connection: Connection, world: World
+) -> None:
+    @world.app.workflow(on="order.created", cancel_on=MINE)
+    async def fulfil(ctx: Context, id: int) -> None:
+        await ctx.sleep("1h", name="nap")
+
+    runner = await world.runner()
+    await publish(connection, "order.created", id=7)
+    await world.turn(runner)
+    near = await publish(connection, "order.cancelled", id="7")
+    await world.turn(runner)
+    story = await explain_any(connection, str((await the_runs(connection))[7]["id"]))
+    assert [line.reason for line in story.decisions if line.stage == "step"] == ["nap"]
+    assert f"(event {near}) nearly cancelled it: " in story.summary

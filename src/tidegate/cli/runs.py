@@ -25,11 +25,13 @@ from tidegate.cli.output import (
     require_answer,
     short_json,
     short_time,
+    zoned_time,
 )
 from tidegate.cli.wording import written_as
 from tidegate.client import Client
 from tidegate.errors import first_line
-from tidegate.model.run import ENDING_KINDS, FINAL_RUN_STATUSES, RUN_STATUSES, risk_of_resuming
+from tidegate.model.approval import decided_text
+from tidegate.model.run import ENDING_KINDS, FINAL_RUN_STATUSES, INTERNAL_STEPS, RUN_STATUSES, risk_of_resuming
 
 # The API's field names, and the options that set them.
 _NAMES = {
@@ -308,9 +310,10 @@ def show_run(run_id: str, as_json: bool) -> None:
         (
             s["name"], "timed out" if s["is_timed_out"] else s["status"], str(s["retry_attempts"]),
             ("until " if s["next_attempt_at"] and s["kind"] in ENDING_KINDS else "") + short_time(s["next_attempt_at"]),
-            first_line(s["error"])[:80] if s["error"] else short_json(s["result"]),
+            first_line(s["error"])[:80] if s["error"] else _result(s),
         )
         for s in found["steps"]
+        if not s["name"].startswith(INTERNAL_STEPS)
     ]  # fmt: skip
     print_table(("STEP", "STATUS", "FAILED", "NEXT", "RESULT"), rows, "No steps.")
     if found.get("children"):
@@ -319,6 +322,13 @@ def show_run(run_id: str, as_json: bool) -> None:
             for c in found["children"]
         ]
         print_table(("STEP", "ITEM", "WORKFLOW", "STATUS", "RUN", "ERROR"), shown, "")
+
+
+def _result(step: Json) -> str:
+    """The result of a step; of an approval, who decided what."""
+    at = zoned_time(step["updated_at"])
+    said = decided_text(step["retry_metadata"], step["result"], is_timed_out=step["is_timed_out"], at=at)
+    return printable(said) if said else short_json(step["result"])
 
 
 def _print_start(found: Json, story: Json) -> None:

@@ -13,12 +13,13 @@ import hashlib
 import hmac
 import re
 import uuid
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Literal
 
 import msgspec
 
-from tidegate.errors import FieldError
+from tidegate.errors import FieldError, first_line
 from tidegate.model.ids import EventId, RunId, StepId
 
 # The type of the event that a decision publishes.
@@ -91,6 +92,21 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
     correlation_id: str | None
     traceparent: str | None
     is_of_end: bool
+
+
+def decided_text(facts: Mapping[str, object], result: object, *, is_timed_out: bool, at: str) -> str | None:
+    """What became of the approval that a step waited for, by its `retry_metadata` and its result, the event that the
+    decision published; `at` is when it ended, in words. None when it waits, or is no approval."""
+    if facts.get("reason") != APPROVAL:
+        return None
+    if is_timed_out:
+        return f"nobody decided by {at}"
+    given = result.get("payload") if isinstance(result, dict) else None
+    if not isinstance(given, dict):
+        return None
+    word = "approved" if given.get("approved") else "rejected"
+    comment = first_line(given.get("comment") or "")
+    return f"{word} by {given.get('by')} ({given.get('via')}){f': {comment}' if comment else ''}"
 
 
 def link_of(base: str, key: bytes, approval_id: StepId) -> str:

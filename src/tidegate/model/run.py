@@ -18,6 +18,8 @@ FINAL_RUN_STATUSES: tuple[RunStatus, ...] = ("succeeded", "failed", "cancelled")
 
 StepStatus = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 STEP_STATUSES: tuple[StepStatus, ...] = get_args(StepStatus)
+# Steps that the engine makes for itself have names that begin with this; they are not shown to people.
+INTERNAL_STEPS = "tidegate."
 # Kinds of steps whose `next_attempt_at` is when they end, not when they are tried again.
 ENDING_KINDS = ("wait", "sleep")
 

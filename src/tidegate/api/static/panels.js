@@ -88,7 +88,8 @@ async function startPanel(start) {
 export async function runPanel(given) {
   const answer = await get(`/v1/runs/${encodeURIComponent(given)}`);
   if (!answer.run) return startPanel(answer);
-  const { run, steps, parent_run_id: parent, children = [] } = answer;
+  const { run, parent_run_id: parent, children = [] } = answer;
+  const steps = answer.steps.filter((step) => !step.name.startsWith("tidegate.")); // those are the engine's own
   const wait = await waitOf(run);
   const lines = steps.map((step) => el("li", { class: tone(step.status) },
     el("div", {}, pill(step.is_timed_out ? "timed out" : step.status), el("b", {}, visible(step.name)), step.retry_attempts && `retries: ${step.retry_attempts}`),

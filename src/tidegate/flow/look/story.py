@@ -13,12 +13,13 @@ import msgspec
 from tidegate.errors import first_line
 from tidegate.flow.look.near.triggers import NearMiss
 from tidegate.flow.look.waiting_steps import AwaitedChildren
-from tidegate.flow.look.why import Why, why_delivery, why_event
+from tidegate.flow.look.why import Why, moment, why_delivery, why_event
 from tidegate.flow.look.why_run import RunFacts, why_run
+from tidegate.model.approval import decided_text
 from tidegate.model.event import Event
 from tidegate.model.ids import DeliveryId, RunId, TriggerId
 from tidegate.model.ingress_retry import IngressRetry
-from tidegate.model.run import Run, Step
+from tidegate.model.run import INTERNAL_STEPS, Run, Step
 from tidegate.store.circumstances import (
     DeliveryCircumstances,
     EventCircumstances,
@@ -163,12 +164,21 @@ def with_steps(told: Told, steps: Iterable[Step], run: Run) -> Told:
         Decision(
             at=step.updated_at, stage="step", decision="timed_out" if step.is_timed_out else step.status,
             workflow=run.workflow, run_id=run.id,
-            reason=f"{step.name}: {first_line(step.error)}" if step.error else step.name,
+            reason=": ".join(filter(None, (step.name, _said(step)))),
             until=step.next_attempt_at, attempt=step.retry_attempts or None, kind=step.kind,
         )
         for step in steps
+        if not step.name.startswith(INTERNAL_STEPS)
     ]  # fmt: skip
     return told._replace(lines=[*told.lines[:place], *lines, *told.lines[place:]])
+
+
+def _said(step: Step) -> str | None:
+    """Why a step failed, or what was decided."""
+    if step.error:
+        return first_line(step.error)
+    at = moment(step.updated_at) if step.updated_at else "its end"
+    return decided_text(step.retry_metadata, step.result, is_timed_out=step.is_timed_out, at=at)
 
 
 def _delivered(facts: StoryFacts) -> tuple[list[Decision], list[Outcome]]:

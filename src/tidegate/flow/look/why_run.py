@@ -10,7 +10,7 @@ from tidegate.errors import first_line
 from tidegate.flow.look import waiting_steps
 from tidegate.flow.look.waiting_steps import AwaitedChildren
 from tidegate.flow.look.why import ANOTHERS, NAMED, NO_WORKER, Why, letter_text, moment, nobody, present
-from tidegate.model.run import SUSPECT_CRASHES, Run, Step, risk_of_resuming
+from tidegate.model.run import INTERNAL_STEPS, SUSPECT_CRASHES, Run, Step, risk_of_resuming
 from tidegate.store.circumstances import RunCircumstances, StoryLetter
 from tidegate.store.workers import WorkerRecord
 
@@ -108,7 +108,9 @@ def _progress(steps: Sequence[Step]) -> str:
     failed = [step for step in steps if step.kind == "step" and step.status == "pending" and step.retry_attempts]
     if failed:
         return f", attempt {failed[0].retry_attempts + 1} of step {failed[0].name!r}"
-    done = [step for step in steps if step.status in ("succeeded", "failed") and not step.name.startswith("tidegate.")]
+    done = [
+        step for step in steps if step.status in ("succeeded", "failed") and not step.name.startswith(INTERNAL_STEPS)
+    ]
     if not done:
         return ""
     last = max(done, key=lambda step: (step.updated_at is not None, step.updated_at, step.created_at))

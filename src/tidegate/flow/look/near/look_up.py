@@ -19,7 +19,7 @@ from tidegate.flow.look.story import Decision, StoryFacts
 from tidegate.flow.look.waiting_steps import pattern_text
 from tidegate.model.event import Event
 from tidegate.model.ids import RunId, TriggerId
-from tidegate.model.run import Run, Step
+from tidegate.model.run import INTERNAL_STEPS, Run, Step
 from tidegate.model.trigger import CompiledTrigger, Trigger
 from tidegate.model.wait import WaitPattern, contained, key_of, key_of_event, read_paths, value_in
 from tidegate.model.work_limit import TooMuchWork
@@ -199,7 +199,8 @@ async def _near_events(
         if reason is None and is_open and not has_passed and sides.is_met(side, event):
             reason = f"it fits, and is not decided: tidegate explain {event.id}"
         if reason is not None:
-            text = f"{event.type} from {event.source} (event {event.id}) nearly ended the wait {step!r}: {reason}"
+            does = "cancelled it" if step.startswith(INTERNAL_STEPS) else f"ended the wait {step!r}"
+            text = f"{event.type} from {event.source} (event {event.id}) nearly {does}: {reason}"
             told.append(
                 Decision(at=event.received_at, stage="wait", decision="near_miss", reason=text, workflow=run.workflow,
                          run_id=run.id)
