@@ -130,6 +130,21 @@ def test_refused_requests_are_found_by_their_ids(url: str) -> None:
     assert httpx.get(f"{url}/v1/explain/w-nobody", trust_env=False).status_code == 404
 
 
+def test_refused_starts_are_found_by_their_ids(url: str) -> None:
+    cli(url, "run", "quick", "--id", "start-1", "--data", '{"idd": 4}', status=1)
+    found = httpx.get(f"{url}/v1/explain/start-1", trust_env=False).json()
+    assert (found["kind"], found["type"], found["source"]) == ("refusal", "tidegate.start", "tidegate.start.quick")
+    assert "refused with 422, nothing was stored" in found["summary"] and "idd" in found["summary"]
+    cli(url, "run", "quick", "--id", "start-2", "--data", '{"id": 1}', "--wait", "60s")
+    cli(url, "run", "quick", "--id", "start-2", "--data", '{"id": 2}', status=1)
+    found = httpx.get(f"{url}/v1/explain/start-2", trust_env=False).json()
+    assert found["summary"] == "quick succeeded"
+    assert found["decisions"][-1]["decision"] == "refused"
+    assert "started before with this id and other parameters" in found["decisions"][-1]["reason"]
+    cli(url, "run", "nobody", "--id", "start-3", status=1)
+    assert httpx.get(f"{url}/v1/explain/start-3", trust_env=False).status_code == 404
+
+
 def test_waiting_for_what_an_event_launches(url: str) -> None:
     assert publish(url, "order.quick", "w-5", "--wait", id=5).splitlines()[-1] == "quick succeeded"
     text = publish(url, "order.broken", "w-6", "--wait", status=1)

@@ -10,14 +10,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidegate.api import bodies
+from tidegate.api import bodies, problems
 from tidegate.api.routes import Query, Route, Services, json_response, parameters
-from tidegate.errors import FieldError, InvalidInput
+from tidegate.errors import FieldError, InvalidInput, TidegateError
+from tidegate.flow.accept.refusals import GivenEvent
 from tidegate.flow.look.ends import MAX_WAIT_SECONDS, Ended
 from tidegate.model.event import is_text_id
 from tidegate.model.ids import EventId, RunId
 from tidegate.model.run import RunStatus
-from tidegate.model.start import StartedRun
+from tidegate.model.start import START, StartedRun, source_of_starts
 from tidegate.model.units import duration_ms
 
 T = TypeVar("T")
@@ -49,10 +50,16 @@ async def start_run(request: Request, services: Services) -> Response:
     seconds = wait_seconds(parameters(request, (WAIT,)))
     body = await bodies.read(request, StartBody, services.settings.limits.max_payload_bytes + bodies.MAX_BYTES)
     correlation = body.correlation_id or request.headers.get("x-request-id")
-    started = await services.starts.start(
-        request.path_params["slug"], body.parameters, id=body.id,
-        correlation_id=correlation if body.correlation_id or is_text_id(correlation or "") else None,
-    )  # fmt: skip
+    slug = request.path_params["slug"]
+    try:
+        started = await services.starts.start(
+            slug, body.parameters, id=body.id,
+            correlation_id=correlation if body.correlation_id or is_text_id(correlation or "") else None,
+        )  # fmt: skip
+    except TidegateError as exc:
+        given = GivenEvent(body.id, START, source_of_starts(slug))
+        services.refusals.keep(problems.response(exc).status_code, exc, lambda: [given])
+        raise
     ended = None
     if seconds:
         ended = await unless_gone(request, services.ends.wait(started.run_id, seconds, started.event_id))

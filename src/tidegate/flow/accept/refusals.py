@@ -1,5 +1,5 @@
-"""Refusals: keeps refused publish requests for a while, so that a producer's id can be asked for although nothing was
-stored.
+"""Refusals: keeps refused publish requests and starts for a while, so that a producer's id can be asked for although
+nothing was stored.
 
 A flood of refusals costs next to nothing: at most MAX_PER_SECOND are kept per second and process, those of a second are
 written together, and what cannot be written is dropped. The first is written at once, and whoever asks this process for
