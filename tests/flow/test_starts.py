@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.flow.trigger_worker import TriggerWorker
 from tidegate import Conflict, Context, InvalidInput, NotFound, On, RunFailed, Unavailable
 from tidegate.api.v1.starts import unless_gone
 from tidegate.clock import uuid7
+from tidegate.flow import control
 from tidegate.flow.accept.ingest import Ingest
 from tidegate.flow.accept.starts import Starts
 from tidegate.flow.look import ends
@@ -23,6 +25,7 @@ from tidegate.flow.look.ends import RunEnds, RunHandle
 from tidegate.flow.look.explain import explain
 from tidegate.flow.run.runner import Runner
 from tidegate.model.event import EventLimits
+from tidegate.model.source import TRIGGER_BREAKER
 from tidegate.store.db import Connection, Database
 
 
@@ -341,3 +344,26 @@ async def test_whoever_stops_waiting_is_forgotten(database: Database) -> None:
     await asyncio.sleep(0)
     await waits.close()
     assert await late is None
+
+
+async def test_a_start_is_cancelled_by_the_id_of_its_run_when_it_is_held(connection: Connection, world: World) -> None:
+    @world.app.workflow(on="go", max_concurrency=1)
+    async def work(ctx: Context) -> None:
+        await ctx.sleep("1h")
+
+    runner = await world.runner()
+    starts = starts_of(world)
+    first = await starts.start("work", {})
+    cancel = partial(control.cancel_run, world.database, actor="ann", breaker=TRIGGER_BREAKER)
+    with pytest.raises(Conflict, match=f"is not launched: tidegate explain {first.event_id} says why"):
+        await cancel(first.run_id)
+    await world.turn(runner)
+    held = await starts.start("work", {})
+    await world.turn(runner)
+    assert await cancel(held.run_id) == "cancelled"
+    assert await cancel(first.run_id) == "cancelled"
+    await TriggerWorker(world.database).turn()
+    await world.turn(runner)
+    assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == 1
+    with pytest.raises(Conflict, match="it is cancelled"):
+        await cancel(held.run_id)

@@ -16,7 +16,7 @@ from tidegate.flow.run.finish import Freed
 from tidegate.model.ids import RunId
 from tidegate.model.run import FINAL_RUN_STATUSES, Run, risk_of_resuming
 from tidegate.model.source import BreakerPolicy
-from tidegate.store import audit, dead_letters, decisions, locks, runs
+from tidegate.store import audit, dead_letters, decisions, locks, runs, starts
 from tidegate.store.db import Connection, Database
 from tidegate.store.decisions import NewDecision
 from tidegate.telemetry import metrics
@@ -71,10 +71,14 @@ async def _cancel(
 
 async def _cancel_held(database: Database, run_id: RunId, actor: str) -> bool:
     """Cancel the delivery that is to launch the run, which has its id; whether it waited. Conflict when it will launch
-    nothing; False when there is none, or it has launched the run meanwhile."""
+    nothing, or its start is not decided; False when there is none, or it has launched the run meanwhile."""
     try:
         await retries.change_retry(database, "deliveries", run_id, "cancel", actor)
     except NotFound:
+        async with database.connection() as connection:
+            event_id = await starts.event_of(connection, run_id)
+            if event_id is not None and await runs.get(connection, run_id) is None:
+                raise Conflict(f"run {run_id} is not launched: tidegate explain {event_id} says why") from None
         return False
     except Conflict:
         async with database.connection() as connection:
