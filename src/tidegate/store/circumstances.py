@@ -152,8 +152,8 @@ async def slot_holders(connection: Connection, delivery_id: DeliveryId, limit: i
 
 async def children_of(connection: Connection, step_id: StepId) -> StepChildren:
     """The children of a step."""
-    [row] = await connection.fetch(_sql["children"], step_id, MAX_ENDED)
-    return StepChildren(**dict(row))
+    row = await connection.fetchrow(_sql["children"], step_id, MAX_ENDED)
+    return StepChildren(**dict(row)) if row else StepChildren(ended=0)
 
 
 async def of_event(connection: Connection, event_id: EventId) -> EventCircumstances:
