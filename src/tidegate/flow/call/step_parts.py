@@ -158,16 +158,19 @@ class StepParts(ABC):
 
     def begin(self, name: str) -> Step | None:
         """The function has come to a step: what is known of it. TimeoutError when it was cut off."""
-        self.open(name)
+        self._reached(name)
         return self.awaited(name)
 
     def open(self, name: str) -> Step | None:
         """`begin` for a step that the function waits for later. If that wait was cut off, this call was not."""
+        self._reached(name)
+        known = self._known.get(name)
+        return self.awaited(name) if known is not None and known.retry_metadata.get(OPENING) else known
+
+    def _reached(self, name: str) -> None:
         self._used.add(name)
         if self.fit is not None:
             self._reach(self.fit, name)
-        known = self._known.get(name)
-        return self.awaited(name) if known is not None and known.retry_metadata.get(OPENING) else known
 
     def awaited(self, name: str) -> Step | None:
         """What is known of a step that the function waits for. TimeoutError when it was cut off."""

@@ -208,10 +208,7 @@ class Batch:
     def committed(self, delivered: Delivered) -> None:
         """Count and log, after the commit, what was decided."""
         report_deliveries(delivered.decided, delivered.names, are_newcomers=True)
-        log_nothing(
-            delivered.events,
-            {one.event_id for one in delivered.decided} | {one.event.id for one in delivered.met.meetings},
-        )
+        log_nothing(delivered.events, delivered.decided, delivered.met.meetings)
         log_trigger_moves(delivered.moves)
         log_source_moves(delivered.source_moves)
         for one in delivered.filtered:

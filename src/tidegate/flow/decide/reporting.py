@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from tidegate.errors import first_line
 from tidegate.flow.decide.source_failures import SourceMove
+from tidegate.flow.decide.waits import Meeting
 from tidegate.model.approval import APPROVAL_DECIDED
 from tidegate.model.event import Event
-from tidegate.model.ids import EventId, TriggerId
+from tidegate.model.ids import TriggerId
 from tidegate.model.run import ClaimedRun, FinishedRun
 from tidegate.model.trigger import CompiledTrigger
 from tidegate.model.trigger_gate import TriggerMove
@@ -76,13 +77,14 @@ def report_deliveries(decided: Sequence[Decided], names: Mapping[TriggerId, str]
         )
 
 
-def log_nothing(events: Sequence[Event], decided: Collection[EventId]) -> None:
+def log_nothing(events: Sequence[Event], decided: Sequence[Decided], meetings: Sequence[Meeting]) -> None:
     """Log, after the commit, the events that neither fired a trigger nor met a waiting run."""
     if not _log.is_debug:
         return
+    effective = {one.event_id for one in decided} | {one.event.id for one in meetings}
     for event in events:
         # The decision of an approval has met its run in the commit that published it.
-        if event.id not in decided and event.replayed_at is None and event.type != APPROVAL_DECIDED:
+        if event.id not in effective and event.replayed_at is None and event.type != APPROVAL_DECIDED:
             _log.debug("event.launched_nothing", event_id=event.id, correlation_id=event.correlation_id,
                        source=event.source, type=event.type)  # fmt: skip
 
