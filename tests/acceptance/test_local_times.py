@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import click
+import httpx
 import pytest
 
 from tests.acceptance.test_sources import ok
-from tests.acceptance.test_triggers import act
 from tests.processes import run
 from tidegate.cli import cli
 from tidegate.client import Client
 
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?: (\w+))?")
+
+
+def act(address: str, method: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.request(method, f"{address}{path}", json=body)
 
 
 @pytest.fixture(scope="module")

@@ -129,8 +129,6 @@ class Event(msgspec.Struct, frozen=True):
     def counted_from(self) -> datetime:
         """The start of its age and of its time to live: when it was received, its `deliver_at` if that was later, or
         when it was last replayed."""
-        if self.replayed_at is None and self.deliver_at is None:
-            return self.received_at
         return self.replayed_at or self.arrived_at
 
     @property
@@ -185,10 +183,9 @@ def check_event(
         )
     event_type = _name(raw.get("type"), prefix, "type", errors)
     source = _name(raw.get("source"), prefix, "source", errors)
-    if (event_type.startswith(RESERVED) or source.startswith(RESERVED)) and not is_sample:
-        for field, name in (("type", event_type), ("source", source)):
-            if name.startswith(RESERVED):
-                errors.append(FieldError(f"{prefix}{field}", f"must not begin with {RESERVED}, which is reserved"))
+    for field, name in (("type", event_type), ("source", source)):
+        if name.startswith(RESERVED) and not is_sample:
+            errors.append(FieldError(f"{prefix}{field}", f"must not begin with {RESERVED}, which is reserved"))
     external_id = _text(raw.get("id"), prefix, "id", errors)
     correlation_id = _text(raw.get("correlation_id"), prefix, "correlation_id", errors) or correlation_id
     occurred_at = _time(raw.get("occurred_at"), prefix, "occurred_at", now, limits, errors)
