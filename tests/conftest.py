@@ -7,6 +7,7 @@ Databases belong to an ordinary role, and tests log in as it. Whatever needs mor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 import signal
@@ -77,6 +78,14 @@ async def _admin(url: str, statement: str) -> None:
         await connection.execute(statement)
     finally:
         await connection.close()
+
+
+@contextlib.contextmanager
+def cloned(postgres: EmbeddedPostgres, template: str, name: str) -> Iterator[str]:
+    """A migrated database for several tests; its URL."""
+    asyncio.run(_admin(postgres.admin_url(), f"create database {name} template {template} owner {ROLE}"))
+    yield postgres.url(name)
+    asyncio.run(_admin(postgres.admin_url(), f"drop database {name} with (force)"))
 
 
 class _Template:

@@ -161,9 +161,12 @@ def test_a_limit_is_tried_on_the_last_week(server: str, source: str) -> None:
     told = run("sources", "limit", source, "1/s", "--dry-run", env={"TIDEGATE_URL": server})
     assert told.returncode == 0, told.stderr
     assert f"{source}, 1/s: 8 events, " in told.stdout and "waiting now: 1; the last would pass: 20" in told.stdout
-    assert "with the current limit:  6 held, the longest for " in told.stdout and "not predicted: " in told.stdout
+    assert (
+        "with the current limit all that time:  6 held, the longest for " in told.stdout
+        and "not predicted: " in told.stdout
+    )
     told = run("sources", "limit", source, "--remove", "--dry-run", env={"TIDEGATE_URL": server})
-    assert told.returncode == 0 and "with the current limit:  6 held" in told.stdout, told.stderr
+    assert told.returncode == 0 and "with the current limit all that time:  6 held" in told.stdout, told.stderr
     assert (known(server, source) or {})["limit"] == 2
 
 

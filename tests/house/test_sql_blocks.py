@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import asyncpg
 import pytest
 
-from tidegate.embedded import ROLE, EmbeddedPostgres
+from tests.conftest import cloned
+from tidegate.embedded import EmbeddedPostgres
 from tidegate.store import sql
 from tidegate.store.db import Connection, Database
 
@@ -26,17 +25,8 @@ FRAGMENTS = [(aggregate, one) for aggregate in sql.aggregates() for one in sql.f
 @pytest.fixture(scope="module")
 def prepares_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
     """A migrated database for all blocks: to prepare one changes nothing."""
-
-    async def admin(statement: str) -> None:
-        connection = await asyncpg.connect(postgres.admin_url())
-        try:
-            await connection.execute(statement)
-        finally:
-            await connection.close()
-
-    asyncio.run(admin(f"create database prepares template {template} owner {ROLE}"))
-    yield postgres.url("prepares")
-    asyncio.run(admin("drop database prepares with (force)"))
+    with cloned(postgres, template, "prepares") as url:
+        yield url
 
 
 @pytest.fixture

@@ -1,24 +1,18 @@
 """Tests with one connection share a database and undo what they did; those that race have a database of their own."""
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
-import asyncpg
 import pytest
 
-from tidegate.embedded import ROLE, EmbeddedPostgres
+from tests.conftest import cloned
+from tidegate.embedded import EmbeddedPostgres
 from tidegate.store.db import Connection, Database
 
 
 @pytest.fixture(scope="session")
-def shared_database_url(postgres: EmbeddedPostgres, template: str) -> str:
-    async def make() -> None:
-        admin = await asyncpg.connect(postgres.admin_url())
-        await admin.execute(f"create database store_tests template {template} owner {ROLE}")
-        await admin.close()
-
-    asyncio.run(make())
-    return postgres.url("store_tests")
+def shared_database_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
+    with cloned(postgres, template, "store_tests") as url:
+        yield url
 
 
 @pytest.fixture

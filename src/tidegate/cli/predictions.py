@@ -55,8 +55,8 @@ def print_limit(found: Json) -> None:
     cut = "; the oldest are left out" if found["is_cut"] else ""
     span = f"{short_time(found['from'])} to {short_time(found['to'])}"
     click.echo(printable(f"{found['source']}, {limit}: {found['events']} events, {span}{cut}"))
-    click.echo(f"  would have been:  {_waits(found['predicted'])}")
-    click.echo(f"  with the current limit:  {_waits(found['current'])}")
+    click.echo(f"  with this limit all that time:  {_waits(found['predicted'])}")
+    click.echo(f"  with the current limit all that time:  {_waits(found['current'])}")
     if found["waiting"]:
         end = short_time(found["drained_at"]) if found["drained_at"] else "not before the source is resumed"
         click.echo(f"  waiting now: {found['waiting']}; the last would pass: {end}")
