@@ -67,6 +67,7 @@ chaos: $(READY)
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.wire --out chaos/results/wire.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.poison --out chaos/results/poison.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.talk --out chaos/results/talk.json
+	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.shared --out chaos/results/shared.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.skew --out chaos/results/skew.json
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.silence
 	@[ -n "$(ARGS)" ] || $(BIN)/python -m chaos.pooler

@@ -16,8 +16,10 @@ from typing import Any
 import uvloop
 
 from bench import (
+    budgets,
     children,
     commit,
+    fairness,
     gate,
     grown,
     health,
@@ -44,6 +46,10 @@ DEFAULT_LEASE_MS = Settings().lease_ms
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
 
+FAIR = fairness.Amount()
+SHARED = budgets.Amount(
+    events=20_000, turns=7, limit=200, intervals=8, workers=8, held=10_000, keys=(100, 10_000)
+)  # fmt: skip
 REMOVED = retention.Amount(days=5, events=500_000, busy_days=15, busy_events=75_000)
 
 
@@ -82,6 +88,8 @@ class Size:
     backlog: int = 100_000
     paced: int = 20_000
     removed: retention.Amount = REMOVED
+    fair: fairness.Amount = FAIR
+    budgets: budgets.Amount = SHARED
 
 
 FULL = Size()
@@ -92,6 +100,8 @@ QUICK = Size(
     history=2_000,
     days=5, waiting=200, beside=200, looks=2, backlog=500, paced=200,
     removed=retention.Amount(days=2, events=1_000, busy_days=2, busy_events=500),
+    fair=fairness.Amount(flood=1_000, events=3, slow_runs=60, sources=20),
+    budgets=budgets.Amount(events=500, turns=1, limit=50, intervals=2, workers=2, held=300, keys=(10, 300)),
 )  # fmt: skip
 
 
@@ -109,6 +119,7 @@ FIGURES: dict[str, Callable[[Stage, Size], Awaitable[Any]]] = {
     "limit_cost": lambda ground, size: gate.cost(ground, size.events, size.close_turns),
     "triggers": lambda ground, size: triggers.crowd(ground, size.many_events, size.crowd_turns, size.crowds),
     "fanout": lambda ground, size: triggers.fan_out(ground, size.fanned, size.turns),
+    "budgets": lambda ground, size: budgets.measure(ground, size.budgets),
     "throttle_drain": lambda ground, size: trigger_limits.drain(ground, size.throttled, size.drain_limit),
     "concurrency": _concurrency,
     "runs": lambda ground, size: runs.measure(ground, size.runs, size.close_turns),
@@ -116,6 +127,7 @@ FIGURES: dict[str, Callable[[Stage, Size], Awaitable[Any]]] = {
     "start": lambda ground, size: start.measure(ground, size.started, size.commits),
     "step_overhead": lambda ground, size: steps.measure(ground, size.stepped, size.stepped_at_once, size.commits),
     "children": lambda ground, size: children.measure(ground, size.parents, size.commits),
+    "fairness": lambda ground, size: fairness.measure(ground, size.fair),
     "recovery": lambda ground, size: recovery.measure(ground, size.rounds, size.lease_ms),
     "health": lambda ground, size: health.measure(ground, size.history, size.days, size.waiting, size.looks),
     "history": lambda ground, size: grown.measure(

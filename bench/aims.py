@@ -29,9 +29,11 @@ def judge(results: Results) -> list[Aim]:
         *_throughput(results),
         *_single(results),
         *_limits(results),
+        *_budgets(results),
         *_triggers(results),
         *_start(results),
         *_children(results),
+        *_fairness(results),
         *_history(results),
         *_retention(results),
         *_memory(results),
@@ -82,6 +84,20 @@ def _limits(results: Results) -> Iterator[Aim]:
         workers = f"{one.workers} worker{'s'[: one.workers - 1]}"
         yield _at_most("concurrency", f"runs at once, {workers}", one.most_unfinished, one.max_concurrency)
         yield _at_least("concurrency", f"share of the slots used, {workers}", round(1 / one.ratio, 3), 0.95)
+        of_floor = round(one.floor_ratio / one.ratio, 3)
+        yield _at_least("concurrency", f"the same, of what SQL alone uses, {workers}", of_floor, 0.95)
+
+
+def _budgets(results: Results) -> Iterator[Aim]:
+    if found := results.budgets:
+        yield _at_least("budgets", "rate with a budget that is never reached", found.cost.ratio, 0.90)
+        use = found.use
+        yield _at_most("budgets", "launches in any interval of a budget", use.most_in_any_interval, use.limit)
+        yield _at_least("budgets", "share of a scarce budget that is used", use.use, 0.95)
+        for one in found.drains:
+            name = f"over {one.keys:,} keys"
+            yield _at_most("budgets", f"launches of a key {name}", one.most_of_a_key, one.allowed_of_a_key)
+            yield _at_least("budgets", f"share of 1,000/s that a drain uses {name}", round(1 / one.ratio, 3), 0.95)
 
 
 def _triggers(results: Results) -> Iterator[Aim]:
@@ -102,6 +118,16 @@ def _start(results: Results) -> Iterator[Aim]:
 def _children(results: Results) -> Iterator[Aim]:
     if found := results.children:
         yield _at_most("children", "a child's end to its parent's next line, p50 in commits", found.p50_commits, 10)
+
+
+def _fairness(results: Results) -> Iterator[Aim]:
+    if found := results.fairness:
+        for name, one in (("a flood", found.flooded), ("a flood with a limit", found.limited)):
+            ratio = round(one.latency.p99_ms / found.idle.p99_ms, 2)
+            yield _at_most("fairness", f"publish to start beside {name}, p99 of its own alone", ratio, 3)
+            yield _at_most("fairness", f"publish to start beside {name}, the most in ms", one.max_ms, 250)
+        yield _at_most("fairness", "delay beside slow runs of another workflow, in runs", found.slow_delay, 1)
+        yield _at_most("fairness", "sources off their shares, the most", found.share_error, 0.05)
 
 
 def _history(results: Results) -> Iterator[Aim]:

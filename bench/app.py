@@ -21,6 +21,7 @@ one_step = Tidegate()
 many_steps = Tidegate()
 outliving = Tidegate()
 talking = Tidegate()
+shared = Tidegate()
 
 _PREDICATES: list[dict[str, Any]] = [
     {"path": "$.payload.amount", "operator": "gt", "value": 100},
@@ -85,6 +86,23 @@ async def parent(ctx: Context, id: int) -> None:
 async def child(ctx: Context, number: int) -> None:
     """As little as a child can do."""
     marks.write(number, time.monotonic())
+
+
+@shared.workflow(on="order.created", predicates=_PREDICATES)
+async def begin(ctx: Context, id: int) -> None:
+    """The workflow that others are to delay as little as possible."""
+    marks.write(id, time.monotonic())
+
+
+@shared.workflow(on="flood.created")
+async def soak_up(ctx: Context) -> None:
+    """What a flood launches."""
+
+
+@shared.workflow(on="slow.created")
+async def be_slow(ctx: Context) -> None:
+    """Keeps a slot for a second."""
+    await asyncio.sleep(1)
 
 
 _resumed: dict[int, list[float]] = {}

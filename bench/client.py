@@ -29,6 +29,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     connections: int
     per_second: float | None = None
     path: str = "/v1/events"
+    type: str = workload.TYPE
+    source: str = workload.SOURCE
 
 
 class Enqueue(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +122,7 @@ def _requests(job: Job) -> list[bytes]:
     head = f"POST {job.path} HTTP/1.1\r\nhost: 127.0.0.1:{job.port}\r\ncontent-type: application/json\r\n"
     return [
         f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-        for body in workload.bodies(job.first, job.events, job.batch)
+        for body in workload.bodies(job.first, job.events, job.batch, job.type, job.source)
     ]
 
 

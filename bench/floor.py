@@ -39,7 +39,7 @@ insert into tidegate.workflow_runs
 select id, $2, delivery_id, event_id, event_id::text, parameters::jsonb, $3, $3, $3
   from unnest($1::uuid[], $4::uuid[], $5::uuid[], $6::text[]) as u (id, delivery_id, event_id, parameters)
 """
-_RUNNING = """
+RUNNING = """
 insert into tidegate.workflow_runs
   (id, workflow_definition_id, trigger_id, delivery_id, event_id, correlation_id, parameters, status, attempts,
    claim_generation, claimed_by, claim_expires_at, next_attempt_at, created_at, started_at, updated_at)
@@ -52,14 +52,14 @@ insert into tidegate.workflow_run_steps (id, workflow_run_id, name, status, resu
 select id, run_id, 'nothing', 'succeeded', result::jsonb, $4, $4
   from unnest($1::uuid[], $2::uuid[], $3::text[]) as u (id, run_id, result)
 """
-_FINISH = """
+FINISH = """
 update tidegate.workflow_runs r
    set status = 'succeeded', output = u.output::jsonb, finished_at = $3, next_attempt_at = null, claimed_by = null,
        claim_expires_at = null, updated_at = $3
   from unnest($1::uuid[], $2::text[]) as u (id, output)
  where r.id = u.id and r.status = 'running' and r.claim_generation = 1
 """
-_TRIGGER = "select id, workflow_definition_id from tidegate.workflow_event_triggers"
+TRIGGER = "select id, workflow_definition_id from tidegate.workflow_event_triggers"
 
 
 # Statements with their arguments, committed together.
@@ -83,7 +83,7 @@ def succeeded(first: int, count: int, trigger: uuid.UUID, definition: uuid.UUID)
     lease_ends_at = now + timedelta(seconds=15)
     running = (run_ids, definition, now, delivery_ids, event_ids, parameters, trigger, lease_ends_at)
     steps = ([uuid7() for _ in numbers], run_ids, outputs, now)
-    return [[*events, (_RUNNING, running)], [(_STEPS, steps), (_FINISH, (run_ids, outputs, now))]]
+    return [[*events, (RUNNING, running)], [(_STEPS, steps), (FINISH, (run_ids, outputs, now))]]
 
 
 async def measure(stage: Stage, events: int, made: Made = launched) -> Rate:
@@ -91,7 +91,7 @@ async def measure(stage: Stage, events: int, made: Made = launched) -> Rate:
     async with stage.database() as url:
         connection = await asyncpg.connect(url, server_settings={"jit": "off", "synchronous_commit": "on"})
         try:
-            trigger, definition = await connection.fetchrow(_TRIGGER)
+            trigger, definition = await connection.fetchrow(TRIGGER)
             await _write(connection, made(0, BATCH, trigger, definition))
             # Made before the clock starts: the floor is what the driver and the database take.
             batches = [

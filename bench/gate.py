@@ -24,7 +24,7 @@ NEVER_BITES = RateLimit(limit=1_000_000_000, interval_ms=1000)
 _LAUNCHES = """
 select d.launched_at from tidegate.workflow_trigger_deliveries d where d.status = 'launched' order by 1
 """
-_RUNS = "select count(*) from tidegate.workflow_runs"
+RUNS = "select count(*) from tidegate.workflow_runs"
 # How often something waited: an event for its source, a delivery for its trigger.
 _ATTEMPTS = """
 select (select coalesce(sum(attempts), 0) from tidegate.event_ingress_retries)
@@ -89,17 +89,20 @@ async def accuracy(stage: Stage, limit: int, intervals: int, workers: int) -> Ac
     """Several workers, one source, `intervals` times the limit published at once."""
     rate = RateLimit(limit=limit, interval_ms=1000)
     found = await launches(stage, limit * intervals, partial(pipeline.set_limit, limit=rate), workers)
-    times = found.times
-    span = found.took_seconds
-    possible = limit * span / (rate.interval_ms / 1000)
+    return judged(found, limit, rate.interval_ms, workers)
+
+
+def judged(found: Launches, limit: int, interval_ms: int, workers: int) -> Accuracy:
+    """How exactly a backlog kept a limit, and how much of it was used."""
+    times, interval = found.times, timedelta(milliseconds=interval_ms)
     return Accuracy(
         workers=workers,
         limit=limit,
-        interval_ms=rate.interval_ms,
+        interval_ms=interval_ms,
         events=len(times),
-        most_in_any_interval=most_in_any(times, timedelta(milliseconds=rate.interval_ms)),
-        use=round(len(times) / possible, 3),
-        launches=_by_interval(times, timedelta(milliseconds=rate.interval_ms)),
+        most_in_any_interval=most_in_any(times, interval),
+        use=round(len(times) / (limit * found.took_seconds / (interval_ms / 1000)), 3),
+        launches=_by_interval(times, interval),
     )
 
 
@@ -178,7 +181,7 @@ async def launches(stage: Stage, events: int, prepare: Callable[[str], Awaitable
             try:
                 await until_listening(watcher, workers)
                 publish(Job(port=port, first=0, events=events, batch=100, connections=8))
-                await until(watcher, _RUNS, events)
+                await until(watcher, RUNS, events)
                 rows = await watcher.fetch(_LAUNCHES)
                 attempts, behind = await watcher.fetchval(_ATTEMPTS), await watcher.fetchval(_IN_ORDER)
             finally:

@@ -13,8 +13,10 @@ import msgspec
 
 from bench import (
     aims,
+    budgets,
     children,
     commit,
+    fairness,
     gate,
     grown,
     health,
@@ -31,7 +33,9 @@ from bench import (
     workers,
 )
 from bench.aims import Aim
+from bench.budgets import Budgets
 from bench.children import ChildEnd
+from bench.fairness import Fairness
 from bench.gate import Accuracy, Drain, LimitCost
 from bench.grown import Grown
 from bench.health import Health
@@ -77,6 +81,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     limit_cost: LimitCost | None = None
     triggers: Crowd | None = None
     fanout: FanOut | None = None
+    budgets: Budgets | None = None
     throttle_drain: ThrottleDrain | None = None
     concurrency: list[Concurrency] | None = None
     runs: Runs | None = None
@@ -84,6 +89,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     start: list[Start] | None = None
     step_overhead: StepOverhead | None = None
     children: ChildEnd | None = None
+    fairness: Fairness | None = None
     recovery: Recovery | None = None
     health: Health | None = None
     history: Grown | None = None
@@ -101,6 +107,7 @@ _LINES: dict[str, Callable[[Any], list[tuple[str, str]]]] = {
     "limit_cost": gate.cost_lines,
     "triggers": triggers.crowd_lines,
     "fanout": triggers.fan_out_lines,
+    "budgets": budgets.lines,
     "throttle_drain": trigger_limits.drain_lines,
     "concurrency": trigger_limits.concurrency_lines,
     "runs": runs.lines,
@@ -108,6 +115,7 @@ _LINES: dict[str, Callable[[Any], list[tuple[str, str]]]] = {
     "start": start.lines,
     "step_overhead": steps.lines,
     "children": children.lines,
+    "fairness": fairness.lines,
     "recovery": recovery.lines,
     "health": health.lines,
     "history": grown.lines,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import asyncpg
 import msgspec
 
-from bench import gate, neighbours
+from bench import gate, neighbours, slots_floor
 from bench.app import MAX_CONCURRENCY, RUN_SECONDS
 from bench.client import Job
 from bench.stage import Stage, execute, publish, without_triggers
@@ -49,7 +49,7 @@ class ThrottleDrain(msgspec.Struct, frozen=True, kw_only=True):
 
 class Concurrency(msgspec.Struct, frozen=True, kw_only=True):
     """Runs of known length from the first start to the last finish, against runs / max_concurrency x length.
-    `most_unfinished` must not exceed `max_concurrency`."""
+    `most_unfinished` must not exceed `max_concurrency`. `floor_ratio` is the same by plain SQL (`slots_floor`)."""
 
     workers: int
     runs: int
@@ -59,6 +59,7 @@ class Concurrency(msgspec.Struct, frozen=True, kw_only=True):
     took_seconds: float
     ideal_seconds: float
     ratio: float
+    floor_ratio: float
     neighbours: float | None
 
 
@@ -84,6 +85,7 @@ async def drain(stage: Stage, events: int, limit: int) -> ThrottleDrain:
 
 async def concurrency(stage: Stage, runs: int, workers: int) -> Concurrency:
     """Runs that take their time, all waiting for the same few slots."""
+    floor_ratio = await slots_floor.measure(stage, runs)
     with neighbours.watched() as others:
         spans = await _spans(stage, runs, workers)
     took = max(s.finished_at for s in spans) - min(s.started_at for s in spans)
@@ -97,6 +99,7 @@ async def concurrency(stage: Stage, runs: int, workers: int) -> Concurrency:
         took_seconds=round(took.total_seconds(), 2),
         ideal_seconds=round(ideal, 2),
         ratio=round(took.total_seconds() / ideal, 3),
+        floor_ratio=floor_ratio,
         neighbours=others.cores,
     )
 
@@ -117,7 +120,8 @@ def concurrency_lines(found: Sequence[Concurrency]) -> list[tuple[str, str]]:
         *(
             (
                 f"{c.runs} runs of {c.run_ms:.0f} ms, {c.workers} worker{'s'[: c.workers - 1]}",
-                f"{c.ratio:.3f} x ideal, at most {c.most_unfinished} of {c.max_concurrency} unfinished",
+                f"{c.ratio:.3f} x ideal (by SQL alone {c.floor_ratio:.3f}), at most {c.most_unfinished} of "
+                f"{c.max_concurrency} unfinished",
             )
             for c in found
         ),

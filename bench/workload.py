@@ -30,14 +30,16 @@ def external_id(number: int) -> str:
     return f"order-{number}"
 
 
-def event(number: int) -> dict[str, Any]:
+def event(number: int, type: str = TYPE, source: str = SOURCE) -> dict[str, Any]:
     """An event as a producer sends it."""
-    return {"id": external_id(number), "type": TYPE, "source": SOURCE, "payload": payload(number)}
+    return {"id": external_id(number), "type": type, "source": source, "payload": payload(number)}
 
 
-def bodies(first: int, count: int, batch: int) -> list[bytes]:
+def bodies(first: int, count: int, batch: int, type: str = TYPE, source: str = SOURCE) -> list[bytes]:
     """Request bodies for `count` events from number `first`, `batch` to a request; one event goes without a list."""
     numbers = range(first, first + count)
     if batch == 1:
-        return [msgspec.json.encode(event(n)) for n in numbers]
-    return [msgspec.json.encode([event(n) for n in numbers[i : i + batch]]) for i in range(0, count, batch)]
+        return [msgspec.json.encode(event(n, type, source)) for n in numbers]
+    return [
+        msgspec.json.encode([event(n, type, source) for n in numbers[i : i + batch]]) for i in range(0, count, batch)
+    ]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from chaos import run
+from chaos import run, shared
 from chaos.judge import Verdict
 from tidegate.store import sql
 from tidegate.telemetry import logs
@@ -36,6 +36,11 @@ class Fence(NamedTuple):
     per_second: float
     faults: tuple[str, ...] = ()
     functions: tuple[tuple[str, str, Callable[[Any], Any]], ...] = ()
+    is_shared: bool = False  # it is `chaos.shared` that finds it out
+
+
+async def _nothing(*_: Any) -> int:
+    return 0
 
 
 async def _never(*_: Any) -> None:
@@ -74,11 +79,38 @@ FENCES = {
         (),
         ("effects repeated without a reason", "executions side by side"), seconds=6, per_second=60,
         functions=(
-            ("tidegate.flow.decide.deliver", "claimed_with", lambda _: lambda one, created: created.get(one.run_id)),
-            ("tidegate.flow.decide.deliver", "claimed_run",
+            ("tidegate.flow.decide.delivery_state", "claimed_with",
+             lambda _: lambda one, created: created.get(one.run_id)),
+            ("tidegate.flow.decide.delivery_state", "claimed_run",
              lambda made: lambda one, *others: made(one._replace(status="launched"), *others)),
             ("tidegate.flow.run.claiming", "Claims.take", lambda _: lambda _claims, _run: True),
         ),
+    ),
+    # A launch spends its cost, not 1.
+    "budget cost": Fence(
+        (), ("exceeded",), seconds=6, per_second=60, is_shared=True,
+        functions=(("tidegate.model.budget", "CompiledBudget.need",
+                    lambda made: lambda *given: made(*given)._replace(cost=1)),),
+    ),
+    # A run that is launched holds a slot of each of its budgets.
+    "budget slot": Fence(
+        (), ("crowded",), seconds=6, per_second=60, is_shared=True,
+        functions=(("tidegate.store.budgets", "hold", lambda _: _nothing),),
+    ),
+    # Whoever is first in line is due when there is room, not at a time that was expected before.
+    "budget turn": Fence(
+        (), ("held_without_reason",), seconds=8, per_second=60, is_shared=True,
+        functions=(("tidegate.store.budgets", "nudge", lambda _: _nothing),),
+    ),
+    # The run of a window is given all of its events, its first one too.
+    "window event": Fence(
+        (("windows", r"and d\.workflow_run_id is not null(?=\s+order by)", r"\g<0> and d.id <> d.window_id"),),
+        ("event_in_no_run",), seconds=6, per_second=60, is_shared=True,
+    ),
+    # A window takes no event when it is full or its time is over.
+    "window end": Fence(
+        (), ("window_exceeded",), seconds=6, per_second=60, is_shared=True,
+        functions=(("tidegate.model.window", "Window.takes", lambda _: lambda self, *_: self.state == "open"),),
     ),
 }  # fmt: skip
 
@@ -123,6 +155,29 @@ def without(names: Sequence[str], folder: Path, seed: int, queue: str = "postgre
         return runner.run(run.run(choice, folder, lambda text: print(f"chaos: {text}", flush=True)))
 
 
+def without_shared(names: Sequence[str], folder: Path, seed: int) -> shared.Found:
+    """A short run of `chaos.shared` without the fences."""
+    fences = [FENCES[name] for name in names]
+    choice = shared.Choice(
+        seed=seed,
+        seconds=max(fence.seconds for fence in fences),
+        per_second=max(fence.per_second for fence in fences),
+        faults=(),
+        apis=1,
+        workers=3,
+        patience_seconds=5,
+        without=list(names),
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(shared.run(choice, folder))
+
+
+def noticed_shared(name: str, found: shared.Found) -> list[str]:
+    """The verdicts that found out, with how often."""
+    counts = {verdict: len(getattr(found.verdicts, verdict)) for verdict in FENCES[name].verdicts}
+    return [f"{verdict.replace('_', ' ')} {count}" for verdict, count in counts.items() if count]
+
+
 def noticed(name: str, result: run.Result) -> list[Verdict]:
     """The verdicts that found out."""
     return [verdict for verdict in result.verdicts if verdict.count and verdict.name in FENCES[name].verdicts]
@@ -141,12 +196,15 @@ def main() -> None:
     for name in arguments.names or FENCES:
         for seed in range(1, arguments.tries + 1):
             folder = Path(tempfile.mkdtemp(prefix="tidegate-fence-"))
-            result = without([name], folder, seed)
-            shutil.rmtree(folder, ignore_errors=True)
-            if found := noticed(name, result):
-                print(
-                    f"NOTICED {name}: {'; '.join(f'{verdict.name} {verdict.count}' for verdict in found)}", flush=True
-                )
+            try:
+                if FENCES[name].is_shared:
+                    found = noticed_shared(name, without_shared([name], folder, seed))
+                else:
+                    found = [f"{one.name} {one.count}" for one in noticed(name, without([name], folder, seed))]
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            if found:
+                print(f"NOTICED {name}: {'; '.join(found)}", flush=True)
                 break
         else:
             missed.append(name)

@@ -1,4 +1,5 @@
-"""An order system: payment with retries, approval of large orders, a child that ships, cancellation, a nightly report.
+"""An order system: payment with retries, approval of large orders, a child that ships, cancellation, one mail to a
+customer for several orders, a nightly report.
 
     tidegate dev examples/order_system.py
     tidegate publish order.placed --source shop --data '{"id": 7, "customer": "c-7", "amount": 120, "card": "visa"}'
@@ -52,6 +53,7 @@ class Sale:
 
     order_id: int
     amount: int
+    customer: str
 
 
 class Services:
@@ -122,11 +124,11 @@ async def fulfil(ctx: Context, order: Order) -> Outcome:
         return Outcome("rejected")
     receipt = await ctx.step("charge", charge, ctx, order.card, order.amount, retry=Retry(max_attempts=8, base="2s"))
     try:
-        parcel = Parcel(**await ctx.run(ship, order_id=order.id))
+        parcel = await ctx.run(ship, order_id=order.id)
     except ChildFailed:
         await ctx.step("refund", charge, ctx, order.card, -order.amount)
         return Outcome("refunded", receipt)
-    await ctx.publish("order.fulfilled", {"order_id": order.id, "amount": order.amount})
+    await ctx.publish("order.fulfilled", {"order_id": order.id, "amount": order.amount, "customer": order.customer})
     return Outcome("fulfilled", receipt, parcel)
 
 
@@ -141,6 +143,14 @@ async def ship(ctx: Context, order_id: int) -> Parcel:
 async def book(ctx: Context, sale: Sale) -> None:
     assert ctx.event is not None
     await ctx.step("book", services.book, sale, ctx.event.occurred_at)
+
+
+@app.workflow(on="order.fulfilled", debounce="10m", max_wait="1h", key="{{ event.payload.customer }}")
+async def digest(ctx: Context, customer: str) -> list[int]:
+    """One mail to each customer for the orders that were fulfilled at about the same time."""
+    orders = [event.payload["order_id"] for event in ctx.events]
+    await ctx.step("mail", services.mail, customer, f"On the way to you: {', '.join(map(str, orders))}")
+    return orders
 
 
 @app.workflow(cron="0 2 * * *")

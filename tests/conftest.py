@@ -25,6 +25,9 @@ from tidegate import failpoints
 from tidegate.embedded import ROLE, EmbeddedPostgres
 from tidegate.store import migrate
 from tidegate.store.db import Connection, Database
+from tidegate.telemetry import logs
+
+logs.quieten("debug")  # every line, into what pytest captures
 
 _numbers = itertools.count(1)
 _SLOW = ("acceptance", "flow")

@@ -30,15 +30,19 @@ if TYPE_CHECKING:
     )
     from tidegate.flow.code.context import Context
     from tidegate.flow.code.sync_context import SyncContext
+    from tidegate.model.budget import Budget
     from tidegate.model.retry import Retry
     from tidegate.model.source import Breaker
     from tidegate.model.wait import On
+    from tidegate.model.window import Batch
 
 __version__ = "0.2.0"
 
 _HOMES = {
     "AsyncClient": "client",
+    "Batch": "model.window",
     "Breaker": "model.source",
+    "Budget": "model.budget",
     "ChildFailed": "errors",
     "Client": "client",
     "Conflict": "errors",
@@ -64,7 +68,9 @@ _HOMES = {
 
 __all__ = [
     "AsyncClient",
+    "Batch",
     "Breaker",
+    "Budget",
     "ChildFailed",
     "Client",
     "Conflict",

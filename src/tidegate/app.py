@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import TracebackType
@@ -22,6 +22,9 @@ from tidegate.flow.keep import schedule as scheduling
 from tidegate.flow.look.ends import RunEnds, RunHandle
 from tidegate.flow.presence import Presence
 from tidegate.model import typed
+from tidegate.model.budget import BudgetSpec, declared_names
+from tidegate.model.by_key import WhileRunning, declared_by_key
+from tidegate.model.declaration import require_given, require_text
 from tidegate.model.event import Accepted, NewEvent, as_delay_ms, check_event
 from tidegate.model.ids import DefinitionId
 from tidegate.model.not_json import not_encodable, set_or_bytes
@@ -33,8 +36,10 @@ from tidegate.model.start import StartedRun, start_spec
 from tidegate.model.trigger import TriggerSpec, check_spec
 from tidegate.model.typed import Payload
 from tidegate.model.units import named_duration_ms, rate
-from tidegate.model.wait import On, check_on
+from tidegate.model.wait import On, cancelled_by
+from tidegate.model.window import CollectPolicy
 from tidegate.model.wording import as_written
+from tidegate.model.worker_share import WorkerShare
 from tidegate.queue.choose import open_queue
 from tidegate.settings import Settings
 from tidegate.store import locks, migrate, triggers
@@ -63,6 +68,7 @@ class Tidegate:
         self._clock: Callable[[], datetime] = utc_now  # for the bounds of input; a harness replaces it
         self.workflows: dict[str, Workflow] = {}
         self.schedules: dict[str, ScheduleSpec] = {}
+        self.budgets: dict[str, BudgetSpec] = {}
         self._declared: list[scheduling.DeclaredSchedule] = []  # by the last `register`, logged after its commit
 
     @property
@@ -94,8 +100,17 @@ class Tidegate:
         concurrency_key: str | None = None,
         idempotency_key: str | None = None,
         idempotency_window: str | int | float | None = None,
+        debounce: str | int | float | None = None,
+        max_wait: str | int | float | None = None,
+        leading: bool = False,
+        batch: CollectPolicy | None = None,
+        skip_over: str | None = None,
+        while_running: WhileRunning | None = None,
+        key: str | None = None,
         retry: RetryPolicy | None = None,
         breaker: BreakerPolicy | None = None,
+        priority: int = 1,
+        budgets: Sequence[BudgetSpec | str] = (),
         timeout: str | int | float | None = None,
         cancel_on: str | On | list[str | On] | tuple[str | On, ...] = (),
         version: str | None = None,
@@ -103,44 +118,48 @@ class Tidegate:
     ) -> Callable[[Function], Function]:
         """Declare a workflow: the function runs for each matching event of type `on`, or on a schedule.
 
-        Which events: `on` (type) and `source` are exact or contain `*`; `where` (CEL) and `predicates` filter further.
-        Schedules: `every` ("10m") or `cron` ("0 3 * * *", read in `timezone`, default UTC), instead of `on`. `overlap`
-        says what happens to a tick while an earlier run is unfinished: "allow" (default), "queue" or "skip".
-        Arguments: `params` (Liquid templates by argument name); by default, the payload's fields by argument name.
-        Limits: `throttle` ("20/min"), `max_concurrency` (per `concurrency_key`, if given), `breaker`. `retry` is the
-        policy for held deliveries; steps have their own (`ctx.step(…, retry=…)`).
-        Idempotency: one run per `idempotency_key` within `idempotency_window` (default one day; 0: forever).
-        `timeout` bounds a run from its first start, waits included. `version`: of the code; by default, a hash of it.
-        `cancel_on`: events that cancel a run; a type alone means those with the run's correlation id, `On(…)` others.
-
-        The slug defaults to the function's name; `name` overrides it. Raises AppError if the declaration is invalid.
-        """
+        Events: `on` (type) and `source` are exact or contain `*`; `where` (CEL) and `predicates` filter further; or a
+        schedule: `every` ("10m") or `cron` ("0 3 * * *") in `timezone` (UTC), `overlap` "allow", "queue" or "skip".
+        `params`: Liquid templates by argument name; by default, the payload's fields by argument name.
+        Limits: `throttle` ("20/min"), `max_concurrency` (per `concurrency_key`), `breaker`, `budgets`, `priority`; one
+        run per `idempotency_key` within `idempotency_window` (one day; 0: forever). `retry`: of held deliveries.
+        By `key`: one run for many events (`debounce`, `max_wait`, `leading`; `batch`); what is over `skip_over` is
+        skipped; `while_running` an earlier run: "skip" the new one, "cancel" it, or "queue". `timeout`: of a run, waits
+        included. `version`: of the code; by default, its hash. `cancel_on`: events that cancel a run; a type alone
+        means those with its correlation id. `name`: the slug; by default, the function's name. Raises AppError."""
         fields = {
-            "where": where, "parameter_template": params, "idempotency_key": idempotency_key,
-            "concurrency_key": concurrency_key, "max_concurrency": max_concurrency, "retry": retry, "breaker": breaker,
+            "where": where, "parameter_template": params, "idempotency_key": idempotency_key, "key": key,
+            "concurrency_key": concurrency_key, "max_concurrency": max_concurrency, "breaker": breaker, "retry": retry,
         }  # fmt: skip
 
-        def declare(function: Function) -> Function:
-            slug = name or function.__name__
-            try:
-                schedule = declared(every, cron, timezone, overlap)
-                launched_by = _launched_by(slug, on, source, schedule)
-                given = launched_by | fields | _one_at_a_time(slug, schedule, fields)
-                specs = [_spec(given, predicates, throttle, idempotency_window)]
-                timeout_ms = None if timeout is None else named_duration_ms("timeout", timeout)
-                made = partial(Workflow, timeout_ms=timeout_ms, takes_payload=on is not None, version=version)
-                self._declare(made(slug, function, specs, cancel_on=_cancelled_by(cancel_on)), schedule)
-            except (TidegateError, ValueError, msgspec.ValidationError) as exc:
-                raise _declaration_error(slug, exc) from exc
-            return function
+        def build(slug: str, function: Function) -> tuple[Workflow, ScheduleSpec | None]:
+            schedule = declared(every, cron, timezone, overlap)
+            keys = declared_by_key(fields, on, schedule, (debounce, max_wait, leading, batch), skip_over, while_running)
+            shared = {"budgets": declared_names(budgets, self.budgets), "priority": priority}
+            given = {**_launched_by(slug, on, source, schedule), **fields, **keys, **shared}
+            spec = _spec(given, predicates, throttle, idempotency_window)
+            timeout_ms = None if timeout is None else named_duration_ms("timeout", timeout)
+            made = partial(Workflow, timeout_ms=timeout_ms, takes_payload=on is not None, version=version)
+            return made(slug, function, [spec], cancel_on=cancelled_by(cancel_on)), schedule
 
-        return declare
+        return partial(self._declared_by, name, build)
+
+    def _declared_by(
+        self, name: str | None, build: Callable[..., tuple[Workflow, ScheduleSpec | None]], function: Function
+    ) -> Function:
+        slug = name or function.__name__
+        try:
+            self._declare(*build(slug, function))
+        except (TidegateError, ValueError, msgspec.ValidationError) as exc:
+            raise _declaration_error(slug, exc) from exc
+        return function
 
     def _declare(self, workflow: Workflow, schedule: ScheduleSpec | None) -> None:
         if workflow.slug in self.workflows:
             raise AppError(f"workflow {workflow.slug} is declared twice")
         for spec in workflow.triggers:
             check_spec(spec, workflow.slug, workflow.parameter_names)
+            require_given(workflow.required_names, spec.parameter_template, is_scheduled=schedule is not None)
         self.workflows[workflow.slug] = workflow
         if schedule is not None:
             self.schedules[workflow.slug] = schedule
@@ -149,6 +168,7 @@ class Tidegate:
         """Create or update the definitions, triggers and schedules of this application; returns the definition ids."""
         await locks.exclude_triggers(connection)
         ids, self._declared = [], []
+        await control.declare_budgets(connection, self.budgets.values(), REGISTERED_BY)
         for workflow in sorted(self.workflows.values(), key=lambda w: w.slug):
             workflow.check_types()
             workflow.check_steps()
@@ -177,6 +197,10 @@ class Tidegate:
             await control.seed_limits(database, self.settings.source_rate_limits)
             await control.seed_breakers(database, self.settings.source_breakers)
             definitions = await database.run(self.register)
+            async with database.connection() as connection:
+                others = (await triggers.list_of_kind(connection, "http")).values()
+            share = WorkerShare.of(self.settings.worker_only, self.settings.worker_reserve)
+            share.check({*self.workflows, *others}, self.settings.worker_concurrency)
             scheduling.log_declared(self._declared)
         finally:
             await database.close()
@@ -195,12 +219,14 @@ class Tidegate:
         metadata: dict[str, Any] | None = None,
         deliver_at: datetime | None = None,
         delay: str | int | float | None = None,
+        priority: int | None = None,
     ) -> Accepted:
         """Publish an event directly to the database, without the API; returns after the commit.
 
         `payload` is a dict, a dataclass, a msgspec Struct or a pydantic model.
         `id` is the producer's id, unique per source: publishing the same event again returns the status `duplicate`.
         With `deliver_at`, or `delay` ("10m") from now, it is stored at once and decided at that time.
+        `priority` (1 to 10) is its share among the events of its source that wait to be decided.
         Raises InvalidInput, Conflict (the id was already used with a different body), Unavailable, or SchemaError (the
         schema is not for this version of Tidegate).
         """
@@ -215,6 +241,7 @@ class Tidegate:
             "metadata": metadata,
             "deliver_at": deliver_at.isoformat() if deliver_at else None,
             "delay_ms": None if delay is None else as_delay_ms(delay),
+            "priority": priority,
         }
         event = checked(given, self.settings, self._clock())
         return await self._opened().publish(event)
@@ -232,15 +259,17 @@ class Tidegate:
         *,
         id: str | None = None,
         correlation_id: str | None = None,
+        **given: object,
     ) -> RunHandle:
         """Start a run of a workflow, by its slug or function; returns after the commit. Its limits hold as for events.
 
-        The same `id` again is the same run. Raises NotFound, InvalidInput (names each parameter), Conflict (the id was
-        used with other parameters, or the trigger is disabled), Unavailable.
+        The parameters are a mapping, keyword arguments (`app.start(ship, order_id=7)`), or both. The same `id` again is
+        the same run. Raises NotFound, InvalidInput (names each parameter), Conflict (the id was used with other
+        parameters, or the trigger is disabled), Unavailable.
         """
         slug = self.slug_of(workflow)
         publisher = self._opened()
-        started = await publisher.start(slug, parameters or {}, id=id, correlation_id=correlation_id)
+        started = await publisher.start(slug, {**(parameters or {}), **given}, id=id, correlation_id=correlation_id)
         return RunHandle(started, publisher.ends)
 
     def slug_of(self, workflow: str | Callable[..., object]) -> str:
@@ -267,15 +296,6 @@ class Tidegate:
         await self.close()
 
 
-def _cancelled_by(cancel_on: str | On | list[str | On] | tuple[str | On, ...]) -> list[On]:
-    """What cancels the runs of a workflow. InvalidInput names what is wrong."""
-    given = list(cancel_on) if isinstance(cancel_on, list | tuple) else [cancel_on]
-    checked = [check_on(one, "cancel_on") for one in given]
-    if errors := [error for _, wrong in checked for error in wrong]:
-        raise InvalidInput("the workflow is not valid", errors)
-    return [on for on, _ in checked]
-
-
 def _declaration_error(slug: str, exc: Exception) -> AppError:
     """The error of a declaration, with the names that the user wrote."""
     if isinstance(exc, AppError):
@@ -296,18 +316,6 @@ def _launched_by(slug: str, on: str | None, source: str, schedule: ScheduleSpec 
     return {"name": TRIGGER, "event_type": event_type(slug), "event_source": SOURCE}
 
 
-def _one_at_a_time(slug: str, schedule: ScheduleSpec | None, fields: dict[str, Any]) -> dict[str, Any]:
-    """The trigger's fields by which ticks do not overlap."""
-    if schedule is None or schedule.overlap == "allow":
-        return {}
-    for name in ("max_concurrency", "concurrency_key"):
-        if fields[name] is not None:
-            raise AppError(
-                f"workflow {slug}: {name}: cannot be combined with overlap={schedule.overlap!r}, which is one"
-            )
-    return {"max_concurrency": 1, "overlap": schedule.overlap}
-
-
 def _spec(
     fields: dict[str, Any],
     predicates: list[dict[str, Any]] | None,
@@ -315,6 +323,7 @@ def _spec(
     idempotency_window: str | int | float | None,
 ) -> TriggerSpec:
     """The trigger that a declaration describes, with rates and durations parsed."""
+    require_text({"on": fields["event_type"], "source": fields["event_source"], "throttle": throttle, **fields})
     spec = TriggerSpec(predicates=msgspec.convert(predicates or [], list[Predicate]), **fields)
     if throttle is not None:
         try:

@@ -58,6 +58,7 @@ def _event(
     metadata: dict[str, Any] | None = None,
     deliver_at: datetime | None = None,
     delay: str | int | float | None = None,
+    priority: int | None = None,
 ) -> dict[str, Any]:
     given = {
         "type": type,
@@ -70,6 +71,7 @@ def _event(
         "metadata": metadata,
         "deliver_at": deliver_at,
         "delay_ms": None if delay is None else as_delay_ms(delay),
+        "priority": priority,
     }
     return {name: value for name, value in given.items() if value is not None}
 

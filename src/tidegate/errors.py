@@ -28,7 +28,7 @@ exceptions. What a client raises for a status other than 429 and 503 is a Reques
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +154,17 @@ class NonRetryable(TidegateError):
 
 
 class RetryAfter(TidegateError):
-    """Raise it in a step: retry, but not before `seconds` have passed.
+    """Raise it in a step: retry, but not before `seconds` have passed; a text may be a number, or as in "5s".
 
     With `everyone="trigger"` (or `"key"`) no run of the same trigger (or with the same `concurrency_key`) is launched
-    or started before then, so that they do not overload a service that has just refused a request.
+    or started before then, so that they do not overload a service that has just refused a request. Any other text is
+    the name of a budget: nothing that needs it is launched before then, of the run's key if the budget has keys.
     """
 
-    def __init__(self, seconds: float, message: str = "", *, everyone: Literal["trigger", "key"] | None = None) -> None:
+    def __init__(self, seconds: float | str, message: str = "", *, everyone: str | None = None) -> None:
         super().__init__(message or f"retry after {seconds} s")
+        if everyone is not None and not isinstance(everyone, str):
+            raise TypeError(f'RetryAfter: everyone: must be "trigger", "key" or the name of a budget, not {everyone!r}')
         self.seconds = seconds
         self.everyone = everyone
 

@@ -23,6 +23,7 @@ POINTS = frozenset(
         "arrival.before_commit",
         "arrival.after_commit",
         "retry.before_commit",
+        "window.closing",
         "delivery_retry.before_commit",
         "delivery_retry.after_commit",
         "delivery_replan.before_commit",

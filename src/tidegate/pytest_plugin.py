@@ -98,6 +98,10 @@ def _by_itself() -> object:
     return tidegate
 
 
+NO_MODE = (
+    'pytest-asyncio does not run this async test: set `asyncio_mode = "auto"` in [tool.pytest.ini_options] of '
+    "pyproject.toml, or mark the test with @pytest.mark.asyncio"
+)
 _runners: dict[Harness, asyncio.Runner] = {}
 
 
@@ -107,7 +111,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     harness = pyfuncitem.funcargs.get("tidegate")
     runner = next((runner for mine, runner in _runners.items() if mine is harness), None)
     function: Callable[..., Any] = pyfuncitem.obj
-    if runner is None or not inspect.iscoroutinefunction(function):
+    if not inspect.iscoroutinefunction(function):
+        return None
+    if runner is None:
+        is_left = harness is not None and pyfuncitem.get_closest_marker("anyio") is None
+        if is_left and pyfuncitem.config.pluginmanager.hasplugin("asyncio"):
+            pytest.fail(NO_MODE, pytrace=False)
         return None
     names = pyfuncitem._fixtureinfo.argnames
     runner.run(function(**{name: pyfuncitem.funcargs[name] for name in names}))

@@ -27,6 +27,7 @@ from tidegate.model.retry import EVENT_RETRY, STEP_RETRY, TRIGGER_RETRY, RetryPo
 from tidegate.model.secrets import SecretKeys
 from tidegate.model.server_urls import check_database_url, check_public_url, is_loopback, is_redis_url
 from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, RateLimit, SourceBreakerPolicy
+from tidegate.model.worker_share import parse_only, parse_reserve
 from tidegate.secret_files import SECRETS, read_secret
 
 TOML_FILE = "tidegate.toml"
@@ -80,6 +81,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     poll_ms: int = 1000
     lease_ms: int = 15_000
     worker_concurrency: int = 20
+    worker_only: str = ""
+    worker_reserve: str = ""
     serve_connections: int = 9
     worker_connections: int = 10
     transaction_connections: int = 4
@@ -157,6 +160,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("trusted_proxies", parse_networks),
             ("http_allow", parse_allowed),
             ("secrets_key", SecretKeys),
+            ("worker_only", parse_only),
+            ("worker_reserve", parse_reserve),
         ):
             try:
                 parse(getattr(self, name))

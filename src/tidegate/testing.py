@@ -128,13 +128,14 @@ class Harness:
         metadata: dict[str, Any] | None = None,
         deliver_at: datetime | None = None,
         delay: str | int | float | None = None,
+        priority: int | None = None,
     ) -> Accepted:
         """Publish an event, like `Tidegate.publish`. It is processed by `run_until_idle` or `advance`; `deliver_at` and
         `delay` mean the harness's clock."""
         self._inside()
         return await self._app.publish(
             type, source=source, payload=payload, id=id, correlation_id=correlation_id, ttl_ms=ttl_ms,
-            metadata=metadata, deliver_at=deliver_at, delay=delay,
+            metadata=metadata, deliver_at=deliver_at, delay=delay, priority=priority,
         )  # fmt: skip
 
     async def cancel_event(self, event_id: str) -> None:

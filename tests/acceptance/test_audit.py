@@ -125,6 +125,12 @@ class World:
         self.ask("PUT", f"/admin/sources/{name}/breaker", {"threshold": 7})
         return name
 
+    def budget(self) -> str:
+        name = f"budget-{next(_numbers)}"
+        self.ask("PUT", f"/admin/budgets/{name}", {"limit": 7, "interval_ms": 1000})
+        self.ask("POST", f"/admin/budgets/{name}/pause", {"reason": "a test"})
+        return name
+
     def publish(self, event_type: str, source: str) -> str:
         published: str = self.ask("POST", "/v1/events", {"type": event_type, "source": source})["id"]
         return published
@@ -300,6 +306,21 @@ CALLS: dict[tuple[str, str], Callable[[World], Call]] = {
     ),
     ("DELETE", "/admin/sources/{source:path}/limit"): lambda w: Call(
         f"/admin/sources/{(name := w.source())}/limit", None, "source.limit", name
+    ),
+    ("PUT", "/admin/sources/{source:path}/weight"): lambda w: Call(
+        f"/admin/sources/{(name := w.source())}/weight", {"weight": 5}, "source.weight", name
+    ),
+    ("PUT", "/admin/budgets/{name}"): lambda w: Call(
+        f"/admin/budgets/{(name := w.budget())}", {"limit": 8, "interval_ms": 1000}, "budget.update", name
+    ),
+    ("DELETE", "/admin/budgets/{name}"): lambda w: Call(
+        f"/admin/budgets/{(name := w.budget())}", None, "budget.delete", name, has_after=False
+    ),
+    ("POST", "/admin/budgets/{name}/pause"): lambda w: Call(
+        f"/admin/budgets/{(name := w.budget())}/pause", {"reason": "x"}, "budget.pause", name
+    ),
+    ("POST", "/admin/budgets/{name}/resume"): lambda w: Call(
+        f"/admin/budgets/{(name := w.budget())}/resume", None, "budget.resume", name
     ),
     ("PUT", "/admin/sources/{source:path}/breaker"): lambda w: Call(
         f"/admin/sources/{(name := w.source())}/breaker", {"threshold": 9, "runs": True}, "source.breaker", name

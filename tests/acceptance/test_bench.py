@@ -25,7 +25,9 @@ WAITING = (
     "limit",
     "drain",
     "limit_cost",
+    "budgets",
     "throttle_drain",
+    "fairness",
     "recovery",
     "health",
     "history",
@@ -117,6 +119,31 @@ def test_trigger_figures(quick: Quick) -> None:
     for one in quick.found["concurrency"]:
         assert 0 < one["most_unfinished"] <= one["max_concurrency"]
         assert one["ratio"] > 0
+
+
+def test_budget_figures(quick: Quick) -> None:
+    assert "throughput with an idle budget" in quick.table and "drain of 300 over 10 keys" in quick.table
+    found = quick.found["budgets"]
+    assert found["cost"]["ratio"] > 0
+    assert 0 < found["use"]["most_in_any_interval"] <= found["use"]["limit"] == 50
+    assert found["use"]["events"] == 100 and found["attempts_per_delivery"] > 0
+    assert [one["keys"] for one in found["drains"]] == [10, 300]
+    for one in found["drains"]:
+        assert 0 < one["most_of_a_key"] <= one["allowed_of_a_key"]
+        assert one["ratio"] > 0 and one["attempts_per_delivery"] > 1 and one["out_of_order"] == 0
+    wanted = [aim for aim in quick.found["aims"] if aim["figure"] == "budgets"]
+    assert len(wanted) == 7 and all(aim["is_met"] for aim in wanted if "launches" in aim["name"])
+
+
+def test_fairness_figures(quick: Quick) -> None:
+    assert "shares of 20 sources" in quick.table
+    found = quick.found["fairness"]
+    for one in (found["flooded"], found["limited"]):
+        assert one["flood"] == 1_000 and one["latency"]["count"] >= 2
+        assert 0 < one["latency"]["p50_ms"] <= one["max_ms"]
+    assert len(found["slow_ms"]) == 3 and found["slow_delay"] > 0
+    assert found["share_error"] <= 0.05  # this does not depend on the machine
+    assert sum(aim["figure"] == "fairness" for aim in quick.found["aims"]) == 6
 
 
 def test_runs_stand_beside_the_floor_and_the_other_queues(quick: Quick) -> None:

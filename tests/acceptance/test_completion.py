@@ -27,6 +27,17 @@ async def fulfil(ctx, id: int = 0):
     return None
 
 
+@app.workflow(on="asked")
+async def ask(ctx):
+    approval = await ctx.approval("manager", timeout="1d")
+    await approval.decision()
+
+
+@app.workflow(on="broken")
+async def fail(ctx):
+    raise ValueError("broken")
+
+
 @app.workflow(every="1h")
 async def nightly(ctx):
     return None
@@ -42,6 +53,8 @@ def server(shared_url: str, address: str, tmp_path_factory: pytest.TempPathFacto
     file.write_text(APP)
     with worker(shared_url, file), Client(address) as client:
         client.publish("order.created", source="shop.api", payload={"id": 7})
+        for kind in ("asked", "broken"):
+            client.publish(kind, source="#inside")
         for source in HOSTILE:
             client.publish("other&id", source=source)
         for name in ("$(id)", "two words", "plain"):
@@ -49,6 +62,8 @@ def server(shared_url: str, address: str, tmp_path_factory: pytest.TempPathFacto
         for source in ("store", "*"):
             client.request("PUT", f"/admin/sources/{source}/limit", {"limit": 50, "interval_ms": 1000})
         eventually(lambda: client.request("GET", "/v1/runs")["runs"], "it is launched")
+        eventually(lambda: client.request("GET", "/admin/approvals")["approvals"], "it waits")
+        eventually(lambda: client.request("GET", "/admin/dead-letters")["dead_letters"], "it has failed")
         yield address
 
 
@@ -68,14 +83,14 @@ def expect(names: list[str], address: str, *words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (("run", ""), ["fulfil", "nightly"]),
+        (("run", ""), ["ask", "fail", "fulfil", "nightly"]),
         (("run", "ful"), ["fulfil"]),
-        (("workflows", "show", ""), ["fulfil", "nightly"]),
+        (("workflows", "show", ""), ["ask", "fail", "fulfil", "nightly"]),
         (("runs", "list", "--workflow", "n"), ["nightly"]),
         (("schedules", "pause", ""), ["nightly"]),
         (("sources", "limit", ""), ["shop.api", "store"]),
         (("events", "list", "--source", "sh"), ["shop.api"]),
-        (("publish", ""), ["order.created"]),
+        (("publish", ""), ["broken", "asked", "order.created"]),
         (("triggers", "test", "fulfil/"), ["fulfil/code", "fulfil/plain"]),
         (("deliveries", "list", "--trigger", "ful"), ["fulfil/code", "fulfil/plain"]),
         (("runs", "show", "no-such"), []),
@@ -96,6 +111,15 @@ def test_the_newest_runs_and_events_are_completed(server: str) -> None:
     expect([event_id], server, "events", "show", event_id)
     expect([run_id], server, "explain", run_id)
     expect([event_id], server, "explain", event_id)
+
+
+def test_approvals_and_dead_letters_are_completed(server: str) -> None:
+    with Client(server) as client:
+        [approval_id] = [one["id"] for one in client.request("GET", "/admin/approvals")["approvals"]]
+        [letter_id] = [one["id"] for one in client.request("GET", "/admin/dead-letters")["dead_letters"]]
+    expect([approval_id], server, "approvals", "approve", approval_id[:13])
+    expect([approval_id], server, "approvals", "reject", "")
+    expect([letter_id], server, "dlq", "replay", "")
 
 
 def test_a_trigger_whose_name_is_not_a_plain_word_is_completed_by_its_id(server: str) -> None:

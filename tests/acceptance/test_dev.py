@@ -303,6 +303,8 @@ def test_code_is_reloaded_and_lines_are_printed(tmp_path: Path) -> None:
         letters.write_text("def text(id:\n")
         process.wait_for_line(r"not reloaded, the old code continues: .*SyntaxError.*letters.py")
         assert output_of(address, 3) == "second 3"
+        app.write_text(f"import missing_module\n{APP_TEXT}")
+        process.wait_for_line(r"No module named 'missing_module' \(line 1 of .*app.py\)$")
         app.write_text(APP_TEXT.replace("fulfil(ctx", "deliver(ctx"))
         letters.write_text("def text(id):\n    return f'third {id}'\n")
         process.wait_for_line("reloaded; workflows: deliver$")

@@ -7,6 +7,9 @@ import functools
 import itertools
 import json
 import operator
+import os
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -322,3 +325,20 @@ def test_pages_are_served_with_a_strict_policy(address: str, path: str) -> None:
     response = _http.get(f"{address}{path}")
     assert response.status_code == 200 and len(response.content) > 100
     assert "default-src 'self'" in response.headers["content-security-policy"]
+
+
+def test_a_program_that_publishes_keeps_its_own_output(shared_url: str) -> None:
+    program = """
+import asyncio
+from tidegate import Tidegate
+from tidegate.telemetry.logs import logger
+
+app = Tidegate()
+print(asyncio.run(app.publish("order.created", source="program", payload={})).status)
+logger("test").warning("thing.wrong", reason="a warning")
+"""
+    environment = {"TIDEGATE_DATABASE_URL": shared_url, "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "accepted\n"
+    assert "event.accepted" not in done.stderr
+    assert "thing.wrong" in done.stderr and "a warning" in done.stderr

@@ -13,12 +13,12 @@ import dataclasses
 from datetime import datetime
 from decimal import Decimal
 from functools import partial
-from typing import assert_type
+from typing import Any, assert_type
 
 import msgspec
 import pydantic
 
-from tidegate import Context, SyncContext, Tidegate
+from tidegate import ChildFailed, Context, SyncContext, Tidegate
 
 app = Tidegate()
 
@@ -52,6 +52,35 @@ async def pay(ctx: Context, order: Order) -> Receipt:
     assert_type(await ctx.step("line", Line, "a"), Line)
     assert_type(await ctx.step("part", partial(look_up, "a")), Line | None)
     return receipt
+
+
+@app.workflow()
+async def pack(ctx: Context, order: Order) -> Receipt:
+    return Receipt(Decimal(order.id))
+
+
+@app.workflow()
+def label(ctx: SyncContext, sku: str) -> Line:
+    return Line(sku)
+
+
+@app.workflow(on="order.placed")
+async def parent(ctx: Context, order: Order) -> None:
+    assert_type(await ctx.run(pack, order=order), Receipt)
+    assert_type(await ctx.run(label, {"sku": "a"}), Line)
+    assert_type(await (await ctx.start(pack, order)).result(), Receipt)
+    assert_type(await ctx.map(pack, [order]), list[Receipt])
+    assert_type(await ctx.map(label, ["a"], return_exceptions=True), list[Line | ChildFailed])
+    assert_type(await ctx.run("label", sku="a"), Any)
+    await ctx.publish("order.packed", order)
+
+
+@app.workflow(on="order.placed")
+def sync_parent(ctx: SyncContext, order: Order) -> None:
+    assert_type(ctx.run(pack, order=order), Receipt)
+    assert_type(ctx.start(label, sku="a").result(), Line)
+    assert_type(ctx.map(pack, [order]), list[Receipt])
+    ctx.publish("order.packed", order)
 
 
 @app.workflow(on="order.placed")

@@ -53,6 +53,26 @@ async def parcels(ctx: Context):
     return await ctx.map(deliver, [{"id": 1}, {"id": 2}, {"id": 3}])
 
 
+@app.workflow()
+async def nap(ctx: Context, id: int = 0):
+    await ctx.sleep("1h")
+
+
+@app.workflow(on="order.pallets")
+async def pallets(ctx: Context):
+    return await ctx.map(nap, list(range(501)), at_once=1)
+
+
+@app.workflow(on="order.twice")
+async def once(ctx: Context):
+    await ctx.sleep("1h")
+
+
+@app.workflow(on="order.twice")
+async def again(ctx: Context):
+    await ctx.sleep("1h")
+
+
 def busy():
     raise ValueError("busy")
 
@@ -105,8 +125,10 @@ def test_the_summary_comes_first_and_times_may_be_local(url: str) -> None:
     assert text.splitlines()[1] == "waits for: the timer 'sleep-1'"
     local = cli(url, "explain", "w-1", "--local", TZ="Etc/GMT-3").splitlines()
     assert local[2].endswith("+03") and "UTC" not in local[0]
-    of_run = cli(url, "explain", found["outcomes"][0]["run_id"])
+    run_id = found["outcomes"][0]["run_id"]
+    of_run = cli(url, "explain", run_id)
     assert of_run.splitlines()[0] == found["summary"]
+    assert f"run:       {run_id} of fulfil" in text and "sleep-1 (until " in text, "as much as by the run's id"
 
 
 def test_refused_requests_are_found_by_their_ids(url: str) -> None:
@@ -201,12 +223,36 @@ def test_a_child_whose_start_is_held_is_shown_watched_and_cancelled(url: str) ->
     assert text.startswith(f"run {held[0]} is not launched yet: deliver waits for a free slot: 1 of 1 slots"), text
     with tidegate("runs", "watch", held[1], "--interval", "0.1", TIDEGATE_URL=url) as watching:
         watching.wait_for_line("deliver waits for a free slot")
-        assert cli(url, "runs", "cancel", held[1]) == f"run {held[1]} is cancelled\n"
+        assert cli(url, "runs", "cancel", held[1]) == (f"the start of run {held[1]} is cancelled: no run is launched\n")
         watching.wait_for_line("deliver cancelled: cancelled by")
         assert watching.wait() == 1
     assert f"run {held[1]} was not launched: deliver cancelled: cancelled by" in cli(url, "runs", "show", held[1])
     assert "it is cancelled" in cli(url, "runs", "cancel", held[1], status=1)
+    for verb in ("retry", "rerun"):
+        said = cli(url, "runs", verb, held[1], status=1)
+        assert f"run {held[1]} was not launched, and its start is not repeated: cancelled by" in said, said
+        assert "is not launched yet: tidegate explain" in cli(url, "runs", verb, held[0], status=1)
+    assert "resumes_at" not in cli(url, "runs", "show", parent), "children have no time"
     assert "no run" in cli(url, "runs", "cancel", "01a00000-0000-7000-8000-000000000000", status=1)
+
+
+def test_children_that_are_not_listed_are_counted(url: str) -> None:
+    publish(url, "order.pallets", "pallets")
+    parent = settled(url, "pallets", "waiting_for_child")["outcomes"][0]["run_id"]
+    found = httpx.get(f"{url}/v1/runs/{parent}", trust_env=False).json()
+    assert (len(found["children"]), found["children_total"]) == (500, 501)
+    assert cli(url, "runs", "show", parent).splitlines()[-1] == "the first 500 of 501 children"
+
+
+def test_an_event_of_several_runs_names_them(url: str) -> None:
+    publish(url, "order.twice", "twice")
+    for _ in range(2000):
+        found = httpx.get(f"{url}/v1/explain/twice", trust_env=False).json()
+        if [one["state"] for one in found["outcomes"]] == ["sleeping", "sleeping"]:
+            break
+    text = cli(url, "explain", "twice")
+    assert all(f"run:       {one['run_id']} of {one['workflow']}" in text for one in found["outcomes"]), text
+    assert text.splitlines()[-1] == "tidegate explain RUN_ID says more about one of the runs"
 
 
 def test_the_end_of_a_wait_is_not_called_an_attempt(url: str) -> None:
@@ -259,7 +305,7 @@ def test_workers_and_events(url: str) -> None:
     [one] = json.loads(cli(url, "workers", "list", "--json"))["workers"]
     assert (
         one["is_alive"]
-        and one["workflows"] == ["approve", "broken", "deliver", "flaky", "fulfil", "impatient", "parcels", "quick"]
+        and one["workflows"] == sorted(re.findall(r"^async def (\w+)", APP, re.MULTILINE))
         and one["slots"] > 0
     )
     assert one["name"] in cli(url, "workers", "list")
@@ -269,7 +315,14 @@ def test_workers_and_events(url: str) -> None:
     assert [(p["workflow"], p["would_launch"], p["already_decided"]) for p in predicted] == [("quick", 0, 1)]
     assert "is decided again" in cli(url, "events", "replay", "tail-1")
     assert "would be replayed" in cli(url, "events", "replay", "--type", "order.quick", "--dry-run")
-    assert "will be replayed" in cli(url, "events", "replay", "--type", "order.quick", "--yes", "--rate", "1000")
+    cli(url, "publish", "order.quick", "--source", "shop", "--id", "gone-1", "--delay", "1h")
+    cli(url, "events", "cancel", "gone-1")
+    left_out = "1 was taken back and is left out: tidegate events replay ID decides one of these"
+    assert left_out in cli(url, "events", "replay", "--type", "order.quick", "--dry-run")
+    done = cli(url, "events", "replay", "--type", "order.quick", "--yes", "--rate", "1000")
+    assert "will be replayed" in done and left_out in done
+    assert "was taken back" in cli(url, "events", "replay", "gone-1", "--dry-run")
+    assert "is decided again, although it was taken back" in cli(url, "events", "replay", "gone-1")
 
 
 def test_watching_a_run(url: str) -> None:

@@ -24,10 +24,10 @@ class World:
         self.dispatch = Dispatch(database, batch_size=500, after_launch=lambda: None)
         self.runners: list[Runner] = []
 
-    async def runner(self, lease_ms: int = 60_000, concurrency: int = 10) -> Runner:
+    async def runner(self, lease_ms: int = 60_000, concurrency: int = 10, policy: RetryPolicy = POLICY) -> Runner:
         definitions = await self.database.run(self.app.register)
         made = Runner(
-            self.database, self.app.workflows, worker="test", concurrency=concurrency, lease_ms=lease_ms, policy=POLICY
+            self.database, self.app.workflows, worker="test", concurrency=concurrency, lease_ms=lease_ms, policy=policy
         )
         made.serve(definitions)
         self.runners.append(made)

@@ -285,6 +285,13 @@ async def test_operators_list_and_decide(harness: Harness, office: Office) -> No
     assert [(one["actor"], one["subject"]) for one in audit] == [("api", found[1]["id"])]
 
 
+async def test_the_id_of_a_run_is_answered_with_its_approvals(harness: Harness, office: Office) -> None:
+    run = await asked(harness)
+    [approval] = (await harness.client.request("GET", "/admin/approvals"))["approvals"]
+    with pytest.raises(NotFound, match=rf"is a run, not an approval; its approvals: {approval['id']} \(manager\)"):
+        await harness.client.request("POST", f"/admin/approvals/{run.id}/approve")
+
+
 async def test_explain_names_the_approval_and_the_command(harness: Harness, office: Office) -> None:
     run = await asked(harness)
     told = await harness.explain(run)

@@ -16,6 +16,7 @@ from tests.flow.trigger_worker import TriggerWorker
 from tidegate import ChildFailed, Context, NonRetryable, StepFailed, SyncContext, Unavailable
 from tidegate.flow import control
 from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.keep.replay import Replay
 from tidegate.flow.look.explain import explain
 from tidegate.flow.run.runner import Runner
 from tidegate.model.source import TRIGGER_BREAKER
@@ -25,8 +26,10 @@ from tidegate.store.db import Connection
 
 async def turns(world: World, runner: Runner, times: int = 4) -> None:
     reconcile = Reconcile(world.database, batch_size=100)
+    replay = Replay(world.database, batch_size=100)
     for _ in range(times):
         await world.turn(runner)
+        await replay.run_once()
         await reconcile.run_once()
 
 
@@ -185,7 +188,8 @@ async def test_wrong_children(connection: Connection, world: World) -> None:
     for text, wanted in zip(
         output,
         ("parameters.a: is required", "parameters.b: unknown", "other is not a workflow", "at_once: must be",
-         "each item must be an object", "a run of unknown failed: workflow unknown does not exist"),
+         "items[0]: unknown takes any parameters; an item must be an object",
+         "a run of unknown failed: workflow unknown does not exist"),
         strict=True,
     ):  # fmt: skip
         assert wanted in text
@@ -261,6 +265,25 @@ async def test_a_map_stops_at_a_failure_or_goes_on(connection: Connection, world
     assert len(await of(connection, "pick")) == 3 + 6
 
 
+@pytest.mark.parametrize("all", [False, True])
+async def test_a_map_over_a_workflow_that_does_not_exist_ends(connection: Connection, world: World, all: bool) -> None:
+    """However few run at once: none that waits to be started is forgotten."""
+
+    @world.app.workflow(on="go")
+    async def work(ctx: Context) -> Any:
+        try:
+            return [one.error for one in await ctx.map("nobody", [{}] * 5, at_once=2, return_exceptions=all)]
+        except ChildFailed as exc:
+            return exc.error
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await turns(world, runner, 3)
+    found = (await parent(connection))["output"]
+    assert (len(found) == 5 and all) or (isinstance(found, str) and not all)
+    assert "workflow nobody does not exist" in str(found)
+
+
 async def test_a_thousand_children(connection: Connection, world: World) -> None:
     """In batches of 500 and with few resumptions; 10,000 take ten times as long, not a hundred times."""
 
@@ -312,6 +335,7 @@ async def test_cancel_passes_down(connection: Connection, clock: Clock, world: W
     assert {row["cancelled_by"] for row in await of(connection, "branch")} == {f"run {run['id']}"}
     left = await connection.fetch("select status, count(*) from tidegate.run_children group by 1 order by 1")
     assert [tuple(row) for row in left] == [("cancelled", 4), ("failed", 1), ("waiting", 1)]
+    assert (await children.list_of_run(connection, run["id"], 10))[3].status == "not_started"
     assert await connection.fetchval("select count(*) from tidegate.run_cancellations") == 0
     deliveries = "select status from tidegate.workflow_trigger_deliveries where status not in ('launched')"
     assert [row[0] for row in await connection.fetch(deliveries)] == ["cancelled"]
@@ -568,7 +592,7 @@ async def test_a_child_beside_a_step_needs_a_name(connection: Connection, world:
     assert "beside other steps needs a name" in (await parent(connection))["output"]
 
 
-async def test_a_cancelled_parent_that_is_retried_starts_its_children_again(
+async def test_a_cancelled_parent_that_is_retried_resumes_its_children(
     connection: Connection, clock: Clock, world: World
 ) -> None:
     @world.app.workflow()
@@ -592,4 +616,4 @@ async def test_a_cancelled_parent_that_is_retried_starts_its_children_again(
         await turns(world, runner, 4)
         await clock.advance(3_600_001)
     assert (await parent(connection))["output"] == [1, 2, 3]
-    assert len(await of(connection, "nap")) == 5  # two that were cancelled, and three that ended
+    assert len(await of(connection, "nap")) == 3  # the two that were cancelled have resumed

@@ -27,10 +27,12 @@ PENDING = "(select count(*) from tidegate.workflow_runs where status = 'pending'
 class Crew:
     """One worker: its dispatch claims for its runner."""
 
-    def __init__(self, database: Database, app: Tidegate, name: str = "one", concurrency: int = 3) -> None:
+    def __init__(
+        self, database: Database, app: Tidegate, name: str = "one", concurrency: int = 3, **given: Any
+    ) -> None:
         self.database, self.app, self.name = database, app, name
         self.hints = 0
-        self.runner = Runner(database, app.workflows, worker=name, concurrency=concurrency, lease_ms=LEASE_MS)
+        self.runner = Runner(database, app.workflows, worker=name, concurrency=concurrency, lease_ms=LEASE_MS, **given)
         batch = Batch(SOURCE_BREAKER, claim=self.runner.claim, after_claim=self.runner.start)
         self.dispatch = Dispatch(database, batch_size=500, after_launch=self._hint, batch=batch)
 

@@ -138,6 +138,23 @@ async def run_without_launch(connection: Connection) -> None:
     await a_run(connection, "status = 'succeeded', finished_at = tidegate.now()", delivery_id=delivery_id)
 
 
+async def collected_by_nobody(connection: Connection) -> None:
+    await a_delivery(connection, "status = 'collected', window_id = gen_random_uuid()")
+
+
+async def collected_without_run(connection: Connection) -> None:
+    await a_delivery(connection, "status = 'collected', window_id = id, workflow_run_id = gen_random_uuid()")
+
+
+async def window_of_nobody(connection: Connection) -> None:
+    [trigger_id] = await make_triggers(connection)
+    await connection.execute(
+        "insert into tidegate.trigger_windows (id, trigger_id, key, state, event_id, size, opened_at, closes_at, "
+        "oldest_event_id, last_sequence, trigger_version) values (gen_random_uuid(), $1, '', 'open', "
+        "gen_random_uuid(), 1, tidegate.now(), tidegate.now(), gen_random_uuid(), 1, 1)", trigger_id,
+    )  # fmt: skip
+
+
 async def wait_of_nobody(connection: Connection) -> None:
     await connection.execute(
         "insert into tidegate.event_waits (id, workflow_run_id, step_id, number, mode, event_type, source, paths, key, "
@@ -251,6 +268,24 @@ async def trigger_plan(connection: Connection) -> None:
     )  # fmt: skip
 
 
+BUDGET = "insert into tidegate.budgets (name, concurrency, created_by, updated_by) values ('gpu', 1, 'test', 'test')"
+FOR_BUDGET = "status = 'throttled', retry_state = 'scheduled', reason = 'budget', budget = 'gpu', budget_key = ''"
+
+
+async def no_budget(connection: Connection) -> None:
+    await a_delivery(connection, f"{FOR_BUDGET}, next_attempt_at = {FUTURE}, updated_at = {PAST}")
+
+
+async def free_budget_slot(connection: Connection) -> None:
+    await connection.execute(BUDGET)
+    await a_delivery(connection, f"{FOR_BUDGET}, next_attempt_at = {FUTURE}, updated_at = {PAST}")
+
+
+async def holder_without_run(connection: Connection) -> None:
+    await connection.execute(BUDGET)
+    await connection.execute("insert into tidegate.budget_holders values (gen_random_uuid(), 'gpu', '')")
+
+
 async def letter_late(connection: Connection) -> None:
     await connection.execute(
         "insert into tidegate.dead_letters (id, kind, subject_id, reason, replay_at, replay_by) "
@@ -281,10 +316,16 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
     "deliveries_claimed_by_nobody": delivery_claimed,
     "deliveries_of_deleted_triggers": delivery_of_deleted,
     "deliveries_waiting_for_a_free_slot": free_slot,
+    "deliveries_waiting_for_no_budget": no_budget,
+    "deliveries_waiting_for_a_free_budget_slot": free_budget_slot,
+    "budget_holders_without_a_run": holder_without_run,
     "deliveries_stored_twice": delivery_twice,
     "runs_stored_twice": run_twice,
     "launches_without_a_run": launch_without_run,
     "runs_without_a_launch": run_without_launch,
+    "collected_by_nobody": collected_by_nobody,
+    "collected_without_a_run": collected_without_run,
+    "windows_of_nobody": window_of_nobody,
     "waits_of_nobody": wait_of_nobody,
     "steps_that_wait_for_nothing": step_waits_for_nothing,
     "external_ids_without_an_event": external_id_alone,
@@ -310,6 +351,7 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
 # What may be on its way for a while.
 TIMED = {name for name in ORPHANS if name.endswith(("claimed_by_nobody", "_in_time", "without_an_end"))} | {
     "deliveries_of_deleted_triggers", "deliveries_waiting_for_a_free_slot", "runs_past_their_deadline",
+    "deliveries_waiting_for_no_budget", "deliveries_waiting_for_a_free_budget_slot",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from tidegate.flow import control
 from tidegate.flow.decide.dispatch import Dispatch
 from tidegate.model.http_workflow import DEFAULT_KEEP_MS, MAX_KEEP_MS, MAX_OLD_SECRETS
 from tidegate.model.source import TRIGGER_BREAKER
-from tidegate.store import locks, runs, triggers
+from tidegate.store import locks, runs, triggers, workers
 from tidegate.store.db import Connection, Database
 
 URL = "https://example.com/hook"
@@ -146,8 +146,32 @@ async def test_the_name_is_free_again(
 
     [definition_id] = await database.run(app.register)
     assert definition_id != gone.id
-    with pytest.raises(Conflict, match="declared in code"):
+    await workers.heartbeat(connection, "host:1", [definition_id])
+    with pytest.raises(Conflict, match="declared in code") as caught:
         await control.delete_workflow(database, "hook", actor="ann")
+    assert "on worker host:1: stop it" in caught.value.errors[0].message
+
+
+async def test_a_workflow_that_no_worker_has_any_more_is_deleted(connection: Connection, database: Database) -> None:
+    app = Tidegate()
+
+    @app.workflow(every="1h")
+    async def gone(ctx: Any) -> None: ...
+
+    [definition_id] = await database.run(app.register)
+    with pytest.raises(Conflict, match="workflow gone is in use") as caught:
+        await control.delete_workflow(database, "gone", actor="ann")
+    assert "tidegate triggers delete gone/" in caught.value.errors[0].message
+    for trigger in await triggers.list_of_workflow(connection, "gone"):
+        await control.delete_trigger(database, trigger.id, "ann")
+    assert (await control.delete_workflow(database, "gone", actor="ann")).kind == "python"
+    assert await triggers.get_definition(connection, "gone") is None
+    assert await connection.fetchval("select count(*) from tidegate.schedules") == 0
+    assert await connection.fetchval("select action from tidegate.audit_log order by id desc limit 1") == (
+        "workflow.delete"
+    )
+    [again] = await database.run(app.register)  # the code is back
+    assert again != definition_id and len(await triggers.list_of_workflow(connection, "gone")) > 0
 
 
 async def test_a_trigger_that_comes_while_its_workflow_is_deleted(connection: Connection, database: Database) -> None:

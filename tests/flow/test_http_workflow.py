@@ -28,6 +28,7 @@ from tidegate.flow.code.http import MAX_ANSWER_BYTES, GuardedTransport, HttpWork
 from tidegate.flow.decide.dispatch import Dispatch
 from tidegate.flow.run.runner import Runner
 from tidegate.model.addresses import parse_allowed
+from tidegate.model.budget import Budget
 from tidegate.model.http_workflow import HttpConfig
 from tidegate.model.retry import RetryPolicy
 from tidegate.store.db import Connection, Database
@@ -197,6 +198,27 @@ async def test_retry_after_decides_when(connection: Connection, clock: Clock, wo
     await world.turn()
     run = await the_run(connection)
     assert (run["status"], run["output"]) == ("succeeded", None)
+
+
+async def test_a_receiver_closes_a_budget_for_everyone(
+    connection: Connection, clock: Clock, database: Database, world: World, receiver: Receiver
+) -> None:
+    receiver.says(429, b"slow down", retry_after="120", tidegate_everyone="openai")
+    await control.put_budget(database, Budget("openai", "100/s"), "ann")
+    await world.define(receiver.url)
+    [trigger_id] = [row[0] for row in await connection.fetch("select id from tidegate.workflow_event_triggers")]
+    await control.update_trigger(database, trigger_id, {"budgets": ["openai"]}, "ann")
+    await publish(connection, "go")
+    await world.turn()
+    await publish(connection, "go")
+    await world.turn()
+    held = await connection.fetchrow(
+        "select budget, last_error, next_attempt_at from tidegate.workflow_trigger_deliveries "
+        "where retry_state = 'scheduled'"
+    )
+    assert held["budget"] == "openai" and "closed: " in held["last_error"] and "slow down" in held["last_error"]
+    assert abs((held["next_attempt_at"] - clock.now).total_seconds() - 120) < 5
+    assert len(receiver.seen) == 1
 
 
 async def test_a_change_counts_for_the_next_request(

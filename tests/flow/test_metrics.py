@@ -21,6 +21,7 @@ from tidegate import NonRetryable, Retry
 from tidegate.flow import control
 from tidegate.flow.keep.reconcile import Reconcile, Requeue
 from tidegate.flow.look.health import Exposition
+from tidegate.model.budget import Budget
 from tidegate.model.retention import Retention
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import TRIGGER_BREAKER
@@ -246,6 +247,19 @@ async def failed_runs(scene: Scene) -> None:
     await scene.ticks(3)
     await scene.worker.turn()
     await scene.worker.end_runs(3, "failed")
+    await scene.ticks(1)
+    await scene.worker.turn()
+
+
+@moves(
+    "tidegate_paused_budgets",
+    'tidegate_budget_held_total{budget="openai",why="paused"}',
+    'tidegate_deferred{kind="deliveries",reason="budget"}',
+)
+async def a_paused_budget(scene: Scene) -> None:
+    await control.put_budget(scene.database, Budget("openai", "5/s"), "ann")
+    await make_trigger(scene.database, budgets=["openai"])
+    await control.pause_budget(scene.database, "openai", actor="ann")
     await scene.ticks(1)
     await scene.worker.turn()
 

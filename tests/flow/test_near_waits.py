@@ -151,3 +151,80 @@ async def test_only_one_difference_counts_and_values_come_before_missing_fields(
     assert len(told) == 5 and meant in told[0] and AS_TEXT in told[0]
     assert all("no such field" in one for one in told[1:]) and all(any(id in one for id in later) for one in told[1:])
     assert not near(await scene.explain(early[-1]))
+
+
+async def test_a_wait_for_all_says_what_it_has_and_the_event_whom_it_is_kept_for(scene: Scene) -> None:
+    @scene.workflow()
+    async def both(ctx: Context, id: int) -> Any:
+        found = await ctx.wait_all(On("all.a", match={"id": id}), On("all.b", match={"id": id}), timeout="1h", name="w")
+        return found and [event.type for event in found]
+
+    await scene.register()
+    await scene.publish(id=7)
+    await scene.execute()
+    run_id = await scene.run_id()
+    open_text = "event all.a with id = 7 and event all.b with id = 7"
+    warning = await scene.connection.fetchval("select warning from tidegate.workflow_runs")
+    assert warning.startswith(f"waits for {open_text} until")
+    second = await scene.publish("all.b", id=7)
+    await scene.execute()
+    of_run, of_event = await scene.explain(run_id), await scene.explain(second)
+    assert of_run.waits_for == "event all.a with id = 7" and f"it has all.b (event {second})" in of_run.summary
+    assert near(of_run) == [] and "still waits until" in of_run.summary
+    assert of_event.summary == f"is kept for run {run_id}, which still waits for event all.a with id = 7"
+    assert [(line.decision, line.run_ids) for line in of_event.decisions][-1] == ("kept", [of_run.outcomes[0].run_id])
+    first = await scene.publish("all.a", id=7)
+    await scene.execute()
+    assert (await scene.explain(first)).summary == f"woke run {run_id}"
+    assert (await scene.explain(second)).summary == f"ended the wait 'w' of run {run_id} together with event {first}"
+    assert await scene.connection.fetchval("select output from tidegate.workflow_runs") == ["all.a", "all.b"]
+    kept = "select retry_metadata ? 'kept' from tidegate.workflow_run_steps where name = 'w'"
+    assert not await scene.connection.fetchval(kept)
+
+
+async def test_a_wait_for_all_that_timed_out_and_one_that_finds_everything_when_it_begins(scene: Scene) -> None:
+    @scene.workflow()
+    async def both(ctx: Context, id: int) -> Any:
+        await ctx.sleep("1m")
+        found = await ctx.wait_all(On("all.a", match={"id": id}), On("all.b", match={"id": id}), timeout="1h", name="w")
+        return bool(found)
+
+    await scene.register()
+    for number in (1, 2):
+        await scene.publish(id=number)
+    await scene.execute()
+    a, b, alone = [await scene.publish(type, id=n) for type, n in (("all.a", 1), ("all.b", 1), ("all.b", 2))]
+    await scene.execute()
+    await scene.clock.advance(60_000)
+    await scene.execute()
+    ids = [str(row[0]) for row in await scene.connection.fetch("select id from tidegate.workflow_runs order by id")]
+    assert (await scene.explain(b)).summary == f"woke run {ids[0]}"
+    assert (await scene.explain(a)).summary == f"ended the wait 'w' of run {ids[0]} together with event {b}"
+    await scene.clock.advance(3_700_000)
+    await scene.execute()
+    assert (await scene.explain(alone)).summary == (
+        f"was kept for run {ids[1]}, whose wait 'w' ended without event all.a with id = 2"
+    )
+
+
+@pytest.mark.parametrize("correlation", [None, "another"])
+async def test_what_would_cancel_a_run_of_another_correlation(scene: Scene, correlation: str | None) -> None:
+    @scene.workflow(cancel_on="stop")
+    async def fulfil(ctx: Context) -> None:
+        await ctx.sleep("1h")
+
+    await scene.register()
+    mine = await scene.publish()
+    await scene.execute()
+    stop = await scene.connection.fetchval("select tidegate.publish('stop', 'shop', correlation_id => $1)", correlation)
+    await scene.execute()
+    run_id = await scene.run_id()
+    of_event, of_run = await scene.explain(stop), await scene.explain(run_id)
+    if correlation is None:
+        why = f'it waits for correlation_id = "{mine}", and the event was published without one'
+        assert f"(event {stop}) nearly cancelled it: {why}" in of_run.summary
+    else:  # it may be meant for another run
+        why = f'it waits for correlation_id = "{mine}", and the event has "another"'
+        assert near(of_run) == []
+    assert f"near miss: run {run_id} of fulfil would be cancelled by event stop with" in of_event.summary
+    assert why in of_event.summary

@@ -13,7 +13,7 @@ from chaos import pooler
 from chaos.proxy import Proxy
 
 from tidegate.store import durability, migrate
-from tidegate.store.connect import NoSession
+from tidegate.store.connect import Connector, NoSession, session_settings
 from tidegate.store.db import Database
 
 
@@ -75,6 +75,24 @@ async def test_behind_a_pooler_a_transaction_has_its_settings_and_leaves_none(
         finally:
             await other.close()
             await database.close()
+
+
+async def test_connections_that_are_opened_at_once_prepare_no_statements_behind_such_a_pooler(
+    database_url: str, tmp_path: Path
+) -> None:
+    """The first of them find out that there is a pooler, while the others are half open."""
+    if not pooler.is_installed(pooler.TRANSACTIONS):
+        pytest.skip("pgbouncer is not installed")
+    with pooler.pooled(pooler.TRANSACTIONS, database_url, tmp_path) as through:
+        connector = Connector(through, session_settings("test", 1000, 10.0), 10.0)
+        opened = await asyncio.gather(*(connector.connect() for _ in range(20)))
+        try:
+            for n in range(5):
+                found = await asyncio.gather(*(one.fetchval(f"select $1 + {n}", at) for at, one in enumerate(opened)))
+                assert found == [at + n for at in range(20)]
+        finally:
+            for one in opened:
+                one.terminate()
 
 
 async def test_a_direct_address_of_another_database_is_noticed(database_url: str, empty_database_url: str) -> None:

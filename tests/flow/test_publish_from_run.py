@@ -108,6 +108,12 @@ async def test_an_id_that_the_source_has_used_is_a_duplicate_or_fails_the_step(
         told | {"status": "duplicate"},
         f"step 'publish-1' failed: id: 'o-7' was published before by shop, with another body, as event {event['id']}",
     ]
+    lines = []
+    for row in await connection.fetch("select id from tidegate.workflow_events where type = 'go' order by id"):
+        story = await explain(connection, str(row["id"]))
+        lines += [line.reason for line in story.decisions if line.decision == "published"]
+    first = f"done as event {event['id']}"
+    assert sorted(lines) == [first, f"{first}, which existed before: its id was used"]
 
 
 @pytest.mark.parametrize(

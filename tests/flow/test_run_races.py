@@ -1141,3 +1141,15 @@ async def test_a_sleep_beside_others_needs_a_name(
     await world.turn(runner)
     run = await the_run(connection)
     assert run["status"] == "failed" and "needs a name" in run["error"]
+
+
+async def test_a_wait_in_a_task_of_its_own_needs_a_name(connection: Connection, world: World) -> None:
+    @world.app.workflow(on="go")
+    async def work(ctx: Context) -> None:
+        await asyncio.create_task(ctx.wait_for("paid", timeout="1h"))
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert run["status"] == "failed" and "in asyncio.wait_for, which its own timeout= can replace" in run["error"]

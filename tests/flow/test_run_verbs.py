@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.conftest import Clock
 from tests.flow.step_world import World
 from tests.flow.trigger_worker import BREAKER
 from tests.flow.why_scene import Scene
-from tidegate import Context
+from tests.store.builders import new_event
+from tidegate import Context, On
 from tidegate.errors import Conflict, NotFound, Unavailable
 from tidegate.flow import control
 from tidegate.flow.control import run_bulk
@@ -22,7 +24,7 @@ from tidegate.flow.keep.event_replay import EventReplays
 from tidegate.flow.look.explain import find_event
 from tidegate.flow.predict import replay
 from tidegate.model.ids import EventId, RunId
-from tidegate.store import run_search
+from tidegate.store import event_replays, events, run_search
 from tidegate.store.db import Connection, Database
 from tidegate.store.event_replays import EventRange
 from tidegate.store.run_search import RunFilters
@@ -377,6 +379,88 @@ async def test_events_of_a_range_are_replayed_at_a_rate(scene: Scene) -> None:
     await scene.clock.advance(60_000)  # no worker was running: the rate holds, in place of all at once
     assert await stage.run_once() == 1
     assert await control.stop_event_replays(scene.database, "ann") == 2
+
+
+async def taken_back(scene: Scene, **payload: Any) -> EventId:
+    """An event for in an hour that was taken back."""
+    later = scene.clock.now + timedelta(hours=1)
+    own = new_event(
+        type="order.created", source="shop", payload=msgspec.json.encode(payload).decode(), deliver_at=later
+    )
+    await events.insert(scene.connection, [own])
+    await control.cancel_event(scene.database, own.id, "ann")
+    return own.id
+
+
+async def test_events_that_were_taken_back_are_replayed_only_by_name(scene: Scene) -> None:
+    scene.idle()
+    await scene.register()
+    gone = [await taken_back(scene, id=n) for n in range(3)]
+    assert await event_replays.count(scene.connection, EventRange(source="shop"), 10) == (0, 3, False)
+    assert (await control.replay_events(scene.database, EventRange(source="shop"), "ann", rate=1)).total == 0
+    await scene.publish(id=7)
+    wanted = EventRange(type="order.created")
+    assert await event_replays.count(scene.connection, wanted, 10) == (1, 3, False)
+    assert await event_replays.count(scene.connection, wanted, 2) == (0, 2, True)
+    assert (await control.replay_events(scene.database, wanted, "ann", rate=1)).total == 1
+    await EventReplays(scene.database, batch_size=10).run_once()
+    await scene.execute()
+    assert await scene.ask("select count(*) from tidegate.workflow_runs") == 1
+    assert await control.replay_event(scene.database, gone[0], "ann") is True
+    await scene.execute()
+    assert await scene.ask("select count(*) from tidegate.workflow_runs") == 2
+    assert await event_replays.count(scene.connection, wanted, 10) == (2, 2, False)
+    assert await control.replay_event(scene.database, gone[0], "ann") is False
+
+
+async def test_an_event_that_is_taken_back_while_its_replay_waits_is_not_replayed(scene: Scene) -> None:
+    await scene.register()
+    event_id = EventId(uuid.UUID(await scene.publish(id=7)))
+    await scene.decide()
+    scene.idle()
+    await scene.register()
+    await control.replay_events(scene.database, EventRange(source="shop"), "ann", rate=1)
+    await control.pause(scene.database, "shop", actor="ann", duration_ms=60_000, reason="busy")
+    await control.replay_event(scene.database, event_id, "ann")
+    await control.cancel_event(scene.database, event_id, "ann")
+    await control.resume(scene.database, "shop", actor="ann")
+    assert await EventReplays(scene.database, batch_size=10).run_once() == 1
+    await scene.execute()
+    assert await scene.ask("select count(*) from tidegate.workflow_runs") == 0
+
+
+async def test_a_rerun_is_not_cancelled_by_what_cancelled_the_run(scene: Scene) -> None:
+    """It begins anew: only an event that comes after the rerun cancels it."""
+    done = []
+
+    @scene.workflow(cancel_on=On("order.cancelled", match={"id": 7}))
+    async def fulfil(ctx: Context, id: int) -> str:
+        done.append("begun")
+        await ctx.sleep("1h")
+        done.append("slept")
+        return "done"
+
+    await scene.register()
+    await scene.publish(id=7)
+    await scene.execute()
+    await scene.clock.advance(1000)
+    await scene.publish("order.cancelled", id=7)
+    await scene.execute()
+    first = await scene.ask("select id from tidegate.workflow_runs")
+    assert await status_of(scene, first) == "cancelled"
+    await scene.clock.advance(1000)
+    second = await control.rerun_run(scene.database, first, "ann")
+    await scene.execute()
+    assert (await status_of(scene, second), done) == ("pending", ["begun", "begun"])
+    await scene.publish("order.cancelled", id=7)
+    await scene.execute()
+    assert await status_of(scene, second) == "cancelled"
+    await scene.clock.advance(1000)
+    third = await control.rerun_run(scene.database, second, "ann")
+    await scene.execute()
+    await scene.clock.advance(3_600_001)
+    await scene.execute()
+    assert await status_of(scene, third) == "succeeded" and done[-1] == "slept"
 
 
 async def test_a_scheduled_replay_keeps_its_event(scene: Scene) -> None:

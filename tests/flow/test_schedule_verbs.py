@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -430,9 +431,12 @@ async def test_over_http_and_the_command_line(database_url: str, database: Datab
         assert "paused by" in tidegate("pause", "hourly", "--for", "2h", "--reason", "stocktaking")
         shown = json.loads(tidegate("show", "hourly", "--json"))
         assert (shown["schedule"]["pause_reason"], shown["schedule"]["overlap"]) == ("stocktaking", "skip")
-        assert shown["upcoming"][:2] == ["2026-06-01T13:00:00Z", "2026-06-01T14:00:00Z"]
+        assert shown["upcoming"][:2] == ["2026-06-01T14:00:00Z", "2026-06-01T15:00:00Z"], "not those in the pause"
         assert "stocktaking" in tidegate("list")
+        assert re.search(r"next +none until it is resumed", tidegate("pause", "hourly"))
         assert "active" in tidegate("resume", "hourly")
+        shown = json.loads(tidegate("show", "hourly", "--json"))
+        assert shown["upcoming"][:2] == ["2026-06-01T13:00:00Z", "2026-06-01T14:00:00Z"]
         assert tidegate("run-now", "hourly").startswith("published ")
         asked = ("backfill", "hourly", "2026-06-01T06:00:00Z", "2026-06-01T12:00:00Z")
         assert "6 would be published" in tidegate(*asked, "--dry-run")

@@ -14,7 +14,7 @@ from tests.conftest import Clock
 from tests.flow.step_world import World, the_run
 from tests.flow.test_dispatch import publish
 from tests.flow.trigger_worker import TriggerWorker
-from tidegate import Conflict, Context, InvalidInput, NotFound, On, RunFailed, Unavailable
+from tidegate import Conflict, Context, InvalidInput, NotFound, On, RunFailed, Tidegate, Unavailable
 from tidegate.api.v1.starts import unless_gone
 from tidegate.clock import uuid7
 from tidegate.flow import control
@@ -367,3 +367,20 @@ async def test_a_start_is_cancelled_by_the_id_of_its_run_when_it_is_held(connect
     assert await connection.fetchval("select count(*) from tidegate.workflow_runs") == 1
     with pytest.raises(Conflict, match="it is cancelled"):
         await cancel(held.run_id)
+
+
+async def test_an_application_takes_parameters_as_keywords_too(
+    database: Database, database_url: str, connection: Connection
+) -> None:
+    app = Tidegate(database_url=database_url)
+
+    @app.workflow()
+    async def price(ctx: Context, amount: int, currency: str) -> None: ...
+
+    await database.run(app.register)
+    async with app:
+        started = await app.start(price, {"amount": 7}, currency="EUR")
+        with pytest.raises(InvalidInput, match="curency"):
+            await app.start("price", amount=7, curency="EUR")
+    payload = await connection.fetchval("select payload from tidegate.workflow_events where id = $1", started.event_id)
+    assert payload == {"amount": 7, "currency": "EUR"}

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.conftest import Clock
@@ -504,6 +505,44 @@ async def test_retry_after_for_everyone(
     await retry.run_once()
     await world.turn(runner)
     assert await connection.fetchval("select count(*) from tidegate.workflow_runs where status = 'succeeded'") == 3
+
+
+@pytest.mark.parametrize("everyone", ["trigger", "key"])
+@pytest.mark.parametrize("how", ["step", "caught", "outside"])
+async def test_retry_after_for_everyone_holds_although_the_run_gives_up(
+    database: Database, connection: Connection, clock: Clock, world: World, everyone: Any, how: str
+) -> None:
+    """The last attempt asks everyone to wait: it has no other, and the others wait all the same."""
+
+    async def call(customer: str) -> str:
+        world.done.append(customer)
+        raise RetryAfter(60, "429 Too Many Requests", everyone=everyone)
+
+    @world.app.workflow(on="go", max_concurrency=5, concurrency_key="{{ event.payload.customer }}")
+    async def work(ctx: Context, customer: str) -> str | None:
+        if how == "outside":
+            return await call(customer)
+        try:
+            return await ctx.step("call", call, customer, retry=Retry(max_attempts=1))
+        except StepFailed:
+            if how == "step":
+                raise
+            return None
+
+    runner = await world.runner(policy=msgspec.structs.replace(POLICY, max_attempts=1))
+    for customer in ("a", "a"):
+        await publish(connection, "go", customer=customer)
+        await world.turn(runner)
+    assert (await the_run(connection))["status"] == ("succeeded" if how == "caught" else "failed")
+    assert world.done == ["a"]
+    rows = await connection.fetch(
+        "select status, reason, last_error from tidegate.workflow_trigger_deliveries where status <> 'launched'"
+    )
+    assert [tuple(row) for row in rows] == [("throttled", "retry_after", "RetryAfter: 429 Too Many Requests")]
+    await clock.advance(61_000)
+    await DeliveryRetry(database, batch_size=10, after_launch=lambda: None).run_once()
+    await world.turn(runner)
+    assert world.done == ["a", "a"]
 
 
 async def test_a_finally_has_its_turn_only_at_the_end(connection: Connection, clock: Clock, world: World) -> None:

@@ -10,13 +10,14 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.conftest import Clock
 from tests.flow.checker import milliseconds, most_in_any_interval
-from tests.flow.conftest import eventually
+from tests.flow.conftest import eventually, race
 from tests.flow.trigger_worker import BREAKER, TriggerWorker, held, make_trigger, statuses
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
@@ -339,7 +340,6 @@ async def test_launches_of_one_key_lie_a_window_apart(
 
 async def cancelled_or(database: Database, delivery_id: uuid.UUID) -> str:
     """What the operator who cancels is told."""
-    await asyncio.sleep(random.uniform(0, 0.006))
     try:
         await control.change_retry(database, "deliveries", delivery_id, "cancel", "test")
     except Conflict as exc:
@@ -361,10 +361,10 @@ async def test_cancel_or_launch_one_wins_and_the_answer_says_which(
     await connection.execute("update tidegate.workflow_trigger_deliveries set next_attempt_at = 'tomorrow'")
     for row in await held(connection):
         await control.change_retry(database, "deliveries", row["id"], "force", "test")
-        answer, *_ = await asyncio.gather(
-            cancelled_or(database, row["id"]),
-            workers[0].delivery_retry.run_once(),
-            workers[1].delivery_retry.run_once(),
+        answer = await race(
+            partial(cancelled_or, database, row["id"]),
+            workers[0].delivery_retry.run_once,
+            workers[1].delivery_retry.run_once,
         )
         found = await connection.fetchrow(
             "select status, (select count(*) from tidegate.workflow_runs r where r.delivery_id = d.id) as runs "
@@ -387,10 +387,10 @@ async def test_cancel_of_the_first_in_line_while_a_slot_becomes_free_wakes_the_n
         await workers[0].drain()
         running = await workers[0].claim()
         first, second = await held(connection)
-        answer, *_ = await asyncio.gather(
-            cancelled_or(database, first["id"]),
-            workers[0].finish(running, fill=n % 2 == 0),
-            workers[1].delivery_retry.run_once(),
+        answer = await race(
+            partial(cancelled_or, database, first["id"]),
+            partial(workers[0].finish, running, fill=n % 2 == 0),
+            workers[1].delivery_retry.run_once,
         )
         answers[answer] += 1
         await workers[1].drain()
@@ -435,7 +435,6 @@ async def test_force_while_it_is_launched_launches_once_and_keeps_the_limit(
     answers = Counter[str]()
 
     async def force(delivery_id: uuid.UUID) -> str:
-        await asyncio.sleep(random.uniform(0, 0.004))
         try:
             await control.change_retry(database, "deliveries", delivery_id, "force", "test")
         except Conflict as exc:
@@ -444,10 +443,10 @@ async def test_force_while_it_is_launched_launches_once_and_keeps_the_limit(
         return "forced"
 
     while waiting := await held(connection):
-        answer, *_ = await asyncio.gather(
-            force(waiting[0]["id"]),
-            workers[0].finish(running),
-            *(worker.delivery_retry.run_once() for worker in workers[1:]),
+        answer = await race(
+            partial(force, waiting[0]["id"]),
+            partial(workers[0].finish, running),
+            *(worker.delivery_retry.run_once for worker in workers[1:]),
         )
         answers[answer] += 1
         await workers[1].drain()

@@ -18,6 +18,7 @@ from tidegate.errors import AppError, Conflict, NotFound
 from tidegate.flow import control
 from tidegate.flow.call import fit
 from tidegate.flow.decide.dispatch import Dispatch
+from tidegate.flow.look import health
 from tidegate.flow.look.explain import explain_any
 from tidegate.flow.run.runner import Runner
 from tidegate.model.function_source import version_of
@@ -134,6 +135,19 @@ async def test_explain_names_the_version_that_a_run_waits_for(
     assert f"tidegate runs resume {run['id']} --on-current-code" in found.summary
     await connection.execute("delete from tidegate.workers")
     assert "; no living worker has its workflow; " in (await explain_any(connection, str(run["id"]))).summary
+
+
+async def test_timers_of_a_run_that_waits_for_its_version_are_not_overdue(
+    cluster: Cluster, connection: Connection, clock: Clock
+) -> None:
+    await begun(cluster, connection, clock, cluster.sequence("a", "sleep", "b"))
+    await clock.advance(60_000)
+    assert "retries_overdue" in [one.code for one in (await health.snapshot(connection)).causes]
+    await cluster.turn(await cluster.worker("2", cluster.sequence("renamed", "sleep", "b")))
+    await clock.advance(60_000)
+    causes = {one.code: one.message for one in (await health.snapshot(connection)).causes}
+    assert "retries_overdue" not in causes
+    assert causes["version_mismatch"].startswith("1 run waits for version 1 of work")
 
 
 FITS = [

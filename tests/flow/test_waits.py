@@ -461,7 +461,8 @@ async def test_a_wait_that_is_cut_off_stays_cut_off_even_if_its_event_came(
     @world.app.workflow(on="go")
     async def impatient(ctx: Context) -> Any:
         async def busy() -> None:
-            looked = "select exists (select from tidegate.workflow_run_steps where retry_metadata ? 'looked_back')"
+            is_done = "retry_metadata ->> 'looked_back' = 'true'"
+            looked = f"select exists (select from tidegate.workflow_run_steps where {is_done})"
             await eventually(world.database, looked)
             await publish(connection, "word")
             await world.dispatch.run_once()

@@ -62,7 +62,7 @@ async def undecided_and_no_worker(scene: Scene) -> object:
 
 @case(
     "",
-    "waits in the inbox for a worker to decide it; 2 undecided events are before it",
+    "waits in the inbox for a worker to decide it; 2 undecided events of its source are before it",
     waits_for="a worker to decide it",
 )
 async def undecided_behind_others(scene: Scene) -> object:
@@ -465,6 +465,29 @@ async def no_worker_has_the_code(scene: Scene) -> object:
     return event_id
 
 
+@case("left_out", "fulfil waits for a worker that takes fulfil: host:1 has its code and takes other workflows only "
+      "(--only)", waits_for="a worker that takes fulfil")  # fmt: skip
+async def every_worker_leaves_it_out(scene: Scene) -> object:
+    scene.idle()
+    scene.idle("report", on="day.ended")
+    event_id = await _decided(scene)
+    await scene.alive(workflows=["report"], left_out=["fulfil"])
+    return event_id
+
+
+@case("slots_busy", "fulfil waits for a free worker slot: all 2 slots of worker host:1 are busy or reserved for other "
+      "workflows (1): host:1 executes fulfil (run ", waits_for="a free worker slot")  # fmt: skip
+async def the_other_slots_are_reserved(scene: Scene) -> object:
+    scene.idle()
+    scene.idle("report", on="day.ended")
+    await scene.register()
+    ids = [await scene.publish() for _ in range(2)]
+    await scene.decide()
+    await scene.alive(slots=2, reserved={"report": 1})
+    await scene.claim(limit=1)
+    return ids[-1]
+
+
 @case("slots_busy", "fulfil waits for a free worker slot: the only slot of worker host:1 is busy: ",
       "host:1 executes fulfil (run ",
       "since 2026-06-01 12:00:00 UTC", "; 1 due run before it", waits_for="a free worker slot")  # fmt: skip
@@ -613,11 +636,34 @@ async def worker_died_twice(scene: Scene) -> object:
 
 
 @case("cancelling", "fulfil is being cancelled by ann since 2026-06-01 12:00:00 UTC; it stops at its next step",
+      "or ends by itself if it has begun the last one",
       waits_for="its function to reach the next step")  # fmt: skip
 async def being_cancelled(scene: Scene) -> object:
     event_id = await executing_now(scene)
     await control.cancel_run(scene.database, RunId(await scene.run_id()), "ann", BREAKER)
     return event_id
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancel_that_came_too_late_is_in_the_story(scene: Scene, fails: bool) -> None:
+    @scene.workflow()
+    async def fulfil(ctx: Context) -> None:
+        async def last() -> None:
+            assert await control.cancel_run(scene.database, RunId(ctx.run_id), "ann", BREAKER) == "cancelling"
+            if fails:
+                raise NonRetryable("no")
+
+        await ctx.step("last", last)
+
+    await scene.register()
+    event_id = await scene.publish()
+    await scene.execute()
+    told = await scene.explain(event_id)
+    assert told.outcomes[0].state == ("failed" if fails else "succeeded")
+    assert told.summary.endswith(
+        "; a cancel was requested by ann at 2026-06-01 12:00:00 UTC, after its last step had begun: the run ended first"
+    )
+    assert (await scene.explain(await scene.run_id())).summary == told.summary
 
 
 def _sleeping(scene: Scene) -> None:
@@ -701,12 +747,9 @@ async def function_asked_to_be_called_later(scene: Scene) -> object:
     return event_id
 
 
-@case(
-    "until_deadline",
-    "fulfil waits until 2026-06-01 13:00:00 UTC, when it times out",
-    waits_for="its timeout",
-    seconds=3600,
-)
+@case("sleeping",
+      "fulfil sleeps until 2026-06-01 14:00:00 UTC (timer 'sleep-1'); it times out at 2026-06-01 13:00:00 UTC",
+      waits_for="the timer 'sleep-1'", seconds=3600)  # fmt: skip
 async def sleeps_longer_than_its_timeout(scene: Scene) -> object:
     @scene.workflow(timeout="1h")
     async def fulfil(ctx: Context) -> None:
@@ -716,6 +759,120 @@ async def sleeps_longer_than_its_timeout(scene: Scene) -> object:
     event_id = await scene.publish()
     await scene.execute()
     return event_id
+
+
+@case("sleeping",
+      "fulfil sleeps until 2026-06-01 12:30:00 UTC (timer 'sleep-1'); it times out at 2026-06-01 13:00:00 UTC",
+      waits_for="the timer 'sleep-1'", seconds=1800)  # fmt: skip
+async def sleeps_and_has_a_timeout(scene: Scene) -> object:
+    @scene.workflow(timeout="1h")
+    async def fulfil(ctx: Context) -> None:
+        await ctx.sleep("30m")
+
+    await scene.register()
+    event_id = await scene.publish()
+    await scene.execute()
+    return event_id
+
+
+@case("waiting_for_event",
+      "fulfil waits until 2026-06-02 12:00:00 UTC for event order.paid with payload.id = 7; "
+      "it times out at 2026-06-01 13:00:00 UTC; near miss: order.paid from shop",
+      waits_for="event order.paid with payload.id = 7", seconds=3600)  # fmt: skip
+async def waits_for_an_event_and_has_a_timeout(scene: Scene) -> object:
+    @scene.workflow(timeout="1h")
+    async def fulfil(ctx: Context) -> None:
+        await ctx.wait_for("order.paid", match={"payload.id": 7}, timeout="1d")
+
+    await scene.register()
+    await scene.publish()
+    await scene.execute()
+    await scene.publish("order.paid", id="7")
+    await scene.execute()
+    return await scene.run_id()
+
+
+async def test_an_event_is_told_as_fully_as_its_run(scene: Scene) -> None:
+    run_id = await waits_for_an_event_and_has_a_timeout(scene)
+    event_id = await scene.ask("select event_id from tidegate.workflow_runs where id = $1", run_id)
+    by_run, by_event = await scene.explain(run_id), await scene.explain(event_id)
+    assert (by_event.summary, by_event.until) == (by_run.summary, by_run.until)
+    assert by_event.decisions == by_run.decisions
+    told = [(one.stage, one.run_id) for one in by_event.decisions]
+    assert ("step", run_id) in told and ("wait", run_id) in told
+
+
+@case("waiting_for_approval",
+      "waits until 2026-06-02 12:00:00 UTC for the approval 'refund'", "; to decide: tidegate approvals approve ",
+      " (or reject); it times out at 2026-06-01 13:00:00 UTC",
+      waits_for="the approval 'refund'", seconds=3600)  # fmt: skip
+async def waits_for_an_approval_and_has_a_timeout(scene: Scene) -> object:
+    @scene.workflow(timeout="1h")
+    async def fulfil(ctx: Context) -> None:
+        await (await ctx.approval("refund", timeout="1d")).decision()
+
+    await scene.register()
+    await scene.publish()
+    await scene.execute()
+    return await scene.run_id()
+
+
+def _parent(scene: Scene, timeout: str) -> None:
+    @scene.app.workflow(name="ship")
+    async def ship(ctx: Context) -> None:
+        await ctx.sleep("30m")
+
+    @scene.workflow(timeout=timeout)
+    async def fulfil(ctx: Context) -> None:
+        await ctx.run("ship")
+
+
+@pytest.mark.parametrize(("timeout", "seconds"), [("1h", 3600), ("3d", 259_200)])
+async def test_a_run_with_a_timeout_names_its_child(scene: Scene, timeout: str, seconds: int) -> None:
+    _parent(scene, timeout)
+    await scene.register()
+    began = scene.clock.now
+    event_id = await scene.publish()
+    for _ in range(2):  # the parent, then its child
+        await scene.execute()
+    found = await scene.explain(event_id)
+    until = began + timedelta(seconds=seconds)
+    child = await scene.ask("select id from tidegate.workflow_runs order by created_at desc, id desc limit 1")
+    assert found.waits_for is not None and found.waits_for.startswith(f"its child ship {child} (step ")
+    assert ", which sleeps until 2026-06-01 12:30:00 UTC" in found.summary
+    assert f"; fulfil itself times out at {until:%Y-%m-%d %H:%M:%S} UTC" in found.summary
+    assert (found.outcomes[0].state, found.until) == ("waiting_for_child", until)
+
+
+@case("run_retry", "fulfil waits to be called again: ", "the API rests", "; it times out at 2026-06-01 12:01:00 UTC",
+      waits_for="its next attempt", seconds=60)  # fmt: skip
+async def function_asked_to_be_called_after_its_timeout(scene: Scene) -> object:
+    @scene.workflow(timeout="1m")
+    async def fulfil(ctx: Context) -> None:
+        raise RetryAfter(300, "the API rests")
+
+    await scene.register()
+    event_id = await scene.publish()
+    await scene.execute()
+    return event_id
+
+
+@case("sleeping",
+      "fulfil sleeps until 2026-06-01 14:00:00 UTC (timer 'sleep-1'); no worker is alive; the last, host:1, "
+      "was seen 600 s ago; start one: tidegate worker APP", waits_for="the timer 'sleep-1'", seconds=7200)  # fmt: skip
+async def sleeps_and_its_worker_is_gone(scene: Scene) -> object:
+    run_id = await sleeping(scene)
+    await scene.alive()
+    await scene.clock.advance(600_000)
+    return run_id
+
+
+@case("sleeping", "(timer 'sleep-1'); no living worker has the code of fulfil now", waits_for="the timer 'sleep-1'",
+      seconds=7200)  # fmt: skip
+async def sleeps_and_no_worker_has_its_code(scene: Scene) -> object:
+    run_id = await sleeping(scene)
+    await scene.alive(workflows=[])
+    return run_id
 
 
 @case("cancelled", "fulfil cancelled by ann at 2026-06-01 12:00:00 UTC")
@@ -886,12 +1043,12 @@ async def test_the_story_tells_failures_before_a_retry_in_order(scene: Scene) ->
         ("12:02", "run", "failed", "step 'charge' failed: NonRetryable: the bank is closed"),
         ("12:03", "run", "replayed", None), ("12:04", "run", "succeeded", None),
     ]  # fmt: skip
-    assert _told(await scene.explain(event_id)) == expected
     steps = [("12:00", "step", "succeeded", "reserve"), ("12:04", "step", "succeeded", "charge")]
     of_run = _told(await scene.explain(run_id))
     assert [line for line in of_run if line[1] != "step"] == expected
     assert [line for line in of_run if line[1] == "step"] == steps
     assert of_run == sorted(of_run, key=lambda line: line[0])
+    assert _told(await scene.explain(event_id)) == of_run, "of its only run the event tells the same"
 
 
 async def test_the_story_of_a_rerun_that_failed_and_was_retried_is_its_own(scene: Scene) -> None:

@@ -61,3 +61,12 @@ def approve_sync(ctx: SyncContext, id: int) -> str:
     told = "nobody" if decision is None else f"{decision.approved} {decision.comment}"
     ctx.step("tell", record, ctx.run_id, told)
     return told
+
+
+@app.workflow(on="count")
+async def count(ctx: Context, key: int, number: int) -> list[int]:
+    found = []
+    for _ in range(number):
+        event = await ctx.wait_for("tick", match={"key": key}, timeout="1h")
+        found.append(event.payload["n"] if event else -1)
+    return found

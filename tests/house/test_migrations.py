@@ -43,6 +43,7 @@ REMOVED = {
 def faults(migration: Migration) -> Iterator[str]:
     """What keeps a migration from being applied under load."""
     text = " ".join(re.sub(r"(?m)--.*$", "", migration.sql).lower().split())
+    text = re.sub(r"\$\$.*?\$\$", "", text)  # a function's body is not executed with the migration
     made = re.findall(r"create table (?:if not exists )?tidegate\.(\w+)", text)
     if "kind" not in migration.declared:
         yield "it does not declare its kind"
@@ -96,6 +97,7 @@ def test_a_contraction_needs_a_version_that_exists(migration: Migration) -> None
         ("update tidegate.registry_version set version = 1", 0),
         ("alter table tidegate.workflow_runs add x int; alter table tidegate.workflow_events add x int", 1),
         ("-- create index x on tidegate.workflow_runs (id)\nselect 1", 0),
+        ("create function tidegate.x() as $$ begin lock table tidegate.workflow_events; end $$", 0),
     ],
 )
 def test_what_locks_or_removes_is_noticed(sql: str, count: int) -> None:

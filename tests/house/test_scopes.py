@@ -47,6 +47,7 @@ WHOLE = {
     "/v1/workflows/{slug}/triggers/{trigger_id}", "/v1/workflows/{slug}/triggers/{trigger_id}/test",
     "/v1/workflows/{slug}/triggers/{trigger_id}/deliveries", "/v1/workflows/{slug}/triggers/{trigger_id}/versions",
     "/admin/triggers", "/admin/triggers/{trigger_id}", "/admin/triggers/{trigger_id}/pause",
+    "/admin/budgets", "/admin/budgets/{name}", "/admin/budgets/{name}/pause", "/admin/budgets/{name}/resume",
     "/admin/triggers/{trigger_id}/resume", "/admin/schedules", "/admin/schedules/{workflow}",
     "/admin/schedules/{workflow}/pause", "/admin/schedules/{workflow}/resume", "/admin/schedules/{workflow}/run-now",
     "/admin/schedules/{workflow}/backfill", "/admin/dead-letters/stop", "/admin/audit", "/metrics", "/admin/workers",

@@ -59,6 +59,17 @@ def test_without_an_application_it_says_what_to_do(tmp_path: Path) -> None:
     assert done.returncode == 1 and "the tidegate fixture needs an application" in done.stdout
 
 
+def test_without_a_mode_of_pytest_asyncio_it_says_what_to_set(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("from tidegate import Tidegate\n\napp = Tidegate()\n")
+    (tmp_path / "test_it.py").write_text("async def test_it(tidegate): ...\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntidegate_app = app.py\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and 'set `asyncio_mode = "auto"`' in done.stdout, done.stdout
+
+
 def test_loading_the_plugin_imports_little() -> None:
     probe = "import sys, tidegate.pytest_plugin as p; assert not {'asyncpg', 'msgspec', 'httpx'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

@@ -388,6 +388,20 @@ async def test_an_index_of_a_partitioned_table(database: Database, knows: Knows)
         assert await connection.fetchval(parts_of) == 1 + 4
 
 
+async def test_every_partition_of_a_table_of_days_has_its_part_of_an_index(database: Database, knows: Knows) -> None:
+    """Also where the names are so long that they would be the same once cut off."""
+    name = "workflow_trigger_deliveries_sample_idx"
+    index = f"create index concurrently {name} on tidegate.workflow_trigger_deliveries (dedupe_key);"
+    knows(migration(1, index, *ONLINE))
+    await migrate.migrate(database)
+    async with database.connection() as connection:
+        leaves = "select count(*) from pg_partition_tree($1::text::regclass) where isleaf"
+        tables = await connection.fetchval(leaves, "tidegate.workflow_trigger_deliveries")
+        assert tables >= 4, "what waits, two days and the rest"
+        assert await connection.fetchval(leaves, f"tidegate.{name}") == tables
+        assert await valid(connection, name)
+
+
 async def test_a_partition_whose_index_a_crash_left_invalid(database: Database, knows: Knows) -> None:
     parts = """
     create table tidegate.sample (id bigint, at bigint) partition by range (at);

@@ -22,6 +22,7 @@ from tidegate.model.event import NewEvent
 from tidegate.model.ids import delivery_id, step_id
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.run import ClaimedRun, FinishedRun
+from tidegate.model.shares import Lane
 from tidegate.model.source import SourceBreakerPolicy
 from tidegate.model.step import RunNotes, StepWrite, SuspendedRun
 from tidegate.store import (
@@ -29,7 +30,9 @@ from tidegate.store import (
     decisions,
     deliveries,
     events,
+    inbox_lanes,
     ingress_retries,
+    run_lines,
     runs,
     sources,
     steps,
@@ -148,6 +151,8 @@ STATEMENTS: dict[str, Call] = {
     "deliveries.launch_unrestricted": lambda c, f: deliveries.launch_unrestricted(
         c, f.decided(), f.now, Claim("w", 1000, [f.definition], 10), BatchTotals(), f.version, []
     ),
+    "inbox_lanes.waiting": lambda c, f: inbox_lanes.waiting(c, "", 500),
+    "inbox_lanes.claim": lambda c, f: inbox_lanes.claim(c, {Lane("shop"): 10}, 500),
     "deliveries.launch": lambda c, f: deliveries.launch(c, f.decided(), f.now, Claim("w", 1000, [f.definition], 10)),
     "deliveries.launch of failures": lambda c, f: deliveries.launch(
         c, f.decided(status="failed", last_error="x", run_id=None), f.now
@@ -183,6 +188,11 @@ STATEMENTS: dict[str, Call] = {
     "sources.backlogs": lambda c, f: c.fetch(sources._sql["backlogs"], ["s1", "s2"]),
     # run
     "runs.claim_due": lambda c, f: runs.claim_due(c, definitions=[f.definition], limit=100, worker="w", lease_ms=1000),
+    "run_lines.due_workflows": lambda c, f: run_lines.due_workflows(c, [f.definition], 9, worker="w", lease_ms=1000),
+    "run_lines.list_due": lambda c, f: run_lines.list_due(c, {f.definition: 100}, worker="w", lease_ms=1000),
+    "run_lines.claim": lambda c, f: run_lines.claim(
+        c, f.waiting_runs, definitions=[f.definition], worker="w", lease_ms=1000
+    ),
     "runs.has_suspects": lambda c, f: runs.has_suspects(c, [f.definition], worker="w", lease_ms=1000),
     "runs.claim_suspect": lambda c, f: runs.claim_suspect(
         c, definitions=[f.definition], worker="w", lease_ms=1000, is_counted=True

@@ -24,7 +24,7 @@ async def claim(connection: Connection) -> list[ClaimedRun]:
 
 async def wake(connection: Connection, *run_ids: Any) -> set[Any]:
     await runs.lock(connection, run_ids)
-    return await runs.wake(connection, run_ids)
+    return {one.id for one in await runs.wake(connection, run_ids)}
 
 
 def suspended(run: ClaimedRun, until: datetime = NOW + HOUR, **changes: Any) -> SuspendedRun:
@@ -101,6 +101,21 @@ async def test_no_wake_up_is_lost_whoever_is_first(database: Database) -> None:
         assert await waking == {second.id}
     async with database.connection() as connection:
         assert [await due_at(connection, one.id) for one in (first, second)] == [NOW, NOW]
+
+
+async def test_waking_says_how_often_and_whether_a_worker_holds_the_run(connection: Connection) -> None:
+    await set_clock(connection)
+    await make_runs(connection, [NOW, NOW])
+    held, free = await claim(connection)
+    await runs.suspend(connection, [suspended(free)])
+    await wake(connection, free.id)
+    both = sorted((held.id, free.id))
+    await runs.lock(connection, both)
+    found = {one.id: one for one in await runs.wake(connection, both)}
+    assert found == {
+        held.id: runs.WokenRun(held.id, 1, True, held.claim_generation),
+        free.id: runs.WokenRun(free.id, 2, False, free.claim_generation + 1),
+    }
 
 
 async def test_a_run_that_has_ended_is_not_woken(connection: Connection) -> None:

@@ -190,7 +190,7 @@ async def test_totals_are_added_alike(connection: Connection) -> None:
     [one, *_] = await launches(connection, (1, 0))
     version = await connection.fetchval("select version from tidegate.registry_version")
     seen = BatchTotals(
-        [TriggerTotals(one.trigger_id, 1, 2, 3, 4, 5, 6, 7, "launched", 'an "error" \u2028')],
+        [TriggerTotals(one.trigger_id, 1, 2, 3, 4, 5, 6, 7, 8, "launched", 'an "error" \u2028')],
         [SourceMetrics(source="crm", total=1, passed=2, throttled=3, dropped=4, failures=5, total_lag_ms=2**40,
                        last_lag_ms=7, max_lag_ms=8, last_event_at=NOW)],
     )  # fmt: skip

@@ -100,6 +100,7 @@ def test_full_event() -> None:
         "correlation_id": "c-1",
         "ttl_ms": 1000,
         "metadata": {"k": "v"},
+        "priority": 3,
     }
     assert raw.keys() | {"deliver_at", "delay_ms"} == FIELDS
     event = accepted(raw, traceparent="00-" + "a" * 32 + "-" + "b" * 16 + "-01")

@@ -51,6 +51,7 @@ def test_shared_gauges() -> None:
     state = SharedState(
         paused_sources=2,
         paused_triggers=1,
+        paused_budgets=2,
         open_breakers={"source": 1, "trigger": 0},
         workers_alive=2,
         unserved_workflows=0,

@@ -15,6 +15,7 @@ from tidegate.cli.live_lines import line_of, show
 from tidegate.cli.reload import Code
 from tidegate.clock import utc_now
 from tidegate.errors import AppError
+from tidegate.model.declared import result_rule
 
 APP = "from tidegate import Tidegate\nimport part_of_it\napp = Tidegate()\napp.value = part_of_it.VALUE\n"
 
@@ -62,7 +63,7 @@ def test_what_cannot_be_loaded_leaves_the_old_modules(folder: Path) -> None:
     assert sys.modules["part_of_it"] is old and not code.has_changed()
     change(folder / "another.py", "VALUE = (\n")  # any file may be the reason now
     assert code.has_changed()
-    with pytest.raises(AppError, match="SyntaxError"):
+    with pytest.raises(AppError, match=r"SyntaxError: .* \(another.py, line 1\)$"):
         code.load()
     assert not code.has_changed()
     change(folder / "another.py", "VALUE = 1\n")
@@ -84,6 +85,35 @@ def test_what_is_imported_later_or_away_for_a_moment_is_no_change(folder: Path) 
     assert not code.has_changed() and text
     change(folder / "not_imported.py", "X = 2")
     assert code.has_changed()
+
+
+TYPED = """
+from __future__ import annotations
+from dataclasses import dataclass
+from enum import Enum
+from tidegate import Tidegate
+app = Tidegate()
+@dataclass
+class Receipt:
+    total: int
+class Size(Enum):
+    SMALL = "small"
+async def charge() -> Receipt: ...
+async def measure() -> list[Size]: ...
+"""
+
+
+def test_results_come_back_as_the_classes_of_the_code_that_is_loaded(folder: Path) -> None:
+    """The code of a function that was loaded again equals that of before; what its annotations mean does not."""
+    code = Code("typed_app.py")
+    for text in (TYPED, f"{TYPED}# changed\n"):
+        change(folder / "typed_app.py", text)
+        code.load()
+        module = sys.modules["typed_app"]
+        receipt, sizes = result_rule(module.charge), result_rule(module.measure)
+        assert receipt is not None and type(receipt.restored({"total": 1})) is module.Receipt
+        assert sizes is not None and sizes.restored(["small"]) == [module.Size.SMALL]
+        assert result_rule(module.charge) is receipt, "it is found once"
 
 
 def test_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.model.source import BUCKETS, Gate, RateLimit
+from tidegate.model.allowance import BUCKETS
+from tidegate.model.source import Gate, RateLimit
 
 T0 = datetime(2026, 1, 1, 12, tzinfo=UTC)
 DAY_MS = 86_400_000

@@ -17,11 +17,11 @@ from tidegate.model.trigger import (
     MAX_PREDICATES,
     CompiledTrigger,
     Trigger,
-    TriggerIndex,
     TriggerSpec,
     check_spec,
     compile_pattern,
 )
+from tidegate.model.trigger_index import TriggerIndex
 from tidegate.model.trigger_terms import TemplateError
 
 NOW = datetime(2026, 1, 31, 9, 30, tzinfo=UTC)

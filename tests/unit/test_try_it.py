@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
+from enum import Enum
+from typing import Literal
+from uuid import UUID
+
 import msgspec
+import pydantic
 import pytest
 
 from tidegate import Context, Tidegate
@@ -12,6 +22,55 @@ from tidegate.cli.try_it import example
 class Order(msgspec.Struct):
     id: int
     customer: str
+
+
+class Tier(Enum):
+    GOLD = "gold"
+    BASIC = "basic"
+
+
+class Account(pydantic.BaseModel):
+    tier: Tier
+    at: datetime
+    on: date
+    key: UUID
+    seats: int = pydantic.Field(gt=100)
+    name: str = pydantic.Field(min_length=3)
+    plan: Literal["monthly"]
+    owner: Owner
+    more: dict[str, int] = {}
+    price: Decimal
+    maybe: int | None
+
+
+class Owner(pydantic.BaseModel):
+    email: str
+
+
+@dataclass
+class Member:
+    account: Account
+    tier: Tier
+    pair: tuple[int, str]
+
+
+def of_model(ctx: Context, account: Account) -> None: ...
+
+
+def of_member(ctx: Context, member: Member, tier: Tier = Tier.BASIC) -> None: ...
+
+
+def of_only_member(ctx: Context, member: Member) -> None: ...
+
+
+@pytest.mark.parametrize("function", [of_model, of_member, of_only_member])
+def test_the_values_fit_what_is_declared(function: Callable[..., None]) -> None:
+    app = Tidegate()
+    app.workflow(on="account.opened")(function)
+    command = example(app.workflows.values())
+    assert command is not None
+    payload = msgspec.json.decode(shlex.split(command)[-1])
+    assert app.workflows[function.__name__].bind(payload)
 
 
 def of_payload(ctx: Context, order: Order) -> None: ...

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Send
 
 from tidegate.api.problems import Problem
+from tidegate.api.wrong_values import wrong_values
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow.accept.access import Principal
 from tidegate.model.conversion import convert
@@ -95,8 +94,7 @@ def _decode(raw: bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        errors = [FieldError(name, "must be a finite number") for name in _not_finite(raw)]
-        if errors:
+        if errors := wrong_values(raw):
             raise InvalidInput("the body is not valid", errors) from exc
         reason = "is nested too deeply" if isinstance(exc, RecursionError) else str(exc)
         raise Problem(400, f"the body is not JSON: {reason}", [FieldError("body", reason)]) from exc
@@ -117,25 +115,6 @@ async def _bytes(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect as exc:
         raise Problem(400, "the client disconnected before the body was complete") from exc
     return raw
-
-
-def _not_finite(raw: bytes) -> list[str]:
-    """Fields whose value is NaN or infinite: not JSON, but Python's encoder writes them, so the error names them."""
-    try:
-        found: Any = json.loads(raw)
-    except (ValueError, RecursionError):
-        return []
-    waiting: list[tuple[str, Any]] = [("", found)]
-    wrong = []
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [(f"{path}.{name[:60]}" if path else name[:60], inner) for name, inner in value.items()]
-        elif isinstance(value, list):
-            waiting += [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]
-        elif isinstance(value, float) and not math.isfinite(value):
-            wrong.append(path or "body")
-    return sorted(wrong)
 
 
 def closing_unless_read(receive: Receive, send: Send) -> tuple[Receive, Send]:

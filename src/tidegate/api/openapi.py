@@ -13,6 +13,7 @@ from tidegate import __version__
 from tidegate.api.problems import TITLES, ProblemBody
 from tidegate.api.routes import MAX_PAGE, Query, Route
 from tidegate.model.event import MAX_DELAY_MS
+from tidegate.model.shares import MAX_PRIORITY
 
 _REF = "#/components/schemas/{name}"
 # Statuses that any request other than GET may be answered with, whether or not it has a body.
@@ -48,6 +49,12 @@ EVENT_SCHEMA: dict[str, Any] = {
             "minimum": 0,
             "maximum": MAX_DELAY_MS,
             "description": "Instead of deliver_at: decide it this long after it was stored.",
+        },
+        "priority": {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": MAX_PRIORITY,
+            "description": "Its share among the events of its source that wait to be decided; 1 unless given.",
         },
     },
 }

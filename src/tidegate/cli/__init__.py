@@ -33,6 +33,7 @@ class _LazyGroup(click.Group):
         "schedules": "schedules",
         "workers": "workers",
         "sources": "sources",
+        "budgets": "budgets",
         "webhooks": "webhooks",
         "triggers": "triggers",
         "deliveries": "deliveries",

@@ -27,6 +27,8 @@ from tidegate.cli.wording import written_as
 from tidegate.model.run import ENDING_KINDS
 
 # The API's field names, and the options that set them.
+# Of an event that launched more runs, this many are named above its story.
+MAX_RUNS_NAMED = 5
 _REPLAY_NAMES = {name: f"--{name}" for name in ("type", "source", "from", "to", "rate", "limit", "all")}
 
 
@@ -162,18 +164,29 @@ def replay_events(
     elif done["status"] == "preview":
         _print_plan(done)
     elif done["status"] == "replayed":
-        click.echo(f"event {done['event_id']} is decided again: tidegate explain {done['event_id']}")
+        before = ", although it was taken back" if done.get("was_taken_back") else ""
+        click.echo(f"event {done['event_id']} is decided again{before}: tidegate explain {done['event_id']}")
     else:
         last = f", the last at {short_time(done['last_at'])}" if done["last_at"] else ""
         click.echo(f"{done['count']} events will be replayed, {rate:g} per second{last}")
+        _print_left_out(done)
         if done["is_cut"]:
             click.echo(f"… more than these {done['count']} match: repeat the command after them", err=True)
+
+
+def _print_left_out(plan: Json) -> None:
+    if plan.get("taken_back"):
+        are = "was taken back and is" if plan["taken_back"] == 1 else "were taken back and are"
+        click.echo(f"{plan['taken_back']} {are} left out: tidegate events replay ID decides one of these")
 
 
 def _print_plan(plan: Json) -> None:
     if "count" in plan:
         cut = "more than " if plan["is_cut"] else ""
         click.echo(f"{cut}{plan['count']} events would be replayed; triggers evaluated on {plan['evaluated']}:")
+        _print_left_out(plan)
+    elif plan.get("was_taken_back"):
+        click.echo("the event was taken back: its replay decides it although it was")
     rows = [
         (f"{one['workflow']}/{one['trigger']}", str(one["would_launch"]), str(one["already_decided"]),
          str(one["filtered"]), str(one["would_fail"]), one["error"] or one["reason"] or "")
@@ -206,7 +219,7 @@ def show_event(event_id: str, as_json: bool) -> None:
         print_json(found)
         return
     click.echo(printable(f"event {found['id']}: {found['type']} from {found['source']}"))
-    for field in ("external_id", "correlation_id", "received_at", "occurred_at", "deliver_at", "ttl_ms"):
+    for field in ("external_id", "correlation_id", "received_at", "occurred_at", "deliver_at", "ttl_ms", "priority"):
         if found.get(field) is not None:
             click.echo(
                 f"  {field:<16}{printable(short_time(found[field]) if field.endswith('_at') else str(found[field]))}"
@@ -253,9 +266,16 @@ def explain(given: str, as_json: bool) -> None:
     if story["event_id"]:
         named = f" ({story['external_id']})" if story["external_id"] else ""
         click.echo(printable(f"event:     {story['type']} from {story['source']}, {story['event_id']}{named}"))
+    runs = [one for one in story["outcomes"] if one["run_id"] and story["kind"] != "run"]
+    for one in runs[:MAX_RUNS_NAMED]:
+        click.echo(printable(f"run:       {one['run_id']} of {one['workflow']}"))
+    if len(runs) > MAX_RUNS_NAMED:
+        click.echo(f"           and {len(runs) - MAX_RUNS_NAMED} more: tidegate runs list --event {story['event_id']}")
     click.echo("")
     rows = [(short_time(d.get("at")), d["stage"], d["decision"], _of(d), _why(d)) for d in story["decisions"]]
     print_table(("AT", "STAGE", "DECISION", "TRIGGER", "REASON"), rows, "No decisions yet.")
+    if len(runs) > 1:
+        click.echo("\ntidegate explain RUN_ID says more about one of the runs")
 
 
 def _of(decision: Json) -> str:

@@ -59,9 +59,12 @@ def _search_in(folder: Path) -> None:
 def _failed(target: str, exc: Exception) -> AppError:
     if isinstance(exc, AppError):
         return AppError(f"{target}: {exc}")
-    line = exc.__traceback__
-    while line is not None and line.tb_next is not None:
-        line = line.tb_next
+    line, rest = exc.__traceback__, exc.__traceback__
+    while rest is not None:  # the last line that somebody can read: not one of Python's own import machinery
+        line = line if rest.tb_frame.f_code.co_filename.startswith("<frozen ") else rest
+        rest = rest.tb_next
+    if isinstance(exc, SyntaxError) and exc.filename:  # it names the place itself
+        line = None
     where = f" (line {line.tb_lineno} of {line.tb_frame.f_code.co_filename})" if line else ""
     return AppError(f"{target} cannot be loaded: {type(exc).__name__}: {exc}{where}")
 

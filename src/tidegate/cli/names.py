@@ -56,6 +56,11 @@ def _triggers(api: Client, context: click.Context) -> Names:
         yield name if _PLAIN.fullmatch(name) else one["id"], one["event_type"]
 
 
+def _budgets(api: Client, context: click.Context) -> Names:
+    for one in _read(api, "/admin/budgets", "budgets", 500):
+        yield one["name"], ""
+
+
 def _runs(api: Client, context: click.Context) -> Names:
     for one in _read(api, "/v1/runs", "runs", _NEWEST):
         yield one["id"], f"{one['workflow']}, {one['status']}"
@@ -66,6 +71,16 @@ def _events(api: Client, context: click.Context) -> Names:
         yield one["id"], f"{one['type']} from {one['source']}"
 
 
+def _approvals(api: Client, context: click.Context) -> Names:
+    for one in _read(api, "/admin/approvals", "approvals", _NEWEST):
+        yield one["id"], f"{one['name']} of {one['workflow']}"
+
+
+def _letters(api: Client, context: click.Context) -> Names:
+    for one in _read(api, "/admin/dead-letters", "dead_letters", _NEWEST):
+        yield one["id"], one["kind"]
+
+
 def _any(api: Client, context: click.Context) -> Names:
     yield from _runs(api, context)
     yield from _events(api, context)
@@ -74,8 +89,8 @@ def _any(api: Client, context: click.Context) -> Names:
 # By the names of parameters.
 _KNOWN: dict[str, Callable[[Client, click.Context], Names]] = {
     "workflow": _workflows, "slug": _workflows, "source": _sources, "type": _types, "event_type": _types,
-    "trigger": _triggers, "trigger_id": _triggers, "run_id": _runs, "event": _events, "event_id": _events,
-    "given": _any,
+    "budget": _budgets, "trigger": _triggers, "trigger_id": _triggers, "run_id": _runs, "event": _events,
+    "event_id": _events, "given": _any, "approval_id": _approvals, "letter_id": _letters,
 }  # fmt: skip
 
 

@@ -44,9 +44,19 @@ def serve(host: str | None, port: int | None) -> None:
 @click.option(
     "--concurrency", type=click.IntRange(1, 1000), default=None, help="Maximum number of concurrent runs [20]."
 )
-def worker(app: str, concurrency: int | None) -> None:
+@click.option(
+    "--reserve",
+    multiple=True,
+    metavar="WORKFLOW=SLOTS",
+    help="Keep slots for a workflow, such as fulfil=4; repeatable.",
+)
+@click.option(
+    "--only", multiple=True, metavar="WORKFLOWS", help="Take the runs of these workflows only (a,b); repeatable."
+)
+def worker(app: str, concurrency: int | None, reserve: tuple[str, ...], only: tuple[str, ...]) -> None:
     """Run a worker: dispatch events and execute the workflows of APP (module:name or a Python file)."""
-    settings = read_settings({"worker_concurrency": concurrency})
+    given = {"worker_reserve": ",".join(reserve) or None, "worker_only": ",".join(only) or None}
+    settings = read_settings({"worker_concurrency": concurrency, **given})
     application = load_app(app)
     run(lambda stop: _worker(application, settings, stop))
     _leave_threads_behind()

@@ -23,11 +23,12 @@ WAIT_SECONDS = 0.2
 # Of the runs that an event woke, at most this many are followed.
 MAX_FOLLOWED = 10
 # The states of a run that a worker executes, or will as soon as it can.
-_IN_HAND = {"due", "slots_busy", "no_worker", "workflow_unserved", "suspect", "executing", "cancelling", "worker_lost"}
+_IN_HAND = {"due", "slots_busy", "no_worker", "workflow_unserved", "left_out", "suspect", "executing", "cancelling",
+            "worker_lost"}  # fmt: skip
 
 # The API's field names, and the arguments and options that set them.
 _NAMES = {"type": "TYPE", "source": "--source", "payload": "--data", "id": "--id", "correlation_id": "--correlation-id",
-          "deliver_at": "--at", "delay_ms": "--delay", "delay": "--delay"}  # fmt: skip
+          "deliver_at": "--at", "delay_ms": "--delay", "delay": "--delay", "priority": "--priority"}  # fmt: skip
 
 
 @click.command()
@@ -40,6 +41,7 @@ _NAMES = {"type": "TYPE", "source": "--source", "payload": "--data", "id": "--id
 @click.option("--correlation-id", default=None, help="Correlation id, passed on to logs, runs and traces.")
 @click.option("--at", "at", default=None, help="Decide it at this time, e.g. 2026-01-31T09:30:00Z, and not before.")
 @click.option("--delay", default=None, help="Decide it after this long: 30s, 10m, 2h, 1d.")
+@click.option("--priority", type=int, default=None, help="1 to 10: its share among the waiting events of its source.")
 @click.option(
     "--wait", "is_waiting", is_flag=True, help="Wait for the runs that it launches or wakes, and print what they do."
 )
@@ -53,6 +55,7 @@ def publish(
     correlation_id: str | None,
     at: str | None,
     delay: str | None,
+    priority: int | None,
     is_waiting: bool,
     timeout: float,
     as_json: bool,
@@ -62,11 +65,13 @@ def publish(
     With --wait it returns when what the event launched has ended, and each waiting run that it woke has ended or waits
     again; the exit status is 1 if a run failed, nothing was launched or woken, or it took longer than --timeout.
     """
+    if at is not None and delay is not None:
+        raise click.UsageError("--delay cannot be combined with --at: give one of them")
     payload = read_object(data)
     with client() as api, written_as(_NAMES):
         receipt = api.publish(
             type, source=source, payload=payload, id=external_id, correlation_id=correlation_id,
-            deliver_at=None if at is None else _time(at), delay=delay,
+            deliver_at=None if at is None else _time(at), delay=delay, priority=priority,
         )  # fmt: skip
         if not as_json:
             click.echo(f"{receipt.status} {receipt.id}")

@@ -53,7 +53,7 @@ def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--trigger", default=None, metavar="ID",
                      help="Only deliveries and steps of this trigger: its id, or WORKFLOW/NAME."),
         click.option("--reason", default=None,
-                     help="Only with this reason: rate_limit, throttle, concurrency, paused, failed, …"),
+                     help="Only with this reason: rate_limit, throttle, concurrency, budget, paused, failed, …"),
         click.option("--source", default=None, help="Only items of this source's events."),
         click.option("--kind", default="events", show_default=True, type=click.Choice(KINDS)),
     ):  # fmt: skip
@@ -234,7 +234,7 @@ def _attempts(retry: _Retry) -> str:
 
 def _next(retry: _Retry) -> str:
     """The time of the next attempt; empty when it is unknown: the stored one is only the next check."""
-    return short_time(retry["next_attempt_at"]) if retry["eta_seconds"] is not None else ""
+    return short_time(retry["expected_at"] or retry["next_attempt_at"]) if retry["eta_seconds"] is not None else ""
 
 
 def _eta(retry: _Retry) -> str:

@@ -197,9 +197,11 @@ def _change_all(api: Client, verb: str, asked: Json, *, dry_run: bool, yes: bool
 def _one(verb: str, run_id: str, done: Json) -> str:
     if verb == "rerun":
         return f"run {run_id} is repeated as {done['id']}"
+    if not done.get("is_launched", True):
+        return f"the start of run {run_id} is cancelled: no run is launched"
     return {
         "cancelled": f"run {run_id} is cancelled",
-        "cancelling": f"run {run_id} is running; it stops at its next step",
+        "cancelling": f"run {run_id} is running; it stops at its next step, or ends by itself if it has begun the last",
         "resumed": f"run {run_id} is resumed",
         "scheduled": f"run {run_id} waits for a free slot of its trigger",
     }[done["status"]]
@@ -263,7 +265,7 @@ def resume_run(run_id: str, on_current_code: bool, yes: bool, as_json: bool) -> 
     """Resume a run that waits for a version of its code, on the code that workers have now. It says first which steps
     that executes or leaves unused, and asks."""
     with client() as api:
-        run = {} if yes else api.request("GET", f"/v1/runs/{run_id}")["run"]
+        run = {} if yes else api.request("GET", f"/v1/runs/{run_id}").get("run", {})
         if run.get("version_held_at") is not None:
             risk = printable(f"this {risk_of_resuming(run['warning'])}")
             if not sys.stdin.isatty():
@@ -295,8 +297,11 @@ def show_run(run_id: str, as_json: bool) -> None:
     click.echo(f"run {run['id']} of {run['workflow']}: {run['status']}")
     known = ("event_id", "correlation_id", "rerun_of", "attempts", "created_at", "started_at", "finished_at")
     for field in (*known, "next_attempt_at", "cancelled_by", "version", "warning"):
-        if run.get(field) is not None:
-            click.echo(f"  {field:<16}{short_time(run[field]) if field.endswith('_at') else run[field]}")
+        if field == "next_attempt_at" and not _resumes_then(run, found["steps"]):
+            continue
+        if run.get(field) is not None:  # the next attempt is when the function is called again, not a retry
+            name = "resumes_at" if field == "next_attempt_at" and run["started_at"] else field
+            click.echo(f"  {name:<16}{short_time(run[field]) if field.endswith('_at') else run[field]}")
     if run["tags"]:
         click.echo(f"  {'tags':<16}{printable(', '.join(f'{n}:{v}' for n, v in run['tags'].items()))}")
     click.echo(f"  {'parameters':<16}{short_json(run['parameters'], 100)}")
@@ -322,6 +327,17 @@ def show_run(run_id: str, as_json: bool) -> None:
             for c in found["children"]
         ]
         print_table(("STEP", "ITEM", "WORKFLOW", "STATUS", "RUN", "ERROR"), shown, "")
+        if found["children_total"] > len(shown):
+            click.echo(f"the first {len(shown)} of {found['children_total']} children")
+
+
+def _resumes_then(run: Json, steps: list[Json]) -> bool:
+    """Whether something of the run has the time at which it is looked at again: children that it waits for, and a
+    version of its code, have none."""
+    if run["version_held_at"] is not None:
+        return False
+    waiting = [step for step in steps if step["status"] == "pending"]
+    return not waiting or any(step["next_attempt_at"] or step["kind"] not in ("child", "map") for step in waiting)
 
 
 def _result(step: Json) -> str:

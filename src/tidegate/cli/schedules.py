@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from tidegate.cli.output import (
+    Json,
     all_pages,
     client,
     confirm,
@@ -97,7 +98,9 @@ def run_now(workflow: str, as_json: bool) -> None:
     if as_json:
         print_json(done)
     else:
-        click.echo(f"published {done['event_id']}")
+        click.echo(
+            f"published {done['event_id']}; whether it is launched, or skipped: tidegate explain {done['event_id']}"
+        )
 
 
 @schedules.command("backfill")
@@ -141,6 +144,11 @@ def _act(workflow: str, verb: str, body: dict[str, Any] | None, as_json: bool) -
         _print_schedule(found)
 
 
+def _next(schedule: Json) -> str:
+    is_open = schedule["is_paused"] and schedule["paused_until"] is None
+    return "none until it is resumed" if is_open else short_time(schedule["next_at"])
+
+
 def _print_schedule(found: dict[str, Any]) -> None:
     s = found["schedule"]
     click.echo(f"schedule of {s['workflow']}: {_when(s)}{' ' + s['timezone'] if s['timezone'] else ''}, {_state(s)}")
@@ -148,7 +156,7 @@ def _print_schedule(found: dict[str, Any]) -> None:
     if s["missed_to"]:
         missed += f", last from {short_time(s['missed_from'])} to {short_time(s['missed_to'])}"
     for name, text in (
-        ("next", ", ".join(short_time(at) for at in found["upcoming"]) or short_time(s["next_at"])),
+        ("next", ", ".join(short_time(at) for at in found["upcoming"]) or _next(s)),
         ("last", short_time(s["last_at"]) or "never"),
         ("overlap", s["overlap"]),
         ("missed", missed),

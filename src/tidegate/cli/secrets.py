@@ -16,6 +16,7 @@ from tidegate.model.secrets import SecretKeys, new_key
 from tidegate.settings import Settings
 from tidegate.store import migrate
 from tidegate.store.db import Database
+from tidegate.telemetry import logs
 
 
 @click.group()
@@ -71,6 +72,7 @@ async def _renew_links(given: Settings) -> None:
 
 @asynccontextmanager
 async def _opened(given: Settings) -> AsyncIterator[Database]:
+    logs.configure("error", given.log_format)  # the command tells itself what it did
     database = Database(given.require_database_url(), "secrets", size=1, keys=SecretKeys(given.secrets_key))
     try:
         await migrate.require_current(database)

@@ -1,4 +1,4 @@
-"""`tidegate sources`: limits and pauses."""
+"""`tidegate sources`: limits, weights and pauses."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ from tidegate.model.units import written_duration, written_rate
 _Source = dict[str, Any]
 # The API's field names, and the arguments and options that set them.
 _NAMES = {"limit": "RATE", "interval_ms": "RATE", "pause_ms": "--pause", "window_ms": "--window",
-          "threshold": "--threshold", "ratio": "--ratio"}  # fmt: skip
+          "threshold": "--threshold", "ratio": "--ratio", "weight": "WEIGHT"}  # fmt: skip
 
 
 @click.group()
 def sources() -> None:
-    """Show sources; limit, pause and resume them."""
+    """Show sources; limit, weight, pause and resume them."""
 
 
 @sources.command("list")
 @json_option
 def list_sources(as_json: bool) -> None:
-    """List sources that have a limit, a pause, a breaker or waiting events."""
+    """List sources that have a limit, a weight, a pause, a breaker or waiting events."""
     with client() as api:
         found = all_pages(api, "/admin/sources", "sources")
     if as_json:
         print_json({"sources": found})
         return
-    rows = [(s["source"], _limit(s), str(s["waiting"]), _next(s), s["updated_by"], _state(s)) for s in found]
-    empty = "No source has a limit, a pause, a breaker or waiting events."
-    print_table(("SOURCE", "LIMIT", "WAITING", "NEXT", "CHANGED BY", "STATE"), rows, empty)
+    rows = [
+        (s["source"], _limit(s), str(s["weight"]), str(s["waiting"]), _next(s), s["updated_by"], _state(s))
+        for s in found
+    ]
+    empty = "No source has a limit, a weight, a pause, a breaker or waiting events."
+    print_table(("SOURCE", "LIMIT", "WEIGHT", "WAITING", "NEXT", "CHANGED BY", "STATE"), rows, empty)
 
 
 @sources.command("limit")
@@ -68,6 +71,17 @@ def limit_source(source: str, rate: str | None, pause: str | None, remove: bool,
         print_json(found)
     else:
         print_limit(found)
+
+
+@sources.command("weight")
+@click.argument("source")
+@click.argument("weight", type=int)
+@json_option
+def weight_of_source(source: str, weight: int, as_json: bool) -> None:
+    """Set the WEIGHT (1 to 100) of SOURCE: while several sources wait to be decided, each gets its share. 1 is the
+    default."""
+    changed = _change("PUT", _path(source, "weight"), {"weight": weight})
+    _print_changed(changed, as_json, f"weight {changed['weight']}")
 
 
 @sources.command("breaker")

@@ -19,12 +19,13 @@ MAX_DEPTH = 100
 MAX_VALUES = 100_000
 # Set by the server; dropped from a file, so that the output of `show --json` can be sent back.
 READ_ONLY = ("id", "workflow", "state", "created_by", "created_at", "updated_by", "updated_at")
-_TEXT_FIELDS = ("name", "event_type", "event_source", "where", "idempotency_key", "concurrency_key", "status")
+_TEXT_FIELDS = ("name", "event_type", "event_source", "where", "idempotency_key", "concurrency_key", "key", "status")
 # Field names as users write them (as in code), and the API's; those that end in _ms are written as durations.
 _WRITTEN = {
     "": {"idempotency_window": "idempotency_window_ms"},
     "retry": {"base": "base_ms", "cap": "max_ms", "jitter": "jitter_ratio", "max_age": "max_age_ms"},
     "breaker": {"window": "window_ms", "pause": "pause_ms"},
+    "collect": {"debounce": "debounce_ms", "max_wait": "max_wait_ms", "size": "batch_size", "within": "batch_ms"},
 }
 
 
@@ -69,8 +70,14 @@ def trigger_fields(given: dict[str, Any], *, keep_version: bool) -> tuple[dict[s
         rate = fields.pop("throttle")
         count, window_ms = (None, None) if rate is None else _unit(units.rate, rate, "throttle")
         fields |= {"throttle_count": count, "throttle_window_ms": window_ms}
+    if "skip_over" in fields:
+        names |= {"skip_over_count": "skip_over", "skip_over_window_ms": "skip_over"}
+        _refuse_both(fields, "skip_over", ["skip_over_count", "skip_over_window_ms"])
+        rate = fields.pop("skip_over")
+        count, window_ms = (None, None) if rate is None else _unit(units.rate, rate, "skip_over")
+        fields |= {"skip_over_count": count, "skip_over_window_ms": window_ms}
     fields = _as_sent(fields, "", names)
-    for name in ("retry", "breaker"):
+    for name in ("retry", "breaker", "collect"):
         if isinstance(fields.get(name), dict):
             fields[name] = _as_sent(fields[name], name, names)
     return fields, names

@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 import click
+import msgspec
 
 from tidegate.cli.output import (
     Json,
@@ -27,6 +28,7 @@ from tidegate.cli.wording import written_as
 from tidegate.client import Client
 from tidegate.errors import NotFound
 from tidegate.model.units import written_duration, written_rate
+from tidegate.model.window import CollectPolicy
 
 
 @click.group()
@@ -281,6 +283,17 @@ def _limits(trigger: dict[str, Any]) -> str:
         parts.append(written_rate(trigger["throttle_count"], trigger["throttle_window_ms"]))
     if trigger["max_concurrency"] is not None:
         parts.append(f"{trigger['max_concurrency']} at once{' per key' if trigger['concurrency_key'] else ''}")
+    if trigger.get("skip_over_count") is not None:
+        rate = written_rate(trigger["skip_over_count"], trigger["skip_over_window_ms"])
+        parts.append(f"skips what is over {rate}{' per key' if trigger['key'] else ''}")
+    if trigger.get("cancel_running"):
+        parts.append("cancels the run before")
+    if trigger.get("collect") is not None:
+        parts.append(f"windows{' per key' if trigger['key'] else ''}")
+    if trigger["priority"] != 1:
+        parts.append(f"priority {trigger['priority']}")
+    if trigger.get("budgets"):
+        parts.append(f"budgets {' '.join(trigger['budgets'])}")
     return ", ".join(parts) or "no limit"
 
 
@@ -309,6 +322,7 @@ def _lines(trigger: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", short_json(trigger["parameter_template"], 500) or "from the payload, by name"),
         ("limits", _limits(trigger)),
         ("concurrency key", trigger["concurrency_key"] or ""),
+        ("collects", _collects(trigger)),
         ("idempotency", f"once per {key} within {window}" if key else ""),
         ("retry", short_json(trigger["retry"], 500)),
         ("breaker", short_json(trigger["breaker"], 500)),
@@ -317,6 +331,13 @@ def _lines(trigger: dict[str, Any]) -> list[tuple[str, str]]:
         ("version", f"v{trigger['version']}, {zoned_time(trigger['updated_at'])} by {trigger['updated_by']}"),
         ("created", f"{zoned_time(trigger['created_at'])} by {trigger['created_by']}"),
     ]
+
+
+def _collects(trigger: Json) -> str:
+    if trigger.get("collect") is None:
+        return ""
+    of_key = f" of {trigger['key']}" if trigger["key"] else ""
+    return f"events{of_key} into one run: {msgspec.convert(trigger['collect'], CollectPolicy)}"
 
 
 def _operand(predicate: dict[str, Any]) -> str:
@@ -339,6 +360,8 @@ def _print_dry_run(name: str, dry_run: dict[str, Any]) -> None:
         "parameters": short_json(dry_run["parameters"], 500),
         "idempotency key": dry_run["idempotency_key"],
         "concurrency key": dry_run["concurrency_key"],
+        "key": dry_run["key"],
+        "collected in a window": dry_run["collects"],
     }
     for what, text in rendered.items():
         if text:

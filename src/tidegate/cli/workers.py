@@ -28,13 +28,22 @@ def list_workers(as_json: bool) -> None:
             f"{len(one['executing'])}/{one['slots'] if one['slots'] is not None else '?'}",
             one["version"] or "",
             short_time(one["started_at"]),
-            ", ".join(one["workflows"]),
+            _workflows(one),
             _executing(one["executing"]),
         )
         for one in page["workers"]
     ]
     columns = ("WORKER", "STATE", "SLOTS", "VERSION", "STARTED", "WORKFLOWS", "EXECUTING")
     print_table(columns, rows, "No worker is running; start one: tidegate worker APP")
+
+
+def _workflows(worker: Json) -> str:
+    """The workflows whose runs it takes, with the slots that it reserves, and those that it leaves out."""
+    reserved = worker["reserved"]
+    taken = ", ".join(
+        f"{name} ({reserved[name]} reserved)" if name in reserved else name for name in worker["workflows"]
+    )
+    return f"{taken} (not {', '.join(worker['left_out'])})" if worker["left_out"] else taken
 
 
 def _executing(held: list[Json]) -> str:

@@ -124,7 +124,10 @@ def show_workflow(slug: str, as_json: bool) -> None:
 @click.argument("slug")
 @json_option
 def delete_workflow(slug: str, as_json: bool) -> None:
-    """Delete a workflow that has no triggers and no unfinished runs. Its past runs are kept."""
+    """Delete a workflow that has no triggers and no unfinished runs, and, if it was declared in code, no living worker.
+
+    Its past runs are kept.
+    """
     with client() as api:
         gone = api.request("DELETE", _path(slug))
     _print_result(gone, as_json, "deleted")

@@ -29,8 +29,10 @@ once, so an event is never half decided.
     gate                per source: admit, or hold until a slot (limit, pause, breaker)
     match               per event: which triggers fire
     deliver             per event and trigger: launch, hold, skip or fail; pure
+    budgets             do the budgets of a trigger have room for a launch, and which of them holds it; pure
     delivery_state      load what `deliver` depends on under the triggers' locks, and save what it changed
     batch               match, deliver and create runs, for new and retried events alike
+    inbox               which undecided events a batch takes: sources have shares
     one_by_one          when a batch fails: process its items separately, dead-letter the one at fault
     waits               events meet the runs that wait for them: results, wake-ups, cancellations
     approvals           a person's decision: its event and the result of the step that waits for it
@@ -43,6 +45,8 @@ hold: waiting events and deliveries. A row decides whether and when; the queue o
     event_retry         held events whose slot has come pass the gate again
     arrivals            events for a later time meet the gate at that time, like new ones
     delivery_retry      due deliveries are decided again
+    closing             the time of a window has come: which of its events stand, which one gives the arguments
+    budget_lines        who of those that wait for a budget may be decided now
     delivery_check      does a due delivery still stand, by event and trigger as they are now; pure
     replan              give waiting rows new times when a plan changes: the loop
     event_plan          the plan of a source: slots for its events
@@ -52,11 +56,13 @@ run: the runs of one worker: claim what is due, have it called, write the outcom
 nothing.
     runner              claim runs for one worker, have them executed, write what came of them
     claiming            claim due runs, some in advance; each claim is taken up once
+    fair_claims         which due runs are claimed: workflows and their keys take turns
     worker_slots        the runs that one worker executes, in its slots, until their end is written
     outcomes            write outcomes of steps, suspensions and ends, many runs in one transaction
     children            the end of a child: its parent's step, the next child, the wake-up
     published           the events that runs publish, stored with their steps
     look_back           has the event that a run begins to wait for come already; did it time out
+    budget_slots        what runs hold of budgets, and the end of a run gives back
     finish              the end of a run frees its slot, moves breakers, wakes the next delivery
     leases              renew leases from a thread of their own
     quarantine          execute runs whose workers died repeatedly, each alone
@@ -84,12 +90,14 @@ code: the functions that users write, what they are given, and how they are call
     context             what an `async def` function is given: `ctx`
     sync_context        the same for a synchronous function
     wait_call           calls of `ctx.wait_for` and its kind, and their results
+    child_calls         calls of `ctx.run`, `ctx.start` and `ctx.map`, and the types of their results
     approval_call       calls of `ctx.approval`, and what they return
     user_calls          calls of users' functions: what counts as a failure, which results can be stored
     http                workflows of kind `http`: signed, bounded requests
 
 keep: background work that keeps the system moving and bounded.
     reconcile           release expired claims; send lost wake-ups again
+    budgets             forget keys of budgets of which nothing is left
     children            cancel children with their parents; find those that were never launched
     schedule            publish the events of due ticks
     replay              process dead letters again
@@ -111,6 +119,7 @@ look: what operators read. Nothing here decides or writes.
     health              the snapshot of the cluster, and the shared gauges
     verdict             the causes of a status other than ok; pure
     history             how long history is kept, and whether what is too old goes; pure
+    budgets             where a delivery stands in the line of a budget, and who holds its slots
     backlog             queue depths and waiting rows; pure
     doctor              check what the guarantees depend on
     ready               can this process do its work
@@ -121,11 +130,13 @@ predict: what would happen, or would have happened to the events of the past. No
     evaluation          what a trigger would do with an event
     trigger_edit        what a trigger, edited or as it is, would have done
     source_limit        what another limit of a source would have held
+    budget_edit         what an edited budget cannot evaluate of those that wait
     replay              what a replay of events would launch
 
 control: what operators do, shared by API and CLI. Each verb is one transaction with its audit row.
     sources             limits, breakers, pause, resume
     triggers            create, update, delete, pause, resume
+    budgets             set, delete, pause, resume; those declared in code
     workflows           create, update, delete, rotate the secret (kind `http`)
     schedules           pause, resume, run now, backfill
     webhooks            set, rotate, retire, delete
@@ -139,5 +150,4 @@ control: what operators do, shared by API and CLI. Each verb is one transaction 
     delivery_retries    … for deliveries
     step_retries        … for steps
     retry_verbs         what a kind provides for cancel and force
-    pauses              checks of a pause's length
 """

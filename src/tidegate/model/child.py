@@ -9,6 +9,8 @@ import msgspec
 from tidegate.model.ids import EventId, RunId, StepId
 
 ChildStatus = Literal["waiting", "started", "succeeded", "failed", "cancelled"]
+# `not_started`: one that waited to be started when its step or its parent ended.
+ShownStatus = Literal[ChildStatus, "not_started"]
 
 
 class ChildOf(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ class ChildRun(msgspec.Struct, frozen=True, kw_only=True):
     step: str
     position: int
     workflow: str
-    status: ChildStatus
+    status: ShownStatus
     run_id: RunId | None
     event_id: EventId | None
     is_launched: bool

@@ -19,7 +19,9 @@ _AWAITABLE = (
 )  # fmt: skip
 # Classes of Python itself whose values are not what JSON has.
 _NOT_JSON = (set, frozenset, tuple, bytes, bytearray)
-_known: dict[tuple[object, object], TypeRule | None] = {}
+# By the identity of the code, which is kept with the rule so that no other code gets it: code that was loaded again
+# equals the code of before, but its annotations mean the classes of now.
+_known: dict[tuple[int, object], tuple[object, TypeRule | None]] = {}
 
 
 def result_rule(function: Callable[..., object]) -> TypeRule | None:
@@ -35,7 +37,7 @@ def result_rule(function: Callable[..., object]) -> TypeRule | None:
     if annotation is Any:
         return None
     try:
-        return _known[code, annotation]
+        return _known[id(code), annotation][1]
     except KeyError:
         pass
     except TypeError:  # not hashable
@@ -44,7 +46,7 @@ def result_rule(function: Callable[..., object]) -> TypeRule | None:
     if not is_local:
         if len(_known) >= MAX_KNOWN:
             _known.clear()
-        _known[code, annotation] = rule
+        _known[id(code), annotation] = code, rule
     return rule
 
 
@@ -81,9 +83,9 @@ def _rule_of_callable(function: Callable[..., object]) -> TypeRule | None:
     if isinstance(function, type):
         if function.__module__ == "builtins" and function not in _NOT_JSON:
             return None
-        if (function, None) not in _known:
-            _known[function, None] = rule_of(function)
-        return _known[function, None]
+        if (id(function), None) not in _known:
+            _known[id(function), None] = function, rule_of(function)
+        return _known[id(function), None][1]
     inner = getattr(function, "__func__", None) or type(function).__call__
     return result_rule(inner) if hasattr(inner, "__code__") else None
 

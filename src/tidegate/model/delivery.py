@@ -10,7 +10,9 @@ import msgspec
 from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
 from tidegate.model.retry import RetryState
 
-DeliveryStatus = Literal["matched", "launched", "throttled", "paused", "skipped", "failed", "exhausted", "cancelled"]
+DeliveryStatus = Literal[
+    "matched", "launched", "throttled", "paused", "skipped", "failed", "exhausted", "cancelled", "collected"
+]  # fmt: skip
 DELIVERY_STATUSES: tuple[DeliveryStatus, ...] = get_args(DeliveryStatus)
 
 
@@ -40,5 +42,6 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     concurrency_key: str | None = None
     ingress_sequence: int = 0
     plan_version: int = 0
+    window_id: DeliveryId | None = None
     created_at: datetime | None = None
     updated_at: datetime | None = None

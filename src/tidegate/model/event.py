@@ -14,12 +14,12 @@ import msgspec
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.model.child import ChildOf
 from tidegate.model.ids import EventId, RunId, StepId, TriggerId
+from tidegate.model.priority import checked_priority
 from tidegate.model.times import TIME_RULE, parse_time
 from tidegate.model.units import duration_ms
 
-FIELDS = frozenset(
-    {"id", "type", "source", "occurred_at", "payload", "correlation_id", "ttl_ms", "metadata", "deliver_at", "delay_ms"}
-)
+FIELDS = frozenset({"id", "type", "source", "occurred_at", "payload", "correlation_id", "ttl_ms", "metadata",
+                    "deliver_at", "delay_ms", "priority"})  # fmt: skip
 MAX_TTL_MS = 3650 * 86_400_000
 MAX_DELAY_MS = 366 * 86_400_000
 # Types and sources that begin so are those of Tidegate's own events: nobody else may publish them. No `*` stands for
@@ -72,6 +72,7 @@ class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
     origin: str | None = None
     deliver_at: datetime | None = None
     delay_ms: int | None = None
+    priority: int | None = None
 
     @property
     def is_later(self) -> bool:
@@ -109,6 +110,7 @@ class Event(msgspec.Struct, frozen=True):
     replayed_at: datetime | None = None
     deliver_at: datetime | None = None
     origin: dict[str, str | int | None] | None = None
+    priority: int | None = None
 
     @property
     def starts(self) -> TriggerId | None:
@@ -176,11 +178,8 @@ def check_event(
         return None
     found = len(errors)
     if not raw.keys() <= FIELDS:
-        known = ", ".join(sorted(FIELDS))
-        errors.extend(
-            FieldError(f"{prefix}{_shown(name)}", f"unknown field; known fields: {known}")
-            for name in sorted(raw.keys() - FIELDS)[:20]
-        )
+        unknown = f"unknown field; known fields: {', '.join(sorted(FIELDS))}"
+        errors.extend(FieldError(f"{prefix}{_shown(name)}", unknown) for name in sorted(raw.keys() - FIELDS)[:20])
     event_type = _name(raw.get("type"), prefix, "type", errors)
     source = _name(raw.get("source"), prefix, "source", errors)
     for field, name in (("type", event_type), ("source", source)):
@@ -189,9 +188,9 @@ def check_event(
     external_id = _text(raw.get("id"), prefix, "id", errors)
     correlation_id = _text(raw.get("correlation_id"), prefix, "correlation_id", errors) or correlation_id
     occurred_at = _time(raw.get("occurred_at"), prefix, "occurred_at", now, limits, errors)
-    deliver_at = delay_ms = None
-    if "deliver_at" in raw or "delay_ms" in raw:
-        deliver_at, delay_ms = _later(raw, prefix, now, limits, errors)
+    is_later = "deliver_at" in raw or "delay_ms" in raw
+    deliver_at, delay_ms = _later(raw, prefix, now, limits, errors) if is_later else (None, None)
+    priority = checked_priority(raw["priority"], f"{prefix}priority", errors) if "priority" in raw else None
     ttl_ms = raw.get("ttl_ms")
     if ttl_ms is not None and (type(ttl_ms) is not int or not 1 <= ttl_ms <= MAX_TTL_MS):
         given = ttl_ms if type(ttl_ms) is int and abs(ttl_ms) < 2**63 else _kind(ttl_ms)
@@ -213,6 +212,7 @@ def check_event(
         traceparent=traceparent,
         deliver_at=deliver_at,
         delay_ms=delay_ms,
+        priority=priority,
     )
 
 

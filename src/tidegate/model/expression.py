@@ -41,6 +41,16 @@ class CompiledExpression:
         self._program = cel.compile(text)
 
     def reason(self, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> str | None:
+        result, error = self.value(envelope, work_left)
+        if error is not None:
+            return f"where: {error}"
+        if result is True:
+            return None
+        shown = self.source if len(self.source) <= 200 else f"{self.source[:199]}…"
+        return f"where is false: {shown}" if result is False else f"where is neither true nor false: {shown}"
+
+    def value(self, envelope: dict[str, object], work_left: WorkLeft | None = None) -> tuple[object, str | None]:
+        """The value of the expression for an event, or why it has none; or raises TooMuchWork."""
         work_left = work_left or WorkLeft()
         found = dict(_find(self._reader.reads, envelope))
         work_left.pay(_work(self._reader, found))
@@ -52,17 +62,14 @@ class CompiledExpression:
             context = cel.Context(variables=variables, functions=functions)
             result = self._program.execute(context)
         except KeyError as exc:
-            return f"where: {exc.args[0]} is not in the event"
+            return None, f"{exc.args[0]} is not in the event"
         except Exception as exc:  # a division by zero, an index out of range, … on this event
             if work_left.left < 0:
                 raise TooMuchWork(self.field) from exc
-            return f"where: {self._told(exc, found)}"
+            return None, self._told(exc, found)
         if work_left.left < 0:
             raise TooMuchWork(self.field)
-        if result is True:
-            return None
-        shown = self.source if len(self.source) <= 200 else f"{self.source[:199]}…"
-        return f"where is false: {shown}" if result is False else f"where is neither true nor false: {shown}"
+        return result, None
 
     def _told(self, exc: Exception, found: Mapping[int, object]) -> str:
         text = (str(exc).splitlines() or [type(exc).__name__])[0]

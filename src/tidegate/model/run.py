@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from tidegate.model.child import ChildOf
+from tidegate.model.event import Event
 from tidegate.model.ids import DefinitionId, DeliveryId, EventId, RunId, StepId, TriggerId
 from tidegate.model.retry import RetryState
 
@@ -51,6 +52,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     cancelled_by: str | None
     replayed_from: RunId | None
     rerun_of: RunId | None = None
+    window_id: RunId | None = None
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
@@ -61,7 +63,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that this worker holds until its lease ends; every write about it checks `claim_generation`. `now` is the
-    database's time at the claim, `wakes` how often it was woken before: what came then is among its stored steps."""
+    database's time at the claim, `wakes` how often it was woken before: what came then is among its stored steps;
+    `window` are the events of the window that it takes, if it takes one."""
 
     id: RunId
     workflow: str
@@ -81,11 +84,25 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None = None
     version_since: datetime | None = None
     has_misfit: bool = False
+    window_id: RunId | None = None
+    window: tuple[Event, ...] = ()
+
+
+class LaunchBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A run asked everyone to wait: until then nothing of its trigger, of its concurrency key, or (`budget`) of its
+    key of a budget is launched."""
+
+    trigger_id: TriggerId
+    concurrency_key: str | None
+    delay_ms: int
+    reason: str
+    budget: str | None = None
+    event_id: EventId | None = None
 
 
 class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     """How a claimed run ended; `output` is JSON text. `dead_step_id` is the step that made it fail, if any;
-    `is_non_retryable`: retrying cannot help."""
+    `is_non_retryable`: retrying cannot help. `blocks`: who else has to wait."""
 
     id: RunId
     claim_generation: int
@@ -100,6 +117,7 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     has_waiting_steps: bool = False
     child_of: ChildOf | None = None
     is_timed_out: bool = False
+    blocks: LaunchBlock | None = None
 
     @property
     def matters_to_trigger(self) -> bool:

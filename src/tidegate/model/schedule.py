@@ -20,6 +20,8 @@ from tidegate.model.units import duration_ms
 
 SOURCE = "tidegate.schedule"
 TRIGGER = "schedule"
+# The fields of the payload of a tick's event.
+TICK_FIELDS = ("scheduled_at", "workflow")
 MIN_EVERY_MS = 1000
 MAX_CRON_LENGTH = 200
 
@@ -60,7 +62,7 @@ def declared(
     if overlap is None:
         return spec
     if spec is None:
-        raise _wrong("overlap", "requires every or cron; other workflows have max_concurrency")
+        raise _wrong("overlap", 'requires every or cron; other workflows have while_running="skip" or "queue"')
     if overlap not in OVERLAPS:
         raise _wrong("overlap", f"must be one of {', '.join(OVERLAPS)}, not {overlap!r:.60}")
     return msgspec.structs.replace(spec, overlap=overlap)

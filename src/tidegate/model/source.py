@@ -1,14 +1,6 @@
 """A source: its limit, its pause, its breaker, and the pure rules of the gate.
 
-**Limit.** Admissions are counted in a ring of buckets, each 1/64 of the interval. A bucket counts until its *end* is
-older than the interval, so in any sliding interval at most `rate_limit` pass; at most 1/64 of the allowance is lost. A
-refused event is not counted. The cost does not depend on the limit. When the limit changes, admissions under the old
-limit move to the buckets of the new one, at the latest time at which they can have happened but not after the last
-admission: they delay new events for at most one new interval.
-
-**Pace.** A refused event gets a slot: the time at which the limit will have room for it, after all events that already
-wait. Slots are `max(interval, pause) / limit` apart, so a backlog drains at the allowed rate, in arrival order, with
-one attempt per event.
+**Limit and pace.** Those of an allowance (`model/allowance.py`).
 
 **Breaker.** It opens after at least `threshold` failures within a window, if they are at least `ratio` of the outcomes
 in it. After its pause, one event is admitted as a probe. A failed probe may be that event's own fault, so the next
@@ -17,23 +9,21 @@ event is a probe too; only if both fail does the next pause begin.
 
 from __future__ import annotations
 
-import math
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Literal, get_args
 
 import msgspec
 
+from tidegate.model.allowance import BUCKETS, Allowance
+from tidegate.model.allowance import HORIZON as HORIZON  # noqa: PLC0414 - these four are part of a source's limit
+from tidegate.model.allowance import MAX_INTERVAL_MS as MAX_INTERVAL_MS  # noqa: PLC0414
+from tidegate.model.allowance import MAX_LIMIT as MAX_LIMIT  # noqa: PLC0414
+from tidegate.model.allowance import RateLimit as RateLimit  # noqa: PLC0414
 from tidegate.model.outcome_window import OutcomeWindow
 from tidegate.model.units import check_number, named_duration_ms, written_duration
 
-BUCKETS = 64
-RING = BUCKETS + 2
-MAX_LIMIT = 10**9
-MAX_INTERVAL_MS = 366 * 86_400_000
 # The assumed length of a pause without an end when slots are assigned; resuming the source replans them.
 OPEN_PAUSE = timedelta(days=1)
-# No slot is later than this: a long backlog at a slow limit would exceed the calendar. Events due then get new slots.
-HORIZON = timedelta(days=3660)
 # A due event that finds no room waits this long for it: slots of a draining backlog are slightly uneven. If room is
 # further away, the event gets a new slot. Waiting events occupy places in the batch, hence the maximum.
 GRACE = timedelta(milliseconds=100)
@@ -43,30 +33,6 @@ BreakerState = Literal["closed", "open", "half_open"]
 BREAKER_STATES: tuple[BreakerState, ...] = get_args(BreakerState)
 
 HoldReason = Literal["rate_limit", "paused", "breaker_open", "retry_after"]
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_US = timedelta(microseconds=1)
-
-
-class RateLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """At most `limit` events per `interval_ms`. When the limit is exceeded, the source pauses for `pause_ms`."""
-
-    limit: int
-    interval_ms: int
-    pause_ms: int = 0
-
-    def __post_init__(self) -> None:
-        for name, low, high in (("limit", 1, MAX_LIMIT), ("interval_ms", 1, MAX_INTERVAL_MS),
-                                ("pause_ms", 0, MAX_INTERVAL_MS)):  # fmt: skip
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} must lie between {low} and {high}, not {value}")
-
-    @property
-    def pace(self) -> timedelta:
-        """The time between slots: slightly longer than room takes to return, so that slots can be kept."""
-        interval_us = self.interval_ms * 1000 * (BUCKETS + 1) / BUCKETS
-        return timedelta(microseconds=math.ceil(max(interval_us, self.pause_ms * 1000) / self.limit))
 
 
 _BREAKER_BOUNDS = {
@@ -145,7 +111,7 @@ class Hold(msgspec.Struct, frozen=True):
     message: str
 
 
-class Gate:
+class Gate(Allowance):
     """The state of one source, read, changed and written back by the transaction that holds the lock on its row."""
 
     def __init__(
@@ -170,14 +136,10 @@ class Gate:
         failed_trials: int = 0,
         outcomes: list[list[int]] | None = None,
     ) -> None:
+        super().__init__(
+            limit=limit, ring=ring, ring_at=ring_at, ring_width_us=ring_width_us, spent_at=spent_at, drain_at=drain_at
+        )
         self.source = source
-        self.limit = limit
-        self.ring = [0] * RING
-        self.ring_at = ring_at
-        self.ring_width_us = ring_width_us
-        self.spent_at = spent_at
-        self._load_ring(ring or [])
-        self.drain_at = drain_at
         self.throttled_until = throttled_until
         self.paused_at = paused_at
         self.paused_until = paused_until
@@ -189,7 +151,6 @@ class Gate:
         self.breaker_at = breaker_at
         self.failed_trials = failed_trials
         self.outcomes = OutcomeWindow(outcomes or ())
-        self.is_changed = False
 
     def hold(self, now: datetime) -> Hold | None:
         """Why nothing is admitted now, regardless of the limit; None if only the limit decides."""
@@ -210,27 +171,10 @@ class Gate:
         """How many events may be admitted now; None if there is no limit."""
         if self.hold(now) is not None:
             return 0
-        free = None if self.limit is None else max(0, self.limit.limit - self._used(now))
+        free = self.free(now)
         if self.is_probing(now):
             return min(1, free) if free is not None else 1
         return free
-
-    def spend(self, now: datetime, count: int) -> None:
-        """Count admissions at `now`."""
-        if self.limit is None or count == 0:
-            return
-        self._roll(now)
-        self.ring[self.ring_at % RING] += count
-        self.ring_width_us = self._width_us()
-        self.spent_at = max(now, self.spent_at or now)
-        self.is_changed = True
-
-    def spend_later(self, now: datetime, count: int) -> None:
-        """Count this transaction's last admissions at `now` instead, when they actually happened."""
-        if self.limit is None or count == 0:
-            return
-        self.ring[self.ring_at % RING] -= count
-        self.spend(now, count)
 
     def slots(self, now: datetime, count: int, *, is_refusal: bool = True) -> list[datetime]:
         """Slots for `count` events that must wait, after those of the events that already wait.
@@ -242,21 +186,7 @@ class Gate:
             assert self.limit is not None
             if self.limit.pause_ms:
                 self.throttled_until = now + timedelta(milliseconds=self.limit.pause_ms)
-        last = now + HORIZON
-        start = min(max(self._opens_at(now), self.drain_at or now), last)
-        pace = self.limit.pace if self.limit is not None else timedelta(0)
-        fitting = (last - start) // pace if pace else count  # the number of slots before the horizon
-        found = [start + pace * i if i <= fitting else last for i in range(count)]
-        if count:
-            self.drain_at = start + pace * count if count <= fitting else last
-            self.is_changed = True
-        return found
-
-    def forget_backlog(self) -> None:
-        """No event waits any more: the next event that must wait gets the first slot."""
-        if self.drain_at is not None:
-            self.drain_at = None
-            self.is_changed = True
+        return self.take_slots(self._opens_at(now), now + HORIZON, count)
 
     def forget_plan(self) -> None:
         """Discard the slots assigned so far, because the waiting events get new ones. The pause of the limit stays."""
@@ -307,21 +237,6 @@ class Gate:
         self.failed_trials, self.outcomes, self.is_changed = 0, OutcomeWindow(), True
         return "closed"
 
-    def room_at(self, now: datetime) -> datetime:
-        """When the limit has room for one more event."""
-        if self.limit is None:
-            return now
-        width = self._width_us()
-        self._roll(now)
-        free = self.limit.limit - sum(self.ring)
-        if free > 0:
-            return now
-        for number in range(self.ring_at - RING + 1, self.ring_at + 1):
-            free += self.ring[number % RING]
-            if free > 0:
-                return _from_us((number + 1) * width + self.limit.interval_ms * 1000)
-        return now
-
     def _opens_at(self, now: datetime) -> datetime:
         hold = self.hold(now)
         at = max(now, self.room_at(now))
@@ -337,49 +252,6 @@ class Gate:
     def _is_draining(self, now: datetime) -> bool:
         return self.drain_at is not None and self.drain_at > now
 
-    def _used(self, now: datetime) -> int:
-        self._roll(now)
-        return sum(self.ring)
-
-    def _load_ring(self, stored: list[int]) -> None:
-        """Load the stored ring into buckets of the current width: admissions under the old limit still count."""
-        if len(stored) != RING:
-            return
-        if self.limit is None:  # kept unchanged, in case a limit is set again
-            self.ring = list(stored)
-            return
-        old, new = self.ring_width_us, self._width_us()
-        self.ring_width_us = new  # written back even if nothing is admitted
-        if old == new:
-            self.ring = list(stored)
-            return
-        last = self.ring_at
-        # Admissions are taken to have happened at the end of their bucket, so that none expires too early, but not
-        # after `spent_at`: the end of a bucket of a day would block a window of a second for many minutes.
-        ends = [(number + 1) * old - 1 for number in range(last - RING + 1, last + 1)]
-        if self.spent_at is not None:
-            ends = [min(end, _to_us(self.spent_at)) for end in ends]
-        self.ring_at = ends[-1] // new
-        for number, end in zip(range(last - RING + 1, last + 1), ends, strict=True):
-            if end // new > self.ring_at - RING:
-                self.ring[end // new % RING] += stored[number % RING]
-
-    def _width_us(self) -> int:
-        assert self.limit is not None
-        return max(1, math.ceil(self.limit.interval_ms * 1000 / BUCKETS))
-
-    def _roll(self, now: datetime) -> None:
-        """Move the ring to the bucket of `now` and clear expired buckets; a clock that steps back changes nothing."""
-        assert self.limit is not None
-        width = self._width_us()
-        number = max(_to_us(now) // width, self.ring_at)
-        for passed in range(max(self.ring_at + 1, number - RING + 1), number + 1):
-            self.ring[passed % RING] = 0
-        self.ring_at = number
-        oldest = (_to_us(now) - self.limit.interval_ms * 1000) // width  # its end is at or before now - interval
-        for expired in range(number - RING + 1, min(oldest, number - 1)):
-            self.ring[expired % RING] = 0
-
 
 def room_soon(gate: Gate, now: datetime) -> datetime | None:
     """When the limit has room again, if that is within the grace time; None if a new slot is needed."""
@@ -388,11 +260,3 @@ def room_soon(gate: Gate, now: datetime) -> datetime | None:
     grace = min(MAX_GRACE, max(GRACE, timedelta(milliseconds=gate.limit.interval_ms * 4 / BUCKETS)))
     opens = gate.room_at(now)
     return opens if opens - now <= grace else None
-
-
-def _to_us(at: datetime) -> int:
-    return (at - _EPOCH) // _US
-
-
-def _from_us(us: int) -> datetime:
-    return _EPOCH + timedelta(microseconds=us)

@@ -102,7 +102,8 @@ def start_event(
     raw = {"id": id, "type": "start", "source": "start", "payload": parameters, "correlation_id": correlation_id}
     errors: list[FieldError] = []
     try:
-        plain = msgspec.to_builtins(raw, str_keys=True)
+        raw["payload"] = {name: typed.payload_of(value) for name, value in parameters.items()}
+        plain = msgspec.to_builtins(raw, str_keys=True, enc_hook=typed.plain)
         if (refused := set_or_bytes(raw)) is not None:
             errors.append(refused)
     except (TypeError, ValueError, RecursionError) as exc:

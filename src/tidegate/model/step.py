@@ -10,21 +10,12 @@ import msgspec
 
 from tidegate.model.child import ChildBatch
 from tidegate.model.event import NewEvent
-from tidegate.model.ids import RunId, StepId, TriggerId
+from tidegate.model.ids import RunId, StepId
 from tidegate.model.retry import RetryState
-from tidegate.model.run import FinishedRun, StepStatus
+from tidegate.model.run import FinishedRun, LaunchBlock, StepStatus
 from tidegate.model.wait import NewWait
 
 StepKind = Literal["step", "sleep", "publish", "wait", "child", "map"]
-
-
-class LaunchBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """A step asked to be retried later: until then nothing of its trigger, or of its concurrency key, is launched."""
-
-    trigger_id: TriggerId
-    concurrency_key: str | None
-    delay_ms: int
-    reason: str
 
 
 class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +66,7 @@ class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that is suspended until `next_attempt_at`, or for `delay_ms` from the database's current time, but not past
     its `deadline_at`; it occupies no worker meanwhile. `is_retry`: its function has failed and is called again.
     `wakes` is that of the claim: if it was woken since, it is due at once. `misfit` is the version of the code here, if
-    the run's steps do not fit it: it waits for another one."""
+    the run's steps do not fit it: it waits for another one. `blocks`: who else has to wait."""
 
     id: RunId
     claim_generation: int
@@ -86,3 +77,4 @@ class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
     warning: str | None = None
     wakes: int = 0
     misfit: str | None = None
+    blocks: LaunchBlock | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
@@ -11,13 +12,16 @@ import msgspec
 import re2
 
 from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.budget import CannotSpend, CompiledBudget, Need, names_errors
 from tidegate.model.event import RESERVED, Event
 from tidegate.model.expression import compile_expression
 from tidegate.model.ids import DefinitionId, TriggerId
 from tidegate.model.predicate import Predicate, compile_predicate
 from tidegate.model.retry import RetryPolicy
+from tidegate.model.shares import MAX_PRIORITY
 from tidegate.model.source import MAX_INTERVAL_MS, MAX_LIMIT, BreakerPolicy, RateLimit
 from tidegate.model.trigger_terms import Render, TemplateError
+from tidegate.model.window import CollectPolicy, check_policy
 from tidegate.model.work_limit import MAX_STEPS, TooMuchWork, WorkLeft
 
 TriggerStatus = Literal["active", "disabled"]
@@ -28,8 +32,6 @@ MAX_NAME = 100
 MAX_KEY = 500
 MAX_CONCURRENCY = 1_000_000
 MAX_IDEMPOTENCY_WINDOW_MS = 3650 * 86_400_000
-# Maximum number of event types whose triggers are cached: a producer of ever new types must not grow the memory.
-MAX_CACHED_TYPES = 10_000
 # Paths to a single value in the payload.
 _OF_PAYLOAD = re.compile(r"\$\.payload(\.[A-Za-z_]\w*|\[\d+\])*", re.ASCII)
 
@@ -52,6 +54,13 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
     retry: RetryPolicy | None = None
     breaker: BreakerPolicy | None = None
     overlap: TriggerOverlap = "queue"
+    key: str | None = None
+    collect: CollectPolicy | None = None
+    priority: int = 1
+    skip_over_count: int | None = None
+    skip_over_window_ms: int | None = None
+    cancel_running: bool = False
+    budgets: list[str] = []
 
     @property
     def throttle(self) -> RateLimit | None:
@@ -61,9 +70,27 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return RateLimit(limit=self.throttle_count, interval_ms=self.throttle_window_ms)
 
     @property
+    def skip_over(self) -> RateLimit | None:
+        """The limit over which events are skipped, in any sliding window, if there is one."""
+        if self.skip_over_count is None or self.skip_over_window_ms is None:
+            return None
+        return RateLimit(limit=self.skip_over_count, interval_ms=self.skip_over_window_ms)
+
+    @property
     def is_limited(self) -> bool:
         """Whether a launch must be decided under the trigger's lock."""
-        return self.throttle_count is not None or self.max_concurrency is not None
+        return (
+            self.throttle_count is not None
+            or self.max_concurrency is not None
+            or self.collect is not None
+            or self.skip_over_count is not None
+            or bool(self.budgets)
+        )
+
+    @property
+    def holds_slots(self) -> bool:
+        """Whether the end of a run may free a slot that others wait for: of the trigger, or of a budget."""
+        return self.max_concurrency is not None or bool(self.budgets)
 
 
 class Trigger(TriggerSpec, frozen=True, kw_only=True):
@@ -96,10 +123,12 @@ class WorkflowDefinition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RenderedKeys(NamedTuple):
-    """The keys rendered for an event; the concurrency key is empty if the trigger has no template for it."""
+    """The keys rendered for an event; the concurrency key, and the key of its window, are empty if the trigger has no
+    template for them."""
 
     dedupe_key: str | None
     concurrency_key: str
+    key: str = ""
 
 
 NO_KEYS = RenderedKeys(None, "")
@@ -112,18 +141,22 @@ class CompiledTrigger:
         "_checks",
         "_concurrency_key",
         "_idempotency_key",
+        "_key",
         "_names",
         "_parameters",
         "_source",
         "_type",
+        "budgets",
         "is_light",
+        "is_limited",
         "of_payload",
         "trigger",
     )
 
-    def __init__(self, trigger: Trigger, parameter_names: list[str]) -> None:
-        errors: list[FieldError] = []
+    def __init__(self, trigger: Trigger, parameter_names: list[str], budgets: Sequence[CompiledBudget] = ()) -> None:
+        errors: list[FieldError] = names_errors(trigger.budgets)
         self.trigger = trigger
+        self.budgets = budgets
         _check_numbers(trigger, errors)
         self._source = compile_pattern(trigger.event_source, "event_source", errors)
         self._type = compile_pattern(trigger.event_type, "event_type", errors)
@@ -136,11 +169,17 @@ class CompiledTrigger:
         self._names = parameter_names
         self._idempotency_key = _compile_key(trigger.idempotency_key, "idempotency_key", errors)
         self._concurrency_key = _compile_key(trigger.concurrency_key, "concurrency_key", errors)
+        self._key = _compile_key(trigger.key, "key", errors)
+        if trigger.collect is not None:
+            check_policy(trigger.collect, errors)
+        self.is_limited = trigger.is_limited  # asked for every delivery
         # Whether it reads only the payload of an event, as most triggers do: then the envelope is not built.
         is_plain = all(
             one is None
-            for one in (trigger.parameter_template, trigger.where, trigger.idempotency_key, trigger.concurrency_key)
-        )
+            for one in (
+                trigger.parameter_template, trigger.where, trigger.idempotency_key, trigger.concurrency_key, trigger.key
+            )
+        ) and not any(budget.reads_event for budget in budgets)  # fmt: skip
         self.of_payload = is_plain and all(_OF_PAYLOAD.fullmatch(p.path) for p in trigger.predicates)
         # Whether its checks are cheap: paths to a single value, and no patterns.
         self.is_light = self.of_payload and all(p.operator != "regex" for p in trigger.predicates)
@@ -199,13 +238,14 @@ class CompiledTrigger:
 
     def keys(self, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> RenderedKeys:
         """The rendered keys. TemplateError or TooMuchWork names the key that cannot be rendered."""
-        dedupe, concurrency = self._idempotency_key, self._concurrency_key
-        if dedupe is None and concurrency is None:
+        dedupe, concurrency, key = self._idempotency_key, self._concurrency_key, self._key
+        if dedupe is None and concurrency is None and key is None:
             return NO_KEYS
         work_left = work_left or WorkLeft()
         return RenderedKeys(
             _key(dedupe(envelope, work_left), "idempotency_key") if dedupe else None,
             _key(concurrency(envelope, work_left), "concurrency_key") if concurrency else "",
+            _key(key(envelope, work_left), "key") if key else "",
         )
 
     def start_keys(self, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> RenderedKeys:
@@ -217,6 +257,19 @@ class CompiledTrigger:
             return RenderedKeys(None, _key(rendered, "concurrency_key"))
         except (TemplateError, TooMuchWork):
             return NO_KEYS
+
+    def needs(self, envelope: dict[str, object], work_left: WorkLeft, *, is_start: bool = False) -> tuple[Need, ...]:
+        """What a launch needs of the trigger's budgets, in the order in which they are checked. CannotSpend names the
+        budget for which that cannot be evaluated; a start that does not give a key or a cost needs 1 of no key."""
+        found = []
+        for budget in self.budgets:
+            try:
+                found.append(budget.need(envelope, work_left))
+            except CannotSpend:
+                if not is_start:
+                    raise
+                found.append(Need(budget.spec.name, "", 1))
+        return tuple(sorted(found))
 
     def parameters(self, event: Event, envelope: dict[str, Any], work_left: WorkLeft | None = None) -> dict[str, Any]:
         """The run's arguments: the rendered template, else the payload's fields by argument name."""
@@ -239,46 +292,18 @@ def check_spec(spec: TriggerSpec, workflow: str, parameter_names: list[str]) -> 
     if spec.concurrency_key is not None and spec.max_concurrency is None:
         error = "is required with concurrency_key: it is the maximum number of unfinished runs per key"
         raise InvalidInput(f"{_called(spec.name)} is not valid", [FieldError("max_concurrency", error)])
+    if spec.key is not None and spec.collect is None and spec.skip_over_count is None:
+        error = (
+            "requires debounce or batch (collect in a file), skip_over or, in code, while_running: it is the key by "
+            "which events are collected, counted or run one at a time"
+        )
+        raise InvalidInput(f"{_called(spec.name)} is not valid", [FieldError("key", error)])
     unset = uuid.UUID(int=0)
     fields = {name: getattr(spec, name) for name in spec.__struct_fields__}
     CompiledTrigger(
         Trigger(id=TriggerId(unset), workflow_definition_id=DefinitionId(unset), workflow=workflow, **fields),
         parameter_names,
     )
-
-
-class TriggerIndex:
-    """All active triggers, indexed by event type. `invalid` are the ids of those that this version cannot compile."""
-
-    def __init__(self, triggers: list[CompiledTrigger], invalid: frozenset[TriggerId] = frozenset()) -> None:
-        self.invalid = invalid
-        self._exact: dict[str, list[CompiledTrigger]] = {}
-        self._patterns: list[CompiledTrigger] = []
-        self._of_type: dict[str, list[CompiledTrigger]] = {}
-        self._by_id = {compiled.trigger.id: compiled for compiled in triggers}
-        for compiled in triggers:
-            event_type = compiled.trigger.event_type
-            if "*" in event_type:
-                self._patterns.append(compiled)
-            else:
-                self._exact.setdefault(event_type, []).append(compiled)
-
-    def get(self, trigger_id: TriggerId) -> CompiledTrigger | None:
-        """One trigger, if it is active."""
-        return self._by_id.get(trigger_id)
-
-    def candidates(self, event_type: str, source: str) -> list[CompiledTrigger]:
-        """The triggers whose type and source match the event, in a stable order."""
-        return [compiled for compiled in self._taking(event_type) if compiled.takes_source(source)]
-
-    def _taking(self, event_type: str) -> list[CompiledTrigger]:
-        found = self._of_type.get(event_type)
-        if found is None:
-            if len(self._of_type) >= MAX_CACHED_TYPES:
-                self._of_type.clear()
-            found = [*self._exact.get(event_type, ()), *(c for c in self._patterns if c.takes_type(event_type))]
-            self._of_type[event_type] = found
-        return found
 
 
 def compile_pattern(pattern: str, field: str, errors: list[FieldError]) -> Any:
@@ -297,8 +322,11 @@ def _check_numbers(spec: TriggerSpec, errors: list[FieldError]) -> None:
     for field, low, high in (
         ("throttle_count", 1, MAX_LIMIT),
         ("throttle_window_ms", 1, MAX_INTERVAL_MS),
+        ("skip_over_count", 1, MAX_LIMIT),
+        ("skip_over_window_ms", 1, MAX_INTERVAL_MS),
         ("max_concurrency", 1, MAX_CONCURRENCY),
         ("idempotency_window_ms", 0, MAX_IDEMPOTENCY_WINDOW_MS),
+        ("priority", 1, MAX_PRIORITY),
     ):
         value = getattr(spec, field)
         if value is not None and (not isinstance(value, int) or not low <= value <= high):
@@ -306,6 +334,15 @@ def _check_numbers(spec: TriggerSpec, errors: list[FieldError]) -> None:
     if (spec.throttle_count is None) != (spec.throttle_window_ms is None):
         missing = "throttle_count" if spec.throttle_count is None else "throttle_window_ms"
         errors.append(FieldError(missing, "is required: set both throttle_count and throttle_window_ms, or neither"))
+    if (spec.skip_over_count is None) != (spec.skip_over_window_ms is None):
+        missing = "skip_over_count" if spec.skip_over_count is None else "skip_over_window_ms"
+        errors.append(FieldError(missing, "is required: set both skip_over_count and skip_over_window_ms, or neither"))
+    if spec.cancel_running and (spec.max_concurrency != 1 or spec.overlap != "queue"):
+        errors.append(FieldError("cancel_running", "requires max_concurrency 1 and overlap queue"))
+    if spec.cancel_running and spec.collect is not None:
+        errors.append(
+            FieldError("cancel_running", "cannot be combined with collect; a window's run waits for its turn")
+        )
     if spec.overlap == "skip" and spec.max_concurrency is None:
         errors.append(FieldError("overlap", "skip requires max_concurrency: without it nothing overlaps"))
 

@@ -13,6 +13,7 @@ from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy
 from tidegate.model.trigger import TriggerOverlap, TriggerSpec, TriggerStatus, check_spec
+from tidegate.model.window import CollectPolicy
 
 MAX_DEPTH = 16
 MAX_NUMBER = 2**63
@@ -43,6 +44,13 @@ class TriggerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     retry: RetryPolicy | UnsetType | None = UNSET
     breaker: BreakerPolicy | UnsetType | None = UNSET
     overlap: TriggerOverlap | UnsetType | None = UNSET
+    key: str | UnsetType | None = UNSET
+    collect: CollectPolicy | UnsetType | None = UNSET
+    priority: int | UnsetType | None = UNSET
+    skip_over_count: int | UnsetType | None = UNSET
+    skip_over_window_ms: int | UnsetType | None = UNSET
+    cancel_running: bool | UnsetType | None = UNSET
+    budgets: list[str] | UnsetType | None = UNSET
     status: TriggerStatus | UnsetType = UNSET
 
 

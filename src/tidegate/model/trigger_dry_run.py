@@ -50,7 +50,8 @@ class WhereCheck(msgspec.Struct, frozen=True):
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """`matches` if every check holds. Even then, any of `errors` would make the delivery fail."""
+    """`matches` if every check holds. Even then, any of `errors` would make the delivery fail. `collects` says how long
+    it would wait in a window, of `key`, before a run takes it."""
 
     trigger_id: TriggerId
     version: int
@@ -63,6 +64,8 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] | None
     idempotency_key: str | None
     concurrency_key: str | None
+    key: str | None
+    collects: str | None
     errors: list[str]
 
 
@@ -108,10 +111,12 @@ def evaluate(trigger: Trigger, parameter_names: list[str], event: Event) -> DryR
         ],
         where=None if trigger.where is None else WhereCheck(trigger.where, results[-1] is None, results[-1]),
         parameters=_rendered(lambda: _parameters(compiled, event, envelope), errors),
-        idempotency_key=_rendered(lambda: _alone(compiled, "concurrency_key").keys(envelope).dedupe_key, errors),
-        concurrency_key=_rendered(lambda: _alone(compiled, "idempotency_key").keys(envelope).concurrency_key, errors)
+        idempotency_key=_rendered(lambda: _alone(compiled, "idempotency_key").keys(envelope).dedupe_key, errors),
+        concurrency_key=_rendered(lambda: _alone(compiled, "concurrency_key").keys(envelope).concurrency_key, errors)
         if trigger.concurrency_key is not None
         else None,
+        key=_rendered(lambda: _alone(compiled, "key").keys(envelope).key, errors) if trigger.key is not None else None,
+        collects=None if trigger.collect is None else str(trigger.collect),
         errors=errors,
     )
 
@@ -128,9 +133,10 @@ def _parameters(compiled: CompiledTrigger, event: Event, envelope: dict[str, Any
     return parameters
 
 
-def _alone(compiled: CompiledTrigger, without: str) -> CompiledTrigger:
-    """The trigger without one of its keys, so that a failure of that key does not hide the other."""
-    return CompiledTrigger(msgspec.structs.replace(compiled.trigger, **{without: None}), [])
+def _alone(compiled: CompiledTrigger, key: str) -> CompiledTrigger:
+    """The trigger with one of its keys alone, so that a failure of another one does not hide it."""
+    others = dict.fromkeys({"idempotency_key", "concurrency_key", "key"} - {key})
+    return CompiledTrigger(msgspec.structs.replace(compiled.trigger, **others), [])
 
 
 def _rendered(render: Callable[[], T], errors: list[str]) -> T | None:

@@ -16,7 +16,7 @@ from tidegate.model.work_limit import WorkLeft
 MAX_NODES = 1000
 
 # The fields of an event; the content of `payload` and `metadata` is the producer's.
-_INTERNAL = ("traceparent", "replayed_at", "deliver_at", "origin")
+_INTERNAL = ("traceparent", "replayed_at", "deliver_at", "origin", "priority")
 FIELDS = tuple(name for name in Event.__struct_fields__ if name not in _INTERNAL)
 
 Find = Callable[[dict[str, Any], WorkLeft], list[Any]]

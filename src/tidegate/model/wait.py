@@ -73,7 +73,8 @@ class WaitPattern(msgspec.Struct, frozen=True, kw_only=True):
 class OpenWait(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `event_waits`: one pattern of a step that waits, or of what cancels a run (`mode` `cancel`). Only events
     that came after `after_sequence`, and not before `since`, count; and only until `until`. `met_event_id` is the event
-    that a pattern of `wait_all` has, while others are missing."""
+    that a pattern of `wait_all` has, while others are missing. `looks_back`: it has yet to look for events that came
+    before it."""
 
     id: WaitId
     workflow_run_id: RunId
@@ -91,6 +92,7 @@ class OpenWait(msgspec.Struct, frozen=True, kw_only=True):
     met_event_id: EventId | None
     met_event: Any
     created_at: datetime
+    looks_back: bool = False
 
     def meets(self, event: Event, parameters: Mapping[str, object]) -> bool:
         """Whether an event is one that this wait is for, whatever its payload is found by."""
@@ -147,6 +149,15 @@ def cancel_pattern(on: On, run: ClaimedRun) -> WaitPattern:
     if on.where is None and not on.match:
         return msgspec.structs.replace(pattern, match={CORRELATION: run.correlation_id or str(run.id)})
     return pattern
+
+
+def cancelled_by(cancel_on: str | On | list[str | On] | tuple[str | On, ...]) -> list[On]:
+    """What cancels the runs of a workflow. InvalidInput names what is wrong."""
+    given = list(cancel_on) if isinstance(cancel_on, list | tuple) else [cancel_on]
+    checked = [check_on(one, "cancel_on") for one in given]
+    if errors := [error for _, wrong in checked for error in wrong]:
+        raise InvalidInput("the workflow is not valid", errors)
+    return [on for on, _ in checked]
 
 
 def check_on(on: On | str, field: str = "") -> tuple[On, list[FieldError]]:

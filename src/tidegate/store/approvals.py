@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from tidegate.model.approval import APPROVAL_DECIDED, Approval, ApprovalDecision, ApprovalState, OpenApproval
-from tidegate.model.ids import StepId
+from tidegate.model.ids import RunId, StepId
 from tidegate.store.db import Connection, Row
 from tidegate.store.sql import load
 
@@ -66,3 +66,8 @@ def _state(row: Row, decision: ApprovalDecision | None) -> ApprovalState:
         return "expired"
     is_awaited = row["run_status"] in ("pending", "running") and row["cancel_requested_at"] is None
     return "open" if row["is_open"] and is_awaited else "ended"
+
+
+async def list_of_run(connection: Connection, run_id: RunId) -> list[tuple[StepId, str]]:
+    """The approvals of a run: ids and names."""
+    return [(row[0], row[1]) for row in await connection.fetch(_sql["list_of_run"], run_id)]

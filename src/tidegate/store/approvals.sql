@@ -37,3 +37,11 @@ select w.step_id as id, w.workflow_run_id as run_id, d.slug as workflow, s.name,
    and ($2::uuid is null or w.step_id > $2)
  order by w.step_id
  limit $3
+
+-- name: list_of_run
+-- The approvals of a run, by id and name.
+select s.id, s.name
+  from tidegate.workflow_run_steps s
+ where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1
+   and s.kind = 'wait' and s.retry_metadata ->> 'reason' = 'approval'
+ order by s.created_at, s.id limit 20

@@ -24,7 +24,7 @@ MAX_ENDED = 10_000
 
 class RunCircumstances(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds a run and until when, and what is in its way. `updated_at` is when it was claimed, while it is
-    held; `ahead` counts the due runs before it, up to 1000."""
+    held; `ahead` counts the due runs before it, up to 1000. `priority` is the weight of its workflow."""
 
     id: RunId
     trigger_id: TriggerId | None = None
@@ -38,6 +38,15 @@ class RunCircumstances(msgspec.Struct, frozen=True, kw_only=True):
     closed_until: datetime | None = None
     closed_reason: str | None = None
     ahead: int = 0
+    priority: int = 1
+
+
+class BudgetWait(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a delivery stands in the line of the budget that holds it, what it waits for, and until when."""
+
+    text: str
+    waits_for: str
+    until: datetime | None = None
 
 
 class DeliveryCircumstances(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +68,7 @@ class DeliveryCircumstances(msgspec.Struct, frozen=True, kw_only=True):
     source_paused_at: datetime | None = None
     source_paused_until: datetime | None = None
     ahead: int = 0
+    budget: BudgetWait | None = None
 
 
 class SlotHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,10 +95,13 @@ class StepChildren(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventCircumstances(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an event is undecided, its place in line, its source's pause, and its scheduled replay."""
+    """Whether an event is undecided, its place in line, its priority and the weight of its source, its source's pause,
+    and its scheduled replay."""
 
     now: datetime
     is_undecided: bool = False
+    priority: int = 1
+    weight: int = 1
     undecided_ahead: int = 0
     held_ahead: int = 0
     source_paused_at: datetime | None = None

@@ -7,7 +7,9 @@ select r.id, r.trigger_id, t.name as trigger, r.concurrency_key, r.claimed_by, r
          (select count(*) from (select from tidegate.workflow_runs a
                                  where a.status = 'pending' and a.next_attempt_at <= tidegate.now()
                                    and (a.next_attempt_at, a.id) < (r.next_attempt_at, r.id) limit 1000) earlier)
-         else 0 end as ahead
+         else 0 end as ahead,
+       coalesce((select max(p.priority) from tidegate.workflow_event_triggers p
+                  where p.workflow_definition_id = r.workflow_definition_id and p.deleted_at is null), 1) as priority
   from tidegate.workflow_runs r
   left join tidegate.workflow_event_triggers t on t.id = r.trigger_id
   left join tidegate.event_scheduler_triggers g on g.trigger_id = r.trigger_id
@@ -26,7 +28,7 @@ select d.id, t.max_concurrency, t.throttle_count, t.throttle_window_ms, d.concur
                                    and a.ingress_sequence < d.ingress_sequence limit 10000) earlier)
          else (select count(*) from (select from tidegate.workflow_trigger_deliveries a
                                  where a.trigger_id = d.trigger_id and a.retry_state = 'scheduled'
-                                   and a.reason not in ('concurrency', 'source_paused')
+                                   and a.reason not in ('concurrency', 'source_paused', 'budget')
                                    and (a.next_attempt_at, a.ingress_sequence) < (d.next_attempt_at, d.ingress_sequence)
                                  limit 10000) earlier) end as ahead
   from tidegate.workflow_trigger_deliveries d
@@ -56,11 +58,13 @@ select (select count(*) from (select from tidegate.run_children c
                       order by c.position limit 1) f on true
 
 -- name: event
--- What keeps an event: the time, how many undecided ones come before it, and, if its source holds it, its place in the source's line.
+-- What keeps an event: the time, how many undecided ones of its source and priority come before it, and, if its source holds it, its place in the source's line.
 select tidegate.now() as now,
        exists (select from tidegate.event_inbox i where i.ingress_sequence = e.ingress_sequence) as is_undecided,
        (select count(*) from (select from tidegate.event_inbox i
-                               where i.ingress_sequence < e.ingress_sequence limit 10000) earlier) as undecided_ahead,
+                               where i.source in (e.source, '') and i.priority = coalesce(e.priority, 1)
+                                 and i.ingress_sequence < e.ingress_sequence limit 10000) earlier) as undecided_ahead,
+       coalesce(e.priority, 1) as priority, coalesce(s.weight, 1) as weight,
        coalesce((select count(*) from (select from tidegate.event_ingress_retries a
                                         where a.source = r.source and a.retry_state = 'scheduled'
                                           and a.reason is distinct from 'scheduled'

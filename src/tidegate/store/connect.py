@@ -126,17 +126,18 @@ class Connector:
 
     async def _open(self, url: str, answer_seconds: float) -> Session:
         while True:
+            cached = self._cached  # of this connection; another one that is opened meanwhile may change it
             session: Session = await asyncpg.connect(
                 url,
                 timeout=CONNECT_SECONDS,
                 command_timeout=answer_seconds,
                 server_settings={"application_name": self._settings["application_name"]},
-                statement_cache_size=self._cached,
+                statement_cache_size=cached,
                 connection_class=Session,
             )
             try:
                 _keep_alive(session._transport.get_extra_info("socket"))  # the driver has no other way to its socket
-                if await self._set_up(session):
+                if await self._set_up(session, is_caching=cached > 0):
                     return session
                 self._cached = 0
             except BaseException:
@@ -144,7 +145,7 @@ class Connector:
                 raise
             session.terminate()
 
-    async def _set_up(self, session: Session) -> bool:
+    async def _set_up(self, session: Session, *, is_caching: bool) -> bool:
         """Whether the session can be used as it was opened. It is set up by statements: a pooler may refuse or drop
         what is asked for when a connection begins."""
         same = await session.execute(f"select where pg_backend_pid() = {session.get_server_pid()}")
@@ -160,7 +161,7 @@ class Connector:
         )
         await session.execute("begin")
         session.is_tracked = self.is_tracked = await _is_tracked(session)
-        if is_usable := session.is_tracked or not self._cached:
+        if is_usable := session.is_tracked or not is_caching:
             await _set_codecs(session)
         await session.execute("commit")
         return is_usable

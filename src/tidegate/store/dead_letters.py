@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -116,6 +116,7 @@ class DeadRun(NamedTuple):
     finished_at: datetime | None
     cancelled_by: str | None
     attempts: int
+    window_id: RunId | None = None
 
 
 async def list_page(
@@ -252,14 +253,20 @@ async def wait_for_slot(connection: Connection, run_id: RunId, *, actor: str, wh
     await connection.execute(_sql["wait_for_slot"], run_id, actor, why, delay_ms)
 
 
+async def schedule_runs(connection: Connection, actors: Mapping[RunId, str]) -> None:
+    """Have failed or cancelled runs resume in transactions of their own; on whose behalf."""
+    if actors:
+        await connection.execute(_sql["schedule_runs"], list(actors), list(actors.values()))
+
+
 async def replay_run(
     connection: Connection,
     run: DeadRun,
     step_id: StepId | None,
     letter_id: DeadLetterId | None,
     concurrency_key: str | None,
-) -> bool:
-    """Resume a failed or cancelled run, which this transaction has locked, after its completed steps; False when it
-    cannot be."""
-    await connection.execute(_sql["revive_steps"], run.id, step_id)
-    return await connection.fetchval(_sql["replay_run"], run.id, letter_id, concurrency_key) is not None
+) -> int | None:
+    """Resume a failed or cancelled run, which this transaction has locked, after its completed steps; None when it
+    cannot be. How many of its children start anew, since the run that they had does not exist."""
+    gone: int = await connection.fetchval(_sql["revive_steps"], run.id, step_id)
+    return None if await connection.fetchval(_sql["replay_run"], run.id, letter_id, concurrency_key) is None else gone

@@ -185,7 +185,7 @@ returning d.id
 -- name: describe_run
 -- A run that is to resume, by its own id or a step's: what it is, and whether its workflow still exists.
 select r.id, r.status, r.trigger_id, r.concurrency_key, w.slug as workflow, w.deleted_at is not null as is_workflow_deleted,
-       r.event_id, r.error, r.finished_at, r.cancelled_by, r.attempts
+       r.event_id, r.error, r.finished_at, r.cancelled_by, r.attempts, r.window_id
   from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
  where r.id = $1 or r.id = (select s.workflow_run_id from tidegate.workflow_run_steps s where s.id = $1)
 
@@ -210,9 +210,11 @@ select e.id from tidegate.workflow_events e
 -- Resets what a failed or cancelled run had not finished. The step that it failed with ($2, or if that is not known one after which
 -- none has succeeded) is pending again; those that waited, or were cut off with the failure, start again, and what cancels
 -- the run is registered again, with the events that have done so. Finished steps stay, also those whose failure the function had caught. Of a step with children,
--- those that failed, or were cancelled with their parent, are started again; those that have not ended go on. An approval that was
+-- those that failed, or were cancelled with their parent, wait to be resumed (`resumes`), or started again if their run does not exist; those
+-- that have not ended, or were retried by themselves, go on. An approval that was
 -- decided before it was cut off with the failure has its decision again: it is not asked for twice. One that nobody has decided is asked for
 -- again; its row stays, since later steps may be finished: the code that resumes the run may be another version, and asks for it before them.
+-- Returns how many children had a run that does not exist any more.
 with failure as materialized (
   select coalesce((select s.updated_at from tidegate.workflow_run_steps s where s.id = $2), r.finished_at)
          - interval '1 second' as at, r.status
@@ -222,6 +224,7 @@ with failure as materialized (
    where s.id between tidegate.first_of($1) and tidegate.last_of($1) and s.workflow_run_id = $1
      and {{is_unfinished}} and (s.kind not in ('child', 'map') or s.status = 'cancelled')
      and s.retry_metadata ->> 'reason' is distinct from 'cancel_on' and not {{is_asked}}
+  returning s.id
 ), asked_again as (
   update tidegate.workflow_run_steps s
      set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, retry_metadata = s.retry_metadata || '{"revived": true}',
@@ -253,15 +256,25 @@ with failure as materialized (
   delete from tidegate.run_cancellations where run_id = $1
 ), again as (
   update tidegate.run_children c
-     set status = 'waiting', event_id = null, child_run_id = null, result = null, error = null, updated_at = tidegate.now()
-   where c.step_id in (select id from revived) and c.status in ('failed', 'cancelled')
-)
+     set status = case when k.goes_on then 'started' else 'waiting' end, event_id = case when k.goes_on then c.event_id end,
+         child_run_id = case when k.goes_on then c.child_run_id end, resumes = k.id, result = null, error = null,
+         updated_at = tidegate.now()
+    from tidegate.run_children f
+    left join lateral (select r.id, r.status in ('pending', 'running') as goes_on from tidegate.workflow_runs r
+                        where r.id = f.child_run_id offset 0) k on true
+   where f.step_id between tidegate.first_of($1) and tidegate.last_of($1) and f.status in ('failed', 'cancelled')
+     and f.step_id in (select id from revived union all select id from forgotten)
+     and c.step_id = f.step_id and c.position = f.position
+  returning k.id is null and f.child_run_id is not null as is_gone
+), reset as (
 update tidegate.workflow_run_steps s
    set status = 'pending', retry_state = 'none', next_attempt_at = null, retry_attempts = 0, error = null, result = null,
        retry_metadata = case when s.kind in ('child', 'map') then s.retry_metadata || '{"revived": true}' else '{}' end, claim_generation = s.claim_generation + 1,
        created_at = case when s.kind in ('child', 'map') then s.created_at else tidegate.now() end,
        updated_at = tidegate.now()
   from revived where s.id = revived.id
+)
+select count(*) from again where is_gone
 
 -- name: replay_run
 -- Resumes a failed or cancelled run as the same run, not before its trigger or key is open again; its time and its retries are counted from
@@ -294,4 +307,28 @@ insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, repla
 select tidegate.uuid7(), 'run', r.id, r.event_id, coalesce(split_part(r.error, E'\n', 1), r.status),
        tidegate.now() + $4::bigint * interval '1 ms', $2, $3
   from tidegate.workflow_runs r where r.id = $1
+on conflict (kind, subject_id) where replayed_at is null do nothing
+
+-- name: schedule_runs
+-- Has failed or cancelled runs ($1) resume now, for those who ask ($2): their newest open dead letter is due, or they get one. Waits for
+-- nobody: whoever has locked the letter replays it.
+with asked as materialized (
+  select r.id, r.event_id, coalesce(split_part(r.error, E'\n', 1), r.status) as reason, u.actor,
+         (select l.id from tidegate.dead_letters l
+           where l.replayed_at is null
+             and l.subject_id = any (array[r.id] || array(select s.id from tidegate.workflow_run_steps s
+                                                           where s.id between tidegate.first_of(r.id) and tidegate.last_of(r.id)
+                                                             and s.workflow_run_id = r.id))
+           order by l.id desc limit 1) as letter_id
+    from unnest($1::uuid[], $2::text[]) as u (id, actor)
+    join tidegate.workflow_runs r on r.id = u.id and r.status in ('failed', 'cancelled')
+), free as materialized (
+  select l.id from tidegate.dead_letters l where l.id in (select letter_id from asked) and l.replayed_at is null
+   order by l.id for update skip locked
+), due as (
+  update tidegate.dead_letters l set replay_at = tidegate.now(), replay_by = a.actor, replay_error = null
+    from asked a join free f on f.id = a.letter_id where l.id = f.id
+)
+insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, replay_at, replay_by)
+select tidegate.uuid7(), 'run', a.id, a.event_id, a.reason, tidegate.now(), a.actor from asked a where a.letter_id is null
 on conflict (kind, subject_id) where replayed_at is null do nothing

@@ -47,6 +47,7 @@ class Decided(NamedTuple):
     metadata: Mapping[str, Any] = MappingProxyType({})
     source: str = ""
     ingress_sequence: int = 0
+    window_id: DeliveryId | None = None
 
 
 class DueDelivery(NamedTuple):
@@ -56,6 +57,8 @@ class DueDelivery(NamedTuple):
     trigger_id: TriggerId
     source: str | None
     reason: str | None
+    budget: str | None = None
+    budget_key: str | None = None
 
 
 class Taken(NamedTuple):
@@ -71,6 +74,8 @@ class Taken(NamedTuple):
     source: str | None
     concurrency_key: str | None
     trigger_version: int
+    window_id: DeliveryId | None = None
+    budget: str | None = None
 
 
 class Stale(NamedTuple):
@@ -84,6 +89,8 @@ class Stale(NamedTuple):
     reason: str | None
     concurrency_key: str | None
     received_at: datetime
+    budget: str | None = None
+    budget_key: str | None = None
 
 
 class Moved(NamedTuple):
@@ -234,6 +241,14 @@ async def settle(connection: Connection, decided: Sequence[Decided], now: dateti
         json_texts(dict(d.metadata) for d in decided), claim.wanted(decided),
     )  # fmt: skip
     return {row[0]: row[1] for row in rows}
+
+
+async def stale_budgets(
+    connection: Connection, trigger_id: TriggerId, *, plan_version: int, after: int, limit: int
+) -> list[str]:
+    """The budgets that those wait for which `take_stale` locks."""
+    rows = await connection.fetch(_sql["stale_budgets"], trigger_id, plan_version, after, limit)
+    return [row[0] for row in rows]
 
 
 async def take_stale(

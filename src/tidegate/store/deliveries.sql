@@ -104,14 +104,18 @@ select c.is_unrestricted, r.delivery_id, r.parameters from checked c left join c
 insert into tidegate.workflow_trigger_deliveries
   (id, trigger_id, event_id, trigger_version, status, attempts, dedupe_key, last_error, throttled_until, retry_state,
    next_attempt_at, retry_attempts, retry_metadata, reason, source, concurrency_key, ingress_sequence, plan_version,
-   created_at, updated_at)
+   created_at, updated_at, budget, budget_key, budget_cost)
 select u.id, u.trigger_id, u.event_id, u.trigger_version, u.status, 1, u.dedupe_key, u.last_error,
        case when u.status = 'throttled' then u.next_attempt_at end, 'scheduled', u.next_attempt_at, u.retry_attempts,
-       u.metadata::jsonb, u.reason, u.source, u.concurrency_key, u.ingress_sequence, u.plan_version, $16, $16
+       u.metadata::jsonb, u.reason, u.source, u.concurrency_key, u.ingress_sequence, u.plan_version, $16, $16, b.name, b.key,
+       b.cost
   from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::text[], $8::timestamptz[],
               $9::bigint[], $10::text[], $11::text[], $12::text[], $13::bigint[], $14::bigint[], $15::text[])
     as u (id, trigger_id, event_id, trigger_version, status, dedupe_key, last_error, next_attempt_at, retry_attempts,
           reason, source, concurrency_key, ingress_sequence, plan_version, metadata)
+  left join lateral (select m ->> 'name' as name, m ->> 'key' as key, (m ->> 'cost')::bigint as cost
+                       from (select u.metadata::jsonb #> '{waits_for,budget}' as m) held
+                      where u.reason = 'budget') b on true
  where not exists (select from tidegate.workflow_trigger_deliveries d where d.id = u.id offset 0)
 on conflict do nothing
 returning id
@@ -141,9 +145,9 @@ select w.trigger_id
 -- name: list_due
 -- Deliveries of each of the triggers that are due at $3 (null: by now), at most $2 of each, those that are longest due, in
 -- the order of arrival; not locked.
-select d.id, t.trigger_id, d.source, d.reason
+select d.id, t.trigger_id, d.source, d.reason, d.budget, d.budget_key
   from unnest($1::uuid[]) as t (trigger_id),
-       lateral (select d.id, d.source, d.reason, d.ingress_sequence from tidegate.workflow_trigger_deliveries d
+       lateral (select d.id, d.source, d.reason, d.ingress_sequence, d.budget, d.budget_key from tidegate.workflow_trigger_deliveries d
                  where d.trigger_id = t.trigger_id and d.retry_state = 'scheduled'
                    and d.next_attempt_at <= coalesce($3::timestamptz, tidegate.now())
                  order by d.next_attempt_at, d.ingress_sequence limit $2) d
@@ -151,11 +155,12 @@ select d.id, t.trigger_id, d.source, d.reason
 
 -- name: take
 -- Locks those of the given deliveries that are still due at $2, oldest event first. That is the time by which they are decided:
--- none is launched before its own.
+-- none is launched before its own, but the first in line of a budget, whose time is when it is expected to have room.
 select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source,
-       d.concurrency_key, d.trigger_version
+       d.concurrency_key, d.trigger_version, d.window_id, d.budget
   from tidegate.workflow_trigger_deliveries d
- where d.id = any ($1::uuid[]) and d.retry_state = 'scheduled' and d.next_attempt_at <= $2::timestamptz
+ where d.id = any ($1::uuid[]) and d.retry_state = 'scheduled'
+   and (d.next_attempt_at <= $2::timestamptz or d.reason = 'budget')
  order by d.ingress_sequence, d.id
    for update of d skip locked
 
@@ -177,7 +182,10 @@ with input as materialized (
          throttled_until = case when u.status = 'throttled' then u.next_attempt_at end,
          attempts = d.attempts + 1, retry_attempts = u.retry_attempts, retry_metadata = u.metadata::jsonb,
          reason = u.reason, dedupe_key = u.dedupe_key, concurrency_key = u.concurrency_key,
-         plan_version = u.plan_version, claim_generation = d.claim_generation + 1, updated_at = $1::timestamptz
+         plan_version = u.plan_version, claim_generation = d.claim_generation + 1, updated_at = $1::timestamptz,
+         budget = case when u.reason = 'budget' then u.metadata::jsonb #>> '{waits_for,budget,name}' end,
+         budget_key = case when u.reason = 'budget' then u.metadata::jsonb #>> '{waits_for,budget,key}' end,
+         budget_cost = case when u.reason = 'budget' then (u.metadata::jsonb #>> '{waits_for,budget,cost}')::bigint end
     from input u
    where d.id = u.id and d.retry_state = 'scheduled'
   returning d.id
@@ -186,11 +194,19 @@ with input as materialized (
 )
 {{create_runs}}
 
+-- name: stale_budgets
+-- The budgets in whose lines those stand that `take_stale` locks.
+select distinct w.budget
+  from (select d.budget, d.reason from tidegate.workflow_trigger_deliveries d
+         where d.trigger_id = $1 and d.retry_state = 'scheduled' and d.plan_version < $2 and d.ingress_sequence > $3
+         order by d.ingress_sequence limit $4) w
+ where w.reason = 'budget'
+
 -- name: take_stale
 -- Locks waiting deliveries of a trigger whose time belongs to an older plan, in the order of arrival, after a given one.
 select d.id, d.event_id, d.retry_attempts, d.next_attempt_at, d.ingress_sequence, d.reason, d.concurrency_key,
        (select coalesce(e.replayed_at, greatest(e.received_at, e.deliver_at)) from tidegate.workflow_events e where e.id = d.event_id)
-         as received_at
+         as received_at, d.budget, d.budget_key
   from tidegate.workflow_trigger_deliveries d
  where d.trigger_id = $1 and d.retry_state = 'scheduled' and d.plan_version < $2 and d.ingress_sequence > $3
  order by d.ingress_sequence

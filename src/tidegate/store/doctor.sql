@@ -44,6 +44,28 @@ with clock as materialized (
                       where r.trigger_id = d.trigger_id and r.concurrency_key = d.concurrency_key
                         and (r.status in ('pending', 'running') or r.finished_at > cut))
   union all
+  select 'deliveries_waiting_for_no_budget', d.id::text
+    from tidegate.workflow_trigger_deliveries d left join tidegate.budgets b on b.name = d.budget, clock
+   where d.retry_state = 'scheduled' and d.reason = 'budget' and b.name is null and d.updated_at <= cut
+  union all
+  select 'deliveries_waiting_for_a_free_budget_slot', d.id::text
+    from (select distinct on (o.budget, o.budget_key) o.* from tidegate.workflow_trigger_deliveries o
+           where o.retry_state = 'scheduled' and o.reason = 'budget' and o.budget_key is not null
+           order by o.budget, o.budget_key, o.ingress_sequence) d
+    join tidegate.budgets b on b.name = d.budget, clock
+   where b.rate_limit is null and b.paused_at is null and d.next_attempt_at > now and d.updated_at <= cut
+     and d.trigger_id not in (select trigger_id from held_triggers)
+     and not exists (select from tidegate.budget_holders h join tidegate.workflow_runs r on r.id = h.run_id
+                      where h.budget = d.budget and h.key = d.budget_key
+                        and (r.status in ('pending', 'running') or r.finished_at > cut))
+     and not exists (select from tidegate.budget_keys s
+                      where s.budget = d.budget and s.key = d.budget_key and s.updated_at > cut)
+  union all
+  select 'budget_holders_without_a_run', h.run_id::text
+    from tidegate.budget_holders h
+    left join tidegate.workflow_runs r on r.id = h.run_id, clock
+   where r.id is null or (r.status not in ('pending', 'running') and r.finished_at <= cut)
+  union all
   select 'deliveries_stored_twice', d.id::text
     from tidegate.workflow_trigger_deliveries d join tidegate.workflow_trigger_deliveries h on h.id = d.id
    where d.retry_state in ('scheduled', 'running') and h.retry_state in ('none', 'completed', 'cancelled', 'exhausted')
@@ -55,6 +77,21 @@ with clock as materialized (
   select 'launches_without_a_run', d.id::text
     from tidegate.workflow_trigger_deliveries d left join tidegate.workflow_runs r on r.id = d.workflow_run_id
    where d.status = 'launched' and r.delivery_id is distinct from d.id
+  union all
+  select 'collected_by_nobody', d.id::text
+    from tidegate.workflow_trigger_deliveries d
+   where d.status = 'collected' and d.workflow_run_id is null and d.retry_state = 'none'
+     and not exists (select from tidegate.workflow_trigger_deliveries l where l.id = d.window_id and l.retry_state = 'scheduled')
+  union all
+  select 'collected_without_a_run', d.id::text
+    from tidegate.workflow_trigger_deliveries d left join tidegate.workflow_runs r on r.id = d.workflow_run_id
+   where d.status = 'collected' and d.workflow_run_id is not null and r.id is null
+     and exists (select from tidegate.workflow_trigger_deliveries l where l.id = d.window_id)
+  union all
+  select 'windows_of_nobody', w.id::text
+    from tidegate.trigger_windows w
+   where w.state in ('open', 'closed')
+     and not exists (select from tidegate.workflow_trigger_deliveries d where d.id = w.id and d.retry_state = 'scheduled')
   union all
   select 'waits_of_nobody', w.id::text
     from tidegate.event_waits w
@@ -68,7 +105,7 @@ with clock as materialized (
   union all
   select 'runs_without_a_launch', r.id::text
     from tidegate.workflow_runs r left join tidegate.workflow_trigger_deliveries d on d.id = r.delivery_id
-   where r.delivery_id is not null and (d.status is distinct from 'launched' or d.workflow_run_id <> r.id)
+   where r.delivery_id is not null and (d.status is null or d.status not in ('launched', 'collected') or d.workflow_run_id <> r.id)
   union all
   select 'external_ids_without_an_event', x.external_id
     from tidegate.event_external_ids x left join tidegate.workflow_events e on e.id = x.event_id

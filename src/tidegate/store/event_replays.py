@@ -55,14 +55,28 @@ async def lock(connection: Connection, event_id: EventId) -> ReplayableEvent | N
     return ReplayableEvent(*row) if row else None
 
 
-async def count(connection: Connection, wanted: EventRange, most: int) -> int:
-    """How many events there are, counted up to `most`."""
-    found: int = await connection.fetchval(_sql["count"], *wanted, most)
-    return found
+class Replayable(NamedTuple):
+    """How many of the oldest events can be replayed, how many of them were taken back, and whether there are more."""
+
+    total: int
+    taken_back: int
+    is_cut: bool
+
+
+async def count(connection: Connection, wanted: EventRange, most: int) -> Replayable:
+    """How many events there are, among the oldest `most`."""
+    row = await connection.fetchrow(_sql["count"], *wanted, most)
+    assert row is not None
+    return Replayable(*row)
+
+
+async def taken_back(connection: Connection, ids: Sequence[EventId]) -> set[EventId]:
+    """Those of the events that were taken back before they were decided."""
+    return {row[0] for row in await connection.fetch(_sql["taken_back"], list(ids))} if ids else set()
 
 
 async def schedule(connection: Connection, wanted: EventRange, *, limit: int, apart_ms: float, actor: str) -> Scheduled:
-    """Events are to be decided again one after the other."""
+    """Events are to be decided again one after the other, of the oldest `limit` those that were not taken back."""
     connection = await take_time(connection)
     row = await connection.fetchrow(_sql["schedule"], *wanted, limit, apart_ms, actor)
     return Scheduled(*row) if row else Scheduled(0, None, None)

@@ -19,16 +19,29 @@ select l.id from tidegate.dead_letters l where l.kind = 'event' and l.subject_id
 -- Locks an event.
 select e.id from tidegate.workflow_events e where e.id = $1 for no key update
 
+-- fragment: is_taken_back
+-- Whether an event was taken back before it was decided. Only who names it decides it again.
+exists (select from tidegate.event_ingress_retries r where r.event_id = e.id and r.retry_state = 'cancelled')
+
 -- name: count
--- How many events of a type, source and time there are, counted up to $5.
-select count(*) from (select from tidegate.workflow_events e
-                       where ($1::text is null or e.type = $1) and ($2::text is null or e.source = $2)
-                         and ($3::timestamptz is null or e.received_at >= $3)
-                         and ($4::timestamptz is null or e.received_at < $4) limit $5) found
+-- How many of the oldest $5 events of a type, source and time can be replayed, how many of them were taken back, and whether there are
+-- more.
+select count(*) filter (where not found.is_taken_back and found.place <= $5),
+       count(*) filter (where found.is_taken_back and found.place <= $5), count(*) > $5
+  from (select {{is_taken_back}} as is_taken_back, row_number() over (order by e.received_at, e.ingress_sequence) as place
+          from (select e.id, e.received_at, e.ingress_sequence from tidegate.workflow_events e
+                 where ($1::text is null or e.type = $1) and ($2::text is null or e.source = $2)
+                   and ($3::timestamptz is null or e.received_at >= $3)
+                   and ($4::timestamptz is null or e.received_at < $4)
+                 order by e.received_at, e.ingress_sequence limit $5 + 1) e) found
+
+-- name: taken_back
+-- Those of the events that were taken back.
+select e.id from unnest($1::uuid[]) as e (id) where {{is_taken_back}}
 
 -- name: schedule
 -- Events of a type, source and time are to be decided again one after the other, oldest first, $6 ms apart, behind those that already
--- are. Returns how many, and the times of the first and the last.
+-- are; not those that were taken back. Returns how many, and the times of the first and the last.
 with clock as materialized (
   select greatest(tidegate.now(), (select max(replay_at) from tidegate.event_replays) + $6::float8 * interval '1 ms') as now
 ), found as materialized (
@@ -38,6 +51,7 @@ with clock as materialized (
              and ($3::timestamptz is null or e.received_at >= $3)
              and ($4::timestamptz is null or e.received_at < $4)
            order by e.received_at, e.ingress_sequence limit $5) e
+   where not {{is_taken_back}}
 ), scheduled as (
   insert into tidegate.event_replays (event_id, replay_at, replay_by)
   select f.id, clock.now + f.place * $6::float8 * interval '1 ms', $7 from found f, clock

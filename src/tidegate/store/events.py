@@ -13,7 +13,7 @@ import asyncpg
 from tidegate.model.event import Event, NewEvent
 from tidegate.model.ids import EventId
 from tidegate.store.columns import column, same
-from tidegate.store.db import Connection, Database
+from tidegate.store.db import Connection, Database, Row
 from tidegate.store.sql import load
 
 _sql = load("events")
@@ -86,14 +86,25 @@ async def claim_inbox(connection: Connection, limit: int) -> Claimed:
     """Take the oldest undecided events, for this transaction alone, and say that it may launch for their sources (as
     `locks.share` does)."""
     rows = await connection.fetch(_sql["claim_inbox"], limit)
+    return claimed(rows)
+
+
+def claimed(rows: Sequence[Row]) -> Claimed:
+    """What a claim from the inbox returned."""
     # Metadata is null where there is none, as mostly; the last column is the time.
-    found = [Event(*[*row[:10], row[10] or {}, row[11], None, None, row[12]]) for row in rows]
+    found = [Event(*[*row[:10], row[10] or {}, row[11], None, None, row[12], row[13]]) for row in rows]
     return Claimed(found, rows[0]["now"] if rows else None)
 
 
 async def claim_inbox_one(connection: Connection, ingress_sequence: int) -> list[Event]:
     """Take one undecided event; empty when another worker has it or it is decided."""
     return [Event(*row) for row in await connection.fetch(_sql["claim_inbox_one"], ingress_sequence)]
+
+
+async def first_in_lane(connection: Connection, ingress_sequence: int) -> int | None:
+    """The first undecided event of the lane of the given one, locked; None when that is decided."""
+    found: int | None = await connection.fetchval(_sql["first_in_lane"], ingress_sequence)
+    return found
 
 
 async def renumber(connection: Connection, arrived: Sequence[Event]) -> None:
@@ -200,6 +211,7 @@ def _insert_columns(events: Sequence[NewEvent]) -> tuple[Sequence[object], ...]:
         column([e.correlation_id for e in events]),
         column([e.traceparent for e in events]),
         column([e.origin for e in events]),
+        column([e.priority for e in events]),
     )
 
 

@@ -4,11 +4,12 @@
 -- sessions.
 input as materialized (
   select u.id, u.external_id, coalesce(u.type, ($3::text[])[1]) as type, coalesce(u.source, ($4::text[])[1]) as source,
-         u.occurred_at, u.payload, u.ttl_ms, coalesce(u.metadata, '{}') as metadata, u.correlation_id, u.traceparent, u.origin,
+         u.occurred_at, u.payload, u.ttl_ms, coalesce(u.metadata, '{}') as metadata, u.correlation_id, u.traceparent, u.origin, u.priority,
          nextval('tidegate.ingress_sequence') as ingress_sequence
     from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::timestamptz[], $6::text[], $7::bigint[],
-                $8::text[], $9::text[], $10::text[], $11::text[])
-      as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent, origin)
+                $8::text[], $9::text[], $10::text[], $11::text[], $12::bigint[])
+      as u (id, external_id, type, source, occurred_at, payload, ttl_ms, metadata, correlation_id, traceparent, origin,
+            priority)
 ), clock as materialized (
   select tidegate.now() as now where set_config('synchronous_commit', 'on', true) = 'on'
 )
@@ -17,9 +18,9 @@ input as materialized (
 -- Stores the events of `input`.
 insert into tidegate.workflow_events
   (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
-   metadata, traceparent, origin)
+   metadata, traceparent, origin, priority)
 select id, external_id, type, source, coalesce(occurred_at, now), now, ingress_sequence, payload::jsonb,
-       coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent, origin::jsonb
+       coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent, origin::jsonb, priority
   from input, clock
 
 -- fragment: name_events
@@ -31,7 +32,7 @@ select external_id, source, id from input where external_id is not null order by
 -- fragment: event
 -- The columns of an event, in the order of `model.event.Event`.
 e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at, e.deliver_at, e.origin
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at, e.deliver_at, e.origin, e.priority
 
 -- fragment: filters
 -- The filters of lists; null does not filter. $6 is the correlation id as an event's own id, if it may be one: the index has only
@@ -40,6 +41,35 @@ e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_s
    and ($2::text is null or e.source = $2)
    and ($3::text is null or (e.id = $6::uuid and e.correlation_id = $3)
         or (e.correlation_id = $3 and e.correlation_id <> e.id::text))
+
+-- fragment: claim_oldest
+-- Takes the events of `oldest` out of the inbox, for this transaction alone; rolled back, they are there again.
+-- The arrays keep to index lookups: with joins, a plan created while the tables were small reads all history. The least and the
+-- greatest id have the days decided once that are read, and not for each event.
+-- The same statement takes the shared locks that let this transaction launch for their sources (as `locks.share`, in its order).
+-- What those locks protect is read by a later statement: this one sees the tables as they were before it waited. What it
+-- reads itself does not change. The time is read once the locks are held, and is returned with the first event.
+claimed as (
+  delete from tidegate.event_inbox where ingress_sequence = any (array(select ingress_sequence from oldest))
+  returning event_id
+), found as materialized (
+  select id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
+         nullif(metadata, '{}') as metadata, traceparent, origin, priority
+    from tidegate.workflow_events
+   where id = any (array(select event_id from claimed))
+     and id >= (select event_id from claimed order by event_id limit 1)
+     and id <= (select event_id from claimed order by event_id desc limit 1)
+), shared as materialized (
+  select pg_advisory_xact_lock_shared(k.class, k.key)
+    from (select 8701 as class, hashtext(f.source) & 63 as key from found f
+          union select c.class, c.key from (values (8701, hashtext('*') & 63), (8702, 0)) as c (class, key)
+                 where exists (select from found)
+          order by 1, 2) k
+), moment as materialized (
+  select tidegate.now() as now where (select count(*) from shared) > 0
+)
+select f.*, case when f.ingress_sequence = (select min(ingress_sequence) from found) then m.now end as now
+  from found f, moment m order by f.ingress_sequence
 
 -- name: insert
 -- Stores events and their inbox rows, except those that are stored already; returns the ids that are new.
@@ -51,9 +81,10 @@ with {{input}}, named as (
   {{store_events}}
    where external_id is null or id in (select event_id from named)
   on conflict do nothing
-  returning id, ingress_sequence
+  returning id, ingress_sequence, source, priority
 ), inboxed as (
-  insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from stored
+  insert into tidegate.event_inbox (ingress_sequence, event_id, source, priority)
+  select ingress_sequence, id, source, coalesce(priority, 1) from stored
 )
 select id from stored
 
@@ -65,14 +96,15 @@ with {{input}}, named as (
 ), stored as (
   {{store_events}}
 )
-insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from input
+insert into tidegate.event_inbox (ingress_sequence, event_id, source, priority)
+select ingress_sequence, id, source, coalesce(priority, 1) from input
 
 -- name: insert_later
--- As `insert`, for a batch in which some events ($12) are for a later time: at $13, or $14 ms from now. Those are not in the inbox: they
+-- As `insert`, for a batch in which some events ($13) are for a later time: at $14, or $15 ms from now. Those are not in the inbox: they
 -- wait with the reason `scheduled`. A time that has passed already means now.
 with {{input}}, later as materialized (
   select u.id, coalesce(u.deliver_at, clock.now + u.delay_ms * interval '1 ms') as deliver_at
-    from unnest($12::uuid[], $13::timestamptz[], $14::bigint[]) as u (id, deliver_at, delay_ms), clock
+    from unnest($13::uuid[], $14::timestamptz[], $15::bigint[]) as u (id, deliver_at, delay_ms), clock
 ), named as (
   {{name_events}}
   on conflict do nothing
@@ -80,13 +112,13 @@ with {{input}}, later as materialized (
 ), stored as (
   insert into tidegate.workflow_events
     (id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
-     metadata, traceparent, origin, deliver_at)
+     metadata, traceparent, origin, priority, deliver_at)
   select id, external_id, type, source, coalesce(occurred_at, now), now, ingress_sequence, payload::jsonb,
-         coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent, origin::jsonb, later.deliver_at
+         coalesce(correlation_id, id::text), ttl_ms, metadata::jsonb, traceparent, origin::jsonb, priority, later.deliver_at
     from input left join later using (id), clock
    where external_id is null or id in (select event_id from named)
   on conflict do nothing
-  returning id, source, ingress_sequence, received_at, deliver_at
+  returning id, source, ingress_sequence, priority, received_at, deliver_at
 ), waiting as (
   insert into tidegate.event_ingress_retries
     (event_id, source, ingress_sequence, next_attempt_at, reason, last_error, metadata, created_at, updated_at)
@@ -98,8 +130,8 @@ with {{input}}, later as materialized (
   select id, received_at, 'gate', 'scheduled', 'published for a later time', deliver_at
     from stored where deliver_at > received_at
 ), inboxed as (
-  insert into tidegate.event_inbox (ingress_sequence, event_id)
-  select ingress_sequence, id from stored where deliver_at is null or deliver_at <= received_at
+  insert into tidegate.event_inbox (ingress_sequence, event_id, source, priority)
+  select ingress_sequence, id, source, coalesce(priority, 1) from stored where deliver_at is null or deliver_at <= received_at
 )
 select id from stored
 
@@ -108,9 +140,9 @@ select id from stored
 with stored as (
   insert into tidegate.workflow_events (id, type, source, occurred_at, payload, correlation_id)
   values (tidegate.uuid7(), 'tidegate.probe', 'tidegate', tidegate.now(), '{}', 'probe')
-  returning ingress_sequence, id
+  returning ingress_sequence, id, source
 )
-insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from stored
+insert into tidegate.event_inbox (ingress_sequence, event_id, source) select ingress_sequence, id, source from stored
 
 -- name: resolve
 -- For events that were not new: the stored event with the same id or producer's id, and whether the bodies agree.
@@ -133,35 +165,10 @@ select u.id as given_id, e.id,
   ) e
 
 -- name: claim_inbox
--- Takes the oldest undecided events out of the inbox, for this transaction alone; rolled back, they are there again.
--- The arrays keep to index lookups: with joins, a plan created while the tables were small reads all history. The least and the
--- greatest id have the days decided once that are read, and not for each event.
--- The same statement takes the shared locks that let this transaction launch for their sources (as `locks.share`, in its order).
--- What those locks protect is read by a later statement: this one sees the tables as they were before it waited. What it
--- reads itself does not change. The time is read once the locks are held, and is returned with the first event.
+-- Takes the oldest undecided events out of the inbox.
 with oldest as materialized (
   select ingress_sequence from tidegate.event_inbox order by ingress_sequence limit $1 for update skip locked
-), claimed as (
-  delete from tidegate.event_inbox where ingress_sequence = any (array(select ingress_sequence from oldest))
-  returning event_id
-), found as materialized (
-  select id, external_id, type, source, occurred_at, received_at, ingress_sequence, payload, correlation_id, ttl_ms,
-         nullif(metadata, '{}') as metadata, traceparent, origin
-    from tidegate.workflow_events
-   where id = any (array(select event_id from claimed))
-     and id >= (select event_id from claimed order by event_id limit 1)
-     and id <= (select event_id from claimed order by event_id desc limit 1)
-), shared as materialized (
-  select pg_advisory_xact_lock_shared(k.class, k.key)
-    from (select 8701 as class, hashtext(f.source) & 63 as key from found f
-          union select c.class, c.key from (values (8701, hashtext('*') & 63), (8702, 0)) as c (class, key)
-                 where exists (select from found)
-          order by 1, 2) k
-), moment as materialized (
-  select tidegate.now() as now where (select count(*) from shared) > 0
-)
-select f.*, case when f.ingress_sequence = (select min(ingress_sequence) from found) then m.now end as now
-  from found f, moment m order by f.ingress_sequence
+), {{claim_oldest}}
 
 -- name: claim_inbox_one
 -- Takes one given event out of the inbox; nothing when it has been decided meanwhile.
@@ -171,8 +178,16 @@ with given as materialized (
   delete from tidegate.event_inbox where ingress_sequence in (select ingress_sequence from given) returning event_id
 )
 select e.id, e.external_id, e.type, e.source, e.occurred_at, e.received_at, e.ingress_sequence, e.payload,
-       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at, e.deliver_at, e.origin
+       e.correlation_id, e.ttl_ms, e.metadata, e.traceparent, e.replayed_at, e.deliver_at, e.origin, e.priority
   from claimed join tidegate.workflow_events e on e.id = claimed.event_id
+
+-- name: first_in_lane
+-- The first event of the lane of a given one in the inbox, locked: waits for the transaction that has claimed it, if any.
+select first.ingress_sequence
+  from tidegate.event_inbox i,
+       lateral (select l.ingress_sequence from tidegate.event_inbox l where l.source = i.source and l.priority = i.priority
+                 order by l.ingress_sequence limit 1 for update) first
+ where i.ingress_sequence = $1
 
 -- name: renumber
 -- Delayed events have arrived: each has a new number in the order of arrival.

@@ -160,6 +160,7 @@ class TriggerCounts(msgspec.Struct, frozen=True, kw_only=True):
     skipped: int
     failed: int
     paused: int
+    collected: int
 
 
 class TriggerMetrics(msgspec.Struct, frozen=True, kw_only=True):

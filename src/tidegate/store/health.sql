@@ -30,10 +30,15 @@ with held_sources as materialized (
     from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' group by 1, 2, 3
 ), steps as materialized (
   -- A wait whose time is over ends when its run resumes, which may be later: the run is not asking for it yet, or is executing.
+  -- What a run has that waits for a version of its code is due when the run is.
   select case s.kind when 'sleep' then 'sleep' when 'wait' then 'event' else 'failed' end as reason,
          case when s.kind = 'wait' and s.next_attempt_at <= $1::timestamptz
               then (select greatest(s.next_attempt_at, r.next_attempt_at) from tidegate.workflow_runs r
                      where r.id = s.workflow_run_id and r.status = 'pending')
+              when s.next_attempt_at <= $1::timestamptz
+              then coalesce((select greatest(s.next_attempt_at, r.next_attempt_at) from tidegate.workflow_runs r
+                              where r.id = s.workflow_run_id and r.status = 'pending' and r.version_held_at is not null),
+                            s.next_attempt_at)
               else s.next_attempt_at end as next_attempt_at
     from tidegate.workflow_run_steps s where s.retry_state = 'scheduled'
 )
@@ -154,7 +159,7 @@ select t.trigger_id, w.slug as workflow, e.name, t.breaker_state as state, t.bre
 -- name: trigger_metrics
 -- The totals of triggers, the last changed first, $1 of them.
 select m.trigger_id, w.slug as workflow, m.filtered, m.matched, m.launched, m.throttled, m.skipped, m.failed, m.paused,
-       m.last_status, m.last_error, m.updated_at
+       m.collected, m.last_status, m.last_error, m.updated_at
   from tidegate.event_scheduler_trigger_metrics m
   join tidegate.workflow_event_triggers t on t.id = m.trigger_id
   join tidegate.workflow_definitions w on w.id = t.workflow_definition_id

@@ -46,11 +46,15 @@ class HeldDelivery(msgspec.Struct, frozen=True, kw_only=True):
     next_attempt_at: datetime | None
     dedupe_key: str | None
     concurrency_key: str | None
+    window_id: DeliveryId | None
     last_error: str | None
     launched_at: datetime | None
     created_at: datetime
     updated_at: datetime
     eta_seconds: float | None = None
+    expected_at: datetime | None = None
+    budget: str | None = None
+    budget_key: str | None = None
 
 
 class DeliveryFilters(NamedTuple):
@@ -70,6 +74,14 @@ class ChangedDelivery(NamedTuple):
     retry_attempts: int
     trigger_id: TriggerId
     concurrency_key: str | None
+    reason: str | None = None
+    budget: str | None = None
+    budget_key: str | None = None
+
+    @property
+    def line(self) -> tuple[str, str] | None:
+        """The budget and key that it waited for."""
+        return (self.budget, self.budget_key or "") if self.reason == "budget" and self.budget is not None else None
 
 
 async def list_waiting(

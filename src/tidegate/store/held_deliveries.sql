@@ -2,7 +2,8 @@
 -- The columns of a delivery as operators see it, without its time.
 d.id, d.trigger_id, t.name as trigger, w.slug as workflow, d.trigger_version, d.event_id, e.external_id, e.type,
        e.source, e.correlation_id, d.workflow_run_id, d.status, d.retry_state, d.reason, d.attempts, d.retry_attempts,
-       d.dedupe_key, d.concurrency_key, d.last_error, d.launched_at, d.created_at, d.updated_at
+       d.dedupe_key, d.concurrency_key, d.window_id, d.last_error, d.launched_at, d.created_at, d.updated_at,
+       case when d.reason = 'budget' then d.budget end as budget, case when d.reason = 'budget' then d.budget_key end as budget_key
 
 -- fragment: deliveries
 -- Deliveries with their event, trigger and workflow.
@@ -13,16 +14,22 @@ tidegate.workflow_trigger_deliveries d
 
 -- name: list_waiting
 -- A page of waiting deliveries in the order in which they become due. The time is not known, and
--- the ETA null, if its trigger (or source, if that is why it waits) is paused without an end, or it waits for a trial run to end
--- or for a slot.
-select {{delivery}}, d.next_attempt_at,
+-- the ETA null, if its trigger (or source, or budget, if that is why it waits) is paused without an end, or it waits for a trial run to
+-- end, for a slot, or for a budget to be corrected. It is expected later than its time if its budget is paused or closed for longer.
+select {{delivery}}, d.next_attempt_at, h.expected_at,
        case when (g.paused_at is not null and g.paused_until is null) or g.breaker_state = 'half_open'
               or (d.reason = 'source_paused' and s.paused_at is not null and s.paused_until is null)
-              or (d.reason = 'concurrency' and d.next_attempt_at > tidegate.now()) then null
-            else greatest(0, extract(epoch from d.next_attempt_at - tidegate.now()))::float8 end as eta_seconds
+              or (d.reason = 'concurrency' and d.next_attempt_at > tidegate.now())
+              or (d.reason = 'budget' and (d.budget_key is null or (b.paused_at is not null and b.paused_until is null)
+                    or (b.rate_limit is null
+                        and coalesce(greatest(b.paused_until, k.closed_until), '-infinity') <= tidegate.now()))) then null
+            else greatest(0, extract(epoch from h.expected_at - tidegate.now()))::float8 end as eta_seconds
   from {{deliveries}}
   left join tidegate.event_scheduler_triggers g on g.trigger_id = d.trigger_id
   left join tidegate.event_scheduler_sources s on s.source = e.source
+  left join tidegate.budgets b on d.reason = 'budget' and b.name = d.budget
+  left join tidegate.budget_keys k on d.reason = 'budget' and k.budget = d.budget and k.key = d.budget_key and k.probe_run_id is null
+ cross join lateral (select greatest(d.next_attempt_at, b.paused_until, k.closed_until) as expected_at) h
  where d.retry_state = 'scheduled'
    and ($1::uuid is null or d.trigger_id = $1)
    and ($2::text is null or w.slug = $2)
@@ -83,7 +90,7 @@ update tidegate.workflow_trigger_deliveries d
        claim_generation = d.claim_generation + 1, updated_at = tidegate.now()
   from waiting w
  where d.id = w.id and d.retry_state = 'scheduled'
-returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key
+returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key, d.reason, d.budget, d.budget_key
 
 -- name: cancel_of_trigger
 -- Cancels every delivery of a trigger that waits, with the line of its event's story. Returns how many.
@@ -112,7 +119,7 @@ update tidegate.workflow_trigger_deliveries d
                                  where g.trigger_id = d.trigger_id), d.plan_version)
   from waiting w
  where d.id = w.id and d.retry_state = 'scheduled'
-returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key
+returning d.id, d.event_id, d.retry_attempts, d.trigger_id, d.concurrency_key, d.reason, d.budget, d.budget_key
 
 -- name: keep_order
 -- Reassigns the times of a trigger's line, from a given arrival on, in arrival order: workers that decided batches at the same
@@ -122,7 +129,7 @@ with waiting as materialized (
   select d.id, d.next_attempt_at, d.ingress_sequence
     from tidegate.workflow_trigger_deliveries d
    where d.trigger_id = $1 and d.retry_state = 'scheduled' and d.ingress_sequence >= $2
-     and d.reason not in ('concurrency', 'source_paused') and d.reason in ('throttle', 'paused', 'breaker_open')
+     and d.reason not in ('concurrency', 'source_paused', 'budget') and d.reason in ('throttle', 'paused', 'breaker_open')
      and d.plan_version = (select g.plan_version from tidegate.event_scheduler_triggers g where g.trigger_id = $1)
    order by d.ingress_sequence limit $3::int + 1
 ), line as materialized (

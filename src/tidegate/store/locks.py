@@ -5,9 +5,10 @@ The order, where a transaction takes several:
 1. the turn at the inbox (advisory lock 8703): batches for which the order of events matters are decided one by one
 2. sources: the advisory locks (8701, one of 64 by name), then the rows of `event_scheduler_sources` by name
 3. triggers: the advisory lock (8702), then the rows of `event_scheduler_triggers` by id
-4. events or deliveries
-5. runs
-6. steps
+4. budgets: the rows of `budgets` by name; a budget's keys, holders and lines change under its lock alone
+5. events or deliveries
+6. runs
+7. steps
 
 Transactions that launch share the advisory locks of their sources and of the triggers; a transaction that pauses or
 changes one takes its lock exclusively. So when a pause or a change returns, nothing decided before it is in progress.
@@ -40,6 +41,11 @@ async def take_turn(connection: Connection, limit: int) -> None:
     """Wait until all that came before the next `limit` undecided events is decided, and keep out other transactions
     that care about the order."""
     await connection.fetchval(_sql["take_turn"], limit)
+
+
+async def hold_turn(connection: Connection) -> None:
+    """Keep out other transactions that care about the order, until the commit."""
+    await connection.fetchval(_sql["hold_turn"])
 
 
 async def is_in_turn(connection: Connection, last_sequence: int) -> bool:

@@ -6,6 +6,10 @@ select count(*)
   from (select from tidegate.event_inbox where (select count(*) from turn) = 1
          order by ingress_sequence limit $1 for update) oldest
 
+-- name: hold_turn
+-- Waits for its turn at the inbox, and keeps it until the commit.
+select pg_advisory_xact_lock(8703, 0)
+
 -- name: is_in_turn
 -- Whether no other transaction has the turn, and no event that came before the one given is undecided; the turn is taken until the
 -- commit if it is free. What this transaction has claimed it does not see any more.

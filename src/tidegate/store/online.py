@@ -6,6 +6,7 @@ repeated: an index that is there is kept, and one that a crash left invalid is d
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -14,6 +15,8 @@ from tidegate.store.migration import Migration
 
 # How long such a statement may wait for other transactions, which go on meanwhile.
 PATIENCE = "10min"
+# The longest name of Postgres, which cuts off the rest.
+_MOST_CHARACTERS = 63
 
 _CREATE = re.compile(
     r"create (?P<unique>unique )?index concurrently (?P<name>\w+) on tidegate\.(?P<table>\w+) (?P<rest>.+)"
@@ -79,9 +82,17 @@ async def _create_in_partitions(
     if await connection.fetchval(_INDEX, name) is None:
         await brief(f"create {create['unique'] or ''}index {name} on only tidegate.{table} {create['rest']}")
     for row in await connection.fetch(_PARTITIONS, table, name):
-        part = f"{name}_{row['relname'].removeprefix(table).strip('_')}"[:63]
+        part = _name_of_part(name, row["relname"], table)
         await _create(connection, create, part, row["relname"], brief)
         await brief(f"alter index tidegate.{name} attach partition tidegate.{part}")
+
+
+def _name_of_part(name: str, partition: str, table: str) -> str:
+    """The name of a partition's index: different for each partition, however long the names are."""
+    part = f"{name}_{partition.removeprefix(table).strip('_')}"
+    if len(part) <= _MOST_CHARACTERS:
+        return part
+    return f"{name[: _MOST_CHARACTERS - 9]}_{hashlib.sha256(partition.encode()).hexdigest()[:8]}"
 
 
 async def _patiently(connection: Connection, statement: str) -> None:

@@ -71,3 +71,8 @@ def _newest(rows: Sequence[Row], span: ReceiptSpan, limit: int) -> NewestArrival
     found = [Arrival(*row) for row in rows[:limit]]
     within = [one for one in found if span.received_from <= one.received_at < span.received_to]
     return NewestArrivals(within, len(rows) > limit and rows[limit]["received_at"] >= span.received_from)
+
+
+async def waiting_for(connection: Connection, budget: str, limit: int) -> list[EventId]:
+    """The events of deliveries that wait, for whatever reason, at triggers that use a budget; the first of each."""
+    return [row[0] for row in await connection.fetch(_sql["waiting_for"], budget, limit)]

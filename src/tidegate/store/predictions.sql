@@ -45,3 +45,13 @@ select r.event_id from tidegate.event_ingress_retries r
  where r.event_id = any ($1::uuid[]) and r.retry_state in ('scheduled', 'running')
 union all
 select i.event_id from tidegate.event_inbox i where i.ingress_sequence = any ($2::bigint[])
+
+-- name: waiting_for
+-- The events of the first $2 deliveries that wait at triggers that use a budget ($1).
+select d.event_id
+  from tidegate.workflow_event_triggers t,
+       lateral (select d.event_id, d.next_attempt_at, d.ingress_sequence from tidegate.workflow_trigger_deliveries d
+                 where d.trigger_id = t.id and d.retry_state = 'scheduled'
+                 order by d.next_attempt_at, d.ingress_sequence limit $2) d
+ where t.deleted_at is null and $1 = any (t.budgets)
+ order by d.next_attempt_at, d.ingress_sequence limit $2

@@ -86,7 +86,7 @@ select p.id, p.received_at, p.ingress_sequence
 
 -- name: lock_finished_events
 -- Locks those of the given events ($1, of which $3 is the least and $4 the greatest) that are finished and unchanged for $2 s: decided,
--- no retry or delivery that waits, no run unfinished, no dead letter. What another
+-- no retry or delivery that waits, no window that is open or whose run is unfinished, no run unfinished, no dead letter. What another
 -- transaction has locked stays for the next pass. Returns the ids. `offset 0` has every question asked for each event by an
 -- index; joined, whole tables would be read for a few events.
 with cut as materialized (
@@ -105,6 +105,9 @@ select e.id
                       and (d.retry_state in ('scheduled', 'running') or d.status in ('matched', 'throttled', 'paused')
                            or d.updated_at >= cut.off)
                    offset 0)
+   and not exists (select from tidegate.workflow_trigger_deliveries d join tidegate.trigger_windows w on w.id = d.window_id
+                    where d.id between tidegate.first_of(e.id) and tidegate.last_of(e.id) and d.event_id = e.id
+                      and d.window_id is not null offset 0)
    and not exists (select from tidegate.workflow_runs r
                     where r.id between tidegate.first_of(e.id) and tidegate.last_of(e.id) and r.event_id = e.id
                       and (r.finished_at is null or r.finished_at >= cut.off) offset 0)

@@ -24,6 +24,6 @@ with clock as materialized (
   select id, type, source, now, now, ingress_sequence, payload, coalesce(correlation_id, id::text), traceparent, origin
     from ended, clock
 ), inboxed as (
-  insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from ended
+  insert into tidegate.event_inbox (ingress_sequence, event_id, source) select ingress_sequence, id, source from ended
 )
 select source from ended

@@ -121,15 +121,18 @@ class EndedRun(NamedTuple):
 
 async def finish(connection: Connection, finished: Sequence[FinishedRun]) -> list[EndedRun]:
     """End runs that are still held; those ended."""
-    rows = await connection.fetch(
-        _sql["finish"],
+    return [EndedRun(*row) for row in await connection.fetch(_sql["finish"], *finish_columns(finished))]
+
+
+def finish_columns(finished: Sequence[FinishedRun]) -> list[Sequence[object]]:
+    """The parameters of statements that end runs."""
+    return [
         [f.id for f in finished],
         [f.claim_generation for f in finished],
         column([f.status for f in finished], "succeeded"),
         column([f.output for f in finished]),
         column([f.error for f in finished]),
-    )
-    return [EndedRun(*row) for row in rows]
+    ]
 
 
 async def succeed(connection: Connection, finished: Sequence[FinishedRun], written: Sequence[StepWrite]) -> bool:
@@ -176,12 +179,22 @@ async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> 
     return {row[0]: row[1] for row in rows}
 
 
-async def wake(connection: Connection, run_ids: Sequence[RunId]) -> set[RunId]:
+class WokenRun(NamedTuple):
+    """A run for which something has come: how often it was woken, and whether a worker holds it, by its last claim:
+    then it is due when it is suspended, otherwise at once."""
+
+    id: RunId
+    wakes: int
+    is_held: bool
+    claim_generation: int
+
+
+async def wake(connection: Connection, run_ids: Sequence[RunId]) -> list[WokenRun]:
     """What runs wait for has come, and is written in this transaction, which has locked them (`lock`): they are due at
     once, now or when their worker suspends them. Those that have not ended; after the commit, hint the queue."""
     if not run_ids:
-        return set()
-    return {row[0] for row in await connection.fetch(_sql["wake"], run_ids, min(run_ids), max(run_ids))}
+        return []
+    return [WokenRun(*row) for row in await connection.fetch(_sql["wake"], run_ids, min(run_ids), max(run_ids))]
 
 
 async def note(connection: Connection, notes: Sequence[RunNotes]) -> None:

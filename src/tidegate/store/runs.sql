@@ -10,7 +10,7 @@ r.status in ('pending', 'running') and r.claim_expires_at is not null
 -- A run as operators see it.
 r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r.correlation_id, r.status,
        r.parameters, r.output, r.error, r.warning, r.attempts, r.crashes, r.next_attempt_at, r.cancel_requested_at,
-       r.cancelled_by, r.replayed_from, r.rerun_of, r.created_at, r.started_at, r.finished_at, r.version, r.version_held_at,
+       r.cancelled_by, r.replayed_from, r.rerun_of, r.window_id, r.created_at, r.started_at, r.finished_at, r.version, r.version_held_at,
        coalesce(r.tags, '{}') as tags
   from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
 
@@ -19,7 +19,7 @@ r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r
 r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation,
           r.trigger_id, r.concurrency_key, r.is_probe, now, r.started_at, r.retry_attempts,
           r.cancel_requested_at is not null as cancel_requested, r.wakes, r.version, r.version_since,
-          r.misfits is not null as has_misfit
+          r.misfits is not null as has_misfit, r.window_id
 
 -- fragment: ended
 -- What the caller must know of a run that has ended.
@@ -150,10 +150,10 @@ with held as materialized (
 )
 select h.id, f.id is not null as is_renewed, h.cancel_requested from held h left join free f on f.id = h.id
 
--- name: finish
--- Ends runs that their worker still holds, and returns them; a worker that lost its claim changes nothing. Its worker is alive,
+-- fragment: end_held
+-- Ends the runs $1 that their worker still holds by the claims $2; a worker that lost its claim changes nothing. Its worker is alive,
 -- so crashes are reset. An empty array of statuses: all succeeded. What succeeded is counted for triggers that count (`trigger_successes`).
-with clock as materialized (
+clock as materialized (
   select tidegate.now() as now
 ), ended as (
 update tidegate.workflow_runs r
@@ -171,6 +171,10 @@ returning {{ended}}
    where g.counting_until > now and e.status = 'succeeded' and not e.is_probe
    group by g.trigger_id, now
 )
+
+-- name: finish
+-- Ends runs that their worker still holds, and returns them.
+with {{end_held}}
 select * from ended
 
 -- name: succeed
@@ -235,7 +239,8 @@ returning r.id, r.wakes > u.wakes
 -- name: wake
 -- What runs wait for has come: those that no worker holds are due at once, but not before their trigger or key is open again, nor
 -- before a time that something else than a wait asked for (`not_before`); those that a worker holds are due at once when they are
--- suspended, and one that waits for a version of its code stays so. The caller has locked them (`lock`). Returns the ids of those that have not ended.
+-- suspended, and one that waits for a version of its code stays so. The caller has locked them (`lock`). Returns those that have not ended, how often
+-- each was woken, and whether a worker holds it, by its last claim.
 update tidegate.workflow_runs r
    set wakes = r.wakes + 1,
        next_attempt_at = case when r.status = 'running' or (r.version_held_at is not null and r.cancel_requested_at is null) then r.next_attempt_at
@@ -243,7 +248,7 @@ update tidegate.workflow_runs r
        warning = case when r.version_held_at is not null or r.not_before > tidegate.now() then r.warning end,
        updated_at = tidegate.now()
  where r.id = any ($1::uuid[]) and r.id between $2 and $3 and r.status in ('pending', 'running')
-returning r.id
+returning r.id, r.wakes, r.status = 'running', r.claim_generation
 
 -- name: note
 -- Notes what runs that their worker still holds say of themselves: the version of the code that they fit and go on with, and their
@@ -318,9 +323,9 @@ returning r.id
 -- Creates a run ($2) that begins anew with the parameters and the event of another ($1), not before its trigger or key is open.
 insert into tidegate.workflow_runs
   (id, workflow_definition_id, event_id, trigger_id, concurrency_key, correlation_id, parameters, next_attempt_at, rerun_of,
-   created_at, updated_at)
+   created_at, updated_at, window_id)
 select $2, r.workflow_definition_id, r.event_id, r.trigger_id, $3, r.correlation_id, r.parameters,
-       greatest(tidegate.now(), {{open_at}}), r.id, tidegate.now(), tidegate.now()
+       greatest(tidegate.now(), {{open_at}}), r.id, tidegate.now(), tidegate.now(), r.window_id
   from tidegate.workflow_runs r where r.id = $1
 
 -- name: lock

@@ -82,6 +82,7 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     updated_by: str
     created_at: datetime
     updated_at: datetime
+    weight: int
 
 
 class SourceMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +205,11 @@ async def set_breaker(connection: Connection, source: str, policy: SourceBreaker
     """An operator's policy, or none; it wins over the settings from now on."""
     text = msgspec.json.encode(policy).decode() if policy else None
     await connection.execute(_sql["set_breaker"], source, text, actor)
+
+
+async def set_weight(connection: Connection, source: str, weight: int, actor: str) -> None:
+    """The weight of a source among those that wait at the inbox."""
+    await connection.execute(_sql["set_weight"], source, weight, actor)
 
 
 async def begin_plan(connection: Connection, source: str, refused_at: datetime | None) -> None:

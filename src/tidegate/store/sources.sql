@@ -108,7 +108,7 @@ select source from tidegate.event_scheduler_sources where is_replanning order by
 -- one of them.
 select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.limit_set_by, s.paused_at, s.paused_until, s.pause_reason,
        s.paused_by, s.breaker, s.breaker_set_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.throttled_until, s.version, s.updated_by,
-       s.created_at, s.updated_at, w.waiting, w.next_attempt_at
+       s.created_at, s.updated_at, s.weight, w.waiting, w.next_attempt_at
   from tidegate.event_scheduler_sources s,
        lateral (select count(*) as waiting, min(next_attempt_at) as next_attempt_at
                   from tidegate.event_ingress_retries r
@@ -167,6 +167,13 @@ values ($1, $2::text::jsonb, 'operator', $3)
 on conflict (source) do update
    set breaker = excluded.breaker, breaker_set_by = 'operator', version = s.version + 1, updated_by = excluded.updated_by,
        updated_at = tidegate.now()
+
+-- name: set_weight
+-- The weight of a source: its share of a batch while several sources wait.
+insert into tidegate.event_scheduler_sources as s (source, weight, updated_by)
+values ($1, $2, $3)
+on conflict (source) do update
+   set weight = excluded.weight, version = s.version + 1, updated_by = excluded.updated_by, updated_at = tidegate.now()
 
 -- name: recent_successes
 -- How many of a source's last $4 events that were received after $2 were delivered, by spans of $3 ms.

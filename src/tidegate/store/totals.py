@@ -26,6 +26,7 @@ class TriggerTotals(NamedTuple):
     skipped: int = 0
     failed: int = 0
     paused: int = 0
+    collected: int = 0
     last_status: str | None = None
     last_error: str | None = None
 

@@ -5,17 +5,17 @@
 -- `after_triggers` has the sources written after the triggers.
 counted_triggers as (
   insert into tidegate.event_scheduler_trigger_metrics as m
-    (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, last_status, last_error, updated_at)
+    (trigger_id, filtered, matched, launched, throttled, skipped, failed, paused, collected, last_status, last_error, updated_at)
   select u.*, tidegate.now()
     from seen, json_to_recordset(seen.triggers)
       as u (trigger_id uuid, filtered bigint, matched bigint, launched bigint, throttled bigint, skipped bigint,
-            failed bigint, paused bigint, last_status text, last_error text)
+            failed bigint, paused bigint, collected bigint, last_status text, last_error text)
    order by u.trigger_id
   on conflict (trigger_id) do update
      set filtered = m.filtered + excluded.filtered, matched = m.matched + excluded.matched,
          launched = m.launched + excluded.launched, throttled = m.throttled + excluded.throttled,
          skipped = m.skipped + excluded.skipped, failed = m.failed + excluded.failed,
-         paused = m.paused + excluded.paused, last_status = excluded.last_status,
+         paused = m.paused + excluded.paused, collected = m.collected + excluded.collected, last_status = excluded.last_status,
          last_error = coalesce(excluded.last_error, m.last_error), updated_at = excluded.updated_at
   returning 1
 ), counted_sources as (

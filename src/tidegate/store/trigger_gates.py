@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ class LockedTrigger(NamedTuple):
     max_concurrency: int | None
     retry: RetryPolicy | None
     breaker: BreakerPolicy | None
+    budgets: Sequence[str] = ()
 
 
 class Slots(NamedTuple):
@@ -241,7 +242,9 @@ async def resume(connection: Connection, trigger_id: TriggerId) -> None:
 def _locked(row: Row) -> LockedTrigger:
     fields: dict[str, Any] = dict(row)
     count, window_ms = fields.pop("throttle_count"), fields.pop("throttle_window_ms")
-    rest = {name: fields.pop(name) for name in ("plan_version", "is_replanning", "refused_at", "max_concurrency")}
+    rest = {
+        name: fields.pop(name) for name in ("plan_version", "is_replanning", "refused_at", "max_concurrency", "budgets")
+    }
     retry, breaker = fields.pop("retry"), fields.pop("breaker")
     limit = RateLimit(limit=count, interval_ms=window_ms) if count is not None else None
     return LockedTrigger(

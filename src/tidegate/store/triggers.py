@@ -184,6 +184,13 @@ def _columns(spec: TriggerSpec) -> tuple[Any, ...]:
         None if spec.retry is None else _json(spec.retry),
         None if spec.breaker is None else _json(spec.breaker),
         spec.overlap,
+        spec.key,
+        None if spec.collect is None else _json(spec.collect),
+        spec.priority,
+        spec.skip_over_count,
+        spec.skip_over_window_ms,
+        spec.cancel_running,
+        spec.budgets,
     )
 
 

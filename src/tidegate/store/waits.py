@@ -83,6 +83,33 @@ async def list_of_runs(connection: Connection, run_ids: Collection[RunId]) -> di
     return found
 
 
+async def look_again(connection: Connection, step_ids: Collection[StepId]) -> None:
+    """Events have met these steps of locked runs, which have yet to look back: they will find them."""
+    if step_ids:
+        await connection.execute(_sql["look_again"], list(step_ids), min(step_ids), max(step_ids))
+
+
+async def looks_again(connection: Connection, step_ids: Sequence[StepId]) -> bool:
+    """Whether an event has met one of these steps of locked runs before it had looked back."""
+    found: bool = await connection.fetchval(_sql["looks_again"], step_ids, min(step_ids), max(step_ids))
+    return found
+
+
+async def is_overtaken(connection: Connection, events: Sequence[Event], *, by_lane: bool) -> bool:
+    """Whether an event of the type of one of these, which came before it, is undecided; `by_lane`: of its source and
+    priority."""
+    if not events:
+        return False
+    last: dict[tuple[str | int, ...], int] = {}
+    for event in events:
+        key = (event.type, event.source, event.priority or 1) if by_lane else (event.type,)
+        last[key] = max(last.get(key, 0), event.ingress_sequence)
+    types, *lane = (list(column) for column in zip(*last, strict=True))
+    block = _sql["is_overtaken_in_lane" if by_lane else "is_overtaken"]
+    found: bool = await connection.fetchval(block, types, list(last.values()), *lane)
+    return found
+
+
 async def list_taken(connection: Connection, run_ids: Collection[RunId]) -> dict[RunId, set[EventId]]:
     """The events that waits of these runs were given before."""
     found: dict[RunId, set[EventId]] = {}
@@ -91,10 +118,20 @@ async def list_taken(connection: Connection, run_ids: Collection[RunId]) -> dict
     return found
 
 
-async def keep(connection: Connection, kept: Sequence[tuple[WaitId, EventId, str]]) -> None:
-    """Patterns of `wait_all` keep their events (JSON) until the others have theirs."""
+class KeptEvent(NamedTuple):
+    """An event (as JSON) that a pattern of `wait_all` keeps."""
+
+    wait_id: WaitId
+    event_id: EventId
+    text: str
+    step_id: StepId
+
+
+async def keep(connection: Connection, kept: Sequence[KeptEvent]) -> None:
+    """Patterns of `wait_all`, of locked runs, keep their events until the others have theirs."""
     if kept:
-        await connection.execute(_sql["keep"], *(list(column) for column in zip(*kept, strict=True)))
+        wait_ids, event_ids, texts, step_ids = (list(column) for column in zip(*kept, strict=True))
+        await connection.execute(_sql["keep"], wait_ids, event_ids, texts, min(step_ids), max(step_ids))
 
 
 class MetStep(NamedTuple):

@@ -1,24 +1,25 @@
 -- name: register
 -- Begins to wait for events: the steps are written in this transaction, and end at their time; not for a step that is done, which was
 -- written before by a commit whose answer was lost. Events count from the sequence or the
--- time given, by default from the creation of the run. For a time the sequence is one that every event received since then follows: the
+-- time given, by default from the creation of the run; what cancels a rerun counts from its creation, since it begins anew. For a time the sequence is one that every event received since then follows: the
 -- numbers of events are in the order of their receipt but for the few seconds that storing one can take, and for delayed events, which have
 -- a later one.
 insert into tidegate.event_waits
   (id, workflow_run_id, step_id, number, mode, event_type, source, paths, key, contained, where_text, after_sequence, since,
    until)
 select u.id, u.workflow_run_id, u.step_id, u.number, u.mode, u.event_type, u.source, u.paths, u.key, u.contained::jsonb, u.where_text,
-       coalesce(u.after_sequence, before.sequence, greatest(0, (select last_value from tidegate.ingress_sequence) - 100000)),
-       case when u.after_sequence is null then start.since end, s.next_attempt_at
+       coalesce(given.after_sequence, before.sequence, greatest(0, (select last_value from tidegate.ingress_sequence) - 100000)),
+       case when given.after_sequence is null then start.since end, s.next_attempt_at
   from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::text[], $8::text[], $9::text[],
               $10::text[], $11::text[], $12::bigint[], $13::timestamptz[], $14::bigint[])
     as u (id, workflow_run_id, step_id, number, mode, event_type, source, paths, key, contained, where_text, after_sequence, since,
           since_ms)
- cross join lateral (select r.created_at from tidegate.workflow_runs r where r.id = u.workflow_run_id offset 0) r
+ cross join lateral (select r.created_at, r.rerun_of from tidegate.workflow_runs r where r.id = u.workflow_run_id offset 0) r
+ cross join lateral (select case when u.mode <> 'cancel' or r.rerun_of is null then u.after_sequence end as after_sequence) given
  cross join lateral (select s.next_attempt_at from tidegate.workflow_run_steps s where s.id = u.step_id and s.status = 'pending' offset 0) s
  cross join lateral (select coalesce(u.since, tidegate.now() - u.since_ms * interval '1 ms', r.created_at) as since) start
   left join lateral (select e.ingress_sequence - 1 as sequence from tidegate.workflow_events e
-                      where u.after_sequence is null and e.received_at >= start.since - interval '1 minute' and e.deliver_at is null
+                      where given.after_sequence is null and e.received_at >= start.since - interval '1 minute' and e.deliver_at is null
                       order by e.received_at, e.ingress_sequence limit 1) before on true
 on conflict (id) do nothing
 
@@ -49,8 +50,42 @@ select u.n, w.*, case when w.where_text is not null then
  where coalesce(w.until > $4::timestamptz, true)
 
 -- name: list_of_runs
--- The waits of runs. The caller has locked the runs: none is met or ends meanwhile.
-select w.* from tidegate.event_waits w where w.workflow_run_id = any ($1::uuid[])
+-- The waits of runs, and whether each has yet to look back. The caller has locked the runs: none is met, ends or has looked back meanwhile.
+select w.*, coalesce(s.retry_metadata -> 'looked_back' = 'false', false) as looks_back
+  from tidegate.event_waits w
+  left join lateral (select s.retry_metadata from tidegate.workflow_run_steps s
+                      where s.id = w.step_id and s.status = 'pending' offset 0) s on true
+ where w.workflow_run_id = any ($1::uuid[])
+
+-- name: look_again
+-- Steps that have yet to look back were met by events meanwhile: what they have found until now may be incomplete. The caller has locked
+-- the runs.
+update tidegate.workflow_run_steps s set retry_metadata = s.retry_metadata || '{"looks_again": true}'
+ where s.id = any ($1::uuid[]) and s.id between tidegate.first_of($2) and tidegate.last_of($3) and s.kind = 'wait'
+   and s.status = 'pending'
+
+-- name: looks_again
+-- Whether one of the steps was met by an event before it had looked back. Read after the runs are locked.
+select exists (select from tidegate.workflow_run_steps s
+                where s.id = any ($1::uuid[]) and s.id between tidegate.first_of($2) and tidegate.last_of($3) and s.status = 'pending'
+                  and s.retry_metadata ? 'looks_again')
+
+-- name: is_overtaken
+-- Whether an event of one of the types ($1) that came before the one with the sequence ($2) is undecided. What this transaction has
+-- claimed it does not see any more.
+select exists (select from unnest($1::text[], $2::bigint[]) as u (type, ingress_sequence),
+                      lateral (select i.event_id from tidegate.event_inbox i where i.ingress_sequence < u.ingress_sequence offset 0) i
+                 join tidegate.workflow_events e on e.id = i.event_id
+                where e.type = u.type)
+
+-- name: is_overtaken_in_lane
+-- As `is_overtaken`, among the events of a source ($3) and priority ($4).
+select exists (select from unnest($1::text[], $2::bigint[], $3::text[], $4::bigint[]) as u (type, ingress_sequence, source, priority),
+                      lateral (select i.event_id from tidegate.event_inbox i
+                                where i.source = u.source and i.priority = u.priority and i.ingress_sequence < u.ingress_sequence
+                               offset 0) i
+                 join tidegate.workflow_events e on e.id = i.event_id
+                where e.type = u.type)
 
 -- name: list_taken
 -- The events that waits of the runs were given before.
@@ -64,10 +99,17 @@ select s.workflow_run_id, (jsonb_array_elements_text(s.retry_metadata -> 'events
  where s.kind = 'wait' and s.retry_metadata ? 'events'
 
 -- name: keep
--- Patterns of `wait_all` keep their events until the others have theirs.
-update tidegate.event_waits w set met_event_id = u.event_id, met_event = u.event::json
-  from unnest($1::uuid[], $2::uuid[], $3::text[]) as u (id, event_id, event)
- where w.id = u.id
+-- Patterns of `wait_all` keep their events until the others have theirs; their steps note which. The caller has locked the runs.
+with kept as (
+  update tidegate.event_waits w set met_event_id = u.event_id, met_event = u.event::json
+    from unnest($1::uuid[], $2::uuid[], $3::text[]) as u (id, event_id, event)
+   where w.id = u.id
+  returning w.step_id, w.number, w.met_event_id
+)
+update tidegate.workflow_run_steps s
+   set retry_metadata = s.retry_metadata || jsonb_build_object('kept', coalesce(s.retry_metadata -> 'kept', '{}') || k.events)
+  from (select step_id, jsonb_object_agg(number::text, met_event_id) as events from kept group by step_id) k
+ where s.id = k.step_id and s.id between tidegate.first_of($4) and tidegate.last_of($5) and s.kind = 'wait' and s.status = 'pending'
 
 -- name: complete
 -- Steps whose events have come: they have their result, and their waits end. The caller has locked the runs. Returns the steps, with
@@ -77,7 +119,7 @@ with gone as (
 )
 update tidegate.workflow_run_steps s
    set status = 'succeeded', retry_state = 'completed', next_attempt_at = null, result = u.result::json,
-       retry_metadata = s.retry_metadata || jsonb_build_object('events', u.events::jsonb),
+       retry_metadata = s.retry_metadata - '{looked_back,looks_again,kept}'::text[] || jsonb_build_object('events', u.events::jsonb),
        claim_generation = s.claim_generation + 1, updated_at = tidegate.now()
   from unnest($1::uuid[], $2::text[], $3::text[]) as u (id, result, events)
  where s.id = u.id and s.id between tidegate.first_of($5) and tidegate.last_of($6) and s.kind = 'wait' and s.status = 'pending'
@@ -163,7 +205,7 @@ select r.id, r.cancel_requested_at is not null
 -- name: looked_back
 -- Steps have looked back: when their runs resume, they need not do so again.
 update tidegate.workflow_run_steps s
-   set retry_metadata = s.retry_metadata || '{"looked_back": true}', updated_at = tidegate.now(),
+   set retry_metadata = s.retry_metadata - 'looks_again' || '{"looked_back": true}', updated_at = tidegate.now(),
        status = case when s.next_attempt_at is null then 'succeeded' else s.status end
  where s.id = any ($1::uuid[]) and s.id between tidegate.first_of($2) and tidegate.last_of($3) and s.kind = 'wait'
    and s.status = 'pending'

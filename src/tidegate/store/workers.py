@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 
 import msgspec
 
@@ -31,7 +32,8 @@ class ExecutingRun(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as others see it: its release, how many runs it executes at a time (null: not known), the workflows
     whose code it has, with the version of each that has one (`code_versions`), and the runs that it holds. Not alive:
-    it sent no heartbeat for a while; late: it has missed one."""
+    it sent no heartbeat for a while; late: it has missed one. `left_out` are workflows whose code it has and whose runs
+    it does not take, `reserved` the slots that it keeps for some."""
 
     name: str
     version: str | None
@@ -43,6 +45,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     executing: list[ExecutingRun]
     code_versions: dict[str, str] = {}
     is_late: bool = False
+    left_out: list[str] = []
+    reserved: dict[str, int] = {}
 
 
 class Unserved(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +64,14 @@ async def heartbeat(
     slots: int | None = None,
     versions: Sequence[str | None] = (),
     every_ms: int | None = None,
+    left_out: Sequence[str] = (),
+    reserved: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """A worker is alive, has the code of these definitions, in these versions (None: it has none), and executes so many
     runs at a time. It says so every so many milliseconds."""
-    await connection.execute(_sql["heartbeat"], name, definitions, slots, __version__, versions, every_ms)
+    text = msgspec.json.encode(dict(reserved)).decode()
+    given = name, definitions, slots, __version__, versions, every_ms, list(left_out), text
+    await connection.execute(_sql["heartbeat"], *given)
 
 
 async def list_all(connection: Connection, alive_ms: int) -> list[WorkerRecord]:

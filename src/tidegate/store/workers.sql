@@ -1,11 +1,13 @@
 -- name: heartbeat
--- A worker is alive and has the code of these definitions, in the versions $5; it says so every $6 ms. Of a new one it is said when it
+-- A worker is alive and has the code of these definitions, in the versions $5; it says so every $6 ms. It leaves out the runs of $7, and reserves
+-- the slots $8. Of a new one it is said when it
 -- began, not that it has reconciled.
-insert into tidegate.workers as w (name, definitions, slots, version, versions, heartbeat_ms, seen_at, reconciled_at)
-values ($1, $2::uuid[], $3, $4, $5::text[], $6, tidegate.now(), tidegate.now())
+insert into tidegate.workers as w (name, definitions, slots, version, versions, heartbeat_ms, left_out, reserved, seen_at,
+  reconciled_at)
+values ($1, $2::uuid[], $3, $4, $5::text[], $6, $7::text[], $8::text::jsonb, tidegate.now(), tidegate.now())
 on conflict (name) do update
    set definitions = excluded.definitions, slots = excluded.slots, version = excluded.version, versions = excluded.versions,
-       heartbeat_ms = excluded.heartbeat_ms, seen_at = excluded.seen_at
+       heartbeat_ms = excluded.heartbeat_ms, left_out = excluded.left_out, reserved = excluded.reserved, seen_at = excluded.seen_at
 
 -- name: reconciled
 -- Records that a worker has reconciled; written every five seconds at most.
@@ -41,7 +43,7 @@ select d.slug as workflow, sum(w.waiting)::bigint as waiting, min(w.since) as si
 -- name: list
 -- The workers on record, whether each was seen within $1 ms, whether it has missed a heartbeat (a third of the time more is allowed),
 -- and the workflows whose code each has.
-select w.name, w.version, w.slots, w.started_at, w.seen_at,
+select w.name, w.version, w.slots, w.started_at, w.seen_at, w.left_out, w.reserved,
        w.seen_at > tidegate.now() - $1::bigint * interval '1 ms' as is_alive,
        coalesce(w.seen_at < tidegate.now() - w.heartbeat_ms * 4 / 3 * interval '1 ms', false) as is_late,
        array(select d.slug from tidegate.workflow_definitions d

@@ -22,6 +22,7 @@ from uuid import UUID
 
 import msgspec
 import structlog
+from structlog.typing import FilteringBoundLogger, Processor
 
 from tidegate.model.event import trace_id
 from tidegate.model.masking import masked
@@ -29,7 +30,8 @@ from tidegate.telemetry import traces
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _MAX_TEXT = 2000
-_level = 10
+# As a library, in a program that did not ask for logs, Tidegate writes warnings and errors only.
+_level = 30
 
 
 Observer = Callable[[str, Mapping[str, object]], bool]
@@ -42,22 +44,14 @@ def configure(level: str, log_format: str, observer: Observer | None = None) -> 
     _level = _LEVELS[level] if observer is None else _LEVELS["debug"]
     renderers: list[Any]
     if log_format == "console":
-        console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), event_key="action")
-        renderers, lines = [_as_text, console], _Lines(sys.stderr, "\n")
+        renderers, lines = _console(), _Lines(sys.stderr, "\n")
     else:
         renderers = [structlog.processors.JSONRenderer(serializer=_json)]
         lines = _Lines(sys.stderr.buffer, b"\n")
     structlog.configure(
         processors=[
             *([] if observer is None else [partial(_observe, observer, _LEVELS[level])]),
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            _add_trace,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.EventRenamer("action"),
-            _format_error,
-            structlog.processors.format_exc_info,
-            _mask,
+            *_fields(),
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_level),
@@ -68,8 +62,25 @@ def configure(level: str, log_format: str, observer: Observer | None = None) -> 
     logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
 
 
+def _fields() -> list[Processor]:
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        _add_trace,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.EventRenamer("action"),
+        _format_error,
+        structlog.processors.format_exc_info,
+        _mask,
+    ]
+
+
+def _console() -> list[Processor]:
+    return [_as_text, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), event_key="action")]
+
+
 def quieten(level: str) -> None:
-    """Leave out lines below a level, wherever they go: for tests, which have their own way with output."""
+    """Write lines from a level on, wherever they go: for tests, which have their own way with output."""
     global _level
     _level = _LEVELS[level]
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(_level))
@@ -79,10 +90,19 @@ class Logger:
     """The first argument is the `action`, all others are fields. A line below the log level costs very little: several
     of them are skipped for every event."""
 
-    __slots__ = ("_lines",)
+    __slots__ = ("_component", "_lines")
 
     def __init__(self, component: str) -> None:
-        self._lines = structlog.get_logger(component=component)
+        self._component = component
+        self._lines: FilteringBoundLogger = structlog.get_logger(component=component)
+
+    def _out(self) -> FilteringBoundLogger:
+        """Where lines go. Without a configuration structlog would write to standard output, which is the program's."""
+        if structlog.is_configured():
+            return self._lines
+        to, made = _Lines(sys.stderr, "\n"), [*_fields(), *_console()]
+        found: FilteringBoundLogger = structlog.wrap_logger(to, processors=made, component=self._component)
+        return found
 
     @property
     def is_debug(self) -> bool:
@@ -95,21 +115,21 @@ class Logger:
 
     def debug(self, action: str, **fields: object) -> None:
         if _level <= 10:
-            self._lines.debug(action, **fields)
+            self._out().debug(action, **fields)
 
     def info(self, action: str, **fields: object) -> None:
         if _level <= 20:
-            self._lines.info(action, **fields)
+            self._out().info(action, **fields)
 
     def warning(self, action: str, **fields: object) -> None:
-        self._lines.warning(action, **fields)
+        self._out().warning(action, **fields)
 
     def error(self, action: str, **fields: object) -> None:
-        self._lines.error(action, **fields)
+        self._out().error(action, **fields)
 
     def bind(self, **fields: Any) -> Any:
         """A structlog logger that adds these fields to every line."""
-        return self._lines.bind(**fields)
+        return self._out().bind(**fields)
 
 
 def logger(component: str) -> Logger:

@@ -24,6 +24,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_SOURCES = 200
 MAX_TRIGGERS = 200
 MAX_WORKFLOWS = 200
+MAX_BUDGETS = 200
 OTHER = "other"
 REGISTRY = CollectorRegistry()
 
@@ -84,6 +85,11 @@ LOOP_FAILURES = Counter(
 )
 PAUSED_SOURCES = Gauge("tidegate_paused_sources", "Sources paused by an operator", registry=REGISTRY)
 PAUSED_TRIGGERS = Gauge("tidegate_paused_triggers", "Paused triggers", registry=REGISTRY)
+PAUSED_BUDGETS = Gauge("tidegate_paused_budgets", "Paused budgets", registry=REGISTRY)
+BUDGET_HELD = Counter(
+    "tidegate_budget_held", "Deliveries that a budget held, by what it lacked: rate, concurrency, line, closed, paused",
+    ["budget", "why"], registry=REGISTRY,
+)  # fmt: skip
 DEFERRED = Gauge("tidegate_deferred", "Waiting items, by kind and reason", ["kind", "reason"], registry=REGISTRY)
 QUEUE_DEPTH = Gauge(
     "tidegate_queue_depth", "Work by queue and state: ready, delayed, active", ["queue", "state"], registry=REGISTRY
@@ -145,6 +151,7 @@ _DECISIONS = {"rate_limit": "throttled", "paused": "paused", "breaker_open": "pa
 _sources: set[str] = set()
 _triggers: set[str] = set()
 _workflows: set[str] = set()
+_budgets: set[str] = set()
 
 
 class SharedState(NamedTuple):
@@ -152,6 +159,7 @@ class SharedState(NamedTuple):
 
     paused_sources: int
     paused_triggers: int
+    paused_budgets: int
     open_breakers: Mapping[str, int]
     workers_alive: int
     unserved_workflows: int
@@ -231,6 +239,11 @@ def evaluated(trigger: str, status: str, count: int = 1) -> None:
     TRIGGER_EVALUATIONS.labels(trigger_label(trigger), status).inc(count)
 
 
+def held_by_budget(budget: str, why: str) -> None:
+    """Count a delivery that a budget holds; after the first `MAX_BUDGETS` the label is `other`."""
+    BUDGET_HELD.labels(_capped(budget, _budgets, MAX_BUDGETS), why).inc()
+
+
 _http_requests = cache(HTTP_REQUESTS.labels)
 
 
@@ -252,6 +265,7 @@ def show(state: SharedState | None) -> None:
     unknown = float("nan")
     PAUSED_SOURCES.set(state.paused_sources if state else unknown)
     PAUSED_TRIGGERS.set(state.paused_triggers if state else unknown)
+    PAUSED_BUDGETS.set(state.paused_budgets if state else unknown)
     WORKERS_ALIVE.set(state.workers_alive if state else unknown)
     UNSERVED_WORKFLOWS.set(state.unserved_workflows if state else unknown)
     HISTORY_OVERDUE.set(state.history_overdue_seconds if state else unknown)

@@ -35,6 +35,7 @@ from tidegate.flow.run.finish import Freed
 from tidegate.flow.run.runner import Runner
 from tidegate.model.ids import DefinitionId
 from tidegate.model.secrets import SecretKeys
+from tidegate.model.worker_share import WorkerShare
 from tidegate.queue.choose import open_queue
 from tidegate.queue.wakeups import delivery_wakeups, event_wakeups, step_wakeups
 from tidegate.settings import Settings
@@ -80,9 +81,10 @@ class Worker:
         matcher = Matcher()  # shared by all stages, so that each trigger is compiled once
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
         self._waits = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0, "replays": 0.0, "prune": 0.0}
-        self._definitions, self._served = definitions, dict(workflows)  # http workflows are added as they are created
+        self._served = dict(workflows)  # http workflows are added as they are created
         self._presence = Presence("worker", on_unfit=self._unfit, retention=settings.retention)
-        self._http_workflows = HttpWorkflows(self._database, outgoing(settings))
+        share = WorkerShare.of(settings.worker_only, settings.worker_reserve)
+        self._http_workflows = HttpWorkflows(self._database, outgoing(settings), share)
         self._runner = Runner(
             self._database,
             self._served,
@@ -98,10 +100,14 @@ class Worker:
             after_wait=lambda waiting: self._queue.schedule(step_wakeups(waiting)),
             limits=settings.limits,
             link_base=settings.link_base,
+            share=share,
+            after_slot=lambda: self._queue.wake("runs").set(),
             beside_leases=self._presence.keep,  # a workflow that blocks the event loop must not make it look dead
         )
-        self._versions = [workflows[slug].version for slug in sorted(workflows)]  # in the order of the definitions
-        self._runner.serve(definitions, self._versions)
+        # In the order of the definitions, without those that it leaves out.
+        taken = [(one, slug) for one, slug in zip(definitions, sorted(workflows), strict=True) if share.takes(slug)]
+        self._definitions, self._versions = [one for one, _ in taken], [workflows[slug].version for _, slug in taken]
+        self._runner.serve(self._definitions, self._versions)
         self._inbox_is_full = asyncio.Event()
         self._dispatch, self._retry, self._replan = self._event_stages(matcher)
         self._reconcile = Reconcile(
@@ -110,11 +116,9 @@ class Worker:
         )  # fmt: skip
         self._requeue = Requeue(self._database, self._queue, batch_size=settings.batch_size)
         self._schedule = Scheduler(
-            self._database,
-            definitions,
-            batch_size=settings.batch_size,
+            self._database, definitions, batch_size=settings.batch_size,
             after_publish=lambda: self._queue.hint("inbox"),
-        )
+        )  # fmt: skip
         self._replay = Replays(self._database, batch_size=settings.batch_size, after_replay=self._after_replay)
         self._prune = Prune(self._database, settings.retention, is_agreed=True)
         self._days = Days(self._database)
@@ -126,21 +130,15 @@ class Worker:
     def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, EventRetry, EventReplan]:
         settings, queue = self.settings, self._queue
         new_batch = partial(
-            Batch,
-            settings.source_error,
-            matcher=matcher,
-            trigger_breaker=settings.trigger_error,
-            trigger_retry=settings.trigger_retry,
+            Batch, settings.source_error, matcher=matcher, trigger_breaker=settings.trigger_error,
+            trigger_retry=settings.trigger_retry, after_wake=lambda: queue.hint("runs"),
             after_hold=lambda held: queue.schedule(delivery_wakeups(held)),
-            after_wake=lambda: queue.hint("runs"),
-        )
+            after_full=lambda: queue.hint("deliveries"),
+        )  # fmt: skip
         new_dispatch = partial(
-            Dispatch,
-            self._database,
-            batch_size=settings.batch_size,
-            after_launch=self._after_launch,
+            Dispatch, self._database, batch_size=settings.batch_size, after_launch=self._after_launch,
             after_hold=lambda held: queue.schedule(event_wakeups(held)),
-        )
+        )  # fmt: skip
         batch = new_batch(claim=self._runner.claim, after_claim=self._runner.start)
         dispatch = new_dispatch(batch=batch, after_full=self._inbox_is_full.set)
         self._second_dispatch = new_dispatch(batch=new_batch())  # claims no runs: only the first dispatch does
@@ -268,7 +266,7 @@ class Worker:
         await self._database.close()
 
     async def _dispatch_once(self) -> int:
-        await self._runner.pause_for_room()
+        await self._runner.pause_for_room(self._queue.wake("inbox"), self._dispatch.others_wait)
         outcome = await self._dispatch.run_once()
         return outcome.events if self._dispatch.has_more else 0
 

@@ -3,6 +3,7 @@
 from tidegate.api.admin import (
     approvals,
     audit,
+    budgets,
     dead_letters,
     decisions,
     event_replays,
@@ -19,6 +20,7 @@ from tidegate.api.admin import (
 ROUTES = (
     *sources.ROUTES,
     *triggers.ROUTES,
+    *budgets.ROUTES,
     *schedules.ROUTES,
     *retries.ROUTES,
     *retry_verbs.ROUTES,

@@ -42,7 +42,8 @@ class ReplayEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class EventReplayPlan(msgspec.Struct, frozen=True):
     """How many events will be replayed (in a `preview`: would be), and when the first and the last. `is_cut`: more
-    match. In a preview, `triggers` says what each trigger would do with the `evaluated` newest of them."""
+    match. `taken_back`: so many match and are left out, since they were taken back; only a replay by id decides these
+    again. In a preview, `triggers` says what each trigger would do with the `evaluated` newest of them."""
 
     status: Literal["preview", "scheduled"]
     count: int
@@ -52,25 +53,29 @@ class EventReplayPlan(msgspec.Struct, frozen=True):
     last_at: datetime | None
     evaluated: int
     triggers: list[TriggerPrediction]
+    taken_back: int
 
 
 async def replay_events(request: Request, services: Services) -> Response:
     body = await bodies.read(request, ReplayEvents)
     wanted = _wanted(body)
     async with services.database.connection() as connection:
-        count = await event_replays.count(connection, wanted, body.limit + 1)
-        is_cut, count = count > body.limit, min(count, body.limit)
+        count, left_out, is_cut = await event_replays.count(connection, wanted, body.limit)
         if body.dry_run:
             newest = await events.list_page(
                 connection, event_type=wanted.type, source=wanted.source, received_from=wanted.received_from,
                 received_to=wanted.received_to, limit=min(MOST_EVALUATED, body.limit),
             )  # fmt: skip
+            taken_back = await event_replays.taken_back(connection, [event.id for event in newest])
+            newest = [event for event in newest if event.id not in taken_back]
             found = await replay.predict(connection, newest)
-            return json_response(EventReplayPlan("preview", count, is_cut, body.rate, None, None, len(newest), found))
+            evaluated = len(newest)
+            plan = EventReplayPlan("preview", count, is_cut, body.rate, None, None, evaluated, found, left_out)
+            return json_response(plan)
     done = await control.replay_events(
         services.database, wanted, bodies.actor(request), rate=body.rate, limit=body.limit
     )
-    plan = EventReplayPlan("scheduled", done.total, is_cut, body.rate, done.first_at, done.last_at, 0, [])
+    plan = EventReplayPlan("scheduled", done.total, is_cut, body.rate, done.first_at, done.last_at, 0, [], left_out)
     return json_response(plan, 202)
 
 

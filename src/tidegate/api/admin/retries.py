@@ -44,7 +44,9 @@ LIST_QUERY = (
 
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """A waiting row. `eta_seconds` is null when it is no longer waiting, or when the time cannot be known: it waits for
-    an operator to resume a source or trigger, for a slot, or for a probe to end."""
+    an operator to resume a source, trigger or budget, for a slot, or for a probe to end. A delivery is
+    expected later than its next attempt (`expected_at`) while its budget is paused or closed. `budget` and
+    `budget_key`: the line in which a delivery with the reason `budget` stands; without a key, in none."""
 
     kind: RetryKind
     id: uuid.UUID
@@ -58,10 +60,13 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     workflow: str | None = None
     workflow_run_id: RunId | None = None
     step: str | None = None
+    budget: str | None = None
+    budget_key: str | None = None
     retry_state: RetryState
     reason: str | None
     attempts: int
     next_attempt_at: datetime | None
+    expected_at: datetime | None = None
     eta_seconds: float | None
     last_error: str | None
     created_at: datetime | None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from collections.abc import Iterator
+from datetime import datetime, timedelta
 from itertools import islice
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from tidegate.errors import NotFound
 from tidegate.flow import control
 from tidegate.flow.control.schedules import DEFAULT_RATE, Backfilled
 from tidegate.model.ids import EventId
-from tidegate.model.schedule import ticks
+from tidegate.model.schedule import next_after, ticks
 from tidegate.store import schedules
 from tidegate.store.schedules import OperatedSchedule
 
@@ -34,7 +35,7 @@ class OperatedSchedulePage(msgspec.Struct, frozen=True):
 
 
 class ScheduleDetail(msgspec.Struct, frozen=True):
-    """One schedule, and the ticks that come next."""
+    """One schedule, and the ticks that come next: those after its pause, none if it is paused until it is resumed."""
 
     schedule: OperatedSchedule
     upcoming: list[datetime]
@@ -71,10 +72,20 @@ async def show_schedule(request: Request, services: Services) -> ScheduleDetail:
     if not found:
         raise NotFound(f"no schedule of a workflow {workflow!r}")
     try:
-        upcoming = list(islice(ticks(found[0], found[0].next_at, _FAR), SHOWN_TICKS))
+        upcoming = list(islice(_unpaused(found[0]), SHOWN_TICKS))
     except ValueError:  # a time zone that this machine lacks
         upcoming = []
     return ScheduleDetail(found[0], upcoming)
+
+
+def _unpaused(schedule: OperatedSchedule) -> Iterator[datetime]:
+    """The ticks that will be published. ValueError for a time zone that this machine lacks."""
+    first = schedule.next_at
+    if schedule.is_paused and schedule.paused_until is None:
+        return iter(())
+    if schedule.is_paused and schedule.paused_until is not None and schedule.paused_until > first:
+        first = next_after(schedule, schedule.paused_until - timedelta(microseconds=1))
+    return ticks(schedule, first, _FAR)
 
 
 async def pause_schedule(request: Request, services: Services) -> ScheduleDetail:

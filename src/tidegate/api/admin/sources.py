@@ -1,4 +1,4 @@
-"""Operator requests for sources: limits, pauses, breakers."""
+"""Operator requests for sources: limits, weights, pauses, breakers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tidegate.flow import control
 from tidegate.flow.predict import source_limit
 from tidegate.flow.predict.source_limit import LimitPrediction
 from tidegate.model.event import is_name
+from tidegate.model.shares import MAX_WEIGHT
 from tidegate.model.source import SOURCE_BREAKER, BreakerState, RateLimit, SourceBreakerPolicy
 from tidegate.store import locks, sources
 from tidegate.store.sources import SourceRecord
@@ -46,14 +47,15 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     throttled_until: datetime | None
     waiting: int
     next_attempt_at: datetime | None
+    weight: int
     version: int
     updated_by: str
     updated_at: datetime
 
 
 class SourcePage(msgspec.Struct, frozen=True):
-    """Sources that have a limit, a pause, a breaker or waiting events, by name; `*` is the default limit. `next_cursor`
-    is null on the last page."""
+    """Sources that have a limit, a weight, a pause, a breaker or waiting events, by name; `*` is the default limit.
+    `next_cursor` is null on the last page."""
 
     sources: list[Source]
     next_cursor: str | None
@@ -67,6 +69,12 @@ class LimitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     interval_ms: int
     pause_ms: int = 0
     dry_run: bool = False
+
+
+class WeightBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The source's share of a batch while several sources wait to be decided; 1 unless set."""
+
+    weight: Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHT)]
 
 
 class BreakerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +129,12 @@ async def remove_limit(request: Request, services: Services) -> Source | LimitPr
     if is_dry_run:
         return await _predict(request, services, None)
     return await _done(services, await control.set_limit(services.database, _name(request), None, _actor(request)))
+
+
+async def set_weight(request: Request, services: Services) -> Source:
+    given = await bodies.read(request, WeightBody)
+    changed = await control.set_weight(services.database, _name(request), given.weight, _actor(request))
+    return await _done(services, changed)
 
 
 def _is_dry_run(request: Request) -> bool:
@@ -210,6 +224,7 @@ def _source(record: SourceRecord, now: datetime) -> Source:
         throttled_until=record.throttled_until,
         waiting=record.waiting,
         next_attempt_at=record.next_attempt_at,
+        weight=record.weight,
         version=record.version,
         updated_by=record.updated_by,
         updated_at=record.updated_at,
@@ -219,8 +234,9 @@ def _source(record: SourceRecord, now: datetime) -> Source:
 _REFUSALS = (400, 408, 413, 415, 422)
 
 ROUTES = (
-    Route("GET", "/admin/sources", list_sources, "List sources with a limit, a pause, a breaker or waiting events",
-          (SourcePage,), scope="read", query=LIST_QUERY, errors=(422,)),
+    Route("GET", "/admin/sources", list_sources,
+          "List sources with a limit, a weight, a pause, a breaker or waiting events", (SourcePage,),
+          scope="read", query=LIST_QUERY, errors=(422,)),
     Route("PUT", "/admin/sources/{source:path}/limit", set_limit,
           "Set a source's rate limit (`*`: the default for all others), or predict its effect",
           (Source, LimitPrediction), scope="admin", query=DRY_RUN_QUERY, body=bodies.schema(LimitBody),
@@ -228,6 +244,9 @@ ROUTES = (
     Route("DELETE", "/admin/sources/{source:path}/limit", remove_limit,
           "Remove a source's rate limit, or predict the effect", (Source, LimitPrediction), scope="admin",
           query=DRY_RUN_QUERY, errors=_REFUSALS),
+    Route("PUT", "/admin/sources/{source:path}/weight", set_weight,
+          "Set a source's weight: its share while several sources wait to be decided", (Source,), scope="admin",
+          body=bodies.schema(WeightBody), errors=_REFUSALS),
     Route("PUT", "/admin/sources/{source:path}/breaker", set_breaker, "Set a source's breaker policy", (Source,),
           scope="admin", body=bodies.schema(BreakerBody), errors=_REFUSALS),
     Route("DELETE", "/admin/sources/{source:path}/breaker", remove_breaker,

@@ -2,7 +2,6 @@
 import { code, duration, el, firstLine, get, json, link, pill, post, time, tone, visible } from "./parts.js";
 
 const MAX_CHILDREN = 50; // listed; the others are counted
-const MAX_SENT = 500; // the API sends at most this many
 
 const part = (title, ...children) => el("section", {}, el("h3", {}, title), ...children);
 const block = (text, name) => el("pre", { class: name, tabindex: "0" }, code(text));
@@ -61,7 +60,7 @@ function decide(step) {
   return el("p", { class: "decide" }, comment, button("approve", "Approve"), button("reject", "Reject"), said);
 }
 
-function childList(children) {
+function childList(children, total) {
   const lines = children.slice(0, MAX_CHILDREN).map((child) => el("li", { class: tone(child.status) },
     el("div", {}, pill(child.status === "started" && !child.is_launched ? "not launched" : child.status), el("b", {}, visible(child.workflow)), el("span", { class: "stage" }, visible(child.step)),
       child.run_id && link("run", child.run_id, "show run")),
@@ -69,8 +68,8 @@ function childList(children) {
   const counts = new Map();
   for (const { status } of children) counts.set(status, (counts.get(status) ?? 0) + 1);
   const counted = [...counts].map(([status, number]) => `${number} ${status}`).join(", ");
-  const atLeast = children.length < MAX_SENT ? "" : "at least ";
-  const more = children.length > MAX_CHILDREN && el("p", { class: "muted" }, `The first ${MAX_CHILDREN} of ${atLeast}${children.length}: ${counted}.`);
+  const of = children.length < total ? `${total}. Of the first ${children.length}` : total;
+  const more = children.length > MAX_CHILDREN && el("p", { class: "muted" }, `The first ${MAX_CHILDREN} of ${of}: ${counted}.`);
   return part("Children", el("ol", { class: "story" }, ...lines), more);
 }
 
@@ -101,7 +100,7 @@ export async function runPanel(given) {
     wait,
     run.error && part("Error", block(visible(run.error), "error")),
     part("Steps", steps.length ? el("ol", { class: "story" }, ...lines) : el("p", { class: "muted" }, "This run has no steps.")),
-    children.length > 0 && childList(children),
+    children.length > 0 && childList(children, answer.children_total),
     part("Parameters", block(json(run.parameters, 2))),
     run.output !== null && part("Output", block(json(run.output, 2))),
     part("Details", facts([

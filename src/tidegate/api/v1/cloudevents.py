@@ -14,7 +14,8 @@ from urllib.parse import unquote_to_bytes
 
 from tidegate.errors import FieldError
 
-_OWN = {"id", "source", "type", "time", "specversion", "data", "data_base64", "correlationid", "traceparent"}
+_OWN = {"id", "source", "type", "time", "specversion", "data", "data_base64", "correlationid", "traceparent",
+        "tidegatepriority"}  # fmt: skip
 
 
 def from_structured(raw: Any, prefix: str, errors: list[FieldError]) -> tuple[Any, str | None]:
@@ -57,6 +58,9 @@ def binary_payload(body: bytes) -> dict[str, Any]:
 
 def _fields(attributes: dict[str, Any], payload: Any) -> dict[str, Any]:
     metadata = {name: value for name, value in attributes.items() if name not in _OWN}
+    priority = attributes.get("tidegatepriority")  # text in binary mode
+    if isinstance(priority, str) and priority.isascii() and priority.isdecimal() and len(priority) < 10:
+        priority = int(priority)
     return {
         # CloudEvents requires an id: a missing one becomes empty, which is refused with an error that names the field.
         "id": attributes.get("id", ""),
@@ -64,6 +68,7 @@ def _fields(attributes: dict[str, Any], payload: Any) -> dict[str, Any]:
         "type": attributes.get("type"),
         "occurred_at": attributes.get("time"),
         "correlation_id": attributes.get("correlationid"),
+        "priority": priority,
         "payload": payload,
         "metadata": metadata,
     }

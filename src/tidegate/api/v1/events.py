@@ -21,7 +21,7 @@ from tidegate.flow.predict import replay
 from tidegate.flow.predict.replay import TriggerPrediction
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId
-from tidegate.store import events
+from tidegate.store import event_replays, events
 from tidegate.store.events import ReceiptPlace
 
 LIST_QUERY = (
@@ -112,11 +112,13 @@ class ReplayEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EventReplay(msgspec.Struct, frozen=True):
-    """`replayed`: the event is decided again. In a `preview`, `triggers` says what each trigger would do."""
+    """`replayed`: the event is decided again. In a `preview`, `triggers` says what each trigger would do.
+    `was_taken_back`: before it was decided; its replay overrules that."""
 
     event_id: EventId
     status: Literal["preview", "replayed"]
     triggers: list[TriggerPrediction]
+    was_taken_back: bool
 
 
 async def replay_event(request: Request, services: Services) -> Response:
@@ -125,10 +127,11 @@ async def replay_event(request: Request, services: Services) -> Response:
         event = await explaining.find_event(connection, request.path_params["id"])
         if body.dry_run:
             found = await replay.predict(connection, [event])
-            return json_response(EventReplay(event.id, "preview", found))
-    await control.replay_event(services.database, event.id, bodies.actor(request))
+            is_taken_back = bool(await event_replays.taken_back(connection, [event.id]))
+            return json_response(EventReplay(event.id, "preview", found, is_taken_back))
+    was_taken_back = await control.replay_event(services.database, event.id, bodies.actor(request))
     services.queue.hint("retries")
-    return json_response(EventReplay(event.id, "replayed", []), 202)
+    return json_response(EventReplay(event.id, "replayed", [], was_taken_back), 202)
 
 
 ROUTES = (

@@ -17,6 +17,7 @@ from tidegate.api.admission import AdmittedRequest
 from tidegate.api.problems import HEADERS, Problem
 from tidegate.api.routes import Route, Services
 from tidegate.api.v1 import cloudevents
+from tidegate.api.wrong_values import wrong_values
 from tidegate.clock import utc_now, uuid7
 from tidegate.errors import FieldError, Forbidden, InvalidInput
 from tidegate.flow.accept.access import Principal
@@ -299,6 +300,10 @@ def _json(body: bytes) -> Any:
     except RecursionError as exc:
         raise Problem(400, "the body is nested too deeply", [FieldError("body", "is nested too deeply")]) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        if wrong := wrong_values(body):
+            text = "; ".join(f"{one.field}: {one.message}" for one in wrong[:3])
+            text += f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise Problem(400, f"the body is not JSON: {text}", wrong) from exc
         reason = "is not valid UTF-8" if isinstance(exc, UnicodeDecodeError) else str(exc)
         raise Problem(400, f"the body is not JSON: {reason}", [FieldError("body", reason)]) from exc
 

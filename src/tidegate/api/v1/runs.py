@@ -51,21 +51,24 @@ class RunPage(msgspec.Struct, frozen=True):
 
 
 class RunDetail(msgspec.Struct, frozen=True):
-    """A run with its steps; the run that it is a child of, if it is one, and the runs that it has started, at most
-    MAX_CHILDREN."""
+    """A run with its steps; the run that it is a child of, if it is one, and the children of its steps in order: the
+    first 500, and how many there are."""
 
     run: Run
     steps: list[Step]
     parent_run_id: RunId | None = None
     children: list[ChildRun] = []
+    children_total: int = 0
 
 
 class RunCancelled(msgspec.Struct, frozen=True):
-    """`cancelled`: the run was waiting and has ended, or its start was held and launches none. `cancelling`: it is
-    running, and stops at its next step."""
+    """`cancelled`: the run was waiting and has ended, or its start was held and launches none (`is_launched` is false).
+    `cancelling`: it is running, and stops at its next step; if it has begun its last one, it ends as if nobody had
+    asked."""
 
     id: RunId
     status: Literal["cancelled", "cancelling"]
+    is_launched: bool = True
 
 
 class RunRetried(msgspec.Struct, frozen=True):
@@ -184,11 +187,14 @@ async def show_run(request: Request, services: Services) -> RunDetail | Response
         if run is None:
             return json_response(await _not_launched(connection, run_id), 202)
         parents = await children.of_runs(connection, [run_id])
+        listed = await children.list_of_run(connection, run_id, MAX_CHILDREN)
+        is_cut = len(listed) == MAX_CHILDREN
         return RunDetail(
             run,
             await steps.list_of_run(connection, run_id),
             parents[run_id].run_id if run_id in parents else None,
-            await children.list_of_run(connection, run_id, MAX_CHILDREN),
+            listed,
+            await children.count_of_run(connection, run_id) if is_cut else len(listed),
         )
 
 
@@ -208,7 +214,9 @@ async def cancel_run(request: Request, services: Services) -> Response:
     done = await control.cancel_run(services.database, run_id, bodies.actor(request), services.settings.trigger_error)
     services.queue.hint("deliveries")  # a slot may have become free
     services.queue.hint("inbox")  # its end may be published
-    return json_response(RunCancelled(run_id, done), 200 if done == "cancelled" else 202)
+    async with services.database.connection() as connection:
+        is_launched = done == "cancelling" or await runs.get(connection, run_id) is not None
+    return json_response(RunCancelled(run_id, done, is_launched), 200 if done == "cancelled" else 202)
 
 
 async def retry_run(request: Request, services: Services) -> Response:

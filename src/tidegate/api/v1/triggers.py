@@ -20,8 +20,9 @@ from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, BreakerState
-from tidegate.model.trigger import Trigger, TriggerStatus
+from tidegate.model.trigger import Trigger, TriggerOverlap, TriggerStatus
 from tidegate.model.trigger_change import TriggerBody, TriggerPatch
+from tidegate.model.window import CollectPolicy
 from tidegate.store import held_deliveries, locks, triggers
 from tidegate.store.db import Connection
 from tidegate.store.held_deliveries import HeldDelivery
@@ -73,6 +74,14 @@ class TriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrency: int | None
     retry: RetryPolicy | None
     breaker: BreakerPolicy | None
+    key: str | None
+    collect: CollectPolicy | None
+    priority: int
+    skip_over_count: int | None
+    skip_over_window_ms: int | None
+    overlap: TriggerOverlap
+    cancel_running: bool
+    budgets: list[str]
     status: TriggerStatus
     version: int
     created_by: str

@@ -29,6 +29,8 @@ MAX_BODY_BYTES = 65_536
 WRITE_SECONDS = 1.0
 _MAX_TEXT = 200
 _MAX_REASON = 1000
+# How many of the problems of a request are kept.
+_MAX_PROBLEMS = 3
 
 _log = logger("ingest")
 
@@ -109,9 +111,11 @@ def given_events(raw: object) -> Iterator[GivenEvent]:
 
 def _reason(exc: Exception) -> str:
     errors: Sequence[FieldError] = getattr(exc, "errors", ())
-    told = "; ".join(f"{error.field}: {error.message}" for error in errors[:3])
+    told = "; ".join(f"{error.field}: {error.message}" for error in errors[:_MAX_PROBLEMS])
+    more = len(errors) - _MAX_PROBLEMS
+    also = f"; and {more} more problem{'s' * (more > 1)}, which the answer to the request named" if more > 0 else ""
     said = str(exc.args[0]) if exc.args else type(exc).__name__
-    return _clean(f"{said}: {told}" if told else said)[:_MAX_REASON]
+    return f"{_clean(f'{said}: {told}' if told else said)[:_MAX_REASON]}{also}"
 
 
 def _clean(text: str) -> str:

@@ -12,15 +12,16 @@ from datetime import timedelta
 from typing import Any
 
 from tidegate.clock import uuid7
-from tidegate.errors import ChildFailed, InvalidInput, NonRetryable
+from tidegate.errors import ChildFailed, FieldError, InvalidInput, NonRetryable
 from tidegate.flow.call.steps import RunSteps
-from tidegate.flow.code.context import Child
+from tidegate.flow.code.child_calls import Child
 from tidegate.flow.code.workflow import Workflow
 from tidegate.model.child import ChildBatch
 from tidegate.model.event import EventLimits
 from tidegate.model.run import Step
-from tidegate.model.start import start_event, unwrapped, wrong_names
+from tidegate.model.start import plain_fields, start_event, unwrapped, wrong_names
 from tidegate.model.step import StepKind
+from tidegate.model.typed import TypeRule, has_fields
 
 # The children of a step are stored in batches, so that a transaction stays short.
 MAX_BATCH = 500
@@ -67,10 +68,18 @@ class Children:
         if not items:
             return []
         if _is_new(known) or (known is not None and _is_incomplete(known, len(items))):
-            given = [self._parameters(slug, self._item(slug, item)) for item in items]
+            given = [self._of_item(slug, n, item) for n, item in enumerate(items)]
             await self._write(name, "map", slug, given, {"at_once": at_once, "goes_on": goes_on}, _added(known))
         found = await self.result(name, "map")
-        return [_told(name, one) for one in found] if goes_on else found
+        rule = self._rule(child)
+        if goes_on:
+            return [self._told(name, one, rule) for one in found]
+        return found if rule is None else [steps.restored(name, one, rule) for one in found]
+
+    async def typed_result(self, name: str, child: Child) -> object:
+        """What the child of a step returned, as the type that its function declares."""
+        found, rule = await self.result(name), self._rule(child)
+        return found if rule is None else self._steps.restored(name, found, rule)
 
     async def result(self, name: str, kind: StepKind = "child") -> Any:
         """Wait for the children of a step; what they returned. ChildFailed when one has failed; TimeoutError when a
@@ -119,6 +128,25 @@ class Children:
             raise NonRetryable(f"{shown} is not a workflow of this application; pass the function or its slug")
         return found[0]
 
+    def _rule(self, child: Child) -> TypeRule | None:
+        """How the output of a child that is given as a function is restored; by slug it stays JSON."""
+        return None if isinstance(child, str) else self._workflows[self._slug(child)].result_rule
+
+    def _told(self, name: str, one: dict[str, object], rule: TypeRule | None) -> object:
+        if one["error"] is not None:
+            return ChildFailed(name, f"run {one['run_id']}: {one['error']}")
+        return one["result"] if rule is None else self._steps.restored(name, one["result"], rule)
+
+    def _of_item(self, slug: str, position: int, item: object) -> str:
+        """The parameters for an item of a map as JSON text. NonRetryable or InvalidInput names the item."""
+        try:
+            return self._parameters(slug, self._item(slug, item))
+        except InvalidInput as exc:
+            errors = [FieldError(f"items[{position}].{one.field}", one.message, one.too_large) for one in exc.errors]
+            raise InvalidInput(f"item {position} of the map cannot be started", errors) from exc
+        except NonRetryable as exc:
+            raise NonRetryable(f"items[{position}]: {exc}") from exc
+
     def _item(self, slug: str, item: object) -> Mapping[str, object]:
         """The parameters for an item of a map: the item itself, or the value of the only parameter."""
         names = self._workflows[slug].parameter_names if slug in self._workflows else ["*"]
@@ -126,9 +154,11 @@ class Children:
             return item
         if len(names) == 1 and names != ["*"]:
             return {names[0]: item}
+        if has_fields(type(item)):
+            return plain_fields(item)
         raise NonRetryable(
-            f"items: {slug} takes {'any parameters' if names == ['*'] else ', '.join(names) or 'no parameters'}; "
-            f"each item must be an object with these, not {type(item).__name__}"
+            f"{slug} takes {'any parameters' if names == ['*'] else ', '.join(names) or 'no parameters'}; "
+            f"an item must be an object with these, not {type(item).__name__}"
         )
 
     def _parameters(self, slug: str, given: Mapping[str, object]) -> str:
@@ -151,7 +181,3 @@ def _is_incomplete(known: Step, total: int) -> bool:
 
 def _added(known: Step | None) -> int:
     return 0 if known is None or known.retry_metadata.get("revived") else int(known.retry_metadata.get("added", 0))
-
-
-def _told(name: str, one: dict[str, object]) -> object:
-    return one["result"] if one["error"] is None else ChildFailed(name, f"run {one['run_id']}: {one['error']}")

@@ -13,8 +13,8 @@ from tidegate.flow.code.user_calls import cleaned, error_text, reason_of, retry_
 from tidegate.flow.code.workflow import Workflow
 from tidegate.model.child import ChildOf
 from tidegate.model.retry import RetryPolicy, backoff_ms, is_exhausted, why_exhausted
-from tidegate.model.run import ClaimedRun, FinishedRun, Step
-from tidegate.model.step import LaunchBlock, SuspendedRun
+from tidegate.model.run import ClaimedRun, FinishedRun, LaunchBlock, Step
+from tidegate.model.step import SuspendedRun
 from tidegate.model.units import MAX_DURATION_MS
 
 End = FinishedRun | SuspendedRun
@@ -47,9 +47,12 @@ def step_failure(exc: BaseException, known: Step | None, policy: RetryPolicy, no
 
 class Endings:
     """The ends that a run may come to. `steps` are the run's steps so far; `parked` the steps that wait, and until
-    when; `waits_for` the events that they wait for; `warnings` what an operator reads about the run while it waits."""
+    when; `waits_for` the events that they wait for; `warnings` what an operator reads about the run while it waits;
+    `wakes` how often the run was woken for what this execution knows of."""
 
-    __slots__ = ("_child_of", "_policy", "_run", "_steps", "_workflow", "misfit", "parked", "waits_for", "warnings")
+    __slots__ = (
+        "_child_of", "_policy", "_run", "_steps", "_workflow", "misfit", "parked", "waits_for", "wakes", "warnings"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Endings:
         self.parked: dict[str, datetime] = {}
         self.waits_for: dict[str, str] = {}
         self.warnings: dict[str, str] = {}
+        self.wakes = run.wakes
         self.misfit: str | None = None  # why the code does not fit the recorded steps
         self._run = run
         self._workflow = workflow
@@ -90,10 +94,10 @@ class Endings:
         elif (event := self.waits_for.get(step.name)) is not None:
             self.warnings[step.name] = f"waits for {event} until {until:%Y-%m-%d %H:%M:%S} UTC"
 
-    def unpark(self, step: Step) -> None:
-        """Its time has come."""
-        self.parked.pop(step.name, None)
-        self.warnings.pop(step.name, None)
+    def unpark(self, name: str) -> None:
+        """The time of a step has come."""
+        self.parked.pop(name, None)
+        self.warnings.pop(name, None)
 
     def succeeded(self, output: str | None) -> FinishedRun:
         return self._finished("succeeded", output=output)
@@ -117,19 +121,24 @@ class Endings:
             )
             dead_step_id = step.id if step else None
             return self._finished("failed", error=error, dead_step_id=dead_step_id, is_non_retryable=is_final)
+        blocks = self.block(exc)
         if isinstance(exc, RetryAfter) and not is_exhausted(self._policy, self._run.retry_attempts + 1):
             self.warnings[""] = reason_of(exc)
-            return self._suspended(None, retry_after_ms(exc), is_retry=True)
-        return self._finished("failed", error=error_text(exc), is_non_retryable=isinstance(exc, NonRetryable))
+            suspended = self._suspended(None, retry_after_ms(exc), is_retry=True)
+            return msgspec.structs.replace(suspended, blocks=blocks)
+        is_final = isinstance(exc, NonRetryable)
+        return self._finished("failed", error=error_text(exc), is_non_retryable=is_final, blocks=blocks)
 
-    def block(self, exc: BaseException, delay_ms: int) -> LaunchBlock | None:
-        """The trigger or key that `RetryAfter(everyone=…)` blocks; a key only where the trigger limits by key."""
+    def block(self, exc: BaseException) -> LaunchBlock | None:
+        """The trigger, key or budget that `RetryAfter(everyone=…)` blocks; a key only where the trigger limits by
+        key."""
         if not isinstance(exc, RetryAfter) or exc.everyone is None or self._run.trigger_id is None:
             return None
-        key = self._run.concurrency_key if exc.everyone == "key" else None
+        key = self._run.concurrency_key or None if exc.everyone == "key" else None  # without a key, the whole trigger
         return LaunchBlock(
-            trigger_id=self._run.trigger_id, concurrency_key=key, delay_ms=delay_ms, reason=reason_of(exc)
-        )
+            trigger_id=self._run.trigger_id, concurrency_key=key, delay_ms=retry_after_ms(exc), reason=reason_of(exc),
+            budget=None if exc.everyone in ("trigger", "key") else exc.everyone, event_id=self._run.event_id,
+        )  # fmt: skip
 
     def suspended(self) -> SuspendedRun:
         """Suspended until the first of its steps is due, or the run times out; or until a worker comes whose code fits
@@ -156,7 +165,7 @@ class Endings:
             deadline_at=self.deadline,
             is_retry=is_retry,
             warning=cleaned("; ".join(self.warnings.values())[:MAX_WARNING]) or None,
-            wakes=self._run.wakes,
+            wakes=self.wakes,
         )
 
     def _finished(self, status: Any, **fields: Any) -> FinishedRun:

@@ -29,7 +29,8 @@ from tidegate.flow.call.transaction import StepTransaction, step_name
 from tidegate.flow.call.waits import Ask, register_cancel
 from tidegate.flow.code import user_calls
 from tidegate.flow.code.approval_call import ApprovalCall, ApprovalHandle
-from tidegate.flow.code.context import Child, Context, Fields
+from tidegate.flow.code.child_calls import Child
+from tidegate.flow.code.context import Context, Fields
 from tidegate.flow.code.sync_context import SyncContext
 from tidegate.flow.code.user_calls import encode_output
 from tidegate.flow.code.workflow import Workflow
@@ -202,8 +203,8 @@ class Execution(RunSteps):
     ) -> str:
         return await self._children().start(name, child, given, is_alone=is_alone)
 
-    async def child_result(self, name: str) -> Any:
-        return await self._children().result(name)
+    async def child_result(self, name: str, child: Child) -> Any:
+        return await self._children().typed_result(name, child)
 
     async def map_children(
         self,

@@ -94,7 +94,10 @@ class Journal:
         self._sent: set[asyncio.Future[Written]] = set()
 
     def write(self, write: StepWrite) -> asyncio.Future[Written]:
-        """Take in the outcome of a step; it is written within DELAY_SECONDS."""
+        """Take in the outcome of a step; it is written within DELAY_SECONDS. What was written of the same step before
+        is another commit: a child that is cut off at once is started all the same."""
+        if not write.is_new and any(one.id == write.id for one, _ in self._unsent):
+            self.send()
         if not self._unsent:
             self._delayed.add(self)
         written: asyncio.Future[Written] = asyncio.get_running_loop().create_future()

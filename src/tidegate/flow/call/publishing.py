@@ -9,6 +9,7 @@ import msgspec
 from tidegate.clock import utc_now, uuid7
 from tidegate.errors import FieldError, InvalidInput, StepFailed
 from tidegate.flow.call.steps import RunSteps
+from tidegate.model import typed
 from tidegate.model.event import OF_END, RUN_ENDS, Accepted, Event, EventLimits, NewEvent, check_event, source_of
 from tidegate.model.not_json import not_encodable, set_or_bytes
 from tidegate.model.run import ClaimedRun
@@ -63,7 +64,10 @@ def _checked(steps: RunSteps, fields: dict[str, object], limits: EventLimits) ->
     given: dict[str, object] = {"source": source_of(run.workflow), "correlation_id": run.correlation_id}
     given |= {field: value for field, value in fields.items() if value is not None}
     try:
-        plain = msgspec.to_builtins(given, str_keys=True)
+        given = (
+            given | {"payload": typed.payload_of(given.get("payload"))} if given.get("payload") is not None else given
+        )
+        plain = msgspec.to_builtins(given, str_keys=True, enc_hook=typed.plain)
     except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidInput(what, [not_encodable(given, exc)]) from exc
     if (refused := set_or_bytes(given)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -85,6 +85,8 @@ class StepParts(ABC):
         self._numbers: Counter[str] = Counter()  # of steps that are named by their kind and order
         self._ask = ask
         self.waits_begun: Counter[str] = Counter()
+        self._wakers: dict[str, list[asyncio.Event]] = {}  # by step that waits, one of each call that waits for it
+        self._quiet: asyncio.TimerHandle | None = None
         self.patches: dict[str, bool] = {}
         self.fit: Fit | None = None  # while recorded steps of another version of the code are left
 
@@ -130,11 +132,15 @@ class StepParts(ABC):
         self.endings.waits_for.pop(name, None)
 
     def cut_off(self, name: str, kind: StepKind, *, is_opening: bool = False) -> None:
-        """The function no longer waits for a step (`wait_for`, a sibling's failure), nor will it the next time."""
-        task = asyncio.current_task()
-        if self.state is EXECUTING and task is not None and task.cancelling():
+        """The function no longer waits for a step (`wait_for`, a sibling's failure), nor will it the next time. Other
+        calls that wait for it find it cut off now, as they will the next time."""
+        task, known = asyncio.current_task(), self._known.get(name)
+        if self.state is not EXECUTING or task is None or not task.cancelling():
+            return
+        if known is None or known.status != "cancelled":
             self.write(name, kind=kind, status="cancelled", error="cut off by the workflow", retry_state="cancelled",
                        retry_metadata={OPENING: True} if is_opening else {})  # fmt: skip
+        self._wake_all(name)
 
     @contextmanager
     def in_progress(
@@ -286,18 +292,40 @@ class StepParts(ABC):
         )  # fmt: skip
 
     async def _park(self, step: Step, until: datetime) -> None:
-        """Wait for a time. If all others wait too, the run is suspended, and this call does not return."""
+        """Wait for a time, or to be woken. If all others wait too, the run is suspended, and this call does not
+        return."""
         self.endings.park(step, until)
         if not self.is_async:
             self.begin_no_more_steps()
             raise Suspend
         self.leave()
+        waker = asyncio.Event()
+        self._wakers.setdefault(step.name, []).append(waker)
+        seconds = (until - self.now()).total_seconds()
+        timer = asyncio.get_running_loop().call_later(seconds, self._wake, step.name, waker)
         try:
-            await asyncio.sleep((until - self.now()).total_seconds())
+            await waker.wait()
         finally:
-            self._active += 1
+            timer.cancel()
+            self._wake(step.name, waker)
+
+    def _wake(self, name: str, waker: asyncio.Event) -> None:
+        """A call waits no longer for its step. It is in progress from now on, although its task has not gone on yet:
+        otherwise the run could be suspended before that. The step waits while another call waits for it."""
+        if waker.is_set():
+            return
+        waker.set()
+        self._active += 1
+        waiting = self._wakers[name]
+        waiting.remove(waker)
+        if not waiting:
+            del self._wakers[name]
             if self.state is EXECUTING:
-                self.endings.unpark(step)
+                self.endings.unpark(name)
+
+    def _wake_all(self, name: str) -> None:
+        for waker in [*self._wakers.get(name, ())]:
+            self._wake(name, waker)
 
     def known(self, name: str) -> Step | None:
         """A step as it is stored, or was written by this execution and did not succeed."""
@@ -310,11 +338,32 @@ class StepParts(ABC):
         self.endings.warnings[step.name] = warning
         await self._park(step, until)
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether the function is being called, and a step of it waits."""
+        return self.state is EXECUTING and bool(self.endings.parked)
+
+    def woken(self, stored: Sequence[Step], wakes: int) -> None:
+        """Children of this run have ended, by a transaction that left its steps as `stored`: those that wait for them
+        go on here. Otherwise the run resumes after its suspension, which is due at once then (`wakes`)."""
+        if self.state is not EXECUTING:
+            return
+        known = self._known
+        ended = [s for s in stored if s.status != "pending" and s.name in known and known[s.name].status == "pending"]
+        woken = [s for s in ended if s.kind in ("child", "map") and s.name in self._wakers]
+        for step in woken:
+            known[step.name] = step
+            self._wake_all(step.name)
+        if len(woken) == len(ended) > 0:
+            self.endings.wakes = wakes
+
     def leave(self) -> None:
         """A run with a step in progress is not suspended because its other steps wait."""
         self._active -= 1
         if self.endings.parked and not self._active:
-            asyncio.get_running_loop().call_later(QUIET_SECONDS, self._suspend_if_quiet)
+            if self._quiet is not None:
+                self._quiet.cancel()
+            self._quiet = asyncio.get_running_loop().call_later(QUIET_SECONDS, self._suspend_if_quiet)
 
     def _suspend_if_quiet(self) -> None:
         if self.endings.parked and not self._active:

@@ -54,7 +54,7 @@ class RunSteps(StepParts):
         rule = checked_result_rule(name, function)
         known = self.begin(name)
         if known is not None and known.status == "succeeded":
-            return known.result if rule is None else self._restored(name, known.result, rule)
+            return known.result if rule is None else self.restored(name, known.result, rule)
         if known is not None and known.status == "failed":
             raise StepFailed(name, known.error or "")
         self._active += 1
@@ -106,8 +106,8 @@ class RunSteps(StepParts):
         """What came of waiting for events: the step's result as stored."""
         return await waits.wait(self, call, self._ask)
 
-    def _restored(self, name: str, result: object, rule: TypeRule) -> object:
-        """The stored result of a step as the type that its function declares now."""
+    def restored(self, name: str, result: object, rule: TypeRule) -> object:
+        """The stored result of a step, or of its child, as the type that its function declares now."""
         try:
             return rule.restored(result)
         except ValueError as exc:
@@ -173,11 +173,12 @@ class RunSteps(StepParts):
             self.write(
                 name, status="failed", error=error, retry_state="exhausted", retry_attempts=attempt,
                 retry_metadata={"reason": "failed"} | ({NON_RETRYABLE: True} if isinstance(exc, NonRetryable) else {}),
+                blocks=self.endings.block(exc),
             )  # fmt: skip
             raise StepFailed(name, error) from exc
         await self.waits(
             name, error=error, delay_ms=delay_ms, retry_attempts=attempt,
-            retry_metadata={"reason": "failed", "of": policy.max_attempts}, blocks=self.endings.block(exc, delay_ms),
+            retry_metadata={"reason": "failed", "of": policy.max_attempts}, blocks=self.endings.block(exc),
         )  # fmt: skip
         _log.warning("step.failed", **fields, next_attempt_at=self._known[name].next_attempt_at)
 

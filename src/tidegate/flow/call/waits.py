@@ -64,7 +64,8 @@ async def wait(steps: RunSteps, call: WaitCall, ask: Ask) -> Any:
     with steps.in_progress(name, "wait"):
         await steps.journal.barrier()
         patterns = checked(steps, call)
-        steps.endings.waits_for[name] = " or ".join(map(described, patterns))
+        joined = " and " if call.mode == "all" else " or "
+        steps.endings.waits_for[name] = joined.join(map(described, patterns))
         if known is None:
             await _register(steps, name, call, patterns)
             failpoints.hit("wait.registered")
@@ -85,7 +86,8 @@ def _name(steps: RunSteps, call: WaitCall) -> str:
         return call.name
     if not call.is_alone or (steps.is_async and asyncio.current_task() is not steps.function_task):
         raise NonRetryable(
-            f"a wait beside other steps needs a name, since their order may change: ctx.{call.method}(…, name='…')"
+            "a wait beside other steps needs a name, since their order may change; so does one in a task of its own, "
+            f"as in asyncio.wait_for, which its own timeout= can replace: ctx.{call.method}(…, name='…')"
         )
     first = call.patterns[0] if call.patterns else ""
     what = str(getattr(first, "type", first)) if call.mode == "event" else call.method
@@ -119,7 +121,9 @@ async def _register(steps: RunSteps, name: str, call: WaitCall, patterns: Sequen
         raise NonRetryable(f"ctx.{call.method}: timeout: {exc}") from exc
     await steps.waits(
         name, kind="wait", delay_ms=timeout_ms, waits=_new_waits(steps, call, patterns),
-        retry_metadata={"reason": "event", "mode": call.mode, "waits_for": [_stored(one) for one in patterns]},
+        retry_metadata={
+            "reason": "event", "mode": call.mode, "waits_for": [_stored(one) for one in patterns], "looked_back": False,
+        },
     )  # fmt: skip
 
 

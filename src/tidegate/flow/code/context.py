@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any, Protocol, TypeVar, overload
 
 from tidegate.flow.code.approval_call import ApprovalCall, ApprovalHandle
+from tidegate.flow.code.child_calls import Child, ChildCalls, Given
 from tidegate.flow.code.wait_call import FirstEvent, WaitCall, event_of, events_of, first_event_of
 from tidegate.model.event import Accepted, Event
 from tidegate.model.retry import RetryPolicy
@@ -18,9 +19,6 @@ from tidegate.telemetry.logs import logger
 
 T = TypeVar("T")
 Fields = dict[str, object]
-# A workflow: its function, or its slug.
-Child = str | Callable[..., object]
-
 Duration = str | int | float
 
 # The step that the current task or thread runs in.
@@ -51,7 +49,7 @@ class StepRunner(Protocol):
     async def start_child(
         self, name: str | None, child: Child, given: Mapping[str, object], *, is_alone: bool = True
     ) -> str: ...
-    async def child_result(self, name: str) -> Any: ...
+    async def child_result(self, name: str, child: Child) -> Any: ...
     async def map_children(
         self, name: str | None, child: Child, items: Sequence[object], at_once: int, *, goes_on: bool,
         is_alone: bool = True,
@@ -80,6 +78,12 @@ class RunContext:
         return self._log
 
     @property
+    def events(self) -> list[Event]:
+        """The events of the window that the run takes, in the order of arrival; without a window, its own event."""
+        window = self._execution.run.window
+        return list(window) if window else [] if self.event is None else [self.event]
+
+    @property
     def attempt(self) -> int:
         """How many times this run has been started or resumed."""
         return self._execution.run.attempts
@@ -92,7 +96,7 @@ class RunContext:
         return f"{self.run_id}:{step}" if step else str(self.run_id)
 
 
-class Context(RunContext):
+class Context(ChildCalls, RunContext):
     """The context of an `async def` workflow."""
 
     __slots__ = ()
@@ -205,22 +209,23 @@ class Context(RunContext):
     async def publish(
         self,
         type: str,
-        payload: Mapping[str, object] | None = None,
+        payload: Given = None,
         *,
         source: str | None = None,
         id: str | None = None,
         occurred_at: datetime | None = None,
         ttl_ms: int | None = None,
         metadata: Mapping[str, object] | None = None,
+        priority: int | None = None,
         name: str | None = None,
     ) -> Accepted:
         """Publish an event, once: it is stored in the same commit as this step, with the run's correlation id.
 
-        `source` defaults to `workflow.<slug>`. With an `id` that the source has used before, the first event is
-        returned (status `duplicate`); with another body this raises StepFailed. Raises InvalidInput, which names each
-        invalid field. Beside other steps it needs a `name`.
+        A payload is a dict, a dataclass, a Struct or a pydantic model. `source` defaults to `workflow.<slug>`. With an
+        `id` that the source has used before, the first event is returned (status `duplicate`); with another body this
+        raises StepFailed. Raises InvalidInput, which names each invalid field. Beside other steps it needs a `name`.
         """
-        fields = event_fields(type, payload, source, id, occurred_at, ttl_ms, metadata)
+        fields = event_fields(type, payload, source, id, occurred_at, ttl_ms, metadata, priority)
         return await self._execution.publish(name, fields)
 
     async def wait_for(
@@ -267,78 +272,17 @@ class Context(RunContext):
         """
         return await self._execution.approval(ApprovalCall(name, timeout, to, note))
 
-    async def run(
-        self,
-        child: Child,
-        parameters: Mapping[str, object] | None = None,
-        /,
-        *,
-        name: str | None = None,
-        **given: object,
-    ) -> Any:
-        """Run another workflow (its function or slug) and wait for its output: `await ctx.run(ship, order_id=7)`.
-
-        The child is started once, with this step; this run is suspended until it has ended. Raises ChildFailed when it
-        failed or was cancelled, InvalidInput for wrong parameters. Beside other steps it needs a `name`; a parameter
-        that is called `name` is passed in a dict: `ctx.run(ship, {"name": "x"})`.
-        """
-        step = await self._execution.start_child(name, child, {**(parameters or {}), **given})
-        return await self._execution.child_result(step)
-
-    async def start(
-        self,
-        child: Child,
-        parameters: Mapping[str, object] | None = None,
-        /,
-        *,
-        name: str | None = None,
-        **given: object,
-    ) -> ChildHandle:
-        """Start another workflow and go on; `await handle.result()` waits for its output. Otherwise as `run`."""
-        step = await self._execution.start_child(name, child, {**(parameters or {}), **given})
-        return ChildHandle(self._execution, step)
-
-    async def map(
-        self,
-        child: Child,
-        items: Sequence[object],
-        *,
-        at_once: int = 20,
-        return_exceptions: bool = False,
-        name: str | None = None,
-    ) -> list[Any]:
-        """Run a workflow for each item, at most `at_once` unfinished at a time; the outputs in the order of the items.
-
-        An item is an object with the child's parameters, or the value of its only parameter. When a child fails, no
-        more are started, and ChildFailed is raised when those in progress have ended; with `return_exceptions` all
-        items run, and a ChildFailed stands in the list for each that failed.
-        """
-        return await self._execution.map_children(name, child, items, at_once, goes_on=return_exceptions)
-
-
-class ChildHandle:
-    """A child that was started; `name` is that of its step."""
-
-    __slots__ = ("_execution", "name")
-
-    def __init__(self, execution: StepRunner, name: str) -> None:
-        self._execution = execution
-        self.name = name
-
-    async def result(self) -> Any:
-        """Wait for the child's end; its output. ChildFailed when it failed or was cancelled."""
-        return await self._execution.child_result(self.name)
-
 
 def event_fields(
     type: str,
-    payload: Mapping[str, object] | None,
+    payload: Given,
     source: str | None,
     id: str | None,
     occurred_at: datetime | None,
     ttl_ms: int | None,
     metadata: Mapping[str, object] | None,
+    priority: int | None,
 ) -> Fields:
     at = occurred_at.isoformat() if occurred_at else None
     return {"type": type, "payload": payload, "source": source, "id": id, "occurred_at": at, "ttl_ms": ttl_ms,
-            "metadata": metadata}  # fmt: skip
+            "metadata": metadata, "priority": priority}  # fmt: skip

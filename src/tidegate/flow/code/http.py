@@ -33,6 +33,7 @@ from tidegate.model.addresses import Allowed, is_allowed, parse_address, parse_a
 from tidegate.model.http_workflow import KIND, SECRET_PREFIX, HttpConfig, signing_secrets, with_secrets
 from tidegate.model.ids import DefinitionId
 from tidegate.model.secrets import require_readable
+from tidegate.model.worker_share import ALL, WorkerShare
 from tidegate.settings import Settings
 from tidegate.store import locks, triggers
 from tidegate.store.db import Database
@@ -190,7 +191,7 @@ def _output(answer: httpx.Response, host: str, content: bytes | None, config: Ht
     excerpt = _one_line((content or b"").decode(errors="replace"), config)[:MAX_EXCERPT]
     message = f"{host} answered {status}" + (f": {excerpt}" if excerpt else "")
     if status in (429, 503) and (after := _retry_after(answer.headers.get("retry-after", ""))):
-        raise RetryAfter(after, message)
+        raise RetryAfter(after, message, everyone=answer.headers.get("tidegate-everyone", "").strip()[:100] or None)
     if status in PASSING_STATUSES or status >= 500:
         raise ConnectionError(message)
     raise NonRetryable(message)
@@ -273,6 +274,8 @@ class HttpWorkflow(Workflow):
                 "event": ctx.event.envelope() if ctx.event else None,
                 "parameters": parameters,
             }
+            if len(events := ctx.events) > 1:  # of a window
+                body["events"] = [event.envelope() for event in events]
             return await ctx.step("request", request, ctx.idempotency_key, msgspec.json.encode(body))
 
         super().__init__(slug, call, [])
@@ -285,18 +288,21 @@ class HttpWorkflow(Workflow):
 class HttpWorkflows:
     """The http definitions for a worker, which needs no code for them."""
 
-    def __init__(self, database: Database, by: Outgoing) -> None:
+    def __init__(self, database: Database, by: Outgoing, share: WorkerShare = ALL) -> None:
         self._database = database
         self._by = by
+        self._share = share
         self._version = -1
 
     async def refresh(self, workflows: dict[str, Workflow]) -> list[DefinitionId] | None:
-        """Add new definitions to `workflows`. Returns the ids of all, or None when the registry has not changed."""
+        """Add new definitions to `workflows`. Returns the ids of all that the worker takes, or None when the registry
+        has not changed."""
         async with self._database.connection() as connection:
             version = await triggers.registry_version(connection)
             if version == self._version:
                 return None
-            found = await triggers.list_of_kind(connection, KIND)
+            listed = await triggers.list_of_kind(connection, KIND)
+        found = {definition: slug for definition, slug in listed.items() if self._share.takes(slug)}
         for slug in found.values():
             if not isinstance(workflows.get(slug), HttpWorkflow):
                 workflows[slug] = HttpWorkflow(slug, self._database, self._by)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
 from tidegate.flow.code.approval_call import ApprovalCall, SyncApprovalHandle
-from tidegate.flow.code.context import Child, ChildHandle, Duration, RunContext, StepRunner, event_fields
+from tidegate.flow.code.child_calls import Given, SyncChildCalls
+from tidegate.flow.code.context import Duration, RunContext, StepRunner, event_fields
 from tidegate.flow.code.wait_call import FirstEvent, WaitCall, event_of, events_of, first_event_of
 from tidegate.model.event import Accepted, Event
 from tidegate.model.retry import RetryPolicy
@@ -20,20 +21,7 @@ from tidegate.model.wait import On
 T = TypeVar("T")
 
 
-class SyncChildHandle:
-    """`ChildHandle` for synchronous workflows."""
-
-    __slots__ = ("_handle", "_loop", "name")
-
-    def __init__(self, handle: ChildHandle, loop: asyncio.AbstractEventLoop) -> None:
-        self._handle, self._loop, self.name = handle, loop, handle.name
-
-    def result(self) -> Any:
-        """Wait for the child's end; its output. ChildFailed when it failed or was cancelled."""
-        return asyncio.run_coroutine_threadsafe(self._handle.result(), self._loop).result()
-
-
-class SyncContext(RunContext):
+class SyncContext(SyncChildCalls, RunContext):
     """The context of a synchronous (`def`) workflow, which runs in a thread: the same, without `await`."""
 
     __slots__ = ("_loop", "_thread")
@@ -142,59 +130,19 @@ class SyncContext(RunContext):
     def publish(
         self,
         type: str,
-        payload: Mapping[str, object] | None = None,
+        payload: Given = None,
         *,
         source: str | None = None,
         id: str | None = None,
         occurred_at: datetime | None = None,
         ttl_ms: int | None = None,
         metadata: Mapping[str, object] | None = None,
+        priority: int | None = None,
         name: str | None = None,
     ) -> Accepted:
         """Publish an event, once, in the commit of this step; see `Context.publish`."""
-        fields = event_fields(type, payload, source, id, occurred_at, ttl_ms, metadata)
+        fields = event_fields(type, payload, source, id, occurred_at, ttl_ms, metadata, priority)
         work = self._execution.publish(name, fields, is_alone=self._is_alone)
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def run(
-        self,
-        child: Child,
-        parameters: Mapping[str, object] | None = None,
-        /,
-        *,
-        name: str | None = None,
-        **given: object,
-    ) -> Any:
-        """Run another workflow and wait for its output; see `Context.run`."""
-        return self.start(child, parameters, name=name, **given).result()
-
-    def start(
-        self,
-        child: Child,
-        parameters: Mapping[str, object] | None = None,
-        /,
-        *,
-        name: str | None = None,
-        **given: object,
-    ) -> SyncChildHandle:
-        """Start another workflow and go on; see `Context.start`."""
-        all_given = {**(parameters or {}), **given}
-        work = self._execution.start_child(name, child, all_given, is_alone=self._is_alone)
-        step = asyncio.run_coroutine_threadsafe(work, self._loop).result()
-        return SyncChildHandle(ChildHandle(self._execution, step), self._loop)
-
-    def map(
-        self,
-        child: Child,
-        items: Sequence[object],
-        *,
-        at_once: int = 20,
-        return_exceptions: bool = False,
-        name: str | None = None,
-    ) -> list[Any]:
-        """Run a workflow for each item; see `Context.map`."""
-        is_alone = self._is_alone
-        work = self._execution.map_children(name, child, items, at_once, goes_on=return_exceptions, is_alone=is_alone)
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     @property

@@ -29,11 +29,15 @@ MAX_OUTPUT_BYTES = 1024 * 1024
 
 
 def retry_after_ms(exc: RetryAfter | SecretsUnreadable) -> int:
-    """The delay in milliseconds; one second when it is not a number."""
+    """The delay in milliseconds; one second when it is neither a number nor a duration such as "5s"."""
+    given = exc.seconds if isinstance(exc, RetryAfter) else exc.retry_after_seconds
     try:
-        seconds = float(exc.seconds if isinstance(exc, RetryAfter) else exc.retry_after_seconds)
+        seconds = float(given)
     except (TypeError, ValueError, OverflowError):
-        seconds = 1.0
+        try:
+            seconds = duration_ms(str(given)) / 1000
+        except ValueError:
+            seconds = 1.0
     return max(1, round(min(max(1.0 if math.isnan(seconds) else seconds, 0) * 1000, MAX_DURATION_MS)))
 
 
@@ -218,11 +222,20 @@ def kept_result(value: object, result: str | None, rule: TypeRule | None, step: 
             f"the result of step {step!r} is not the {rule.name} that it is declared to be: {why}"
         ) from exc
     if type(found) is not type(value) and typed.has_fields(type(value)):
+        mine, declared = _names(type(value), type(found), rule.name)
         raise NonRetryable(
-            f"the result of step {step!r} is {typed.type_name(type(value))}, which would come back as the "
-            f"{rule.name} that it is declared to be; declare the type that is returned"
+            f"the result of step {step!r} is {mine}, which would come back as the {declared} that it is declared to "
+            "be; declare the type that is returned"
         )
     return found
+
+
+def _names(mine: type, other: type, declared: str) -> tuple[str, str]:
+    """A type and the one that was declared, with their modules if they read the same otherwise."""
+    name = typed.type_name(mine)
+    if name != declared:
+        return name, declared
+    return f"{mine.__module__}.{name}", f"{other.__module__}.{declared}"
 
 
 def _refused(what: str, step: str | None, why: str) -> NonRetryable:

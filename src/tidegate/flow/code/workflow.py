@@ -92,7 +92,9 @@ class Workflow:
             try:
                 result_rule(function)
             except Unsupported as exc:
-                raise AppError(f"workflow {self.slug}: step {name!r}: {refusal(function, exc)}") from exc
+                code = inspect.unwrap(function).__code__
+                place = f"line {code.co_firstlineno} of {code.co_filename}"
+                raise AppError(f"workflow {self.slug}: step {name!r}: {refusal(function, exc)} ({place})") from exc
 
     @property
     def result_rule(self) -> TypeRule | None:

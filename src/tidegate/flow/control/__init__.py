@@ -1,6 +1,7 @@
 """Control: the operator's verbs, shared by API and CLI. Each is one transaction with its audit row; verbs about many
 rows are one transaction per batch."""
 
+from tidegate.flow.control.budgets import declare_budgets, delete_budget, pause_budget, put_budget, resume_budget
 from tidegate.flow.control.dead_letters import (
     LetterReplayed,
     check_rate,
@@ -23,7 +24,7 @@ from tidegate.flow.control.retry_verbs import DONE, RetryDone, RetryVerb
 from tidegate.flow.control.run_bulk import RUN_VERBS, RunsChanged, RunVerb, change_runs, preview_runs
 from tidegate.flow.control.runs import RunResumed, cancel_run, rerun_run, resume_run, retry_run
 from tidegate.flow.control.schedules import backfill_schedule, pause_schedule, resume_schedule, run_schedule_now
-from tidegate.flow.control.sources import pause, resume, seed_breakers, seed_limits, set_breaker, set_limit
+from tidegate.flow.control.sources import pause, resume, seed_breakers, seed_limits, set_breaker, set_limit, set_weight
 from tidegate.flow.control.tokens import NewToken, create_token, revoke_token
 from tidegate.flow.control.triggers import (
     create_trigger,
@@ -75,22 +76,27 @@ __all__ = [
     "create_token",
     "create_trigger",
     "create_workflow",
+    "declare_budgets",
     "declare_trigger",
+    "delete_budget",
     "delete_trigger",
     "delete_webhook",
     "delete_workflow",
     "pause",
+    "pause_budget",
     "pause_schedule",
     "pause_trigger",
     "preview_replay",
     "preview_retries",
     "preview_runs",
+    "put_budget",
     "replay_event",
     "replay_events",
     "replay_letter",
     "replay_letters",
     "rerun_run",
     "resume",
+    "resume_budget",
     "resume_run",
     "resume_schedule",
     "resume_trigger",
@@ -105,6 +111,7 @@ __all__ = [
     "set_breaker",
     "set_limit",
     "set_webhook",
+    "set_weight",
     "shown_workflow",
     "stop_event_replays",
     "stop_replays",

@@ -8,11 +8,23 @@ from collections.abc import Sequence
 from tidegate.errors import NotFound
 from tidegate.flow.control.retry_verbs import DONE, ChangedRetries, RetryOrder, RetryRow
 from tidegate.model.ids import EventId
+from tidegate.model.ingress_retry import IngressRetry
 from tidegate.store import decisions, events, ingress_retries
 from tidegate.store.bulk_retries import WaitingMatch
 from tidegate.store.db import Connection
 from tidegate.store.decisions import NewDecision
 from tidegate.telemetry import metrics
+
+
+def _status(row: IngressRetry) -> str:
+    """What became of a held event."""
+    at = f" at {row.updated_at:%Y-%m-%d %H:%M:%S} UTC" if row.updated_at else ""
+    if row.retry_state == "cancelled":
+        why = row.last_error or "cancelled"
+        return f"it was {why}{at}" if why.startswith("cancelled") else f"it was cancelled{at}: {why}"
+    if row.retry_state == "completed":
+        return f"its time came{at}, and it was let through"
+    return f"its retry is {row.retry_state}"
 
 
 class EventVerbs:
@@ -28,7 +40,7 @@ class EventVerbs:
         correlation_id = await events.correlation_id(connection, event_id)
         return RetryRow(
             WaitingMatch(event_id, None, None),
-            f"its retry is {row.retry_state}",
+            _status(row),
             {"retry_state": row.retry_state, "next_attempt_at": row.next_attempt_at},
             {"event_id": event_id, "correlation_id": correlation_id, "source": row.source},
         )

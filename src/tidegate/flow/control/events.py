@@ -21,16 +21,19 @@ MAX_REPLAYED = 10_000
 _log = logger("control")
 
 
-async def replay_event(database: Database, event_id: EventId, actor: str) -> None:
-    """Decide an event again, by the triggers that have not decided about it. Conflict when it waits to be decided."""
-    await database.run(partial(event_replay.perform, event_id=event_id, actor=actor))
+async def replay_event(database: Database, event_id: EventId, actor: str) -> bool:
+    """Decide an event again, by the triggers that have not decided about it; whether it had been taken back. Conflict
+    when it waits to be decided."""
+    is_taken_back = await database.run(partial(event_replay.perform, event_id=event_id, actor=actor))
     _log.info("event.replayed", event_id=event_id, actor=actor)
+    return is_taken_back
 
 
 async def replay_events(
     database: Database, wanted: EventRange, actor: str, *, rate: float, limit: int = MAX_REPLAYED
 ) -> Scheduled:
-    """Schedule the replay of up to `limit` events, `rate` of them per second, oldest first."""
+    """Schedule the replay of up to `limit` events, `rate` of them per second, oldest first; not of those that were
+    taken back."""
     check_rate(rate)
 
     async def change(connection: Connection) -> Scheduled:

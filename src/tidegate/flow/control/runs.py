@@ -16,7 +16,7 @@ from tidegate.flow.run.finish import Freed
 from tidegate.model.ids import RunId
 from tidegate.model.run import FINAL_RUN_STATUSES, Run, risk_of_resuming
 from tidegate.model.source import BreakerPolicy
-from tidegate.store import audit, dead_letters, decisions, locks, runs, starts
+from tidegate.store import audit, circumstances, dead_letters, decisions, locks, runs, starts, windows
 from tidegate.store.db import Connection, Database
 from tidegate.store.decisions import NewDecision
 from tidegate.telemetry import metrics
@@ -115,8 +115,9 @@ RunResumed = Literal["resumed", "scheduled"]
 
 
 async def retry_run(database: Database, run_id: RunId, actor: str) -> RunResumed:
-    """Resume a failed or cancelled run after its completed steps, as the same run. `scheduled`: a worker resumes it as
-    soon as its trigger has a free slot. Conflict when it is not failed or cancelled, or cannot resume."""
+    """Resume a failed or cancelled run after its completed steps, as the same run, and its failed children with it.
+    `scheduled`: a worker resumes it as soon as its trigger has a free slot and its children have stopped.
+    Conflict when it is not failed or cancelled, or cannot resume."""
     done, known = await database.run(partial(_retry, run_id=run_id, actor=actor))
     _log.info("run.retried", run_id=run_id, workflow=known.workflow, event_id=known.event_id,
               correlation_id=known.correlation_id, status=done, actor=actor)  # fmt: skip
@@ -128,15 +129,16 @@ async def _retry(connection: Connection, run_id: RunId, actor: str) -> tuple[Run
     letter_id = await dead_letters.open_of_run(connection, run_id)
     letter = await dead_letters.lock(connection, letter_id) if letter_id is not None else None
     if letter is not None and letter.replayed_at is None:
-        into = (await replay.perform(connection, letter, actor)).into
+        is_resumed = (await replay.perform(connection, letter, actor)).into is not None
     else:
         line = NewDecision(known.event_id, None, "run", "retried", actor=actor) if known.event_id else None
         into = await replay.resume(connection, run_id, line)
-        if into is None:
+        is_resumed = not isinstance(into, replay.Later)
+        if isinstance(into, replay.Later):
             await dead_letters.wait_for_slot(
-                connection, run_id, actor=actor, why=replay.NO_SLOT, delay_ms=replay.SLOT_WAIT_MS
+                connection, run_id, actor=actor, why=into.why, delay_ms=replay.SLOT_WAIT_MS
             )
-    done: RunResumed = "resumed" if into is not None else "scheduled"
+    done: RunResumed = "resumed" if is_resumed else "scheduled"
     await audit.insert(
         connection, actor=actor, action="run.retry", subject=str(run_id), before={"status": known.status},
         after={"status": done},
@@ -166,14 +168,16 @@ async def _rerun(connection: Connection, run_id: RunId, new_id: RunId, actor: st
         raise Conflict(f"workflow {found.workflow} of run {run_id} was deleted: nothing could run it")
     slot = await replay.find_slot(connection, found)
     if not slot.is_free:
-        of_key = f" of key {slot.key}" if slot.key else ""
-        raise Conflict(f"all {slot.most} slots{of_key} of its trigger are in use; try again when a run has ended")
+        raise Conflict(f"{slot.why}; try again when a run has ended")
     if not await dead_letters.keep_story(connection, run_id):
         raise Conflict(f"run {run_id} no longer exists")
     await runs.lock(connection, [run_id])
     if await runs.get(connection, new_id) is not None:  # by a call that was sent twice
         return known
     await runs.rerun(connection, run_id, new_id, slot.key)
+    if known.window_id is not None:
+        await windows.keep(connection, known.window_id)
+    await slot.hold(connection, new_id)
     if known.event_id is not None:
         line = NewDecision(
             known.event_id,
@@ -194,7 +198,17 @@ async def _rerun(connection: Connection, run_id: RunId, new_id: RunId, actor: st
 
 
 async def _known(connection: Connection, run_id: RunId) -> Run:
+    """The run. NotFound says what became of its start, if there is one that has launched no run."""
     known = await runs.get(connection, run_id)
-    if known is None:
+    if known is not None:
+        return known
+    event_id = await circumstances.event_of_delivery(connection, run_id)
+    if event_id is None:
         raise NotFound(f"no run {run_id}")
-    return known
+    why = (await starts.unlaunched(connection, {run_id: event_id})).get(run_id)
+    if why is None:
+        raise NotFound(f"run {run_id} is not launched yet: tidegate explain {event_id} says what its start waits for")
+    raise NotFound(
+        f"run {run_id} was not launched, and its start is not repeated: {why}. Start the workflow again with another "
+        f"id, or publish the event {event_id} again with another id"
+    )

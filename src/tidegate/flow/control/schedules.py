@@ -18,9 +18,9 @@ import msgspec
 from tidegate import failpoints
 from tidegate.clock import uuid7
 from tidegate.errors import FieldError, InvalidInput, NotFound
-from tidegate.flow.control.pauses import check_length, check_until
 from tidegate.model.event import MAX_DELAY_MS
 from tidegate.model.ids import EventId
+from tidegate.model.pauses import check_length, check_until
 from tidegate.model.schedule import SOURCE, count_ticks, manual_event, next_after, tick_event, tick_text, ticks
 from tidegate.model.units import rate as parse_rate
 from tidegate.store import audit, events

@@ -9,8 +9,8 @@ from __future__ import annotations
 from datetime import datetime
 
 from tidegate.errors import FieldError, InvalidInput, NotFound
-from tidegate.flow.control.pauses import check_length, check_until
 from tidegate.model.event import is_name
+from tidegate.model.pauses import check_length, check_until
 from tidegate.model.source import RateLimit, SourceBreakerPolicy
 from tidegate.store import audit, locks
 from tidegate.store import sources as store
@@ -74,6 +74,26 @@ async def set_breaker(database: Database, source: str, policy: SourceBreakerPoli
 
     changed = await database.run(change)
     _log.info("source.breaker_changed", source=source, actor=actor)
+    return changed
+
+
+async def set_weight(database: Database, source: str, weight: int, actor: str) -> SourceRecord:
+    """Set a source's weight: its share of a batch while several sources wait to be decided."""
+    _check_source(source, allow_default=False)
+
+    async def change(connection: Connection) -> SourceRecord:
+        await locks.exclude_source(connection, source)
+        before = await store.get(connection, source)
+        await store.set_weight(connection, source, weight, actor)
+        after = await _required(connection, source)
+        audited = [{"weight": record.weight} if record else None for record in (before, after)]
+        await audit.insert(
+            connection, actor=actor, action="source.weight", subject=source, before=audited[0], after=audited[1]
+        )
+        return after
+
+    changed = await database.run(change)
+    _log.info("source.weight_changed", source=source, weight=weight, actor=actor)
     return changed
 
 

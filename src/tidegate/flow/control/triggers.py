@@ -11,18 +11,22 @@ from datetime import datetime
 from typing import Any
 
 from tidegate.errors import Conflict, FieldError, NotFound
-from tidegate.flow.control.pauses import check_length, check_until
+from tidegate.flow.control.budgets import check_budgets, rehold, wake_lines
 from tidegate.flow.run import finish
 from tidegate.model import trigger_change
 from tidegate.model.ids import DefinitionId, TriggerId
+from tidegate.model.pauses import check_length, check_until
 from tidegate.model.trigger import CompiledTrigger, Trigger, TriggerSpec, WorkflowDefinition
 from tidegate.model.trigger_change import SPEC_FIELDS, NewTrigger
-from tidegate.store import audit, held_deliveries, locks, trigger_gates
+from tidegate.store import audit, budgets, held_deliveries, locks, migrate, processes, trigger_gates, windows
 from tidegate.store import triggers as store
 from tidegate.store.db import Connection, Database
 from tidegate.store.trigger_gates import TriggerState
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
+
+# How many processes an error names.
+NAMED = 3
 
 _log = logger("control")
 
@@ -32,14 +36,17 @@ async def create_trigger(database: Database, workflow: str, given: Any, actor: s
 
     async with database.connection() as connection:
         definition = await _definition(connection, workflow)
-    new = trigger_change.created(given, workflow, definition.parameters)
+        new = trigger_change.created(given, workflow, definition.parameters)
+        await check_budgets(connection, new.spec.budgets)
 
     async def change(connection: Connection) -> Trigger:
         await locks.exclude_triggers(connection)
         current = await _definition(connection, workflow)  # it may have been deleted or replaced since
+        await check_budgets(connection, new.spec.budgets)
         trigger_id = await store.create(connection, current.id, new.spec, new.status, actor)
         if trigger_id is None:
             raise _name_taken(workflow, new.spec.name)
+        await _require_windows(connection, new.spec)
         after = await _required(connection, trigger_id)
         await audit.insert(
             connection, actor=actor, action="trigger.create", subject=str(trigger_id), after=_described(after)
@@ -67,11 +74,13 @@ async def update_trigger(
             return before, 0
         if not await store.update(connection, trigger_id, new.spec, new.status, actor):
             raise _name_taken(before.workflow, new.spec.name)
+        if (new.spec.collect, new.spec.skip_over) != (before.collect, before.skip_over):
+            await _require_windows(connection, new.spec)
         after = await _required(connection, trigger_id)
         await _decide_again(connection, before, after, definition)
         cancelled = 0
         if after.status == "disabled":
-            cancelled = await _cancel_waiting(connection, trigger_id, f"trigger disabled by {actor}", actor)
+            cancelled = await _cancel_waiting(connection, before, f"trigger disabled by {actor}", actor)
         await audit.insert(
             connection, actor=actor, action="trigger.update", subject=str(trigger_id), before=_described(before),
             after=_described(after),
@@ -100,7 +109,7 @@ async def delete_trigger(
         await locks.exclude_triggers(connection)
         before = await find_trigger(connection, trigger_id, workflow)
         await store.delete(connection, trigger_id, actor)
-        cancelled = await _cancel_waiting(connection, trigger_id, f"trigger deleted by {actor}", actor)
+        cancelled = await _cancel_waiting(connection, before, f"trigger deleted by {actor}", actor)
         await audit.insert(
             connection, actor=actor, action="trigger.delete", subject=str(trigger_id), before=_described(before)
         )
@@ -171,8 +180,11 @@ async def declare_trigger(
 ) -> None:
     """Store a trigger as declared in code, in the caller's transaction, which excludes batches. Waiting deliveries are
     decided by the new version."""
+    await check_budgets(connection, spec.budgets)
     known = [t for t in await store.list_of_workflow(connection, workflow) if t.name == spec.name]
     trigger_id = await store.upsert_trigger(connection, definition_id, spec, actor)
+    if trigger_id is not None:
+        await _require_windows(connection, spec)
     if trigger_id is not None and known:
         after = await _required(connection, trigger_id)
         await _decide_again(connection, known[0], after, await _definition(connection, workflow))
@@ -180,6 +192,24 @@ async def declare_trigger(
             connection, actor=actor, action="trigger.update", subject=str(trigger_id), before=_described(known[0]),
             after=_described(after),
         )  # fmt: skip
+
+
+async def _require_windows(connection: Connection, spec: TriggerSpec) -> None:
+    """Conflict if the trigger collects or skips events and a process of a release without windows is alive: such a
+    worker would launch a run for each event. Until the commit no process can say that it is alive, so none comes
+    meanwhile."""
+    if spec.collect is None and spec.skip_over is None:
+        return
+    await processes.hold(connection)
+    older = await processes.older(connection, migrate.version_of("skip_over"))
+    if not older:
+        return
+    named = ", ".join(f"{one.kind} {one.name} ({one.version})" for one in older[:NAMED])
+    more = f" and {len(older) - NAMED} more" if len(older) > NAMED else ""
+    field = "collect" if spec.collect is not None else "skip_over_count"
+    problem = FieldError(field, "an older worker would launch a run for each event; upgrade or stop them first")
+    message = f"trigger {spec.name} collects or skips events, which processes that are alive do not know: {named}{more}"
+    raise Conflict(message, [problem])
 
 
 async def find_trigger(connection: Connection, trigger_id: TriggerId, workflow: str | None = None) -> Trigger:
@@ -202,6 +232,7 @@ async def _asked(
         problem = FieldError("version", f"the current version is {before.version}")
         raise Conflict(f"trigger {trigger_id} has changed: the request is based on version {known}", [problem])
     new = trigger_change.changed(before, before.status, given, before.workflow, definition.parameters)
+    await check_budgets(connection, new.spec.budgets)
     is_same = new.status == before.status and all(getattr(new.spec, f) == getattr(before, f) for f in SPEC_FIELDS)
     return before, definition, None if is_same else new
 
@@ -210,15 +241,25 @@ async def _decide_again(
     connection: Connection, before: Trigger, after: Trigger, definition: WorkflowDefinition
 ) -> None:
     """Waiting deliveries are decided again by the new version, in arrival order."""
-    if (before.max_concurrency, before.concurrency_key) != (after.max_concurrency, after.concurrency_key):
+    slots = [(one.max_concurrency, one.concurrency_key, one.budgets) for one in (before, after)]
+    if slots[0] != slots[1]:
         await finish.rekey(connection, CompiledTrigger(after, definition.parameters))
+    if before.budgets != after.budgets:
+        await rehold(connection, after, definition, {*before.budgets, *after.budgets})
+        await wake_lines(connection, {*before.budgets} - {*after.budgets})  # what its runs held of them is free
     decides = [field for field in SPEC_FIELDS if field != "name"]
     if after.status != before.status or any(getattr(before, f) != getattr(after, f) for f in decides):
         await trigger_gates.replan(connection, after.id)
 
 
-async def _cancel_waiting(connection: Connection, trigger_id: TriggerId, reason: str, actor: str) -> int:
-    return await held_deliveries.cancel_of_trigger(connection, trigger_id, reason, actor)
+async def _cancel_waiting(connection: Connection, trigger: Trigger, reason: str, actor: str) -> int:
+    """Cancel what waits. Those behind them in the lines of budgets may be first now."""
+    await budgets.lock(connection, trigger.budgets)  # before the deliveries that wait for them: see store/locks.py
+    led = await windows.of_trigger(connection, trigger.id)
+    cancelled = await held_deliveries.cancel_of_trigger(connection, trigger.id, reason, actor)
+    await windows.follow(connection, led, await locks.now(connection))
+    await wake_lines(connection, trigger.budgets if cancelled else ())
+    return cancelled
 
 
 async def _moved(connection: Connection, before: TriggerState, action: str, actor: str) -> TriggerState:

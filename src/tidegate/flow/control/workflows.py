@@ -1,4 +1,5 @@
-"""The operator's verbs for workflows of kind `http`. (Workflows in Python are declared by their worker.)
+"""The operator's verbs for workflows of kind `http`. Workflows in Python are declared by their worker; one whose code
+is gone can be deleted, too.
 
 Each excludes the batches that use triggers until it commits, like the verbs for triggers: no trigger is created and no
 run launched for a workflow that is being deleted. A secret is only in the answer that created it.
@@ -33,9 +34,10 @@ from tidegate.model.http_workflow import (
 from tidegate.model.ids import RunId
 from tidegate.model.secrets import NO_KEYS, SecretKeys, require_readable
 from tidegate.model.trigger import Trigger, WorkflowDefinition
-from tidegate.store import audit, locks
+from tidegate.store import audit, locks, schedules, workers
 from tidegate.store import triggers as store
 from tidegate.store.db import Connection, Database
+from tidegate.store.processes import ALIVE_MS
 from tidegate.telemetry.logs import logger
 
 MAX_NAMED = 5
@@ -160,8 +162,10 @@ async def delete_workflow(database: Database, slug: str, *, actor: str) -> Workf
     async def change(connection: Connection) -> WorkflowDefinition:
         await locks.exclude_triggers(connection)
         before = await _unused(connection, slug)
-        shown = rules.described(_config(before, database.keys))
-        await store.delete_definition(connection, before.id, {"url": shown["url"]}, actor)
+        is_http = before.kind == KIND
+        shown = rules.described(_config(before, database.keys)) if is_http else before.config
+        await schedules.delete(connection, before.id)
+        await store.delete_definition(connection, before.id, {"url": shown["url"]} if is_http else shown, actor)
         await audit.insert(connection, actor=actor, action="workflow.delete", subject=slug, before=shown)
         return before
 
@@ -222,8 +226,12 @@ async def _replace(
 
 
 async def _unused(connection: Connection, slug: str) -> WorkflowDefinition:
-    """The definition, if no trigger or unfinished run uses it. Conflict says what does."""
-    found = await _found(connection, slug)
+    """The definition, if no worker, trigger or unfinished run uses it. Conflict says what does."""
+    found = await store.get_definition(connection, slug)
+    if found is None:
+        raise NotFound(f"no workflow {slug!r}")
+    if found.kind != KIND:
+        await _require_no_worker(connection, slug)
     errors = []
     live = await store.list_of_workflow(connection, slug)
     if live:
@@ -236,10 +244,23 @@ async def _unused(connection: Connection, slug: str) -> WorkflowDefinition:
     return found
 
 
+async def _require_no_worker(connection: Connection, slug: str) -> None:
+    """Conflict if a worker has the code of a workflow: it would be registered again when that worker starts anew."""
+    found = await workers.list_all(connection, ALIVE_MS)
+    having = [one.name for one in found if one.is_alive and slug in (*one.workflows, *one.left_out)]
+    if having:
+        names = ", ".join(having[:MAX_NAMED]) + (f" and {len(having) - MAX_NAMED} more" * (len(having) > MAX_NAMED))
+        text = f"names a workflow whose code is on worker {names}: stop it, or remove the workflow from its code, first"
+        live = await store.list_of_workflow(connection, slug)
+        text += f". To launch it no more: tidegate triggers delete {slug}/{live[0].name}" if live else ""
+        raise Conflict(f"workflow {slug} is declared in code: change it there", [FieldError("slug", text)])
+
+
 def _triggers_in_use(live: Sequence[Trigger]) -> str:
     names = ", ".join(f"{trigger.name} ({trigger.id})" for trigger in live[:MAX_NAMED])
     more = f" and {len(live) - MAX_NAMED} more" if len(live) > MAX_NAMED else ""
-    return f"{names}{more} would launch it; delete them first: tidegate triggers delete ID"
+    them = f"{live[0].workflow}/{live[0].name}"
+    return f"{names}{more} would launch it; delete them first: tidegate triggers delete {them}"
 
 
 def _runs_in_use(unfinished: Sequence[RunId]) -> str:

@@ -18,7 +18,7 @@ from tidegate.flow.decide import waits
 from tidegate.flow.decide.waits import Meeting
 from tidegate.model.approval import APPROVAL_DECIDED, Approval, ApprovalVerdict
 from tidegate.model.event import OF_END, NewEvent, source_of
-from tidegate.model.ids import EventId, StepId, wait_id
+from tidegate.model.ids import EventId, RunId, StepId, wait_id
 from tidegate.store import approvals, audit, events, locks, runs
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry.logs import logger
@@ -52,11 +52,15 @@ async def decide(database: Database, approval_id: StepId, verdict: ApprovalVerdi
 
 
 async def find(connection: Connection, approval_id: StepId) -> Approval:
-    """One approval; NotFound when there is none."""
+    """One approval; NotFound when there is none. If the id is that of a run, it names the run's approvals."""
     found = await approvals.get(connection, approval_id)
-    if found is None:
-        raise NotFound(f"no approval {approval_id}")
-    return found
+    if found is not None:
+        return found
+    of_run = await approvals.list_of_run(connection, RunId(approval_id))
+    if of_run:
+        named = ", ".join(f"{id} ({name})" for id, name in of_run)
+        raise NotFound(f"{approval_id} is a run, not an approval; its approvals: {named}")
+    raise NotFound(f"no approval {approval_id}")
 
 
 async def _decide(connection: Connection, approval_id: StepId, verdict: ApprovalVerdict) -> DecidedApproval:

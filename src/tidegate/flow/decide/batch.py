@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from tidegate import failpoints
 from tidegate.clock import epoch_ns
-from tidegate.flow.decide import deliver, gate, waits
-from tidegate.flow.decide.deliver import Candidate
+from tidegate.flow.decide import deliver, delivery_state, gate, waits
+from tidegate.flow.decide.deliver import Candidate, DeliveryState
 from tidegate.flow.decide.delivery_state import count as count_triggers
 from tidegate.flow.decide.delivery_state import load_state, save_state
 from tidegate.flow.decide.gate import LockedGates
@@ -27,13 +27,14 @@ from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.flow.decide.time_slice import TimeSlice
 from tidegate.flow.decide.waits import Met
 from tidegate.model.event import Event
-from tidegate.model.ids import EventId, TriggerId, delivery_id
+from tidegate.model.ids import EventId, RunId, TriggerId, delivery_id
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
-from tidegate.model.trigger import TriggerIndex
 from tidegate.model.trigger_gate import TriggerMove
-from tidegate.store import decisions, deliveries, event_replays, totals
+from tidegate.model.trigger_index import TriggerIndex
+from tidegate.model.window import Window
+from tidegate.store import decisions, deliveries, event_replays, totals, trigger_rates, windows
 from tidegate.store.db import Connection
 from tidegate.store.decisions import NewDecision
 from tidegate.store.deliveries import NOBODY, Claim, Created, Decided
@@ -50,7 +51,8 @@ NOBODY_WAITS = Met()
 class Delivered(NamedTuple):
     """The outcome for admitted events: `failures` counted by source, `moves` and `source_moves` of breakers,
     `matching_ns` the start and end of matching, `lags` the seconds since receipt by source, `met` the runs that waited
-    for the `events`."""
+    for the `events`, `full` the windows of earlier batches that are due now, `superseded` the runs that are to be
+    cancelled for new ones."""
 
     launched: int = 0
     failed: int = 0
@@ -65,6 +67,8 @@ class Delivered(NamedTuple):
     source_moves: Sequence[SourceMove] = ()
     met: Met = NOBODY_WAITS
     events: Sequence[Event] = ()
+    full: Sequence[Window] = ()
+    superseded: Collection[RunId] = ()
 
 
 NOTHING = Delivered()
@@ -83,22 +87,21 @@ class MatchedBatch(NamedTuple):
     @property
     def is_limited(self) -> bool:
         """Whether the order of decisions matters: a fired trigger has a limit."""
-        return any(c.trigger.trigger.is_limited for c in self.candidates)
+        return any(c.trigger.is_limited for c in self.candidates)
 
     @property
     def is_unrestricted(self) -> bool:
         """Whether only the state of a source or trigger (hold, breaker) could prevent a launch: no candidate has an
         error, an idempotency key or a limited trigger."""
         return not any(
-            c.error is not None or c.keys.dedupe_key is not None or c.trigger.trigger.is_limited
-            for c in self.candidates
+            c.error is not None or c.keys.dedupe_key is not None or c.trigger.is_limited for c in self.candidates
         )
 
 
 class Batch:
     """Delivers admitted events inside the caller's transaction. `claim` says which of the new runs this worker claims
     at their creation. After the commit `after_hold` is called with the held deliveries, `after_claim` with the claimed
-    runs, `after_wake` when events have made waiting runs due."""
+    runs, `after_wake` when events have made waiting runs due, `after_full` when they have filled windows."""
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class Batch:
         claim: Callable[[], Claim] = lambda: NOBODY,
         after_claim: Callable[[Sequence[tuple[ClaimedRun, Event]]], None] = lambda _: None,
         after_wake: Callable[[], None] = lambda: None,
+        after_full: Callable[[], None] = lambda: None,
     ) -> None:
         self._matcher = matcher or Matcher()
         self._breaker = breaker
@@ -120,6 +124,7 @@ class Batch:
         self._claim = claim
         self._after_claim = after_claim
         self._after_wake = after_wake
+        self._after_full = after_full
 
     def forget_triggers(self) -> None:
         """Read the triggers again before the next match."""
@@ -182,11 +187,14 @@ class Batch:
         if state.now > gates.now:
             gate.launched_later(gates, Counter(event.source for event in events), state.now)
         decided = deliver.decide(state, candidates, are_newcomers=True)
-        held = [d for d in decided if d.retry_state == "scheduled"]
-        final = [d for d in decided if d.retry_state != "scheduled"]
+        collected = [d for d in decided if d.window_id is not None]
+        held = [d for d in decided if d.retry_state == "scheduled" and d.window_id is None]
+        final = [d for d in decided if d.retry_state != "scheduled" and d.window_id is None]
         launched = await deliveries.launch(connection, final, state.now, self._claim())
         await deliveries.hold(connection, held, state.now)
-        await deliveries.dead_letter(connection, deliver.dead_letters(final))
+        superseded = await self._supersede(connection, state)
+        full = await windows.collect(connection, collected, state.windows, state.now)
+        await deliveries.dead_letter(connection, delivery_state.dead_letters(final))
         await decisions.insert(connection, [*_why_not(filtered, state.now), *(held_line(d, state.now) for d in held)])
         met = await _meet(connection, gates, events, state.now)
         moves = await save_state(connection, state, candidates, decided, breaker=self._trigger_breaker)
@@ -197,8 +205,16 @@ class Batch:
         late = lags(gates.now, events)
         return Delivered(
             len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late, source_moves, met,
-            events,
+            events, full, superseded,
         )  # fmt: skip
+
+    async def _supersede(self, connection: Connection, state: DeliveryState) -> Collection[RunId]:
+        """New deliveries take the place of what waits or runs; the runs that are to be cancelled."""
+        if not state.superseding:
+            return ()
+        done = await trigger_rates.supersede(connection, state.superseding, state.now)
+        await windows.follow(connection, [own_id for own_id, _ in done.skipped], state.now)
+        return done.cancelled
 
     def begin(self, delivered: Delivered) -> None:
         """Start, after the commit, the runs that were claimed at their creation."""
@@ -219,6 +235,10 @@ class Batch:
         held = [d for d in delivered.decided if d.retry_state == "scheduled"]
         if held:
             self._after_hold(held)
+        if delivered.full:
+            self._after_full()
+        if delivered.superseded:
+            self._after_wake()
 
     async def _record_sources(
         self, connection: Connection, gates: LockedGates, events: Sequence[Event], decided: Sequence[Decided]
@@ -226,9 +246,9 @@ class Batch:
         """Update the sources' breakers: failures by source, and the breakers that moved.
 
         An event counts as a failure of its source when every delivery failed, and none of them because the trigger
-        exceeded its work limit."""
+        exceeded its work limit, or because of a budget: both are what an operator wrote, not what the source sent."""
         failed = {d.event_id for d in decided if d.status == "failed"}
-        failed -= {d.event_id for d in decided if d.status != "failed" or d.reason == deliver.TOO_MUCH_WORK}
+        failed -= {d.event_id for d in decided if d.status != "failed" or d.reason in deliver.NO_FAULT_OF_SOURCE}
         failures = Counter(event.source for event in events if event.id in failed)
         last = {d.source: d for d in decided if d.event_id in failed}
         admitted = Counter(event.source for event in events)
@@ -264,10 +284,10 @@ async def _meet(connection: Connection, gates: LockedGates, events: Sequence[Eve
     if not gates.has_waits:
         return NOBODY_WAITS
     if gates.meetings:
-        return Met(True, gates.meetings)
+        return Met(True, gates.meetings, [meeting.event for meeting in gates.meetings])
     met = await waits.meet(connection, events, now)
     gates.meetings.extend(met.meetings)
-    return Met(met.is_awaited, gates.meetings)
+    return Met(met.is_awaited, gates.meetings, met.events)
 
 
 def measure(
@@ -317,8 +337,9 @@ def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) ->
 
 
 async def _undecided(connection: Connection, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """The candidates without those of replayed events that their triggers have decided about before."""
-    replayed = [c.id for c in candidates if c.event.replayed_at is not None]
+    """The candidates without those of replayed events that their triggers have decided about before. What is collected
+    is looked for in any case: a window must not count a delivery twice."""
+    replayed = [c.id for c in candidates if c.event.replayed_at is not None or c.window is not None]
     if not replayed:
         return candidates
     known = await event_replays.delivered(connection, replayed)
@@ -346,9 +367,9 @@ def _claimed(
     candidates: Sequence[Candidate], decided: Sequence[Decided], launched: Created, now: datetime
 ) -> list[tuple[ClaimedRun, Event]]:
     return [
-        (deliver.claimed_run(d, c.trigger, parameters, now), c.event)
+        (delivery_state.claimed_run(d, c.trigger, parameters, now), c.event)
         for c, d in zip(candidates, decided, strict=True)
-        if (parameters := deliver.claimed_with(d, launched)) is not None
+        if (parameters := delivery_state.claimed_with(d, launched)) is not None
     ]
 
 

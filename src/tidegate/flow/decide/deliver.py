@@ -1,7 +1,8 @@
 """Deliver: one decision for each event and trigger that match: launch a run, wait for a reason, skip, or fail.
 
 Pure: everything it depends on is in the `DeliveryState`, which the caller has loaded under the triggers' locks. Checked
-in this order: idempotency key, the trigger's pause and breaker, its throttle, its concurrency.
+in this order: idempotency key, the trigger's pause and breaker, its throttle, its concurrency, its budgets. A new
+event of a trigger that collects is put into a window instead, and the run of the window is decided when it closes.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tidegate.flow.decide.budgets import BUDGET, BUDGET_ERROR, Asking, BudgetState
+from tidegate.model.budget import CannotSpend, Need
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
-from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
+from tidegate.model.ids import DeliveryId, RunId, TriggerId
 from tidegate.model.retry import RetryPolicy, RetryState, next_check_at, why_exhausted
-from tidegate.model.run import ClaimedRun
+from tidegate.model.source import Gate
 from tidegate.model.trigger import NO_KEYS, CompiledTrigger, RenderedKeys
 from tidegate.model.trigger_terms import TemplateError
 from tidegate.model.units import written_rate
+from tidegate.model.window import WINDOW, Windows
 from tidegate.model.work_limit import TooMuchWork, WorkLeft
-from tidegate.store.deliveries import Created, Decided
+from tidegate.store.deliveries import Decided
 from tidegate.store.trigger_gates import LockedTrigger, Slots
+from tidegate.store.trigger_rates import Superseding
 
 MAX_PARAMETER_BYTES = 256 * 1024
 # The time of a delivery that is added while its trigger is being replanned; the replan gives it its own soon after.
@@ -32,15 +37,18 @@ PROVISIONAL = timedelta(minutes=1)
 
 # The reason of a delivery that failed because its trigger exceeded its work limit on the event.
 TOO_MUCH_WORK = "too_much_work"
+NO_FAULT_OF_SOURCE = (TOO_MUCH_WORK, BUDGET_ERROR)
 # The reason of a delivery that was skipped because earlier runs of its trigger are unfinished.
 OVERLAP = "overlap"
+# The reason of a delivery that was skipped because its trigger takes no more events for now.
+SKIP_OVER = "skip_over"
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 class Candidate(NamedTuple):
-    """An event that fires a trigger, with its rendered templates, or the trigger's `error`. `attempts` counts how often
-    it was due and refused; `waited_for` is the reason it waited last."""
+    """An event that fires a trigger, with its rendered templates, or the trigger's `error` (of an `unread_budget`, if
+    it is one). `attempts` counts how often it was due and refused; `waited_for` is the reason it waited last."""
 
     id: DeliveryId
     event: Event
@@ -51,6 +59,9 @@ class Candidate(NamedTuple):
     attempts: int = 0
     waited_for: str | None = None
     is_too_much_work: bool = False
+    needs: tuple[Need, ...] = ()
+    waited_budget: str | None = None
+    unread_budget: str | None = None
 
     @property
     def trigger_id(self) -> TriggerId:
@@ -67,13 +78,28 @@ class Candidate(NamedTuple):
         """The trigger and key of which it needs a concurrency slot; None without a limit."""
         return None if self.trigger.trigger.max_concurrency is None else (self.trigger_id, self.keys.concurrency_key)
 
+    @property
+    def rate(self) -> tuple[TriggerId, str] | None:
+        """The trigger and key of which a new event is counted, and skipped if it is over; None if it is not. A start is
+        not."""
+        is_counted = self.trigger.trigger.skip_over_count is not None and self.event.starts is None
+        return (self.trigger_id, self.keys.key) if is_counted else None
+
+    @property
+    def window(self) -> tuple[TriggerId, str] | None:
+        """The trigger and key whose window a new event is collected in; None if it is not. A start is not."""
+        is_collected = self.trigger.trigger.collect is not None and self.event.starts is None
+        return (self.trigger_id, self.keys.key) if is_collected else None
+
 
 @dataclass(slots=True)
 class DeliveryState:
     """What the decisions of one transaction depend on and change, loaded under the triggers' locks.
 
     `keys` maps an idempotency key to the run that holds it (None: this transaction has claimed it, see `taken`);
-    `lines` maps triggers with waiting deliveries to the last one's ingress sequence; loaded for newcomers only.
+    `lines` maps triggers with waiting deliveries to the last one's ingress sequence; loaded for newcomers only, like
+    `rates`: what was taken of triggers and keys that skip what is over. `superseding` are the new deliveries that take
+    the place of what waits or runs.
     """
 
     now: datetime
@@ -84,6 +110,10 @@ class DeliveryState:
     slots: dict[tuple[TriggerId, str], Slots] = field(default_factory=dict)
     keys: dict[tuple[TriggerId, str], RunId | None] = field(default_factory=dict)
     taken: set[tuple[TriggerId, str]] = field(default_factory=set)
+    windows: Windows | None = None  # loaded if a new event is to be collected
+    rates: dict[tuple[TriggerId, str], Gate] = field(default_factory=dict)
+    superseding: dict[tuple[TriggerId, str], Superseding] = field(default_factory=dict)
+    budgets: BudgetState = field(default_factory=BudgetState)
 
     def policy_of(self, candidate: Candidate) -> RetryPolicy:
         return candidate.trigger.trigger.retry or self.policy
@@ -96,6 +126,8 @@ class Wait(NamedTuple):
     message: str
     waits_for: dict[str, Any]
     until: datetime | None = None
+    is_pause: bool = False
+    is_move: bool = False
 
 
 def render(
@@ -106,9 +138,11 @@ def render(
     *,
     attempts: int = 0,
     waited_for: str | None = None,
+    waited_budget: str | None = None,
 ) -> Candidate:
     """The candidate with its parameters and keys; a template that fails on the event fails this delivery only."""
-    parameters, keys, error, is_too_much_work = "{}", NO_KEYS, None, False
+    parameters, keys, error, is_too_much_work, unread = "{}", NO_KEYS, None, False, None
+    needs: tuple[Need, ...] = ()
     work_left = WorkLeft()
     try:
         if event.origin is None or event.starts is None:
@@ -116,45 +150,29 @@ def render(
             keys = trigger.keys(envelope, work_left)
         else:
             given, keys = msgspec.json.encode(event.payload).decode(), trigger.start_keys(envelope, work_left)
+        if trigger.budgets:
+            needs = trigger.needs(envelope, work_left, is_start=event.origin is not None and event.starts is not None)
         if len(given) <= MAX_PARAMETER_BYTES:
             parameters = given
         else:
             error = f"the parameters are {len(given)} bytes; at most {MAX_PARAMETER_BYTES} are allowed"
     except TooMuchWork as exc:
         error, is_too_much_work = str(exc), True
+    except CannotSpend as exc:
+        error, unread = str(exc), exc.budget
     except (TemplateError, TypeError, ValueError, RecursionError) as exc:
         error = str(exc)
-    return Candidate(delivery_id, event, trigger, parameters, keys, error, attempts, waited_for, is_too_much_work)
-
-
-def claimed_with(one: Decided, created: Created) -> dict[str, Any] | None:
-    """The parameters of the claimed run that this delivery created, or None. A skipped delivery names the run of
-    another delivery: it has none of its own."""
-    return created.get(one.id)
-
-
-def claimed_run(one: Decided, trigger: CompiledTrigger, parameters: dict[str, Any], now: datetime) -> ClaimedRun:
-    """The run of a launched delivery, claimed by this worker at its creation."""
-    assert one.status == "launched" and one.run_id is not None, f"delivery {one.id} is {one.status}"
-    return ClaimedRun(
-        id=one.run_id,
-        workflow=trigger.trigger.workflow,
-        event_id=one.event_id,
-        correlation_id=one.correlation_id,
-        parameters=parameters,
-        attempts=1,
-        claim_generation=1,
-        now=now,
-        started_at=now,
-        trigger_id=one.trigger_id,
-        concurrency_key=one.concurrency_key,
-        is_probe=one.is_probe,
-    )
+    return Candidate(delivery_id, event, trigger, parameters, keys, error, attempts, waited_for, is_too_much_work,
+                     needs, waited_budget, unread)  # fmt: skip
 
 
 def decide(state: DeliveryState, candidates: Sequence[Candidate], *, are_newcomers: bool) -> list[Decided]:
     """The deliveries of a batch, in order. New deliveries queue behind those that already wait."""
-    return [_decide(state, candidate, are_newcomers) for candidate in candidates]
+    found = [_decide(state, candidate, are_newcomers) for candidate in candidates]
+    if state.windows is None:
+        return found
+    closes_at = state.windows.times  # those that came later may have moved it
+    return [d._replace(next_attempt_at=closes_at[d.id]) if d.window_id == d.id else d for d in found]
 
 
 def launched(candidate: Candidate) -> Decided:
@@ -167,28 +185,32 @@ def launched(candidate: Candidate) -> Decided:
     )  # fmt: skip
 
 
-def dead_letters(all_decided: Sequence[Decided]) -> list[tuple[DeliveryId, EventId, str, dict[str, Any]]]:
-    """The dead letters of deliveries that are not retried: an operator may fix the cause and replay them."""
-    return [
-        (d.id, d.event_id, d.last_error or "", {"attempts": d.retry_attempts})
-        for d in all_decided
-        if d.status in ("failed", "exhausted")
-    ]
-
-
 def _decide(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> Decided:
     if candidate.error is not None:
-        held = _why_held(state, candidate)
+        held = _why_held(state, candidate) or _why_unread(state, candidate, is_newcomer)
         if held is not None:
             return _wait(state, candidate, held, is_newcomer)
-        reason = TOO_MUCH_WORK if candidate.is_too_much_work else None
+        reason = TOO_MUCH_WORK if candidate.is_too_much_work else BUDGET_ERROR if candidate.unread_budget else None
         return decided(candidate, "failed", last_error=candidate.error, reason=reason)
     holder = state.keys.get(candidate.dedupe) if candidate.dedupe else None
     if holder is not None:
         message = f"run {holder} was launched with the same idempotency key"
         return decided(candidate, "skipped", last_error=message, run_id=holder, reason="idempotency")
+    if is_newcomer and candidate.rate is not None and (rate := state.rates[candidate.rate]).limit is not None:
+        if rate.room(state.now) == 0:
+            message = (
+                f"over {written_rate(rate.limit.limit, rate.limit.interval_ms)}, and the trigger skips what is over"
+            )
+            return decided(candidate, "skipped", last_error=message, reason=SKIP_OVER)
+        rate.spend(state.now, 1)
+    if (
+        is_newcomer
+        and state.windows is not None
+        and (collected := _collect(state, state.windows, candidate)) is not None
+    ):
+        return collected
     gate = state.gates[candidate.trigger_id].gate if candidate.trigger_id in state.gates else None
-    is_unlimited = gate is None and candidate.slot is None
+    is_unlimited = gate is None and candidate.slot is None and not candidate.needs
     wait = None if is_unlimited else _why_wait(state, candidate, is_newcomer)
     if wait is not None and wait.reason == OVERLAP:
         return decided(candidate, "skipped", last_error=wait.message, reason=OVERLAP)
@@ -203,10 +225,35 @@ def _decide(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> De
     if candidate.slot is not None:
         slots = state.slots[candidate.slot]
         state.slots[candidate.slot] = slots._replace(in_use=slots.in_use + 1)
+    state.budgets.spend(candidate.id, candidate.needs, run_id, state.now)
     if candidate.dedupe is not None:
         state.keys[candidate.dedupe] = run_id
     done: RetryState = "none" if is_newcomer else "completed"
     return decided(candidate, "launched", run_id=run_id, is_probe=is_probe, retry_state=done)
+
+
+def _collect(state: DeliveryState, windows: Windows, candidate: Candidate) -> Decided | None:
+    """The candidate in the window of its key; None if it is launched on its own. The first of a window waits for
+    all."""
+    trigger = candidate.trigger.trigger
+    if candidate.window is None or trigger.collect is None:
+        return None
+    own = trigger.id, trigger.version
+    found = windows.collect(trigger.collect, candidate.id, candidate.event, own, candidate.keys.key, state.now)
+    if found is None:
+        return None
+    of_key = f" of key {candidate.keys.key}" if candidate.keys.key else ""
+    message = f"collected in a window{of_key}: {trigger.collect}"
+    waits_for = {"window": {"id": found.window.id, "key": candidate.keys.key or None}}
+    return decided(
+        candidate,
+        "collected",
+        last_error=message,
+        retry_state="scheduled" if found.is_first else "none",
+        next_attempt_at=found.window.closes_at if found.is_first else None,
+        reason=WINDOW,
+        metadata={"reason": WINDOW, "message": message, "waits_for": waits_for},
+    )._replace(window_id=found.window.id)
 
 
 def _why_held(state: DeliveryState, candidate: Candidate) -> Wait | None:
@@ -214,6 +261,14 @@ def _why_held(state: DeliveryState, candidate: Candidate) -> Wait | None:
     locked = state.gates.get(candidate.trigger_id)
     hold = locked.gate.hold(state.now) if locked is not None else None
     return None if hold is None else Wait(hold.reason, hold.message, {hold.reason: {"until": hold.until}})
+
+
+def _why_unread(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> Wait | None:
+    if candidate.unread_budget is None:
+        return None
+    is_new = is_newcomer or candidate.waited_for == "replay"
+    refused = state.budgets.why_unread(candidate.unread_budget, candidate.error or "", is_new, state.now)
+    return None if refused is None else Wait(BUDGET, *refused)
 
 
 def _why_wait(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> Wait | None:
@@ -229,6 +284,23 @@ def _why_wait(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> 
         if limit is not None and gate.room(state.now) == 0:
             message = f"over the throttle of {written_rate(limit.limit, limit.interval_ms)}"
             return Wait("throttle", message, {"throttle": {"count": limit.limit, "window_ms": limit.interval_ms}})
+    return _why_no_slot(state, candidate, is_newcomer) or _why_no_budget(state, candidate, is_newcomer)
+
+
+def _why_no_budget(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> Wait | None:
+    if not candidate.needs:
+        return None
+    event, came_from = candidate.event, None if is_newcomer else candidate.waited_budget
+    asking = Asking(candidate.id, candidate.needs, event.ingress_sequence, is_newcomer, came_from, candidate.attempts)
+    refused = state.budgets.why_wait(asking, state.now)
+    if refused is None:
+        return None
+    # Without a time, the end of a run wakes it; this is the fallback.
+    until = refused.until or next_check_at(state.policy_of(candidate), state.now - event.counted_from, state.now)
+    return Wait(BUDGET, *refused._replace(until=until))
+
+
+def _why_no_slot(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> Wait | None:
     most = candidate.trigger.trigger.max_concurrency
     if candidate.slot is None or most is None:
         return None
@@ -239,10 +311,10 @@ def _why_wait(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> 
     # A new delivery leaves a free slot for each delivery that is already waiting for one.
     if slots.in_use + (slots.waiting if is_newcomer else 0) >= most:
         if candidate.trigger.trigger.overlap == "skip":
-            unfinished = (
-                "an earlier run is unfinished" if most == 1 else f"{slots.in_use} of {most} runs are unfinished"
-            )
-            return Wait(OVERLAP, f"{unfinished}, and the trigger skips what overlaps (overlap: skip)", {})
+            unfinished = "an earlier run is" if most == 1 else f"{slots.in_use} of {most} runs are"
+            return Wait(OVERLAP, f"{unfinished} unfinished, and the trigger skips what overlaps (overlap: skip)", {})
+        if is_newcomer and candidate.trigger.trigger.cancel_running:
+            state.superseding[candidate.slot] = Superseding(candidate.id, candidate.event.id)
         state.slots[candidate.slot] = slots._replace(waiting=slots.waiting + 1)
         of_key = f" of key {key}" if key else ""
         is_full = slots.in_use >= most
@@ -260,10 +332,10 @@ def _wait(state: DeliveryState, candidate: Candidate, wait: Wait, is_newcomer: b
     is_refused = wait.reason == candidate.waited_for == "throttle"
     attempts_used = candidate.attempts if is_refused else 0
     why = why_exhausted(policy, attempts_used, now - candidate.event.counted_from)
-    if why and not is_newcomer and wait.reason != "paused":
+    if why and not is_newcomer and wait.reason != "paused" and not wait.is_pause:
         text = f"retries exhausted ({why}): {wait.message}"
         return decided(candidate, "exhausted", last_error=text, retry_state="exhausted", reason=wait.reason)
-    attempts = candidate.attempts + int(is_newcomer or is_refused)
+    attempts = candidate.attempts + int(is_newcomer or is_refused or wait.is_move)
     locked = state.gates.get(candidate.trigger_id)
     plan_version = locked.plan_version if locked else 0
     if wait.until is not None:
@@ -315,7 +387,7 @@ def decided(
         event.correlation_id,
         candidate.parameters,
         candidate.keys.dedupe_key,
-        None if trigger.max_concurrency is None else candidate.keys.concurrency_key,
+        candidate.keys.concurrency_key if trigger.holds_slots else None,
         is_probe,
         retry_state,
         next_attempt_at,

@@ -21,11 +21,13 @@ from tidegate.errors import Unavailable
 from tidegate.flow.decide import batch, gate
 from tidegate.flow.decide.batch import Batch, Delivered, MatchedBatch
 from tidegate.flow.decide.gate import LockedGates
+from tidegate.flow.decide.inbox import Inbox
 from tidegate.flow.decide.one_by_one import error_text, one_by_one
 from tidegate.flow.decide.reporting import log_source_moves
 from tidegate.flow.decide.source_failures import SourceMove
 from tidegate.flow.decide.spans import EventSpans, newcomers_gated
 from tidegate.flow.decide.time_slice import MAX_WORK_SECONDS, TooLong
+from tidegate.flow.decide.waits import Met
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId
 from tidegate.model.ingress_retry import IngressRetry
@@ -96,7 +98,7 @@ class Dispatch:
         self._expects_no_state = True
         self._expects_room = True
         self._was_unrestricted = False
-        self._has_more = False
+        self._inbox = Inbox()
         self._takes_turn = False
 
     async def run_once(self) -> DispatchCounts:
@@ -133,13 +135,18 @@ class Dispatch:
     @property
     def has_more(self) -> bool:
         """Whether the last batch was full. If not, later events are announced by a hint, or found by the next poll."""
-        return self._has_more
+        return self._inbox.has_more
+
+    async def others_wait(self) -> bool:
+        """Whether others than the source that has the backlog have undecided events."""
+        async with self._database.connection() as connection:
+            return await self._inbox.others_wait(connection)
 
     @property
     def allows_second_batch(self) -> bool:
         """Whether a second batch may be decided at the same time: the last one was full and unrestricted, so that the
         order does not matter."""
-        return self._has_more and self._was_unrestricted
+        return self.has_more and self._was_unrestricted
 
     async def _committed(self, decided: DecidedBatch) -> None:
         failpoints.hit("dispatch.after_commit")
@@ -177,10 +184,7 @@ class Dispatch:
 
     async def _oldest(self, connection: Connection, has_turn: bool) -> DecidedBatch:
         limit = max(1, min(self._max_events, int(MAX_DELIVERIES / self._fan_out)))
-        if has_turn:
-            await locks.take_turn(connection, limit)
-        newcomers, now = await events.claim_inbox(connection, limit)
-        self._has_more = len(newcomers) == limit
+        newcomers, now = await self._inbox.claim(connection, limit, has_turn=has_turn)
         if now is None:
             return DecidedBatch()
         failpoints.hit("dispatch.after_claim")
@@ -195,7 +199,7 @@ class Dispatch:
         has_expired = any(event.ttl_ms is not None and gate.is_expired(event, now) for event in newcomers)
         self._was_unrestricted = matched is not None and matched.is_unrestricted and not has_expired
         if matched is not None and self._was_unrestricted:
-            if self._has_more:
+            if self.has_more:
                 self._after_full()
             decided = await self._launch(connection, now, matched) if self._expects_no_state else None
             if decided is not None:
@@ -236,7 +240,7 @@ class Dispatch:
         failpoints.hit("dispatch.after_gate")
         matched = await self._batch.match_at(connection, gates, verdict.admitted, matched)
         is_ordered = matched.is_limited or bool(verdict.held)
-        if is_ordered and not has_turn and not await locks.is_in_turn(connection, newcomers[-1].ingress_sequence):
+        if is_ordered and not has_turn and not await self._inbox.is_in_turn(connection, newcomers):
             raise OutOfTurn
         self._takes_turn &= is_ordered
         waiting = [*verdict.held, *verdict.expired]
@@ -245,10 +249,10 @@ class Dispatch:
         if are_all_new and matched.is_unrestricted and not waiting:
             decided = await self._launch(connection, gates.now, matched, gates)
             if decided is not None:
-                self._expects_no_state &= not decided.delivered.met.is_awaited
+                await self._check_turn(connection, decided.delivered.met, has_turn)
                 return decided
         delivered = await self._batch.deliver(connection, gates, verdict.admitted, matched)
-        self._expects_no_state &= not delivered.met.is_awaited
+        await self._check_turn(connection, delivered.met, has_turn)
         await ingress_retries.hold(connection, waiting)
         await decisions.insert(connection, [_recorded(retry) for retry in waiting])
         await gate.save_gates(connection, gates)
@@ -272,11 +276,16 @@ class Dispatch:
         correlation_ids: dict[EventId, str] = {event.id: event.correlation_id for event in newcomers} if waiting else {}
         return DecidedBatch(outcome, verdict.held, delivered, verdict.expired, correlation_ids)
 
+    async def _check_turn(self, connection: Connection, met: Met, has_turn: bool) -> None:
+        """Runs are given the events that they wait for in the order of arrival."""
+        self._expects_no_state &= not met.is_awaited
+        if not has_turn and await self._inbox.is_overtaken(connection, met.events):
+            raise OutOfTurn
+
     async def _one_by_one(self) -> DispatchCounts:
         """The oldest events, each in its own transaction; an event that still fails is dead-lettered."""
         async with self._database.connection() as connection:
-            sequences = await events.list_inbox(connection, self._batch_size)
-        self._has_more = True
+            sequences = await self._inbox.undecided(connection, self._batch_size)
         counts = await one_by_one(sequences, self._decide_one, self._give_up)
         return DispatchCounts(*map(sum, zip(DispatchCounts(), *counts, strict=True)))
 
@@ -293,8 +302,8 @@ class Dispatch:
 
     async def _single(self, connection: Connection, sequence: int, has_turn: bool) -> DecidedBatch:
         if has_turn:
-            await locks.take_turn(connection, self._batch_size)
-            if await events.list_inbox(connection, 1) != [sequence]:
+            await locks.hold_turn(connection)
+            if await events.first_in_lane(connection, sequence) != sequence:
                 return DecidedBatch()  # an earlier event is undecided again, or this one is decided
         claimed = await events.claim_inbox_one(connection, sequence)
         if not claimed:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from tidegate.errors import InvalidInput
 from tidegate.flow.decide.time_slice import TimeSlice
+from tidegate.model.budget import BudgetSpec, CompiledBudget
 from tidegate.model.event import Event
 from tidegate.model.ids import TriggerId
-from tidegate.model.trigger import CompiledTrigger, TriggerIndex
+from tidegate.model.trigger import CompiledTrigger
+from tidegate.model.trigger_index import TriggerIndex
 from tidegate.model.work_limit import TooMuchWork, WorkLeft
+from tidegate.store import budgets
 from tidegate.store import triggers as store
 from tidegate.store.db import Connection
 from tidegate.telemetry.logs import logger
@@ -44,7 +49,8 @@ class Matcher:
     def __init__(self) -> None:
         self._version = -1
         self._index = TriggerIndex([])
-        self._compiled: dict[TriggerId, tuple[int, list[str], CompiledTrigger | None]] = {}
+        self._compiled: dict[TriggerId, tuple[int, list[str], list[CompiledBudget], CompiledTrigger | None]] = {}
+        self._budgets: dict[str, CompiledBudget] = {}
 
     @property
     def known(self) -> tuple[TriggerIndex, int]:
@@ -55,17 +61,20 @@ class Matcher:
         """The active triggers of that version; the caller's transaction keeps it current."""
         if registry_version != self._version:
             listed = await store.list_active(connection)
-            found: dict[TriggerId, tuple[int, list[str], CompiledTrigger | None]] = {}
+            if any(trigger.budgets for trigger, _ in listed):
+                self._budgets = _compile_budgets(await budgets.list_specs(connection), self._budgets)
+            found: dict[TriggerId, tuple[int, list[str], list[CompiledBudget], CompiledTrigger | None]] = {}
             time_slice = TimeSlice()
             for trigger, names in listed:
-                version, old_names, compiled = self._compiled.get(trigger.id, (0, [], None))
-                if version != trigger.version or old_names != names:
-                    compiled = _compile(trigger, names)
+                version, old_names, old_budgets, compiled = self._compiled.get(trigger.id, (0, [], [], None))
+                used = [self._budgets[name] for name in trigger.budgets if name in self._budgets]
+                if version != trigger.version or old_names != names or old_budgets != used:
+                    compiled = _compile(trigger, names, used)
                     if time_slice.is_over:
                         await time_slice.next()
-                found[trigger.id] = (trigger.version, names, compiled)
-            sound = [one for _, _, one in found.values() if one is not None]
-            invalid = frozenset(i for i, (_, _, one) in found.items() if one is None)
+                found[trigger.id] = (trigger.version, names, used, compiled)
+            sound = [one for _, _, _, one in found.values() if one is not None]
+            invalid = frozenset(i for i, (_, _, _, one) in found.items() if one is None)
             index = TriggerIndex(sound, invalid)
             self._compiled, self._index, self._version = found, index, registry_version
             return index
@@ -117,9 +126,22 @@ async def match(
     return fired, filtered
 
 
-def _compile(trigger: Any, parameter_names: list[str]) -> CompiledTrigger | None:
+def _compile_budgets(specs: Sequence[BudgetSpec], known: dict[str, CompiledBudget]) -> dict[str, CompiledBudget]:
+    """The budgets by name; those that have not changed are the same objects as before."""
+    found: dict[str, CompiledBudget] = {}
+    for spec in specs:
+        old = known.get(spec.name)
+        try:
+            found[spec.name] = old if old is not None and old.spec == spec else CompiledBudget(spec)
+        except InvalidInput as exc:  # stored without passing our validation: its rate and slots hold without a key
+            _log.error("match.budget_invalid", budget=spec.name, error=exc)
+            found[spec.name] = CompiledBudget(msgspec.structs.replace(spec, key=None, cost=None))
+    return found
+
+
+def _compile(trigger: Any, parameter_names: list[str], used: Sequence[CompiledBudget]) -> CompiledTrigger | None:
     try:
-        return CompiledTrigger(trigger, parameter_names)
+        return CompiledTrigger(trigger, parameter_names, used)
     except InvalidInput as exc:  # stored without passing our validation; the others continue
         _log.error("match.trigger_invalid", trigger_id=str(trigger.id), workflow=trigger.workflow, error=exc)
         return None

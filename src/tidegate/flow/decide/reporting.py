@@ -59,6 +59,8 @@ def report_deliveries(decided: Sequence[Decided], names: Mapping[TriggerId, str]
         if outcome is not None:
             metrics.DELIVERY_RETRIES.labels(outcome).inc(count)
     for one in decided:
+        if one.reason == "budget" and (held := one.metadata.get("waits_for", {}).get("budget")):
+            metrics.held_by_budget(held["name"], held["why"])
         log = _log.warning if one.status in ("failed", "exhausted") else _log.info
         if are_newcomers and one.status == "launched":
             log = _log.debug

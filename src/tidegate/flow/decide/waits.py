@@ -18,7 +18,7 @@ from tidegate.model.wait import MetWait, OpenWait, give, key_of_event
 from tidegate.store import decisions, runs, waits
 from tidegate.store.db import Connection
 from tidegate.store.decisions import NewDecision
-from tidegate.store.waits import MetStep
+from tidegate.store.waits import KeptEvent, MetStep
 from tidegate.telemetry.logs import logger
 
 # Of the runs that an event woke or cancelled, at most MAX_LISTED are recorded by name.
@@ -38,11 +38,21 @@ class Meeting(NamedTuple):
     step: str | None
 
 
+class Part(NamedTuple):
+    """An event that a run keeps for a `wait_all`, which another event ends, or has ended now."""
+
+    run_id: RunId
+    wait: OpenWait
+    event: Event
+
+
 class Met(NamedTuple):
-    """Whether anybody waits for events of these types, and the runs that were woken or are to be cancelled."""
+    """Whether anybody waits for events of these types, the runs that were woken or are to be cancelled, and the events
+    that meet a wait, in order."""
 
     is_awaited: bool = False
     meetings: Sequence[Meeting] = ()
+    events: Sequence[Event] = ()
 
 
 async def meet(connection: Connection, events: Sequence[Event], now: datetime) -> Met:
@@ -54,7 +64,9 @@ async def meet(connection: Connection, events: Sequence[Event], now: datetime) -
     offers = await _offers(connection, events, path_sets, now)
     failpoints.hit("wait.before_lock")
     await runs.lock(connection, sorted(offers))
-    return Met(True, await hand_over(connection, offers, now, wakes=True))
+    met = {event.id for offered in offers.values() for event, _ in offered}
+    meetings = await hand_over(connection, offers, now, wakes=True)
+    return Met(True, meetings, [event for event in events if event.id in met])
 
 
 async def _offers(
@@ -99,24 +111,34 @@ async def hand_over(
     taken: Mapping[RunId, set[EventId]] | None = None,
 ) -> list[Meeting]:
     """Give runs, which the caller has locked, the events that are offered to them: write the results of their steps,
-    and wake them. What has ended or was given since the offer is read here, under the lock. `taken` are the events that
-    they were given before; by default only events that were replayed, or were decisions, can be among them."""
+    and wake them. What has ended or was given since the offer is read here, under the lock. With `wakes`, a wait that
+    has yet to look back is only told to do so: it finds these events, after those that came before them. `taken` are
+    the events that the runs were given before; by default only events that were replayed, or were decisions, can be
+    among them."""
     if not offers:
         return []
     if taken is None:
         again = [run_id for run_id, offered in offers.items() if any(_may_repeat(event) for event, _ in offered)]
         taken = await waits.list_taken(connection, again) if again else {}
     open_waits = await waits.list_of_runs(connection, offers.keys())
+    ready = open_waits
+    if wakes:
+        ready = {run_id: [w for w in mine if not w.looks_back] for run_id, mine in open_waits.items()}
+        looking = {w.id: w.step_id for mine in open_waits.values() for w in mine if w.looks_back}
+        offered_to = {wait_id for offered in offers.values() for _, met_by in offered for wait_id in met_by}
+        await waits.look_again(connection, {looking[wait_id] for wait_id in looking.keys() & offered_to})
     given = {
         run_id: given
         for run_id, offered in offers.items()
-        if (given := give(open_waits.get(run_id, ()), offered, taken.get(run_id, ())))
+        if (given := give(ready.get(run_id, ()), offered, taken.get(run_id, ())))
     }
     cancelled = {run_id: one[0] for run_id, one in given.items() if one[0].wait.mode == "cancel"}
     rest = {run_id: one for run_id, one in given.items() if run_id not in cancelled}
     texts: dict[EventId, str] = {}
     met, kept, last = _results(rest, open_waits, texts)
     await waits.keep(connection, kept)
+    of_all = [Part(run_id, *pair) for run_id, one in rest.items() for pair in one if pair.wait.mode == "all"]
+    parts = [one for one in of_all if one.event is not last.get(one.wait.step_id)]
     failpoints.hit("wait.before_result")
     names = await waits.complete(connection, met)
     asked = await waits.request_cancel(connection, list(cancelled.values()))
@@ -126,7 +148,7 @@ async def hand_over(
         await runs.wake(connection, sorted(woken | asked))
     meetings = [Meeting(one.run_id, last[one.step_id], names[one.step_id]) for one in met if one.step_id in names]
     meetings += [Meeting(run_id, cancelled[run_id].event, None) for run_id in asked]
-    await decisions.insert(connection, _recorded(meetings, now))
+    await decisions.insert(connection, [*_recorded(meetings, now), *_kept(parts, now)])
     return meetings
 
 
@@ -139,28 +161,30 @@ def _results(
     given: Mapping[RunId, Sequence[MetWait]],
     open_waits: Mapping[RunId, Sequence[OpenWait]],
     texts: dict[EventId, str],
-) -> tuple[list[MetStep], list[tuple[WaitId, EventId, str]], dict[StepId, Event]]:
-    """The steps that are done, the patterns of `wait_all` that keep their event, and the last event of each step."""
+) -> tuple[list[MetStep], list[KeptEvent], dict[StepId, Event]]:
+    """The steps that are done, the patterns of `wait_all` that keep their event, and the last event of each step that
+    is done."""
     met: list[MetStep] = []
-    kept: list[tuple[WaitId, EventId, str]] = []
+    kept: list[KeptEvent] = []
     last: dict[StepId, Event] = {}
     for run_id, pairs in given.items():
         steps: dict[StepId, list[MetWait]] = {}
         for pair in pairs:
             steps.setdefault(pair.wait.step_id, []).append(pair)
         for step_id, mine in steps.items():
-            last[step_id] = mine[-1].event
             if mine[0].wait.mode != "all":
                 [(wait, event)] = mine
                 text = _text(event, texts)
                 result = text if wait.mode == "event" else f"[{wait.number},{text}]"
                 met.append(MetStep(run_id, step_id, result, [event.id]))
+                last[step_id] = event
                 continue
             now_met = {wait.id: event for wait, event in mine}
             patterns = sorted((w for w in open_waits[run_id] if w.step_id == step_id), key=lambda w: w.number)
             if any(w.met_event_id is None and w.id not in now_met for w in patterns):
-                kept += [(wait.id, event.id, _text(event, texts)) for wait, event in mine]
+                kept += [KeptEvent(wait.id, event.id, _text(event, texts), step_id) for wait, event in mine]
                 continue
+            last[step_id] = mine[-1].event
             parts = [
                 _text(now_met[w.id], texts) if w.id in now_met else msgspec.json.encode(w.met_event).decode()
                 for w in patterns
@@ -190,8 +214,19 @@ def _recorded(meetings: Sequence[Meeting], now: datetime) -> list[NewDecision]:
     ]
 
 
+def _kept(parts: Sequence[Part], now: datetime) -> list[NewDecision]:
+    """One decision for each event that runs keep, with the runs and their steps."""
+    by_event: dict[EventId, list[dict[str, str]]] = {}
+    for run_id, wait, event in parts:
+        by_event.setdefault(event.id, []).append({"run_id": str(run_id), "step_id": str(wait.step_id)})
+    return [
+        NewDecision(event_id, now, "wait", "kept", _counted("kept", listed), detail=listed[:MAX_LISTED])
+        for event_id, listed in by_event.items()
+    ]
+
+
 def _counted(decision: str, listed: Sequence[Mapping[str, str]]) -> str:
-    verb = "cancelled" if decision == "cancelled" else "woke"
+    verb = "kept for" if decision == "kept" else decision
     return f"{verb} run {listed[0]['run_id']}" if len(listed) == 1 else f"{verb} {len(listed)} runs"
 
 

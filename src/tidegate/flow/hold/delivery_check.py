@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from tidegate.flow.decide import deliver, gate
+from tidegate.flow.decide import deliver, delivery_state, gate
 from tidegate.flow.decide.deliver import Candidate
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
-from tidegate.model.ids import DefinitionId, TriggerId
+from tidegate.model.ids import DefinitionId, RunId, TriggerId
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import OPEN_PAUSE, Hold
-from tidegate.model.trigger import TriggerIndex
+from tidegate.model.trigger_index import TriggerIndex
 from tidegate.model.work_limit import TooMuchWork
+from tidegate.store.budgets import Line, LockedBudget
 from tidegate.store.deliveries import Decided, Taken
 from tidegate.store.trigger_gates import LockedTrigger
 
@@ -27,23 +29,33 @@ _NO_DEFINITION = DefinitionId(uuid.UUID(int=0))
 
 @dataclass(slots=True)
 class DeliveryFacts:
-    """What one transaction decides by, read under its locks."""
+    """What one transaction decides by, read under its locks; `wanted` are the triggers whose rows are locked if they
+    matter, with their `budgets`."""
 
     now: datetime
     index: TriggerIndex
     gates: dict[TriggerId, LockedTrigger]
     paused_sources: dict[str, Hold]
+    wanted: frozenset[TriggerId] = frozenset()
+    budgets: dict[str, LockedBudget] = field(default_factory=dict)
     replanned: list[TriggerId] = field(default_factory=list)
+    stopped: dict[RunId, str] = field(default_factory=dict)  # children that are to be cancelled with their parents
     room_at: datetime | None = None
+
+    def lines(self, wanted: Iterable[Line]) -> set[Line]:
+        """Those of the lines whose budget this transaction has locked."""
+        return {line for line in wanted if line[0] in self.budgets}
 
 
 def recheck(facts: DeliveryFacts, row: Taken, event: Event) -> Candidate | Decided:
     """Check the delivery against the trigger and the event as they are now: a decision, or a candidate to decide."""
     compiled = facts.index.get(row.trigger_id)
     if compiled is None and row.trigger_id in facts.index.invalid:
-        return _without_trigger(row, event, facts, "paused", "trigger_invalid", "this worker cannot read the trigger")
+        return _settled(row, event, facts, "paused", "trigger_invalid", "this worker cannot read the trigger")
     if compiled is None:
-        return _without_trigger(row, event, facts, "cancelled", "trigger_gone", "the trigger is disabled or deleted")
+        return _settled(row, event, facts, "cancelled", "trigger_gone", "the trigger is disabled or deleted")
+    if (stopped := facts.stopped.get(RunId(row.id))) is not None:
+        return _settled(row, event, facts, "cancelled", "parent_stopped", f"cancelled: {stopped}")
     bare = Candidate(row.id, event, compiled, attempts=row.retry_attempts, waited_for=row.reason)
     paused = facts.paused_sources.get(event.source)
     if paused is not None:
@@ -65,13 +77,15 @@ def recheck(facts: DeliveryFacts, row: Taken, event: Event) -> Candidate | Decid
     if reason is not None:
         text = f"the trigger (version {compiled.trigger.version}) no longer matches the event: {reason}"
         return deliver.decided(bare, "skipped", last_error=text, reason="filtered")
-    return deliver.render(row.id, event, compiled, envelope, attempts=row.retry_attempts, waited_for=row.reason)
+    return deliver.render(
+        row.id, event, compiled, envelope, attempts=row.retry_attempts, waited_for=row.reason, waited_budget=row.budget
+    )
 
 
 def claimed_run(one: Decided, parameters: dict[str, Any], facts: DeliveryFacts) -> ClaimedRun:
     compiled = facts.index.get(one.trigger_id)
     assert compiled is not None, "it was launched by this trigger"
-    return deliver.claimed_run(one, compiled, parameters, facts.now)
+    return delivery_state.claimed_run(one, compiled, parameters, facts.now)
 
 
 def _plan_version(facts: DeliveryFacts, row: Taken) -> int:
@@ -79,10 +93,9 @@ def _plan_version(facts: DeliveryFacts, row: Taken) -> int:
     return locked.plan_version if locked else 0
 
 
-def _without_trigger(
-    row: Taken, event: Event, facts: DeliveryFacts, status: DeliveryStatus, reason: str, text: str
-) -> Decided:
-    """A delivery whose trigger is gone is cancelled; one whose trigger only a newer worker can read waits for it."""
+def _settled(row: Taken, event: Event, facts: DeliveryFacts, status: DeliveryStatus, reason: str, text: str) -> Decided:
+    """A delivery whose trigger is gone, or whose parent was stopped, is cancelled; one whose trigger only a newer
+    worker can read waits for it."""
     is_waiting = status == "paused"
     return Decided(
         id=row.id,

@@ -12,11 +12,12 @@ from datetime import datetime
 from typing import NamedTuple
 
 from tidegate import failpoints
+from tidegate.flow.decide.budgets import BUDGET
 from tidegate.flow.hold.replan import Replan
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.ids import EventId, TriggerId
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy, why_exhausted
-from tidegate.store import decisions, deliveries, held_deliveries, locks, trigger_gates
+from tidegate.store import budgets, decisions, deliveries, held_deliveries, locks, trigger_gates, windows
 from tidegate.store.db import Connection
 from tidegate.store.decisions import NewDecision
 from tidegate.store.deliveries import Moved, Stale
@@ -26,6 +27,8 @@ from tidegate.telemetry.logs import logger
 
 # How many deliveries that waited for a paused source one call makes due once the source is resumed.
 RELEASE_BATCH = 500
+
+SLOT = "concurrency"
 
 _log = logger("replan")
 
@@ -97,9 +100,11 @@ class DeliveryPlan:
         return row.ingress_sequence
 
     async def take(self, *, after: int, limit: int) -> list[Stale]:
-        return await deliveries.take_stale(
-            self._connection, self._trigger_id, plan_version=self.version, after=after, limit=limit
-        )
+        connection, trigger_id, version = self._connection, self._trigger_id, self.version
+        # The lines of budgets change under their locks, which come before those of deliveries.
+        names = await deliveries.stale_budgets(connection, trigger_id, plan_version=version, after=after, limit=limit)
+        await budgets.lock(connection, names)
+        return await deliveries.take_stale(connection, trigger_id, plan_version=version, after=after, limit=limit)
 
     async def end(self) -> None:
         await trigger_gates.end_plan(self._connection, self._trigger_id, self._locked.gate.drain_at)
@@ -110,10 +115,18 @@ class DeliveryPlan:
         in_line, for_slots = self._split(rows, is_held=gate.hold(now) is not None)
         moved = self._decide(in_line, now)
         await deliveries.move(connection, moved)
+        await windows.follow(connection, [row.id for row in in_line], now)
         if overtook:
             await held_deliveries.keep_order(connection, {trigger_id: rows[0].ingress_sequence})
         await deliveries.keep_waiting(connection, [row.id for row in for_slots], self.version)
-        woken = await trigger_gates.wake(connection, {(trigger_id, row.concurrency_key or "") for row in for_slots})
+        if self._locked.refused_at is None:  # the trigger has changed: other budgets may hold them, or none
+            waiting = [row.id for row in for_slots if row.reason == BUDGET]
+            await budgets.decide_these_again(connection, waiting, self.version)
+        # Those behind the ones that leave the line of a budget may be first now.
+        left = {(row.budget, row.budget_key or "") for row in in_line if row.reason == BUDGET and row.budget}
+        await budgets.nudge(connection, dict.fromkeys(left, now))
+        slots = {(trigger_id, row.concurrency_key or "") for row in for_slots if row.reason == SLOT}
+        woken = await trigger_gates.wake(connection, slots)
         event_of = {row.id: row.event_id for row in rows}
         await deliveries.dead_letter(
             connection,
@@ -157,9 +170,14 @@ class DeliveryPlan:
         ]  # fmt: skip
 
     def _split(self, rows: Sequence[Stale], *, is_held: bool) -> tuple[list[Stale], list[Stale]]:
-        """The rows in the trigger's line, and the rows that wait for a concurrency slot. The latter keep their place,
-        unless a pause or a breaker holds the trigger, or their time had come and the throttle refused them."""
-        keeps = {r.id for r in rows if not is_held and r.reason == "concurrency" and not self._was_refused(r)}
+        """The rows in the trigger's line, and the rows that wait for a slot, a budget, or for their window to close.
+        Those that wait for a slot or a budget keep their place, unless a pause or a breaker holds the trigger, or their
+        time had come and the throttle refused them; those in a window in any case until their time has come."""
+        keeps = {
+            r.id
+            for r in rows
+            if (r.reason == "window" or (r.reason in (SLOT, BUDGET) and not is_held)) and not self._was_refused(r)
+        }
         return [row for row in rows if row.id not in keeps], [row for row in rows if row.id in keeps]
 
     def _was_refused(self, row: Stale) -> bool:

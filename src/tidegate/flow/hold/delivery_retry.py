@@ -18,21 +18,25 @@ from tidegate import failpoints
 from tidegate.clock import epoch_ns
 from tidegate.errors import Unavailable
 from tidegate.flow.decide import deliver, delivery_state
+from tidegate.flow.decide.budgets import BUDGET
 from tidegate.flow.decide.deliver import Candidate
 from tidegate.flow.decide.match import Matcher
 from tidegate.flow.decide.one_by_one import error_text, one_by_one
 from tidegate.flow.decide.reporting import held_line, log_trigger_moves, report_deliveries, trigger_name
 from tidegate.flow.decide.spans import record_deliveries
 from tidegate.flow.decide.time_slice import TimeSlice
+from tidegate.flow.hold import budget_lines, closing
 from tidegate.flow.hold.delivery_check import DeliveryFacts, claimed_run, recheck
 from tidegate.flow.run.finish import Gates
 from tidegate.model.event import Event
-from tidegate.model.ids import DeliveryId, EventId, TriggerId
+from tidegate.model.ids import DeliveryId, EventId, RunId, TriggerId
 from tidegate.model.retry import TRIGGER_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import TRIGGER_BREAKER, BreakerPolicy, room_soon
 from tidegate.model.trigger_gate import TriggerMove
-from tidegate.store import decisions, deliveries, events, locks, sources, totals, trigger_gates
+from tidegate.store import budgets, decisions, deliveries, events, locks, sources, totals, trigger_gates, windows
+from tidegate.store import children as run_children
+from tidegate.store.budgets import Line
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import NOBODY, Claim, Decided, DueDelivery, Taken
 from tidegate.store.locks import Unlocked
@@ -42,6 +46,9 @@ from tidegate.telemetry import metrics, traces
 from tidegate.telemetry.logs import logger
 
 MAX_TRIGGERS = 50
+# Reasons that last until something else ends; still waiting for it is no new decision.
+STILL = ("concurrency", BUDGET)
+NO_LINES: set[Line] = set()
 # At most this many deliveries that change from a concurrency slot's line to the throttle's do so without a replan.
 MAX_WITHOUT_REPLAN = 3
 
@@ -129,7 +136,9 @@ class DeliveryRetry:
         """Decide deliveries for which a slot has just become free, in the transaction that freed it: it has locked them
         and their triggers, and shares every source's advisory lock. Call `committed` after the commit."""
         index = await self._matcher.at(connection, line.registry_version)
-        facts = DeliveryFacts(line.now, index, gates, line.paused_sources)
+        names = {name for locked in gates.values() for name in locked.budgets}
+        held = await budgets.lock(connection, names) if names else {}  # the caller holds them already
+        facts = DeliveryFacts(line.now, index, gates, line.paused_sources, frozenset(gates), held)
         return await self._decide(connection, facts, line.taken, line.slots, claim)
 
     async def _due(self) -> list[DueDelivery]:
@@ -162,21 +171,30 @@ class DeliveryRetry:
         facts = await self._facts(connection, due, always)
         if not are_named:
             due = await self._due_now(connection, facts, due)
+            due = await budget_lines.with_heads(connection, facts, due, self._batch_size)
         taken = await deliveries.take(connection, await self._with_room(connection, facts, due), facts.now)
-        return await self._decide(connection, facts, taken)
+        return await self._decide(connection, facts, taken, visited=budget_lines.lines(due))
 
     async def _facts(
         self, connection: Connection, due: Sequence[DueDelivery], always: frozenset[TriggerId]
     ) -> DeliveryFacts:
         names = sorted({one.source for one in due if one.source})
-        await locks.share(connection, names)
+        if budget_lines.lines(due):
+            await locks.share_all(connection)  # who is first in line is known only under the budget's lock
+        else:
+            await locks.share(connection, names)
         now, version = await locks.moment(connection)
         index = await self._matcher.at(connection, version)
         paused = await sources.paused(connection, names)
-        wanted = {one.trigger_id for one in due}
+        wanted = {one.trigger_id for one in due} | always
         limited = {t for t in wanted if (found := index.get(t)) is not None and found.trigger.is_limited} | always
         gates = await trigger_gates.lock(connection, always=limited, others=wanted - limited)
-        return DeliveryFacts(await locks.now(connection) if gates else now, index, gates, paused)
+        used = {name for t in wanted if (found := index.get(t)) is not None for name in found.trigger.budgets}
+        used |= {one.budget for one in due if one.budget is not None}
+        held = await budgets.lock(connection, used) if used else {}
+        return DeliveryFacts(
+            await locks.now(connection) if gates else now, index, gates, paused, frozenset(wanted), held
+        )  # fmt: skip
 
     async def _due_now(
         self, connection: Connection, facts: DeliveryFacts, due: Sequence[DueDelivery]
@@ -186,11 +204,11 @@ class DeliveryRetry:
         if not facts.gates:
             return list(due)
         of_each = max(Counter(one.trigger_id for one in due).values())
-        shared = {one.source for one in due}
+        shared, has_lines = {one.source for one in due}, bool(budget_lines.lines(due))
         found = [one for one in due if one.trigger_id not in facts.gates]
         cut_off: set[TriggerId] = set()
         for one in await deliveries.list_due(connection, list(facts.gates), of_each, facts.now):
-            if one.source not in shared:
+            if one.source not in shared and not has_lines:
                 cut_off.add(one.trigger_id)
             if one.trigger_id not in cut_off:
                 found.append(one)
@@ -203,19 +221,17 @@ class DeliveryRetry:
         taken: Sequence[Taken],
         slots: dict[tuple[TriggerId, str], Slots] | None = None,
         claim: Claim = NOBODY,
+        visited: set[Line] = NO_LINES,
     ) -> DeliveryTurn:
         began_ns = epoch_ns()
         found = await events.get_many(connection, {row.event_id for row in taken})
-        candidates: list[Candidate] = []
-        decided: list[Decided] = []
-        time_slice = TimeSlice()
-        for number, row in enumerate(taken):
-            judged = recheck(facts, row, found[row.event_id])
-            candidates.append(judged) if isinstance(judged, Candidate) else decided.append(judged)
-            if time_slice.is_over:
-                await time_slice.next()
-                if not slots:  # a slot that a run's end has freed is filled in its transaction, however long it takes
-                    time_slice.check(number + 1, len(taken))
+        children = {RunId(row.id): one.step_id for row in taken if (one := found[row.event_id].child_of) is not None}
+        if children:
+            facts.stopped.update(await run_children.list_stopped(connection, children))
+        leaders = [row for row in taken if row.window_id is not None]
+        closed = await closing.close(connection, facts, leaders, found) if leaders else {}
+        # A slot that a run's end has freed is filled in its transaction, however long it takes.
+        candidates, decided = await _recheck(facts, taken, found, closed, is_bounded=not slots)
         state = await delivery_state.load_state(
             connection,
             candidates,
@@ -224,15 +240,17 @@ class DeliveryRetry:
             are_newcomers=False,
             gates=facts.gates,
             slots=slots,
+            locked_budgets=facts.budgets,
         )
         decided += deliver.decide(state, candidates, are_newcomers=False)
-        launched = await deliveries.settle(connection, decided, state.now, claim)
+        # The run of a window needs its events, which whoever claims it reads.
+        launched = await deliveries.settle(connection, decided, state.now, NOBODY if leaders else claim)
+        await windows.follow(connection, [row.id for row in leaders], state.now)
         woken = await self._wake_next(connection, taken, decided)
-        await deliveries.dead_letter(connection, deliver.dead_letters(decided))
-        before = {row.id: row.reason for row in taken}  # still waiting for a slot is no new decision
-        news = [d for d in decided if not d.reason == before[d.id] == "concurrency"]
-        await decisions.insert(connection, [held_line(d, state.now) for d in news])
+        await _record(connection, taken, decided, state.now)
         moves = await delivery_state.save_state(connection, state, candidates, decided, breaker=self._breaker)
+        if visited:
+            await budget_lines.nudge(connection, facts, state.budgets, visited)
         await totals.add(connection, BatchTotals(delivery_state.count(decided, are_newcomers=False)))
         failpoints.hit("delivery_retry.before_commit")
         return DeliveryTurn(
@@ -241,7 +259,7 @@ class DeliveryRetry:
             claimed=[
                 (claimed_run(d, parameters, facts), found[d.event_id])
                 for d in decided
-                if (parameters := deliver.claimed_with(d, launched)) is not None
+                if (parameters := delivery_state.claimed_with(d, launched)) is not None
             ],
             woken=woken,
             decided=decided,
@@ -309,6 +327,8 @@ class DeliveryRetry:
     ) -> list[tuple[Taken, str | None]]:
         """Dead-letter the delivery if it is still due; the row and its correlation id."""
         await trigger_gates.lock(connection, always=[one.trigger_id])
+        lines = budget_lines.lines([one])
+        await budgets.lock(connection, [name for name, _ in lines])
         now = await locks.now(connection)
         found = []
         for row in await deliveries.take(connection, [one.id], now):
@@ -316,16 +336,52 @@ class DeliveryRetry:
                 row.id, "failed", "exhausted", None, row.retry_attempts, "failed", reason, {"reason": "failed"}, 0
             )
             await deliveries.move(connection, [failed])
+            await windows.follow(connection, [row.id], now)
             await deliveries.dead_letter(connection, [(row.id, row.event_id, reason, {"attempts": row.retry_attempts})])
             line = decisions.NewDecision(row.event_id, now, "deliver", "failed", reason, None, row.retry_attempts,
                                       trigger_id=row.trigger_id)  # fmt: skip
             await decisions.insert(connection, [line])
             await trigger_gates.wake(connection, [(row.trigger_id, row.concurrency_key or "")])
+            await budgets.nudge(connection, dict.fromkeys(lines, now))
             # The event itself is not read: an unreadable event may be the cause of the failure.
             found.append((row, await events.correlation_id(connection, row.event_id)))
         return found
 
 
+async def _recheck(
+    facts: DeliveryFacts,
+    taken: Sequence[Taken],
+    found: Mapping[EventId, Event],
+    closed: Mapping[DeliveryId, closing.Closed],
+    *,
+    is_bounded: bool,
+) -> tuple[list[Candidate], list[Decided]]:
+    """The deliveries that still stand, and the decisions about the others."""
+    candidates: list[Candidate] = []
+    decided: list[Decided] = []
+    time_slice = TimeSlice()
+    for number, row in enumerate(taken):
+        judged = recheck(facts, row, found[row.event_id])
+        if row.window_id is not None:
+            judged = closing.with_arguments(judged, closed.get(row.id))
+        candidates.append(judged) if isinstance(judged, Candidate) else decided.append(judged)
+        if time_slice.is_over:
+            await time_slice.next()
+            if is_bounded:
+                time_slice.check(number + 1, len(taken))
+    return candidates, decided
+
+
+async def _record(connection: Connection, taken: Sequence[Taken], decided: Sequence[Decided], now: datetime) -> None:
+    """The dead letters and the lines of the events' stories. Still waiting for a slot is no new decision."""
+    await deliveries.dead_letter(connection, delivery_state.dead_letters(decided))
+    before = {row.id: row.reason for row in taken}
+    still = {d.id for d in decided if d.retry_state == "scheduled" and d.reason in STILL and d.reason == before[d.id]}
+    news = [d for d in decided if d.id not in still]
+    await decisions.insert(connection, [held_line(d, now) for d in news])
+
+
 def _need_no_replan(mine: Sequence[DueDelivery]) -> bool:
-    """Whether few deliveries join the throttle's line, all for the first time: they waited for a concurrency slot."""
-    return len(mine) <= MAX_WITHOUT_REPLAN and all(one.reason == "concurrency" for one in mine)
+    """Whether few deliveries join the throttle's line, all for the first time: they waited for a slot, a
+    budget, or for their window to close."""
+    return len(mine) <= MAX_WITHOUT_REPLAN and all(one.reason in (*STILL, "window") for one in mine)

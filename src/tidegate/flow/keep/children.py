@@ -10,12 +10,13 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
+from tidegate.errors import first_line
 from tidegate.flow.run import children, finish
 from tidegate.model.child import ChildEnd
 from tidegate.model.ids import DeliveryId
 from tidegate.model.source import BreakerPolicy
+from tidegate.store import budgets, held_deliveries, ingress_retries, locks, runs, starts, trigger_gates
 from tidegate.store import children as store
-from tidegate.store import held_deliveries, ingress_retries, runs, starts
 from tidegate.store.children import PassedDown, StartedChild
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry import metrics
@@ -83,8 +84,8 @@ class ChildKeeper:
         run = await runs.get(connection, child.run_id)
         if run is None:
             reason = f"cancelled: {one.reason}"
-            found = await held_deliveries.cancel(connection, [DeliveryId(child.run_id)], reason)
-            return _Cancelled(len(found) + len(await ingress_retries.cancel(connection, [child.event_id], reason)))
+            found = await _cancel_held(connection, DeliveryId(child.run_id), reason)
+            return _Cancelled(found + len(await ingress_retries.cancel(connection, [child.event_id], reason)))
         trigger_id = await runs.trigger_of(connection, child.run_id)
         end = partial(runs.cancel_waiting, connection, child.run_id, actor)
         if await finish.end_waiting(connection, child.run_id, trigger_id, end, self._breaker) is not None:
@@ -97,6 +98,7 @@ class ChildKeeper:
         async with self._database.connection() as connection:
             page = await store.list_started(connection, self._after, self._batch_size)
             reasons = await starts.unlaunched(connection, {one.run_id: one.event_id for one in page})
+            stopped = await store.list_unresumed(connection, page)
         is_full = len(page) == self._batch_size
         self._after = (page[-1].step_id, page[-1].position) if is_full else _FIRST
         for one in page:
@@ -104,10 +106,39 @@ class ChildKeeper:
                 await self._database.run(partial(_end_lost, child=one, reason=reasons[one.run_id]))
                 _log.warning("reconcile.child_lost", run_id=one.parent_run_id, event_id=one.event_id,
                              reason=reasons[one.run_id])  # fmt: skip
-        return len(reasons)
+            if one.run_id in stopped:
+                await self._database.run(partial(_end_stopped, child=one))
+        return len(reasons) + len(stopped)
+
+
+async def _cancel_held(connection: Connection, delivery_id: DeliveryId, reason: str) -> int:
+    """Cancel a delivery that waits; 0 when it does not. What it was offered, or stood in line for, is for the next."""
+    known = await held_deliveries.get(connection, delivery_id)
+    if known is None:
+        return 0
+    locked = await trigger_gates.lock(connection, always=[known.trigger_id])
+    held = await budgets.lock(connection, {name for one in locked.values() for name in one.budgets})
+    found = await held_deliveries.cancel(connection, [delivery_id], reason)
+    slots = [(one.trigger_id, one.concurrency_key) for one in found if one.concurrency_key is not None]
+    await trigger_gates.wake(connection, slots)
+    lines = [one.line for one in found if one.line is not None and one.line[0] in held]
+    await budgets.nudge(connection, dict.fromkeys(lines, await locks.now(connection)) if lines else {})
+    return len(found)
 
 
 async def _end_lost(connection: Connection, child: StartedChild, reason: str) -> None:
     await children.lock_parents(connection, [child.parent_run_id], ())
     error = f"was not launched: {reason}"
     await children.end(connection, [ChildEnd(child.child_of, child.run_id, "failed", error=error)])
+
+
+async def _end_stopped(connection: Connection, child: StartedChild) -> None:
+    """The run of a child has ended, and does not resume although its parent was retried."""
+    await children.lock_parents(connection, [child.parent_run_id], [child.run_id])
+    found = (await store.list_unresumed(connection, [child])).get(child.run_id)
+    if found is None:
+        return
+    why = f" (not resumed: {found.refusal or 'its replay was called off'})"
+    error = None if found.status == "succeeded" else f"{first_line(found.error or found.status)}{why}"
+    end = ChildEnd(child.child_of, child.run_id, found.status, result=found.output, error=error)
+    await children.end(connection, [end])

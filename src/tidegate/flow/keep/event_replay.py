@@ -23,13 +23,14 @@ from tidegate.telemetry.logs import logger
 _log = logger("replay")
 
 
-async def perform(connection: Connection, event_id: EventId, actor: str) -> None:
-    """Make an event due at its source's gate. Conflict says why it cannot be replayed."""
+async def perform(connection: Connection, event_id: EventId, actor: str, *, is_named: bool = True) -> bool:
+    """Make an event due at its source's gate; whether it had been taken back, which only who has named it overrules.
+    Conflict says why it cannot be replayed."""
     letter_id = await event_replays.open_letter(connection, event_id)
     letter = await dead_letters.lock(connection, letter_id) if letter_id is not None else None
     if letter is not None and letter.replayed_at is None:
         await replay.perform(connection, letter, actor)
-        return
+        return False
     found = await event_replays.lock(connection, event_id)
     if found is None:
         raise Conflict(f"event {event_id} no longer exists")
@@ -37,6 +38,9 @@ async def perform(connection: Connection, event_id: EventId, actor: str) -> None
         raise Conflict(f"event {event_id} is being removed: it is older than the retention")
     if found.is_undecided or found.retry_state in ("scheduled", "running"):
         raise Conflict(f"event {event_id} is already waiting to be decided")
+    is_taken_back = found.retry_state == "cancelled"
+    if is_taken_back and not is_named:
+        raise Conflict(f"event {event_id} was taken back")
     if not await dead_letters.replay_event(connection, event_id, None, actor):
         raise Conflict(f"event {event_id} is already waiting to be decided")
     await decisions.insert(connection, [NewDecision(event_id, None, "gate", "replayed", actor=actor)])
@@ -44,6 +48,7 @@ async def perform(connection: Connection, event_id: EventId, actor: str) -> None
         connection, actor=actor, action="event.replay", subject=str(event_id),
         before={"retry_state": found.retry_state}, after={"retry_state": "scheduled"},
     )  # fmt: skip
+    return is_taken_back
 
 
 class EventReplays:
@@ -78,7 +83,7 @@ class EventReplays:
     async def _one(self, connection: Connection) -> bool:
         for event_id, actor in await event_replays.take_due(connection, 1):
             try:
-                await perform(connection, event_id, actor)
+                await perform(connection, event_id, actor, is_named=False)
             except Conflict as exc:
                 _log.warning("event.replay_refused", event_id=event_id, reason=str(exc.args[0]), actor=actor)
             failpoints.hit("event_replay.before_commit")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.flow.decide.reporting import log_source_moves, log_trigger_moves
+from tidegate.flow.keep.budgets import BudgetKeeper
 from tidegate.flow.keep.children import ChildKeeper
 from tidegate.flow.run import finish
 from tidegate.flow.run.finish import Freed
@@ -20,7 +21,18 @@ from tidegate.model.run import MAX_TRIALS, FinishedRun, Run
 from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.queue.port import Queue, Wakeup
 from tidegate.queue.wakeups import HORIZON, Spacing, delivery_wakeups, event_wakeups, step_wakeups
-from tidegate.store import deliveries, idempotency, ingress_retries, locks, runs, steps, trigger_gates, workers
+from tidegate.store import (
+    deliveries,
+    idempotency,
+    ingress_retries,
+    locks,
+    runs,
+    steps,
+    trigger_gates,
+    trigger_rates,
+    windows,
+    workers,
+)
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
@@ -57,6 +69,7 @@ class Reconcile:
         self._breaker = breaker
         self._source_breaker = source_breaker
         self._tidy_at = 0.0
+        self._budgets = BudgetKeeper(database)
         self._children = ChildKeeper(database, batch_size=batch_size, breaker=breaker)
 
     async def run_once(self) -> dict[str, int]:
@@ -66,6 +79,7 @@ class Reconcile:
         children = await self._children.run_once()
         if monotonic() >= self._tidy_at:
             await self._database.run(_tidy)
+            await self._budgets.run_once()
             self._tidy_at = monotonic() + TIDY_SECONDS
         for kind, count in released.items():
             if count:
@@ -80,6 +94,8 @@ class Reconcile:
         released = {"runs": len(await runs.release_expired(connection, self._batch_size))}
         failpoints.hit("reconcile.mid_batch")
         await idempotency.forget_expired(connection, self._batch_size)
+        await windows.forget(connection, self._batch_size)
+        await trigger_rates.forget(connection, self._batch_size)
         return released
 
     async def _fail_killers(self) -> None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
 from tidegate import failpoints
 from tidegate.errors import Conflict, first_line
 from tidegate.flow.decide.one_by_one import MAX_ERROR_CHARACTERS, error_text, one_by_one
+from tidegate.flow.run import budget_slots
+from tidegate.flow.run.children import OF_RUN
 from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, StepId
 from tidegate.queue.port import Topic
-from tidegate.store import audit, dead_letters, decisions, locks, runs, trigger_gates
+from tidegate.store import audit, budgets, children, dead_letters, decisions, locks, runs, trigger_gates, windows
+from tidegate.store.budgets import Line
 from tidegate.store.db import Connection, Database
 from tidegate.store.dead_letters import DeadRun, LockedLetter
 from tidegate.store.decisions import NewDecision
@@ -40,8 +43,14 @@ Outcome = Literal["replayed", "waiting", "refused", "lost"]
 _log = logger("replay")
 
 
+class Later(NamedTuple):
+    """What a run that is to resume waits for."""
+
+    why: str
+
+
 class Replayed(NamedTuple):
-    """The event, delivery or run that was replayed into; None while it waits for a slot."""
+    """The event, delivery or run that was replayed into; None while it waits for a slot, or for a child to stop."""
 
     into: uuid.UUID | None
 
@@ -50,8 +59,8 @@ async def perform(connection: Connection, letter: LockedLetter, actor: str) -> R
     """Replay a dead letter that this transaction has locked, and mark it. Conflict says why it cannot be replayed."""
     how = {"event": _event, "delivery": _delivery, "run": _run, "step": _run}[letter.kind]
     into = await how(connection, letter, actor)
-    if into is None:
-        await dead_letters.mark_waiting(connection, letter.id, delay_ms=SLOT_WAIT_MS, actor=actor, why=NO_SLOT)
+    if isinstance(into, Later):
+        await dead_letters.mark_waiting(connection, letter.id, delay_ms=SLOT_WAIT_MS, actor=actor, why=into.why)
         return Replayed(None)
     await dead_letters.mark_replayed(connection, letter.id, actor, into)
     await audit.insert(
@@ -178,10 +187,12 @@ async def _delivery(connection: Connection, letter: LockedLetter, actor: str) ->
     return delivery_id
 
 
-async def _run(connection: Connection, letter: LockedLetter, actor: str) -> RunId | None:
+async def _run(connection: Connection, letter: LockedLetter, actor: str) -> RunId | Later:
     found = await dead_letters.describe_run(connection, letter.subject_id)
     if found is None:
         raise Conflict(f"the run of {letter.kind} {letter.subject_id} no longer exists")
+    if found.status not in ("failed", "cancelled") and (letter.replay_by or "").startswith(OF_RUN):
+        return found.id  # somebody has retried it beside its parent
     step_id = StepId(letter.subject_id) if letter.kind == "step" else None
     line = NewDecision(
         letter.event_id or EventId(found.id), None, "run", "replayed", f"from dead letter {letter.id}", actor=actor
@@ -196,9 +207,9 @@ async def resume(
     *,
     step_id: StepId | None = None,
     letter_id: DeadLetterId | None = None,
-) -> RunId | None:
-    """Resume a failed or cancelled run after its completed steps, and record the decision; None when its trigger has no
-    free slot. Conflict says why it cannot resume."""
+) -> RunId | Later:
+    """Resume a failed or cancelled run after its completed steps, and record the decision; Later when its trigger has
+    no free slot, or a child of it is stopping. Conflict says why it cannot resume."""
     await locks.share_all(connection)  # excludes changes of the workflow and the trigger until the commit
     found = await dead_letters.describe_run(connection, run_id)
     if found is None:
@@ -209,13 +220,24 @@ async def resume(
         raise Conflict(f"run {found.id} is not failed or cancelled, or was already resumed: it is {found.status}")
     slot = await find_slot(connection, found)
     if not slot.is_free:
-        return None
+        return Later(NO_SLOT)
     if not await dead_letters.keep_story(connection, found.id):
         raise Conflict(f"run {found.id} no longer exists")
-    await runs.lock(connection, [found.id])  # a child whose end is in progress has ended, or ends after this
-    if not await dead_letters.replay_run(connection, found, step_id, letter_id, slot.key):
+    # A child whose end is in progress has ended, or ends after this; its own parent does not resume it meanwhile.
+    parents = {one.run_id for one in (await children.of_runs(connection, [found.id])).values()}
+    await runs.lock(connection, sorted({found.id} | parents))
+    if (stopping := await children.is_stopping(connection, found.id)) is not None:
+        return Later(f"waiting for its child, run {stopping}, to stop: it was asked to and is still running")
+    gone = await dead_letters.replay_run(connection, found, step_id, letter_id, slot.key)
+    if gone is None:
         raise Conflict(f"run {found.id} was already resumed")
+    await slot.hold(connection, found.id)
+    if found.window_id is not None:
+        await windows.keep(connection, found.window_id)
     if line is not None:
+        if gone:
+            anew = f"{gone} of its children start anew: the run that they had does not exist"
+            line = line._replace(reason=f"{line.reason}; {anew}" if line.reason else anew)
         lines = [_end_before(found, line.event_id), line]
         about = {"run_id": found.id}
         await decisions.insert(connection, [one._replace(trigger_id=found.trigger_id, detail=about) for one in lines])
@@ -229,20 +251,32 @@ def _end_before(run: DeadRun, event_id: EventId) -> NewDecision:
 
 
 class FoundSlot(NamedTuple):
-    """Whether a run may hold a concurrency slot of its trigger, and of which key; None without a limit."""
+    """Whether a run may hold a concurrency slot of its trigger, and of which key (None without a limit), and of its
+    trigger's budgets; `why` says what is in use."""
 
     is_free: bool
     key: str | None = None
-    most: int | None = None
+    why: str = ""
+    of_budgets: Sequence[Line] = ()
+
+    async def hold(self, connection: Connection, run_id: RunId) -> None:
+        """The run holds the slots of the budgets."""
+        await budgets.hold(connection, [(run_id, *line) for line in self.of_budgets])
 
 
 async def find_slot(connection: Connection, run: DeadRun) -> FoundSlot:
-    """Lock the run's trigger and look for a free slot of its key."""
+    """Lock the run's trigger and its budgets, and look for a free slot of its key in each."""
     if run.trigger_id is None:
         return FoundSlot(True)
-    most = (await trigger_gates.lock(connection, always=[run.trigger_id]))[run.trigger_id].max_concurrency
-    if most is None:
-        return FoundSlot(True)
-    key = run.concurrency_key or ""
-    slots = await trigger_gates.slots(connection, [(run.trigger_id, key)])
-    return FoundSlot(slots[run.trigger_id, key].in_use < most, key, most)
+    locked = (await trigger_gates.lock(connection, always=[run.trigger_id]))[run.trigger_id]
+    most, key = locked.max_concurrency, run.concurrency_key or ""
+    held = await budgets.lock(connection, locked.budgets) if locked.budgets else {}
+    if most is not None:
+        slots = await trigger_gates.slots(connection, [(run.trigger_id, key)])
+        if slots[run.trigger_id, key].in_use >= most:
+            of_key = f" of key {key}" if key else ""
+            return FoundSlot(False, key, f"all {most} slots{of_key} of its trigger are in use")
+    if not held:
+        return FoundSlot(True, None if most is None else key)
+    lines, full = await budget_slots.find(connection, held, run.event_id)
+    return FoundSlot(not full, key, full or "", lines)

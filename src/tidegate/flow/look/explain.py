@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from tidegate.errors import Conflict, FieldError, NotFound
-from tidegate.flow.look import lineage, story, waiting_steps
+from tidegate.flow.look import budgets, lineage, story, waiting_steps
 from tidegate.flow.look.near import look_up
 from tidegate.flow.look.near.look_up import MaySee
 from tidegate.flow.look.story import Decision, Outcome, StoryFacts, Told
@@ -33,10 +33,12 @@ from tidegate.store import (
     refusals,
     runs,
     steps,
+    windows,
     workers,
 )
 from tidegate.store.circumstances import EventCircumstances
 from tidegate.store.db import Connection
+from tidegate.store.deliveries import EventDelivery
 from tidegate.store.refusals import Refusal
 from tidegate.store.workers import WorkerRecord
 
@@ -91,7 +93,7 @@ def only_one(event_id: str, found: list[Event]) -> Event:
         raise NotFound(f"no event {event_id!r}")
     if len(found) > 1:
         raise Conflict(
-            f"{event_id!r} is the id of {len(found)} events of different sources; use our id instead",
+            f"{event_id!r} is the id of {len(found)} events of different sources; use that of Tidegate instead",
             [FieldError("id", f"{event.id} is from {event.source}") for event in found],
         )
     return found[0]
@@ -131,7 +133,10 @@ async def _find(connection: Connection, given: str, may_see: MaySee) -> Subject:
     else:
         refused = [one for one in await refusals.find(connection, given) if may_see(one.source)]
         if not refused:
-            raise NotFound(f"no event, run or delivery {given[:200]!r}, and no refused request with that id")
+            raise NotFound(
+                f"no event, run or delivery {given[:200]!r}, and no refused request with that id (one that was too "
+                "large, or no JSON, is not kept)"
+            )
         return Subject("refusal", None, refused=refused)
     if not may_see(subject.event.source if subject.event else None):
         raise NotFound(f"no event, run or delivery {given[:200]!r}")
@@ -156,12 +161,13 @@ async def _explained(connection: Connection, subject: Subject, may_see: MaySee) 
     run, event = subject.run, subject.event
     if run is not None:
         told = story.only(told, run_id=run.id)
-        of_run = await steps.list_of_run(connection, run.id)
-        told = story.with_steps(told, of_run, run)
-        near = await look_up.nearly_wakes(connection, run, of_run, may_see)
-        told = told._replace(lines=[*told.lines, *near])
     elif subject.delivery_id is not None:
         told = story.only(told, delivery_id=subject.delivery_id)
+    if (shown := run or _only_run(told, facts)) is not None:
+        of_run = await steps.list_of_run(connection, shown.id)
+        told = story.with_steps(told, of_run, shown)
+        near = await look_up.nearly_wakes(connection, shown, of_run, may_see)
+        told = told._replace(lines=[*told.lines, *near])
     summary, waits_for, until = _answer(told, facts)
     caused_by = lineage.cause_of(event) if event else (None, None)
     return Explanation(
@@ -180,6 +186,17 @@ async def _explained(connection: Connection, subject: Subject, may_see: MaySee) 
         caused_by_run_id=caused_by[0],
         caused_by_event_id=caused_by[1],
     )
+
+
+def _only_run(told: Told, facts: StoryFacts) -> Run | None:
+    """The run that an event or delivery is about, if it is one, or the only one that has not ended; that of another
+    event is not."""
+    mine = {one.run_id for one in told.outcomes}
+    found = [run for run in facts.runs if run.id in mine]
+    if len(found) > 1:
+        found = [run for run in found if run.status in ("pending", "running")]
+    is_own = len(found) == 1 and facts.event is not None and found[0].event_id == facts.event.id
+    return found[0] if is_own else None
 
 
 def _answer(told: Told, facts: StoryFacts) -> tuple[str, str | None, datetime | None]:
@@ -262,6 +279,17 @@ async def _awaited(
     return found
 
 
+async def _window_runs(
+    connection: Connection, delivered: Sequence[EventDelivery], known: Sequence[Run], may_see: MaySee
+) -> list[Run]:
+    """The runs that took the windows in which the event is collected, if they are of another event that may be seen."""
+    wanted = {one.delivery.workflow_run_id for one in delivered if one.delivery.status == "collected"} - {None}
+    found = [await runs.get(connection, run_id) for run_id in wanted - {run.id for run in known} if run_id is not None]
+    taken = [run for run in found if run is not None]
+    of = await events.get_many(connection, [run.event_id for run in taken if run.event_id is not None])
+    return [run for run in taken if run.event_id in of and may_see(of[run.event_id].source)]
+
+
 async def _facts(connection: Connection, subject: Subject, may_see: MaySee, depth: int) -> StoryFacts:
     """Everything that the answer depends on."""
     event, run = subject.event, subject.run
@@ -279,11 +307,14 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee, dept
         )  # fmt: skip
     around = await circumstances.of_event(connection, event.id)
     retry = await ingress_retries.get(connection, event.id)
-    lines = await decisions.list_of_event(connection, event.id)
+    lines = await look_up.kept_for(connection, await decisions.list_of_event(connection, event.id), may_see)
     delivered = await deliveries.list_of_event(connection, event.id)
     waiting = await circumstances.of_deliveries(
         connection, [one.delivery.id for one in delivered if one.delivery.retry_state != "none"]
     )
+    of_budgets = [one.delivery.id for one in delivered if one.delivery.reason == "budget"]
+    for delivery_id, held in (await budgets.waits(connection, of_budgets, may_see)).items():
+        waiting[delivery_id] = msgspec.structs.replace(waiting[delivery_id], budget=held)
     holders = {
         one.delivery.id: [
             holder if may_see(holder.source) else msgspec.structs.replace(holder, workflow="")
@@ -293,6 +324,7 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee, dept
         if one.delivery.retry_state == "scheduled" and one.delivery.reason == "concurrency"
     }
     found = await runs.list_page(connection, event_id=event.id, limit=MAX_RUNS)
+    found += await _window_runs(connection, delivered, found, may_see)
     of_steps = await steps.list_of_runs(connection, [one.id for one in found if one.status in ("pending", "running")])
     steps_of = {one.id: [step for step in of_steps if step.workflow_run_id == one.id] for one in found}
     facts = StoryFacts(
@@ -301,6 +333,7 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee, dept
         steps_of, alive, await circumstances.letters(connection, event.id), subject.refused,
         published={one.id: await lineage.published_by(connection, one) for one in found},
         awaited=await _awaited(connection, steps_of, may_see, depth),
+        windows=await windows.of_deliveries(connection, [one.delivery.id for one in delivered]),
     )  # fmt: skip
     is_decided = not around.is_undecided and (retry is None or retry.retry_state == "completed")
     if subject.kind != "event" or not is_decided:

@@ -19,7 +19,7 @@ from tidegate.flow.look.verdict import RUNBOOK, Cause, HealthFacts, verdict
 from tidegate.flow.shared_read import SharedRead
 from tidegate.model.health import HEALTH, HealthPolicy, Notice
 from tidegate.model.retention import KEEP_ALL, Retention
-from tidegate.store import health, locks, processes, retention, runs, schedules, workers
+from tidegate.store import health, locks, processes, retention, runs, schedules, troubled_budgets, workers
 from tidegate.store.db import Connection, Database
 from tidegate.store.health import (
     DeadLetterCount,
@@ -44,6 +44,10 @@ GAUGES_SECONDS = 1.0
 UNSERVED_MS = 5000
 # A tick is reported as overdue after this long, unless `due_age_degraded_ms` says otherwise.
 OVERDUE_TICK_MS = 30_000
+# A budget for which a delivery has waited this long has a backlog that an operator should know of.
+OLD_BACKLOG = timedelta(hours=1)
+# So is a budget that a run has closed for everyone, if that lasts for longer than this.
+CLOSED_LONG = timedelta(minutes=10)
 # The maximum length of each list in a snapshot: every open console reads one every two seconds.
 SHOWN = 100
 
@@ -164,6 +168,8 @@ async def facts(connection: Connection, policy: HealthPolicy, of_sources: Sequen
             connection, policy.due_age_degraded_ms or OVERDUE_TICK_MS, limit=SHOWN, alive_ms=policy.worker_degraded_ms
         ),
         version_held=await runs.list_version_held(connection),
+        budgets=await troubled_budgets.troubled(connection, now - OLD_BACKLOG, SHOWN),
+        closed_budgets=await troubled_budgets.closed_long(connection, now + CLOSED_LONG, SHOWN),
     )
 
 
@@ -230,7 +236,9 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
     found = await facts(connection, policy)
     overdue = overdue_seconds(await processes.retentions(connection), await retention.span(connection), found.now)
     deferred = {("events", reason): 0 for reason in ("rate_limit", "paused", "breaker_open")}
-    deferred |= {("deliveries", r): 0 for r in ("throttle", "concurrency", "paused", "breaker_open", "source_paused")}
+    deferred |= {
+        ("deliveries", r): 0 for r in ("throttle", "concurrency", "paused", "breaker_open", "source_paused", "budget")
+    }
     for kind, summary in found.retries.items():
         deferred |= {(kind, reason): count for reason, count in summary.by_reason.items()}
     letters = dict.fromkeys(("event", "delivery", "step", "run"), 0)
@@ -239,6 +247,7 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
     return SharedState(
         paused_sources=found.counts.paused_sources,
         paused_triggers=found.counts.paused_triggers,
+        paused_budgets=sum(one.is_paused(found.now) for one in found.budgets),
         open_breakers={"source": found.counts.source_breakers, "trigger": found.counts.trigger_breakers},
         workers_alive=found.workers.alive,
         unserved_workflows=len(found.unserved),

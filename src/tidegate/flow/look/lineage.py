@@ -7,7 +7,7 @@ from datetime import datetime
 
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId, RunId
-from tidegate.model.run import Run
+from tidegate.model.run import Run, Step
 from tidegate.store import events, steps
 from tidegate.store.db import Connection
 
@@ -27,7 +27,9 @@ async def published_by(connection: Connection, run: Run) -> list[tuple[datetime 
     mine = [s for s in await steps.list_of_run(connection, run.id) if s.kind == "publish" and s.status == "succeeded"]
     ids = {s.id: EventId(uuid.UUID(s.result["id"])) for s in mine[:MAX_SHOWN]}
     found = await events.get_many(connection, ids.values()) if ids else {}
-    return [
-        (s.updated_at, f"{found[ids[s.id]].type} as event {ids[s.id]}" if ids[s.id] in found else f"event {ids[s.id]}")
-        for s in mine[:MAX_SHOWN]
-    ]
+    return [(s.updated_at, _published(s, ids[s.id], found.get(ids[s.id]))) for s in mine[:MAX_SHOWN]]
+
+
+def _published(step: Step, event_id: EventId, event: Event | None) -> str:
+    what = f"{event.type} as event {event_id}" if event is not None else f"event {event_id}"
+    return f"{what}, which existed before: its id was used" if step.result.get("status") == "duplicate" else what

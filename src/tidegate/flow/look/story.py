@@ -19,6 +19,7 @@ from tidegate.model.approval import decided_text
 from tidegate.model.event import Event
 from tidegate.model.ids import DeliveryId, RunId, TriggerId
 from tidegate.model.ingress_retry import IngressRetry
+from tidegate.model.priority import share_of_event
 from tidegate.model.run import INTERNAL_STEPS, Run, Step
 from tidegate.store.circumstances import (
     DeliveryCircumstances,
@@ -30,6 +31,7 @@ from tidegate.store.circumstances import (
 from tidegate.store.decisions import NewDecision
 from tidegate.store.deliveries import EventDelivery
 from tidegate.store.refusals import Refusal
+from tidegate.store.windows import WindowFacts
 from tidegate.store.workers import WorkerRecord
 
 
@@ -92,6 +94,7 @@ class StoryFacts(NamedTuple):
     near_waits: Sequence[Decision] = ()
     published: Mapping[RunId, Sequence[tuple[datetime | None, str]]] = MappingProxyType({})
     awaited: Mapping[RunId, AwaitedChildren] = MappingProxyType({})
+    windows: Mapping[DeliveryId, WindowFacts] = MappingProxyType({})
 
 
 class Told(NamedTuple):
@@ -108,7 +111,8 @@ def tell(facts: StoryFacts) -> Told:
     if event is None:
         return Told(*_runs(facts, facts.runs), None)
     story = [refused(one) for one in facts.refusals if one.at < event.received_at]
-    story.append(Decision(at=event.received_at, stage="ingest", decision="accepted"))
+    with_priority = None if event.priority is None else f"with {share_of_event(event.priority)}"
+    story.append(Decision(at=event.received_at, stage="ingest", decision="accepted", reason=with_priority))
     gate = [_recorded(line) for line in facts.lines if line.stage not in ("match", "deliver", "step", "run", "wait")]
     why = why_event(facts.retry, facts.around, facts.letters, facts.workers)
     outcomes: list[Outcome] = []
@@ -192,7 +196,7 @@ def _delivered(facts: StoryFacts) -> tuple[list[Decision], list[Outcome]]:
         story += [_named(line, names) for line in earlier]
         why = why_delivery(
             delivery, facts.waiting.get(delivery.id), facts.holders.get(delivery.id, ()), facts.letters,
-            last.actor if last else None,
+            last.actor if last else None, facts.windows.get(delivery.id),
         )  # fmt: skip
         story.append(
             Decision(
@@ -212,6 +216,7 @@ def _delivered(facts: StoryFacts) -> tuple[list[Decision], list[Outcome]]:
             )
         )
         mine = [run for run in facts.runs if delivery.status == "launched" and delivery.id in (run.id, run.delivery_id)]
+        mine += [run for run in facts.runs if delivery.status == "collected" and run.id == delivery.workflow_run_id]
         mine += [run for run in facts.runs if run.rerun_of is not None and _root(run, facts.runs) == delivery.id]
         if mine:
             told |= {run.id for run in mine}

@@ -25,6 +25,7 @@ from tidegate.store.health import (
 )
 from tidegate.store.runs import VersionHeld
 from tidegate.store.schedules import OverdueSchedule
+from tidegate.store.troubled_budgets import LongClosed, TroubledBudget
 from tidegate.store.workers import Unserved
 
 RUNBOOK = "docs/operations/event-scheduler.md"
@@ -47,6 +48,10 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 _NEXT_STEPS = {
     "source_paused": "tidegate sources resume {}",
     "trigger_paused": "tidegate triggers resume {}",
+    "budget_paused": "tidegate budgets resume {}",
+    "budget_unread": "tidegate budgets explain {0}; then correct it: tidegate budgets set {0} … --dry-run",
+    "budget_closed": "it opens by itself; at once: tidegate budgets resume {}",
+    "budget_backlog": "tidegate budgets explain {0}; to allow more: tidegate budgets set {0} RATE",
     "source_breaker_open": "it closes by itself once events succeed; at once: tidegate sources resume {}",
     "trigger_breaker_open": "it closes by itself once its probe succeeds; at once: tidegate triggers resume {}",
     "retries_overdue": "tidegate retries list --kind {}",
@@ -83,6 +88,8 @@ class HealthFacts(NamedTuple):
     unserved: Sequence[Unserved]
     overdue_schedules: Sequence[OverdueSchedule] = ()
     version_held: Sequence[VersionHeld] = ()
+    budgets: Sequence[TroubledBudget] = ()
+    closed_budgets: Sequence[LongClosed] = ()
 
 
 def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[Cause]:
@@ -93,6 +100,7 @@ def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) ->
     found = [
         *_sources(facts, policy),
         *_triggers(facts, policy),
+        *_budgets(facts, policy),
         *_late(facts, policy),
         *_dead_letters(facts, policy),
         *_workers(facts, policy),
@@ -129,6 +137,27 @@ def _triggers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
         text = f"{name}: the breaker is {_state(breaker)} after {breaker.reason}"
         text += "" if breaker.probe_run_id else "; the next delivery is the probe" if over else _until(breaker.until)
         yield _cause("trigger_breaker_open", "degraded", str(breaker.trigger_id), text, breaker.since, called=name)
+
+
+def _budgets(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
+    for budget in facts.budgets:
+        if budget.paused_at is not None and budget.is_paused(facts.now):
+            if level := _pause_level(budget.paused_at, facts.now, policy):
+                text = f"paused{_by(budget.paused_by)}{_until(budget.paused_until)}: {_reason(budget.pause_reason)}"
+                text += f"; {budget.waiting} deliveries wait for it" if budget.waiting else ""
+                yield _cause("budget_paused", level, budget.name, text, budget.paused_at)
+        elif budget.unread:
+            text = f"{budget.unread} of {budget.waiting} deliveries wait because its key or cost cannot be evaluated"
+            yield _cause("budget_unread", "degraded", budget.name, f"{text} for them, or is never allowed", None)
+        elif budget.oldest_at is not None:
+            seconds = (facts.now - budget.oldest_at).total_seconds()
+            text = f"{budget.waiting} deliveries wait for it, the oldest for {seconds:.0f} s: it allows less"
+            yield _cause("budget_backlog", "degraded", budget.name, text, budget.oldest_at)
+    for closed in facts.closed_budgets:
+        of = f"key {closed.key} is" if closed.key else "it is"
+        more = f" (and {closed.total - 1} more keys)" if closed.total > 1 else ""
+        text = f"a run has closed it for everyone: {of} closed{_until(closed.until)}{more}: {_reason(closed.reason)}"
+        yield _cause("budget_closed", "degraded", closed.name, text, None)
 
 
 def _late(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
@@ -172,8 +201,9 @@ def _workers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
         yield _cause("workflow_unserved", "degraded", one.workflow, text, one.since)
     for held in facts.version_held:
         text = (
-            f"{held.waiting} runs wait for version {', '.join(held.versions)} of {held.workflow}, since their steps do "
-            f"not fit the code that workers have, e.g. {held.example}. Start such a worker, resume or cancel them"
+            f"{f'{held.waiting} runs wait' if held.waiting > 1 else '1 run waits'} for version "
+            f"{', '.join(held.versions)} of {held.workflow}, since recorded steps do not fit the code that workers "
+            f"have, e.g. {held.example}. Start such a worker, or resume or cancel what waits"
         )
         yield _cause("version_mismatch", "degraded", held.workflow, text, held.since)
 

@@ -67,15 +67,27 @@ def _retry(step: Step, until: datetime | None) -> Why:
 
 
 def _event(step: Step, until: datetime | None) -> Why:
-    """`waits_for` in the metadata are the patterns, `mode` whether any or all of them must be met."""
-    patterns = step.retry_metadata.get("waits_for") or []
-    joined = " and " if step.retry_metadata.get("mode") == "all" else " or "
-    told = (
-        joined.join(pattern_text(msgspec.convert(one, WaitPattern)) for one in patterns)
-        or f"the event of step {step.name!r}"
-    )
+    told = awaited_events(step)
     at = f"until {moment(until)} " if until else ""
-    return Why("waiting_for_event", f"waits {at}for {told}", told, until)
+    has = kept_events(step)
+    also = f"; it has {' and '.join(f'{name} (event {event_id})' for event_id, name in has.items())}" if has else ""
+    return Why("waiting_for_event", f"{'still ' if has else ''}waits {at}for {told}{also}", told, until)
+
+
+def awaited_events(step: Step) -> str:
+    """The events that a step waits for; of `wait_all`, those that have not come. `waits_for` in the metadata are the
+    patterns, `mode` whether any or all of them must be met, `kept` the events of those that are met, by number."""
+    kept = step.retry_metadata.get("kept", {})
+    patterns = [one for n, one in enumerate(step.retry_metadata.get("waits_for", ())) if str(n) not in kept]
+    joined = " and " if step.retry_metadata.get("mode") == "all" else " or "
+    told = joined.join(pattern_text(msgspec.convert(one, WaitPattern)) for one in patterns)
+    return told or f"the event of step {step.name!r}"
+
+
+def kept_events(step: Step) -> dict[str, str]:
+    """The ids of the events that a `wait_all` has while others are missing, and their types."""
+    kept, patterns = step.retry_metadata.get("kept", {}), step.retry_metadata.get("waits_for", ())
+    return {str(kept[str(n)]): one["type"] for n, one in enumerate(patterns) if str(n) in kept}
 
 
 def pattern_text(pattern: WaitPattern) -> str:
@@ -115,7 +127,7 @@ def _awaited(step: Step, awaited: AwaitedChildren) -> Why:
 
 def _continued(text: str) -> str:
     """What is said of a child, as the rest of a sentence."""
-    return text if text.startswith(("is ", "waits", "sleeps", "lost", "may", "failed")) else f"is {text}"
+    return text if text.startswith(("is ", "waits", "still waits", "sleeps", "lost", "may", "failed")) else f"is {text}"
 
 
 def _other(step: Step, until: datetime | None) -> Why:

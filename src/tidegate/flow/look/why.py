@@ -12,7 +12,9 @@ from typing import NamedTuple
 from tidegate.errors import first_line
 from tidegate.model.delivery import Delivery
 from tidegate.model.ingress_retry import IngressRetry
+from tidegate.model.priority import share_of_event
 from tidegate.store.circumstances import DeliveryCircumstances, EventCircumstances, SlotHolder, StoryLetter
+from tidegate.store.windows import WindowFacts
 from tidegate.store.workers import WorkerRecord
 
 # A worker that sent no heartbeat for this long counts as dead, as in the health snapshot by default.
@@ -81,7 +83,11 @@ def why_event(
 
 
 def _undecided(around: EventCircumstances, workers: Sequence[WorkerRecord]) -> Why:
-    before = _before(around.undecided_ahead, "undecided event")
+    before = _before(around.undecided_ahead, "undecided event of its source", "undecided events of its source")
+    if around.weight > 1:
+        before += f"; its source has weight {around.weight}"
+    if around.priority > 1:
+        before += f"; {share_of_event(around.priority)}"
     if not present(workers):
         return Why("no_worker", f"waits in the inbox{before}: {nobody(around.now, workers)}", NO_WORKER)
     text = f"waits in the inbox for a worker to decide it{before}"
@@ -111,9 +117,13 @@ def why_delivery(
     holders: Sequence[SlotHolder],
     letters: Sequence[StoryLetter],
     actor: str | None = None,
+    window: WindowFacts | None = None,
 ) -> Why:
-    """Why a delivery launched no run, or not yet. `actor` is who decided last, if an operator did."""
+    """Why a delivery launched no run, or not yet. `actor` is who decided last, if an operator did; `window` is what it
+    is collected in."""
     said = delivery.last_error or delivery.reason or delivery.status
+    if window is not None and delivery.status == "collected":
+        return _collected(delivery, window)
     if delivery.retry_state == "scheduled" and around is not None:
         return _waiting(delivery, around, holders, said)
     if delivery.retry_state == "running":
@@ -125,10 +135,23 @@ def why_delivery(
             return Why("skipped", f"skipped: {said}")
         case "cancelled":
             return Why("cancelled", f"cancelled{by}: {said}")
+        case "collected":
+            return Why("collected", f"collected in a window, which run {delivery.workflow_run_id} took")
         case "failed" | "exhausted":
             return _ended(delivery.status, f"{delivery.status}: {said}", dead)
         case _:
             return Why(delivery.status, delivery.status)
+
+
+def _collected(delivery: Delivery, window: WindowFacts) -> Why:
+    of = f"a window of {window.size} event{'' if window.size == 1 else 's'}"
+    if delivery.workflow_run_id is not None:
+        return Why("collected", f"collected in {of}, which run {delivery.workflow_run_id} took")
+    if window.state == "open":
+        text = f"waits in {of} that closes at {moment(window.closes_at)}"
+        return Why("window", text, "its window to close", window.closes_at)
+    text = f"waits in {of}, which is closed and to be launched; for what it waits: tidegate explain {window.id}"
+    return Why("window", text, "its window to be launched")
 
 
 def _waiting(delivery: Delivery, around: DeliveryCircumstances, holders: Sequence[SlotHolder], said: str) -> Why:
@@ -147,6 +170,10 @@ def _waiting(delivery: Delivery, around: DeliveryCircumstances, holders: Sequenc
         return Why("source_paused", f"waits for its source to be resumed: {said}", "its source to be resumed")
     if delivery.reason == "concurrency":
         return Why("concurrency", f"waits for a free slot: {said}{_held_by(holders)}{before}", "a free slot")
+    if delivery.reason == "budget" and around.budget is not None:
+        held = around.budget
+        when = f" until about {moment(held.until)}" if held.until is not None else ""
+        return Why("budget", f"waits{when}: {said}; {held.text}", held.waits_for, held.until)
     state, waits_for = {
         "throttle": ("throttle", "room in the throttle of its trigger"),
         "paused": ("trigger_paused", "the end of its trigger's pause"),

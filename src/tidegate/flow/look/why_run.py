@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
@@ -10,7 +12,9 @@ from tidegate.errors import first_line
 from tidegate.flow.look import waiting_steps
 from tidegate.flow.look.waiting_steps import AwaitedChildren
 from tidegate.flow.look.why import ANOTHERS, NAMED, NO_WORKER, Why, letter_text, moment, nobody, present
+from tidegate.model.priority import share_of_workflow
 from tidegate.model.run import INTERNAL_STEPS, SUSPECT_CRASHES, Run, Step, risk_of_resuming
+from tidegate.model.worker_share import ReservedSlots
 from tidegate.store.circumstances import RunCircumstances, StoryLetter
 from tidegate.store.workers import WorkerRecord
 
@@ -36,9 +40,10 @@ def why_run(facts: RunFacts) -> Why:
 def _why(facts: RunFacts) -> Why:
     run = facts.run
     if run.status == "succeeded":
-        return Why("succeeded", "succeeded")
+        return Why("succeeded", f"succeeded{_too_late(run)}")
     if run.status == "failed":
-        return _failed(facts)
+        failed = _failed(facts)
+        return failed._replace(text=f"{failed.text}{_too_late(run)}")
     if run.status == "cancelled":
         return _cancelled(facts)
     if run.status == "running":
@@ -85,7 +90,7 @@ def _running(facts: RunFacts) -> Why:
             text += f"; another worker takes it over when the lease ends at {moment(lease)}"
         return Why("worker_lost", text, "the lease of its worker to end", lease)
     if run.cancel_requested_at is not None:
-        text = f"{_cancelling(run)}; it stops at its next step"
+        text = f"{_cancelling(run)}; it stops at its next step, or ends by itself if it has begun the last one"
         return Why("cancelling", text, "its function to reach the next step")
     limit = f"; it times out at {moment(around.deadline_at)}" if around.deadline_at else ""
     text = f"is executing on worker {name} since {moment(around.updated_at)}{_progress(facts.steps)}{limit}"
@@ -96,6 +101,15 @@ def _cancelling(run: Run) -> str:
     assert run.cancel_requested_at is not None, "somebody asked for it"
     by = f" by {run.cancelled_by}" if run.cancelled_by else ""
     return f"is being cancelled{by} since {moment(run.cancel_requested_at)}"
+
+
+def _too_late(run: Run) -> str:
+    """That a run ended although it was to be cancelled: it had begun its last step."""
+    if run.cancel_requested_at is None:
+        return ""
+    by = f" by {run.cancelled_by}" if run.cancelled_by else ""
+    asked = f"a cancel was requested{by} at {moment(run.cancel_requested_at)}"
+    return f"; {asked}, after its last step had begun: the run ended first"
 
 
 def _ago(now: datetime, at: datetime) -> str:
@@ -128,24 +142,46 @@ def _pending(facts: RunFacts) -> Why:
         return Why("cancelling", text, "its trigger to be open again", run.next_attempt_at)
     if run.version_held_at is not None:
         return _version(facts)
-    if around.deadline_at is not None and around.deadline_at <= run.next_attempt_at:
-        text = f"waits until {moment(around.deadline_at)}, when it times out"
-        return Why("until_deadline", text, "its timeout", around.deadline_at)
+    answer = _waiting(facts, run.next_attempt_at)
+    if around.deadline_at is not None:
+        who = f"{run.workflow} itself" if answer.state == "waiting_for_child" else "it"
+        until = min(around.deadline_at, answer.until or around.deadline_at)
+        answer = answer._replace(text=f"{answer.text}; {who} times out at {moment(around.deadline_at)}", until=until)
+    return answer._replace(text=f"{answer.text}{_unserved(facts)}")
+
+
+def _waiting(facts: RunFacts, due: datetime) -> Why:
+    """What it waits for, and until when, apart from its timeout; it is due then, or when its timeout ends."""
+    run, around = facts.run, facts.around
     waiting = waiting_steps.waiting(facts.steps)
-    until = run.next_attempt_at
-    if around.closed_until is not None and around.closed_until > facts.now and around.closed_until >= until:
+    is_cut = around.deadline_at is not None and around.deadline_at <= due
+    if around.closed_until is not None and around.closed_until > facts.now and around.closed_until >= due:
         said = around.closed_reason or "a step asked everyone to wait"
+        until = around.closed_until if is_cut else due
         text = f"waits until {moment(until)}: a step of its trigger asked everyone to wait: {said}"
         return Why("retry_after", text, "the time that a step asked everyone to wait for", until)
     if waiting:
-        answer = waiting_steps.why_step(waiting[0], until, facts.awaited)
+        first = waiting[0]
+        answer = waiting_steps.why_step(first, first.next_attempt_at if is_cut else due, facts.awaited)
         others = len(waiting) - 1
         also = f"; {others} other step{'s' * (others > 1)} wait{'s' * (others == 1)} too" if others else ""
         return answer._replace(text=f"{answer.text}{also}")
+    at = "" if is_cut else f" until {moment(due)}"
     if around.retry_attempts:
         said = run.warning or "its function asked for it"
-        return Why("run_retry", f"waits until {moment(until)} to be called again: {said}", "its next attempt", until)
-    return Why("waiting", f"waits until {moment(until)}: {run.warning or 'it is not due before'}", "its time", until)
+        return Why("run_retry", f"waits{at} to be called again: {said}", "its next attempt", None if is_cut else due)
+    if is_cut:
+        return Why("until_deadline", "waits", "its timeout", due)
+    return Why("waiting", f"waits{at}: {run.warning or 'it is not due before'}", "its time", due)
+
+
+def _unserved(facts: RunFacts) -> str:
+    """That nobody could go on with it now, if workers were there before."""
+    if not facts.workers or any(facts.run.workflow in worker.workflows for worker in present(facts.workers)):
+        return ""
+    if present(facts.workers):
+        return f"; no living worker has the code of {facts.run.workflow} now"
+    return f"; {nobody(facts.now, facts.workers)}"
 
 
 def _version(facts: RunFacts) -> Why:
@@ -174,21 +210,32 @@ def _due(facts: RunFacts) -> Why:
     able = [worker for worker in alive if run.workflow in worker.workflows]
     if not alive:
         return Why("no_worker", f"waits for a worker: {nobody(facts.now, facts.workers, 'none is running')}", NO_WORKER)
+    if not able and (leaving := [worker.name for worker in alive if run.workflow in worker.left_out]):
+        text = (
+            f"waits for a worker that takes {run.workflow}: {_some(leaving)} {'have' if len(leaving) > 1 else 'has'} "
+        )
+        text += "its code and takes other workflows only (--only)"
+        return Why("left_out", text, f"a worker that takes {run.workflow}")
     if not able:
         offered = sorted({name for worker in alive for name in worker.workflows})
-        listed = _some(offered) or "no workflows"
+        near = difflib.get_close_matches(run.workflow, offered, NAMED, 0.5)
+        listed = _some([*near, *(name for name in offered if name not in near)]) or "no workflows"
         offer = "the only living worker offers" if len(alive) == 1 else f"the {len(alive)} living workers offer"
         text = f"waits for a worker that has its code: {offer} {listed}"
         return Why("workflow_unserved", text, f"a worker that has the code of {run.workflow}")
     if run.crashes >= SUSPECT_CRASHES:
         text = f"waits to be executed alone: its worker died {run.crashes} times in a row"
         return Why("suspect", text, "a worker that executes nothing else")
-    busy = [worker for worker in able if worker.slots is not None and len(worker.executing) >= worker.slots]
+    busy = [worker for worker in able if not _has_room(worker, run.workflow)]
     ahead = f"; {facts.around.ahead} due run{'s' * (facts.around.ahead > 1)} before it" if facts.around.ahead else ""
+    if facts.around.priority > 1:
+        ahead += f"; {share_of_workflow(facts.around.priority)}"
     if len(busy) == len(able):
         slots = sum(worker.slots or 0 for worker in able)
         of = f"worker {able[0].name}" if len(able) == 1 else f"{len(able)} workers"
         full = f"the only slot of {of} is busy" if slots == 1 else f"all {slots} slots of {of} are busy"
+        if kept := sum(count for worker in able for name, count in worker.reserved.items() if name != run.workflow):
+            full += f" or reserved for other workflows ({kept})"
         return Why(
             "slots_busy", f"waits for a free worker slot: {full}: {_executing(able)}{ahead}", "a free worker slot"
         )
@@ -197,6 +244,14 @@ def _due(facts: RunFacts) -> Why:
         return Why("cancelling", text, "a worker to end it")
     died = f"; its worker died {run.crashes} time before" if run.crashes else ""
     return Why("due", f"is due: a worker with a free slot claims it next{ahead}{died}", "a worker to claim it")
+
+
+def _has_room(worker: WorkerRecord, workflow: str) -> bool:
+    """Whether the worker has a slot that a run of the workflow may use."""
+    if worker.slots is None or not worker.reserved:
+        return worker.slots is None or len(worker.executing) < worker.slots
+    used = Counter(one.workflow for one in worker.executing)
+    return ReservedSlots(worker.slots, worker.reserved).may_begin(workflow, used)
 
 
 def _executing(workers: Sequence[WorkerRecord]) -> str:

@@ -12,11 +12,11 @@ from typing import NamedTuple, Protocol
 
 from tidegate.flow.decide import source_failures
 from tidegate.flow.decide.source_failures import SourceMove
-from tidegate.flow.run import children
+from tidegate.flow.run import budget_slots, children
 from tidegate.flow.run.claiming import ReadyRun, ready
 from tidegate.model.event import Event
 from tidegate.model.ids import RunId, TriggerId
-from tidegate.model.run import ClaimedRun, FinishedRun
+from tidegate.model.run import ClaimedRun, FinishedRun, Step
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.trigger import CompiledTrigger, RenderedKeys
 from tidegate.model.trigger_gate import TriggerMove
@@ -26,7 +26,7 @@ from tidegate.store import events, locks, run_ends, runs, steps, trigger_gates
 from tidegate.store.db import Connection
 from tidegate.store.deliveries import NOBODY, Claim
 from tidegate.store.locks import Unlocked
-from tidegate.store.runs import EndedRun
+from tidegate.store.runs import EndedRun, WokenRun
 from tidegate.store.trigger_gates import LockedTrigger, NextInLine
 
 REKEY_BATCH = 1000
@@ -50,11 +50,21 @@ class Fill(Protocol):
     async def __call__(self, connection: Connection, gates: Gates, line: NextInLine, claim: Claim) -> Filled: ...
 
 
+class ParentHere(NamedTuple):
+    """A parent that this worker is executing, by which claim, and how often it was woken: its steps, now that its
+    children have ended."""
+
+    run_id: RunId
+    claim_generation: int
+    wakes: int
+    steps: Sequence[Step]
+
+
 class Freed(NamedTuple):
     """The runs that ended, how many deliveries were made due, what was launched instead, the breakers that moved, how
-    many retries of steps were cancelled with their runs, the parents that resume here at once, how many other runs are
-    due at once, and the sources of the events that were published. `are_ends_asked_for`: the end of a run that
-    succeeded is published."""
+    many retries of steps were cancelled with their runs, the parents that resume here at once, those that are executing
+    here, how many other runs are due at once, and the sources of the events that were published.
+    `are_ends_asked_for`: the end of a run that succeeded is published."""
 
     written: frozenset[RunId] = frozenset()
     woken: int = 0
@@ -63,9 +73,16 @@ class Freed(NamedTuple):
     source_moves: Sequence[SourceMove] = ()
     cancelled_retries: int = 0
     resumed: Sequence[ReadyRun] = ()
+    parents_here: Sequence[ParentHere] = ()
     woken_runs: int = 0
     published: Sequence[str] = ()
     are_ends_asked_for: bool = False
+
+    @property
+    def has_consequences(self) -> bool:
+        """Whether something is to be done after the commit."""
+        has_runs = self.woken_runs or self.resumed or self.parents_here
+        return bool(self.woken or has_runs or self.filled or self.moves or self.published)
 
 
 async def end_held(
@@ -78,9 +95,12 @@ async def end_held(
     claim: Claim = NOBODY,
     before: Callable[[], Awaitable[None]] | None = None,
     also: Collection[TriggerId] = (),
+    waits_here: Callable[[RunId, int], bool] = lambda *_: False,
+    also_budgets: Collection[str] = (),
 ) -> Freed:
     """End runs that are still held, and update their triggers. What waits for a slot is launched (and claimed) by
-    `fill` in the same transaction; without `fill`, it is made due.
+    `fill` in the same transaction; without `fill`, it is made due. `waits_here`: this worker is executing that run
+    by that claim, and it waits for its children.
 
     Locks are taken in the order of `store/locks.py`. Unlocked names triggers that turn out to matter and were not in
     `also`.
@@ -91,13 +111,14 @@ async def end_held(
     failed = [run for run in finished if run.status == "failed"]
     blamed = await source_failures.lock(connection, [run.id for run in failed], source_breaker) if failed else None
     locked = await trigger_gates.lock(connection, always=wanted)
+    held = await budget_slots.lock(connection, locked, also_budgets)
     if before is not None:
         await before()  # writes that belong to this transaction; `also` are the triggers that they concern
     if not finished:
         return Freed()
     parents = {run.child_of.run_id for run in finished if run.child_of is not None}
     await children.lock_parents(connection, parents, (run.id for run in finished))
-    ended = await runs.finish(connection, finished)
+    ended, left = await children.end_finished(connection, finished)
     freed = {(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None}
     late = {trigger_id for trigger_id, _ in freed} - locked.keys()
     if late:  # a limit that was set while the run was executing
@@ -106,17 +127,19 @@ async def end_held(
     non_retryable = {run.id for run in failed if run.is_non_retryable}
     moves = await _update_breakers(connection, locked, ended, breaker, non_retryable)
     source_moves = await source_failures.count_failed(connection, blamed, ended, non_retryable) if blamed else ()
-    moved = await children.end_finished(connection, finished, written)
-    resumed = await _resume(connection, moved.woken, claim)
+    moved = await children.go_on(connection, finished, written, left)
+    resumed = await _resume(connection, moved.due, claim)
+    woken = await budget_slots.release(connection, held, written)
     done = Freed(
-        written, moves=moves, source_moves=source_moves, resumed=resumed, woken_runs=len(moved.woken) - len(resumed),
+        written, woken, moves=moves, source_moves=source_moves, resumed=resumed,
+        parents_here=await _parents_here(connection, moved.woken, waits_here), woken_runs=len(moved.due) - len(resumed),
         published=[*await _publish_ends(connection, ended), *moved.published],
         are_ends_asked_for=any(run.is_asked_for and run.status == "succeeded" for run in ended),
     )  # fmt: skip
     if not freed:
         return done
     if fill is None or moves:
-        return done._replace(woken=await trigger_gates.wake(connection, freed))
+        return done._replace(woken=done.woken + await trigger_gates.wake(connection, freed))
     line = await trigger_gates.next_in_line(connection, freed)
     if line is None:
         return done
@@ -179,6 +202,7 @@ async def end_all_waiting(
     if trigger_ids:
         await locks.share_all(connection)
         locked = await trigger_gates.lock(connection, always=trigger_ids)
+    held = await budget_slots.lock(connection, locked)
     known = await run_children.of_runs(connection, run_ids)
     await children.lock_parents(connection, (one.run_id for one in known.values()), run_ids)
     ended = await end()
@@ -188,11 +212,12 @@ async def end_all_waiting(
     moves = await _update_breakers(connection, locked, ended, breaker)
     slots_of = [(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None]
     woken = await trigger_gates.wake(connection, slots_of)
+    woken += await budget_slots.release(connection, held, [run.id for run in ended])
     moved = await children.end_waiting(connection, {run.id: run.status for run in ended}, known)
     published = [*await _publish_ends(connection, ended), *moved.published]
     written = frozenset(run.id for run in ended)
     return Freed(
-        written, woken, moves=moves, cancelled_retries=cancelled, published=published, woken_runs=len(moved.woken)
+        written, woken, moves=moves, cancelled_retries=cancelled, published=published, woken_runs=len(moved.due)
     )
 
 
@@ -206,6 +231,19 @@ async def _resume(connection: Connection, woken: Collection[RunId], claim: Claim
         lease_ms=claim.lease_ms,
     )  # fmt: skip
     return await ready(connection, claimed) if claimed else ()
+
+
+async def _parents_here(
+    connection: Connection, woken: Sequence[WokenRun], waits_here: Callable[[RunId, int], bool]
+) -> list[ParentHere]:
+    """The steps of parents that this worker is still executing: they go on after the commit, without being
+    suspended."""
+    here = [run for run in woken if run.is_held and waits_here(run.id, run.claim_generation)]
+    known = await steps.list_of_runs(connection, [run.id for run in here])
+    return [
+        ParentHere(run.id, run.claim_generation, run.wakes, [s for s in known if s.workflow_run_id == run.id])
+        for run in here
+    ]
 
 
 async def resumed_before(connection: Connection, ended: Sequence[FinishedRun], claim: Claim) -> Sequence[ReadyRun]:
@@ -276,7 +314,7 @@ async def rekey(connection: Connection, compiled: CompiledTrigger) -> None:
                 keys.append(_rendered(compiled, event).concurrency_key if event else "")
             except TemplateError:
                 keys.append("")
-        if trigger.max_concurrency is None:
+        if not trigger.holds_slots:
             keys = [None] * len(page)
         await runs.set_concurrency_keys(connection, [run_id for run_id, _ in page], keys)
         after = page[-1][0]

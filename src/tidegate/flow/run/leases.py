@@ -14,6 +14,7 @@ from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
 from tidegate.model.ids import DefinitionId, RunId
 from tidegate.model.run import ClaimedRun
+from tidegate.model.worker_share import ALL, WorkerShare
 from tidegate.store import runs, workers
 from tidegate.store.db import STATEMENT_SECONDS, Database
 from tidegate.telemetry.logs import logger
@@ -47,9 +48,13 @@ class LeaseKeeper:
         cancelled: Callable[[RunId], None],
         beside: Callable[[Database], Coroutine[None, None, None]] | None = None,
         slots: int | None = None,
+        share: WorkerShare = ALL,
+        workflows: Iterable[str] = (),
     ) -> None:
         self._url = url
         self._slots = slots
+        self._share = share
+        self._workflows = workflows
         self._worker = worker
         self._offered = offered
         self._lease_ms = lease_ms
@@ -128,7 +133,10 @@ class LeaseKeeper:
         async with database.transaction() as connection:
             definitions, versions = self._offered()
             every_ms = self._lease_ms // HEARTBEATS_PER_LEASE
-            await workers.heartbeat(connection, self._worker, definitions, self._slots, versions, every_ms)
+            await workers.heartbeat(
+                connection, self._worker, definitions, self._slots, versions, every_ms,
+                self._share.left_out(list(self._workflows)), self._share.reserved,
+            )  # fmt: skip
             await workers.forget(connection, GONE_MS)
         async with database.transaction() as connection:
             woken = await runs.offer_versions(connection, self._worker)

@@ -2,7 +2,8 @@
 
 A wait is committed first. Then everything that was being decided at that time is waited for: those transactions may not
 have seen the wait. After them, what has passed the gate is read: whatever is decided later sees the wait itself
-(`decide/waits.py`). So an event is found by one of both, and the run's lock decides by which."""
+(`decide/waits.py`). So an event is found by one of both, and the run's lock decides by which: before the wait has
+looked back, an event that is decided is left to it, since one that came earlier may be stored, too."""
 
 from __future__ import annotations
 
@@ -33,8 +34,14 @@ MAX_QUESTIONS = 200
 PAGE = 50
 _POLL_SECONDS = (0.001, 0.02)
 _RETRY_SECONDS = 0.5
+# How long it is waited for an event that came before one that is decided. No worker may be there that decides it.
+_OLDER_SECONDS = (0.005, 0.02, 0.1, *[0.5] * 10)
 
 _log = logger("wait")
+
+
+class _Overtaken(Exception):
+    """An event that came before the one found is not decided yet: its worker may have died."""
 
 
 class LookBack:
@@ -61,11 +68,17 @@ class LookBack:
     async def _look_back_all(self, questions: list[WaitQuestion]) -> Sequence[WaitAnswer | Exception]:
         await self._when_reachable(self._wait_for_deciding)
         failpoints.hit("wait.before_look_back")
-        answers, meetings = await self._when_reachable(
-            partial(self._database.run, partial(_look_back, asked=questions))
-        )
+        answers, meetings = await self._when_reachable(partial(self._in_order, questions))
         decide.report(meetings)
         return answers
+
+    async def _in_order(self, asked: Sequence[WaitQuestion]) -> tuple[list[WaitAnswer], Sequence[Meeting]]:
+        for seconds in _OLDER_SECONDS:
+            try:
+                return await self._database.run(partial(_look_back, asked=asked, in_order=True))
+            except _Overtaken:
+                await asyncio.sleep(seconds)
+        return await self._database.run(partial(_look_back, asked=asked, in_order=False))
 
     async def _time_out_all(self, questions: list[WaitQuestion]) -> Sequence[WaitAnswer | Exception]:
         failpoints.hit("wait.before_time_out")
@@ -97,10 +110,11 @@ class LookBack:
 
 
 async def _look_back(
-    connection: Connection, asked: Sequence[WaitQuestion]
+    connection: Connection, asked: Sequence[WaitQuestion], in_order: bool
 ) -> tuple[list[WaitAnswer], Sequence[Meeting]]:
-    """Search without locks first; lock the runs, and give them what was found. Where another wait of the same run was
-    given that event, search again."""
+    """Search without locks first; lock the runs, and give them what was found. Search again if an event was decided
+    meanwhile that meets one of the waits, and where another wait of the same run was given the event found. With
+    `in_order`, _Overtaken says that an event which came before one that was found is undecided."""
     run_ids = {question.run.id for question in asked}
     taken = await waits.list_taken(connection, run_ids)
     held: dict[RunId, bool] | None = None
@@ -109,6 +123,10 @@ async def _look_back(
         found = await _search(connection, asked, taken)
         if held is None:
             held = await waits.lock_held(connection, [question.run for question in asked])
+            if await waits.looks_again(connection, [question.step_id for question in asked]):
+                found = await _search(connection, asked, taken)
+        if in_order and await waits.is_overtaken(connection, [e for w, e in found if _is_ordered(w, e)], by_lane=True):
+            raise _Overtaken
         taken = await waits.list_taken(connection, run_ids)
         offers: dict[RunId, list[tuple[Event, set[WaitId]]]] = {}
         for wait, event in found:
@@ -126,6 +144,12 @@ async def _look_back(
     await waits.looked_back(connection, [q.step_id for q in asked if q.run.id in held])
     failpoints.hit("wait.before_looked_back")
     return await _answers(connection, asked, held, cancelled), meetings
+
+
+def _is_ordered(wait: OpenWait, event: Event) -> bool:
+    """Whether the event must not come before those with a lesser number. A delayed or replayed one was not in the
+    inbox with them; what cancels a run does so in any order."""
+    return wait.mode != "cancel" and event.deliver_at is None and event.replayed_at is None
 
 
 async def _time_out(connection: Connection, asked: Sequence[WaitQuestion]) -> list[WaitAnswer]:

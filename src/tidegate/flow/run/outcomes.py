@@ -13,15 +13,15 @@ from tidegate import failpoints
 from tidegate.errors import Unavailable
 from tidegate.flow.call.journal import RecordedOutcome, Written
 from tidegate.flow.decide.reporting import log_source_moves, log_trigger_moves
-from tidegate.flow.run import children, finish, published
+from tidegate.flow.run import budget_slots, children, finish, published
 from tidegate.flow.run.children import ChildrenMoved
 from tidegate.flow.run.finish import Fill, Freed
 from tidegate.flow.run.published import Replaced, with_replaced
 from tidegate.model.ids import RunId, StepId, TriggerId
-from tidegate.model.run import FinishedRun
+from tidegate.model.run import FinishedRun, LaunchBlock
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
-from tidegate.model.step import LaunchBlock, RunOutcome, StepWrite, SuspendedRun
-from tidegate.store import runs, steps, trigger_gates, waits
+from tidegate.model.step import RunOutcome, StepWrite, SuspendedRun
+from tidegate.store import budgets, runs, steps, trigger_gates, waits
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import NOBODY, Claim
 from tidegate.store.group_commit import GroupCommit
@@ -58,7 +58,8 @@ def _weight(item: RunOutcome) -> int:
 class OutcomeWriter:
     """Writes what runs did. The transaction that ends a run launches what waits for its slot (`fill`), and claims as
     much of it as `claim` allows. After the commit `after_free` is called with it, `after_wait` with steps that wait,
-    `after_block` with triggers and keys that a step has blocked for all runs."""
+    `after_block` with triggers and keys that a step has blocked for all runs. `waits_here` says which parents are
+    executing here, by which claim."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class OutcomeWriter:
         after_free: Callable[[Freed], None],
         after_wait: Callable[[Sequence[WaitingStep]], None],
         after_block: Callable[[LaunchBlock], None],
+        waits_here: Callable[[RunId, int], bool],
     ) -> None:
         self._database = database
         self._breaker = breaker
@@ -80,6 +82,7 @@ class OutcomeWriter:
         self._after_free = after_free
         self._after_wait = after_wait
         self._after_block = after_block
+        self._waits_here = waits_here
         self._waits_for_database = True
         self._expects_simple = True
         self._group: GroupCommit[RunOutcome, RecordedOutcome] = GroupCommit(
@@ -104,20 +107,23 @@ class OutcomeWriter:
         await self._group.close()
 
     async def _write_all(self, items: list[RunOutcome]) -> Sequence[RecordedOutcome | Exception]:
-        """Write a group; if that fails, one by one, so that an outcome that cannot be written affects no other."""
+        """Write a group; if that fails, one by one, so that an outcome that cannot be written affects no other. A step
+        is written once in a transaction; what follows of it, in the next one."""
+        if place := _repeats_at(items):
+            return [*await self._write_part(items[:place]), *await self._write_part(items[place:])]
         try:
             return await self._write_group(items)
         except Exception as exc:
             if len(items) == 1 or isinstance(exc, Unavailable):
                 raise
             _log.warning("run.group_failed", count=len(items), error=exc, reason="writing one by one")
-        answers: list[RecordedOutcome | Exception] = []
-        for item in items:
-            try:
-                answers += await self._write_group([item])
-            except Exception as exc:  # noqa: BLE001 - reported to the run that it belongs to
-                answers.append(exc)
-        return answers
+        return [answer for item in items for answer in await self._write_part([item])]
+
+    async def _write_part(self, items: list[RunOutcome]) -> Sequence[RecordedOutcome | Exception]:
+        try:
+            return await self._write_all(items)
+        except Exception as exc:  # noqa: BLE001 - reported to the runs that it belongs to
+            return [exc] * len(items)
 
     async def _write_group(self, items: list[RunOutcome]) -> list[RecordedOutcome]:
         claim = self._claim(sum(isinstance(item.end, FinishedRun) for item in items))
@@ -197,6 +203,7 @@ class OutcomeWriter:
         suspended = [item.end for item in items if isinstance(item.end, SuspendedRun)]
         step_writes = [write for item in items for write in item.steps]
         blocking = [write for write in step_writes if write.blocks is not None]
+        blocks = _blocks(step_writes, [*suspended, *finished])
         kept: dict[tuple[RunId, str], steps.RecordedStep] = {}
 
         async def block() -> None:
@@ -208,22 +215,21 @@ class OutcomeWriter:
             finished,
             breaker=self._breaker,
             source_breaker=self._source_breaker,
-            fill=None if blocking else fill,  # what waits is decided by the gate as it is with the block
+            fill=None if blocks else fill,  # what waits is decided by the gate as it is with the block
             claim=claim or NOBODY,
             before=block,
-            also=also | {write.blocks.trigger_id for write in blocking if write.blocks},
+            also=also | {one.trigger_id for one in blocks},
+            also_budgets={one.budget for one in blocks if one.budget is not None},
+            waits_here=self._waits_here,
         )
         kept |= await steps.write(connection, [write for write in step_writes if write.blocks is None], freed.written)
         mine = [w for w in step_writes if (w.workflow_run_id, w.name) in kept]
         sent = await _send(connection, mine)
         await waits.record(connection, [write for write in mine if write.kind == "wait"])
-        kept_suspensions = await runs.suspend(connection, suspended) if suspended else {}
-        await runs.hold_for_version(connection, [s for s in suspended if s.misfit and s.id in kept_suspensions])
+        kept_suspensions = await _suspend(connection, suspended) if suspended else {}
         ended = [run for run in finished if run.id in freed.written]
         cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
-        if failed := [run for run in ended if run.status == "failed"]:
-            failpoints.hit("outcome.before_dead_letter")
-            await runs.dead_letter(connection, failed)
+        await _fail(connection, [run for run in ended if run.status == "failed"])
         # Ended before, by a commit whose answer was lost.
         before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
         resumed = await finish.resumed_before(connection, [r for r in finished if r.id in before], claim or NOBODY)
@@ -240,14 +246,14 @@ class OutcomeWriter:
         woken = sum(kept_suspensions.values())
         return [recorded(item) for item in items], freed._replace(
             cancelled_retries=cancelled, resumed=[*freed.resumed, *resumed],
-            woken_runs=freed.woken_runs + woken + len(sent.woken), published=[*freed.published, *sent.published],
+            woken_runs=freed.woken_runs + woken + len(sent.due), published=[*freed.published, *sent.published],
         )  # fmt: skip
 
     def _committed(self, items: list[RunOutcome], recorded: list[RecordedOutcome], freed: Freed) -> None:
         log_trigger_moves(freed.moves)
         log_source_moves(freed.source_moves)
         metrics.STEP_RETRIES.labels("cancelled").inc(freed.cancelled_retries)
-        if freed.woken or freed.woken_runs or freed.resumed or freed.filled or freed.moves or freed.published:
+        if freed.has_consequences:
             self._after_free(freed)
         waiting: list[WaitingStep] = []
         for item, answer in zip(items, recorded, strict=True):
@@ -264,15 +270,45 @@ class OutcomeWriter:
             self._after_wait(waiting)
 
 
+async def _suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> dict[RunId, bool]:
+    """Suspend runs; those that were still held, and whether each is due at once."""
+    kept = await runs.suspend(connection, suspended)
+    mine = [one for one in suspended if one.id in kept]
+    await _close(connection, _blocks((), mine))
+    await runs.hold_for_version(connection, [one for one in mine if one.misfit])
+    return kept
+
+
+async def _fail(connection: Connection, failed: Sequence[FinishedRun]) -> None:
+    """Runs have failed: their dead letters, and what they ask everyone to wait for."""
+    if failed:
+        failpoints.hit("outcome.before_dead_letter")
+        await runs.dead_letter(connection, failed)
+        await _close(connection, _blocks((), failed))
+
+
+def _blocks(writes: Sequence[StepWrite], ends: Sequence[SuspendedRun | FinishedRun]) -> list[LaunchBlock]:
+    """What steps and runs, suspended or ended, ask everyone to wait for."""
+    asked = [*(write.blocks for write in writes), *(run.blocks for run in ends)]
+    return [one for one in asked if one is not None]
+
+
 async def _block(connection: Connection, blocking: Sequence[StepWrite]) -> dict[tuple[RunId, str], steps.RecordedStep]:
     """Write steps that block their trigger or key for all runs, and block it; those that were kept."""
     kept = await steps.write(connection, blocking)
-    for write in blocking:
-        if (write.workflow_run_id, write.name) in kept and (one := write.blocks) is not None:
+    await _close(connection, [w.blocks for w in blocking if w.blocks and (w.workflow_run_id, w.name) in kept])
+    return kept
+
+
+async def _close(connection: Connection, blocks: Sequence[LaunchBlock]) -> None:
+    """Close triggers, keys and budgets for a while. This transaction holds them."""
+    for one in blocks:
+        if one.budget is None:
             await trigger_gates.close(
                 connection, one.trigger_id, key=one.concurrency_key, delay_ms=one.delay_ms, reason=one.reason
             )
-    return kept
+        elif not await budget_slots.close(connection, await budgets.lock(connection, [one.budget]), one):
+            _log.warning("run.unknown_budget", budget=one.budget, trigger_id=one.trigger_id, reason=one.reason)
 
 
 async def _send(connection: Connection, writes: Sequence[StepWrite]) -> ChildrenMoved:
@@ -285,6 +321,19 @@ async def _send(connection: Connection, writes: Sequence[StepWrite]) -> Children
 
 class _NotSimple(Exception):
     """The fast path does not apply: some runs are no longer held, or their end concerns their trigger."""
+
+
+def _repeats_at(items: Sequence[RunOutcome]) -> int:
+    """The place of the first outcome with a step that an earlier one has, too; 0: there is none."""
+    if all(write.is_new for item in items for write in item.steps):
+        return 0
+    seen: set[StepId] = set()
+    for place, item in enumerate(items):
+        mine = {write.id for write in item.steps}
+        if not seen.isdisjoint(mine):
+            return place
+        seen |= mine
+    return 0
 
 
 def _is_simple(item: RunOutcome) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
 from tidegate import failpoints
+from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
 from tidegate.flow.accept.approvals import ApprovalLinks
 from tidegate.flow.call.execution import Execution
@@ -20,10 +22,11 @@ from tidegate.flow.run.outcomes import OutcomeWriter, WaitingStep
 from tidegate.flow.run.quarantine import Quarantine
 from tidegate.flow.run.worker_slots import WorkerSlots
 from tidegate.model.event import Event, EventLimits
-from tidegate.model.ids import DefinitionId
+from tidegate.model.ids import DefinitionId, RunId
 from tidegate.model.retry import STEP_RETRY, RetryPolicy
 from tidegate.model.run import ClaimedRun
 from tidegate.model.source import SOURCE_BREAKER, TRIGGER_BREAKER, BreakerPolicy, SourceBreakerPolicy
+from tidegate.model.worker_share import ALL, ReservedSlots, WorkerShare
 from tidegate.store import runs
 from tidegate.store.db import Database
 from tidegate.store.deliveries import NOBODY, Claim
@@ -31,8 +34,8 @@ from tidegate.store.transactions import Transactions
 from tidegate.telemetry.logs import logger
 
 # With a prefetch of at least this many runs, dispatch waits up to PAUSE_SECONDS for room: runs that are created then
-# are claimed in the same statement.
-BUSY_PREFETCH, PAUSE_SECONDS = 50, 0.25
+# are claimed in the same statement. Whether somebody else waits meanwhile is asked every LOOK_SECONDS at most.
+BUSY_PREFETCH, PAUSE_SECONDS, LOOK_SECONDS = 50, 0.25, 0.01
 
 _log = logger("run")
 
@@ -63,7 +66,11 @@ class Runner:
         beside_leases: Callable[[Database], Coroutine[None, None, None]] | None = None,
         limits: EventLimits | None = None,
         link_base: str = "",
+        share: WorkerShare = ALL,
+        after_slot: Callable[[], None] = lambda: None,
     ) -> None:
+        self._reserved = ReservedSlots(concurrency, share.reserved) if share.reserved else None
+        self._after_slot = after_slot
         self._database = database
         self._worker = worker
         self._concurrency = concurrency
@@ -73,27 +80,32 @@ class Runner:
         self._versions: Sequence[str | None] = ()
         self._free = asyncio.Event()
         self._has_backlog = False
+        self._was_full = False  # since the last claim: more may be due than there is room for
         self._has_stopped_claiming = False
-        self._prefetch = Prefetch(database, concurrency, on_release=self._free.set)
-        self._due = DueRuns(database, worker, lease_ms)
+        self._prefetch = Prefetch(
+            database, concurrency, on_release=self._free.set, slots=self._reserved, weights=self._weights
+        )
+        self._due = DueRuns(database, worker, lease_ms, held=self._held, slots=self._reserved)
         self._quarantine = Quarantine(database, self._due, after_open=self._reopened)
         self._outcomes = OutcomeWriter(
             database, breaker=breaker, source_breaker=source_breaker, fill=fill, claim=self._claim_freed,
             after_free=self._freed, after_wait=after_wait, after_block=self._prefetch.release_of,
+            waits_here=self._waits_here,
         )  # fmt: skip
         self._look_back = LookBack(database)
         self._transactions = Transactions(database.url, transaction_connections)
         self._slots = WorkerSlots(
             workflows, self._prefetch, concurrency=concurrency, lease_ms=lease_ms, policy=policy,
             put=self._outcomes.put, ask=self._look_back.ask, transactions=self._transactions,
-            may_begin=lambda: self._quarantine.state != "alone", on_free=self._free.set,
+            may_begin=lambda: self._quarantine.state != "alone", on_free=self._slot_is_free,
             limits=limits or EventLimits(), links=ApprovalLinks(database, link_base),
         )  # fmt: skip
         self._leases = LeaseKeeper(
             database.url, worker, lambda: (self._definitions, self._versions), lease_ms,
             lambda: [(execution.run, execution.claimed_at) for execution in self._slots.held()],
             lost=self._slots.lease_lost, overdue=partial(self._slots.lease_lost, is_taken=False),
-            cancelled=self._slots.cancelled, beside=beside_leases, slots=concurrency,
+            cancelled=self._slots.cancelled, beside=beside_leases, slots=concurrency, share=share,
+            workflows=workflows,
         )  # fmt: skip
 
     def serve(self, definitions: list[DefinitionId], versions: Sequence[str | None] = ()) -> None:
@@ -123,7 +135,7 @@ class Runner:
 
     def claim(self, ending: int = 0) -> Claim:
         """How many of the runs that are being created this worker claims; `ending` are runs that free their slots."""
-        room = ending if ending and self._quarantine.state == "open" else self.room
+        room = ending if ending and self._quarantine.state == "open" else min(self.room, self._shared_room)
         return Claim(self._worker, self._lease_ms, self._definitions, room) if room else NOBODY
 
     def expect(self) -> None:
@@ -133,24 +145,53 @@ class Runner:
     def start(self, claimed: Sequence[tuple[ClaimedRun, Event | None]]) -> None:
         """Execute runs that were claimed for this worker."""
         failpoints.hit("run.after_claim")
-        for run, event in claimed:
-            self._slots.add(run, event, [])
+        self._slots.add((run, event, []) for run, event in claimed)
+
+    @property
+    def _shared_room(self) -> int:
+        """How many runs of any workflow may be claimed now: not those for which slots are reserved."""
+        return self.room if self._reserved is None else self._reserved.shared_free(self._busy())
+
+    def _weights(self) -> Mapping[str, int]:
+        return self._due.weights
+
+    def _busy(self) -> Counter[str]:
+        return Counter(run.workflow for run in self._held())
+
+    def _slot_is_free(self) -> None:
+        self._free.set()
+        if self._reserved is not None:  # due runs may have waited for it while there was room for others
+            self._after_slot()
+
+    def _held(self) -> list[ClaimedRun]:
+        return self._slots.claimed()
 
     async def wait_for_room(self) -> None:
         """Wait until more may be claimed, or nothing more is to be claimed."""
         self._free.clear()
         if self.room == 0 and not self._has_stopped_claiming:
+            self._was_full = True
             await self._free.wait()
 
-    async def pause_for_room(self) -> None:
-        """While short runs are executed, wait a moment for room: runs that are created then are claimed at once."""
+    async def pause_for_room(self, hinted: asyncio.Event, others_wait: Callable[[], Awaitable[bool]]) -> None:
+        """While short runs are executed, wait a moment for room: runs that are created then are claimed at once. The
+        pause ends when new events were hinted at, and some are of others than the source whose runs these are."""
         if self._prefetch.limit < BUSY_PREFETCH:
             return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PAUSE_SECONDS):
-                while (self._has_backlog or self.room < self._prefetch.limit // 2) and not self._has_stopped_claiming:
-                    self._free.clear()
+        now = look_at = monotonic()
+        end_at = now + PAUSE_SECONDS
+        while (self._has_backlog or self.room < self._prefetch.limit // 2) and not self._has_stopped_claiming:
+            if hinted.is_set() and now >= look_at:
+                hinted.clear()
+                if await others_wait():
+                    return
+                look_at = monotonic() + LOOK_SECONDS
+            self._free.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(end_at - now, LOOK_SECONDS)):
                     await self._free.wait()
+            if (now := monotonic()) >= end_at:
+                return
 
     async def idle(self) -> None:
         """Wait until nothing executes or is being written here."""
@@ -175,13 +216,12 @@ class Runner:
         room = self.room
         if room == 0:
             return 0
-        claimed = await self._due.claim(self._definitions, room)
+        is_behind, self._was_full = self._was_full or self._has_backlog, False
+        claimed, self._has_backlog = await self._due.claim(self._definitions, room, is_behind=is_behind)
         if claimed:
             failpoints.hit("run.after_claim")
-        self._has_backlog = len(claimed) == room
         self._free.set()
-        for ready in claimed:
-            self._slots.add(*ready)
+        self._slots.add(claimed)
         return len(claimed) or (await self._try_suspect() if self._quarantine.has_suspects else 0)
 
     def check_for_suspects(self) -> None:
@@ -210,8 +250,11 @@ class Runner:
         self._free.set()
 
     async def next_due_seconds(self) -> float | None:
-        """Seconds until the next waiting run of this worker is due, or None."""
-        return await self._due.next_seconds(self._definitions) if self._definitions else None
+        """Seconds until the next waiting run of this worker is due, or None; also None while the slots that are for all
+        are in use: the next that is free wakes the worker."""
+        if not self._definitions or (self._reserved is not None and self._shared_room == 0):
+            return None
+        return await self._due.next_seconds(self._definitions)
 
     async def stop(self, patience_seconds: float) -> None:
         """Wait for running workflows, then release what is still running."""
@@ -253,9 +296,13 @@ class Runner:
         """How much this worker claims of what is launched into the slots of runs that end; None: launch nothing."""
         return None if self._has_stopped_claiming else self.claim(ending)
 
+    def _waits_here(self, run_id: RunId, claim_generation: int) -> bool:
+        return self._slots.waits_here(run_id, claim_generation)
+
     def _freed(self, freed: Freed) -> None:
         if freed.filled:
             self.start(freed.filled.claimed)
-        for parent in freed.resumed:
-            self._slots.add(*parent)
+        self._slots.add(freed.resumed)
+        for here in freed.parents_here:
+            self._slots.woken(*here)
         self._after_free(freed)

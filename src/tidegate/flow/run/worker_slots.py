@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -74,9 +75,10 @@ class WorkerSlots:
         self._on_free = on_free
         self._limits = limits
         self._links = links
-        self._claims = Claims(lambda: [execution.run for execution in (*prefetch, *self._begun)])
+        self._claims = Claims(self.claimed)
         self._begun: dict[Execution, None] = {}  # those that are neither ready nor over, oldest first
         self.used = 0
+        self._used_by: Counter[str] = Counter()  # the slots that each workflow uses
         self._earlier = EarlierExecutions()
         self._abandoned: set[asyncio.Task[None]] = set()  # of functions that do not stop
         self._delayed = DelayedSends()
@@ -87,6 +89,10 @@ class WorkerSlots:
     def __len__(self) -> int:
         """How many have begun and are not over."""
         return len(self._begun)
+
+    def claimed(self) -> list[ClaimedRun]:
+        """The runs that this worker holds."""
+        return [execution.run for execution in (*self._prefetch, *self._begun)]
 
     @property
     def has_remains(self) -> bool:
@@ -100,12 +106,14 @@ class WorkerSlots:
 
     # From claimed to executing ---------------------------------------------------------------------------------------
 
-    def add(self, run: ClaimedRun, event: Event | None, known: list[Step]) -> None:
-        """Execute a claimed run as soon as there is a free slot."""
-        execution = self.take_up(run, event, known)
-        if execution is not None:
-            self._prefetch.add(execution)
-            self.begin_ready()
+    def add(self, claimed: Iterable[tuple[ClaimedRun, Event | None, list[Step]]]) -> None:
+        """Execute claimed runs as soon as there are free slots. All are ready before the first begins: a free slot goes
+        to the workflow whose turn it is."""
+        for run, event, known in claimed:
+            execution = self.take_up(run, event, known)
+            if execution is not None:
+                self._prefetch.add(execution)
+        self.begin_ready()
 
     def take_up(self, run: ClaimedRun, event: Event | None, known: list[Step]) -> Execution | None:
         """An execution of a claimed run; None when this claim was taken up before."""
@@ -138,7 +146,7 @@ class WorkerSlots:
         while (
             self._may_begin()
             and self.used < self._concurrency
-            and (execution := self._prefetch.next(self._lease_ms / 3000)) is not None
+            and (execution := self._prefetch.next(self._lease_ms / 3000, self._used_by)) is not None
         ):
             self.begin(execution)
         self._prefetch.release_later()
@@ -148,6 +156,7 @@ class WorkerSlots:
         execution.move(EXECUTING)
         self._begun[execution] = None
         self.used += 1
+        self._used_by[execution.run.workflow] += 1
         self._work_on(execution, self._execute(execution))
 
     def _work_on(self, execution: Execution, work: Coroutine[Any, Any, None]) -> None:
@@ -244,6 +253,7 @@ class WorkerSlots:
             self._on_free()
         if held_slot and not state.holds_slot:
             self.used -= 1
+            self._used_by[execution.run.workflow] -= 1
             self.begin_ready()
 
     # Stopping an execution -------------------------------------------------------------------------------------------
@@ -285,6 +295,19 @@ class WorkerSlots:
         for execution in [one for one in self.held() if one.run is run and (is_taken or one.task is not None)]:
             _log.warning("run.lease_lost", **run_fields(run, execution.event))
             self.stop(execution)
+
+    def waits_here(self, run_id: RunId, claim_generation: int) -> bool:
+        """Whether a run is executing here, by that claim, and one of its steps waits."""
+        return any(one.is_parked for one in self._of_claim(run_id, claim_generation))
+
+    def woken(self, run_id: RunId, claim_generation: int, wakes: int, steps: Sequence[Step]) -> None:
+        """The children of a run that may be executing here have ended: its steps, and how often it was woken. An
+        execution that has lost its claim does not go on."""
+        for execution in self._of_claim(run_id, claim_generation):
+            execution.woken(steps, wakes)
+
+    def _of_claim(self, run_id: RunId, claim_generation: int) -> list[Execution]:
+        return [e for e in self.held() if e.run.id == run_id and e.run.claim_generation == claim_generation]
 
     def cancelled(self, run_id: RunId) -> None:
         """A run that may be executed here is to be cancelled."""

@@ -16,15 +16,16 @@ from tidegate.flow.look.near import waits as sides
 from tidegate.flow.look.near.triggers import NearMiss
 from tidegate.flow.look.near.waits import WaitSide
 from tidegate.flow.look.story import Decision, StoryFacts
-from tidegate.flow.look.waiting_steps import pattern_text
+from tidegate.flow.look.waiting_steps import awaited_events, kept_events, pattern_text
 from tidegate.model.event import Event
-from tidegate.model.ids import RunId, TriggerId
+from tidegate.model.ids import EventId, RunId, TriggerId
 from tidegate.model.run import INTERNAL_STEPS, Run, Step
 from tidegate.model.trigger import CompiledTrigger, Trigger
-from tidegate.model.wait import WaitPattern, contained, key_of, key_of_event, read_paths, value_in
+from tidegate.model.wait import CORRELATION, WaitPattern, contained, key_of, key_of_event, read_paths, value_in
 from tidegate.model.work_limit import TooMuchWork
-from tidegate.store import circumstances, near_waits, triggers, waits
+from tidegate.store import circumstances, events, near_waits, runs, steps, triggers, waits
 from tidegate.store.db import Connection
+from tidegate.store.decisions import NewDecision
 from tidegate.store.near_waits import RunningWait
 
 # Whether the caller may see what belongs to a source; None: it has no source.
@@ -122,20 +123,26 @@ async def nearly_woken(connection: Connection, event: Event, may_see: MaySee) ->
         if event_type != event.type:
             continue
         values = {path: value_in(event, path, _MISSING) for path in read_paths(paths)}
-        if _MISSING in values.values():
+        if _MISSING in values.values() or read_paths(paths) == [CORRELATION]:
             lacking.append((event_type, paths))
         elif values:
             others = [key_of(sorted(other), other.get) for other in sides.variants(values)]
             keys |= {(event_type, paths, other): None for other in others if other is not None}
     found = [*await near_waits.by_key(connection, keys), *await near_waits.by_fields(connection, lacking)]
     told: dict[tuple[RunId, str], Decision] = {}
+    others_of: list[Decision] = []  # which wait for another correlation id
     time_slice = TimeSlice()
     for wait in found:
         reason = sides.why_missed(_side(wait), event) if may_see(wait.source) else None
         if reason is not None:
             told.setdefault((wait.run_id, wait.step), _nearly_woken(wait, reason))
+        elif may_see(wait.source) and (another := sides.of_another(_side(wait), event)) is not None:
+            others_of.append(_nearly_woken(wait, another))
         if time_slice.is_over:
             await time_slice.next()
+    if others_of and not told:  # one is an example: the event may have been meant for a run that has ended
+        more = f" ({len(others_of) - 1} other runs wait for theirs)" if len(others_of) > 1 else ""
+        return [msgspec.structs.replace(others_of[0], reason=f"{others_of[0].reason}{more}")]
     return list(told.values())[:MOST]
 
 
@@ -145,6 +152,36 @@ def _nearly_woken(wait: RunningWait, reason: str) -> Decision:
     return Decision(
         at=None, stage="wait", decision="near_miss", reason=text, workflow=wait.workflow, run_id=wait.run_id
     )
+
+
+async def kept_for(connection: Connection, lines: Sequence[NewDecision], may_see: MaySee) -> list[NewDecision]:
+    """The lines of an event, with what has become of each `wait_all` of a run that it was kept for."""
+    return [
+        line._replace(reason="; ".join(await _kept_for(connection, line, may_see)) or line.reason)
+        if (line.stage, line.decision) == ("wait", "kept")
+        else line
+        for line in lines
+    ]
+
+
+async def _kept_for(connection: Connection, line: NewDecision, may_see: MaySee) -> list[str]:
+    told, detail = list[str](), line.detail
+    for one in detail[:MOST]:
+        run = await runs.get(connection, RunId(uuid.UUID(one["run_id"])))
+        of = await events.get_many(connection, [run.event_id]) if run is not None and run.event_id is not None else {}
+        if run is None or not may_see(next((event.source for event in of.values()), None)):
+            continue
+        found = [step for step in await steps.list_of_run(connection, run.id) if str(step.id) == one["step_id"]]
+        told += [_kept(run, step, line.event_id) for step in found]
+    return told + ([f"and {len(detail) - MOST} more"] if told and len(detail) > MOST else [])
+
+
+def _kept(run: Run, step: Step, event_id: EventId) -> str:
+    if step.status == "pending" and run.status in ("pending", "running"):
+        return f"is kept for run {run.id}, which still waits for {awaited_events(step)}"
+    if others := [one for one in step.retry_metadata.get("events", ()) if str(one) != str(event_id)]:
+        return f"ended the wait {step.name!r} of run {run.id} together with event {', event '.join(map(str, others))}"
+    return f"was kept for run {run.id}, whose wait {step.name!r} ended without {awaited_events(step)}"
 
 
 def _side(wait: RunningWait) -> WaitSide:
@@ -163,6 +200,7 @@ async def nearly_wakes(connection: Connection, run: Run, steps: Sequence[Step], 
     if not found:
         return []
     taken = {str(one) for step in steps if step.kind == "wait" for one in step.retry_metadata.get("events", ())}
+    taken |= {event_id for step in steps if step.kind == "wait" for event_id in kept_events(step)}
     first_id = _first_of_day(run.id)
     types = await near_waits.event_types(connection, first_id)
     told: list[Decision] = []

@@ -58,6 +58,15 @@ def why_missed(side: WaitSide, event: Event) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
+def of_another(side: WaitSide, event: Event) -> str | None:
+    """How the correlation id differs, if that is all that a run waits for and everything else is as it waits for."""
+    wanted = side.pattern.match.get(CORRELATION)
+    fits = side._replace(pattern=msgspec.structs.replace(side.pattern, match={}))
+    if list(side.pattern.match) != [CORRELATION] or wanted == event.correlation_id or not is_met(fits, event):
+        return None
+    return f"it waits for correlation_id = {_short(wanted)}, and the event has {_short(event.correlation_id)}"
+
+
 def is_met(side: WaitSide, event: Event) -> bool:
     """Whether an event is one that the run waits for."""
     pattern = side.pattern
@@ -81,6 +90,8 @@ def _fields(match: Mapping[str, object], event: Event) -> str | None:
             told.append(f"it waits for {_called(path)} = {_short(wanted)}, and the event has no such field")
         elif written_value(given) == written_value(wanted):
             continue
+        elif path == CORRELATION and given == str(event.id):  # as an event has that was published without one
+            told.append(f"it waits for {_called(path)} = {_short(wanted)}, and the event was published without one")
         elif (why := _alike(wanted, given)) is not None:
             told.append(why.format(path=_called(path), wanted=_short(wanted), given=_short(given)))
         else:

@@ -1,4 +1,4 @@
-"""Checks of a pause's length, the same for sources and triggers."""
+"""Checks of a pause's length, the same for sources, triggers, schedules and budgets."""
 
 from __future__ import annotations
 

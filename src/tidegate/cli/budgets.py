@@ -1,0 +1,233 @@
+"""`tidegate budgets`: rates and slots that triggers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import quote
+
+import click
+
+from tidegate.cli.output import (
+    Json,
+    all_pages,
+    client,
+    json_option,
+    print_json,
+    print_table,
+    printable,
+    short_time,
+    zoned_time,
+)
+from tidegate.cli.pauses import PAUSE_NAMES, pause_body, pause_options
+from tidegate.cli.wording import parsed, written_as
+from tidegate.model import units
+from tidegate.model.units import written_rate
+
+# The API's field names, and the arguments and options that set them.
+_NAMES = {"limit": "RATE", "interval_ms": "RATE", "concurrency": "--concurrency", "key": "--key", "cost": "--cost",
+          "name": "BUDGET"}  # fmt: skip
+
+
+@click.group()
+def budgets() -> None:
+    """Show budgets, which triggers share; set, pause and resume them."""
+
+
+@budgets.command("list")
+@json_option
+def list_budgets(as_json: bool) -> None:
+    """List budgets with what waits for them."""
+    with client() as api:
+        found = all_pages(api, "/admin/budgets", "budgets")
+    if as_json:
+        print_json({"budgets": found})
+        return
+    rows = [
+        (b["name"], _limits(b), str(b["waiting"]), str(b["in_use"]), ", ".join(b["used_by"]) or "nobody", _state(b))
+        for b in found
+    ]
+    empty = "There is no budget. Set one: tidegate budgets set openai 300/min"
+    print_table(("BUDGET", "LIMITS", "WAITING", "IN USE", "USED BY", "STATE"), rows, empty)
+
+
+@budgets.command("show")
+@click.argument("budget")
+@json_option
+def show_budget(budget: str, as_json: bool) -> None:
+    """Show BUDGET."""
+    found = _read(budget, None)
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(_line(found["budget"]))
+
+
+@budgets.command("set")
+@click.argument("budget")
+@click.argument("rate", required=False)
+@click.option("--concurrency", type=int, default=None, help="How many unfinished runs may hold it, of each key.")
+@click.option("--key", default=None, metavar="TEMPLATE", help="A rate and slots for each: {{ event.payload.tenant }}.")
+@click.option("--cost", default=None, metavar="CEL", help="What a launch spends: event.payload.tokens; 1 without it.")
+@click.option("--dry-run", is_flag=True, help="Only check: can --key and --cost be evaluated for what waits?")
+@json_option
+def set_budget(
+    budget: str,
+    rate: str | None,
+    concurrency: int | None,
+    key: str | None,
+    cost: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Create BUDGET, or replace its limits: RATE (300/min, 20/s), --concurrency, or both. What waits for it is decided
+    by the new ones."""
+    body: Json = {"concurrency": concurrency, "key": key, "cost": cost}
+    if rate is not None:
+        body["limit"], body["interval_ms"] = parsed(units.rate, rate, "RATE")
+    elif concurrency is None:
+        raise click.UsageError("give a RATE such as 300/min, --concurrency, or both")
+    given = {name: value for name, value in body.items() if value is not None}
+    with client() as api, written_as(_NAMES):
+        found: Json = api.request("PUT", _path(budget), given, dry_run=dry_run or None)
+    if as_json:
+        print_json(found)
+        return
+    checked = found if dry_run else found["check"]
+    if not dry_run:
+        click.echo(_line(found))
+    if dry_run or checked["unread"]:
+        click.echo(printable(_checked(checked)))
+        for one in checked["examples"]:
+            click.echo(printable(f"  event {one['event_id']}: {one['error']}"))
+
+
+@budgets.command("delete")
+@click.argument("budget")
+@json_option
+def delete_budget(budget: str, as_json: bool) -> None:
+    """Delete BUDGET, which no trigger may use any more."""
+    with client() as api, written_as(_NAMES):
+        gone: Json = api.request("DELETE", _path(budget))
+    if as_json:
+        print_json(gone)
+    else:
+        click.echo(f"deleted {gone['name']}")
+
+
+@budgets.command("pause")
+@click.argument("budget")
+@pause_options
+@json_option
+def pause_budget(budget: str, duration: str | None, until: str | None, reason: str | None, as_json: bool) -> None:
+    """Pause BUDGET: hold everything that needs it for a duration, until a time, or until it is resumed."""
+    _change("POST", _path(budget, "pause"), pause_body(duration, until, reason), as_json)
+
+
+@budgets.command("resume")
+@click.argument("budget")
+@json_option
+def resume_budget(budget: str, as_json: bool) -> None:
+    """Resume BUDGET. What waits for it is launched as far as it allows, in order."""
+    _change("POST", _path(budget, "resume"), None, as_json)
+
+
+@budgets.command("explain")
+@click.argument("budget")
+@click.option("--key", default=None, help="Only of this key.")
+@json_option
+def explain_budget(budget: str, key: str | None, as_json: bool) -> None:
+    """Say what waits for BUDGET, key by key, and which runs hold its slots."""
+    found = _read(budget, key)
+    if as_json:
+        print_json(found)
+        return
+    click.echo(_line(found["budget"]))
+    lines = [
+        (line["key"] or "(none)", str(line["waiting"]), str(line["cost"]), str(line["in_use"]),
+         short_time(line["oldest_at"]), short_time(line["next_attempt_at"]))
+        for line in found["lines"]
+    ]  # fmt: skip
+    print_table(("KEY", "WAITING", "COST", "IN USE", "OLDEST", "NEXT"), lines, "Nothing waits for it.")
+    closed = [one for one in found["budget"]["closed"] if key is None or one["key"] == key]
+    if closed:
+        print_table(("KEY", "STATE"), [(one["key"] or "(none)", _closed(one)) for one in closed], "")
+    if found["holders"]:
+        held = [
+            (h["key"] or "(none)", h["id"], h["workflow"], h["status"], short_time(h["created_at"]), _resumes(h))
+            for h in found["holders"]
+        ]
+        print_table(("KEY", "RUN", "WORKFLOW", "STATUS", "SINCE", "RESUMES"), held, "")
+
+
+def _read(budget: str, key: str | None) -> Json:
+    with client() as api:
+        found: Json = api.request("GET", _path(budget), key=key)
+    return found
+
+
+def _change(method: str, path: str, body: Json | None, as_json: bool) -> None:
+    with client() as api, written_as(_NAMES | PAUSE_NAMES):
+        changed: Json = api.request(method, path, body)
+    if as_json:
+        print_json(changed)
+    else:
+        click.echo(_line(changed))
+
+
+def _checked(check: Json) -> str:
+    first = "first " if check["is_cut"] else ""
+    if not check["unread"]:
+        return f"it can be evaluated for all of the {first}{check['waiting']} deliveries that wait at its triggers"
+    unread = f"{check['unread']} of the {first}{check['waiting']} deliveries that wait at its triggers"
+    return f"it cannot be evaluated for {unread}: they wait until it is corrected"
+
+
+def _path(budget: str, verb: str = "") -> str:
+    return f"/admin/budgets/{quote(budget, safe='')}{f'/{verb}' if verb else ''}"
+
+
+def _line(budget: Json) -> str:
+    waiting = f"; {budget['waiting']} waiting" if budget["waiting"] else ""
+    used_by = ", ".join(budget["used_by"]) or "nobody"
+    return f"{budget['name']} (v{budget['version']}): {_limits(budget)}; used by {used_by}; {_state(budget)}{waiting}"
+
+
+def _limits(budget: Json) -> str:
+    parts = []
+    if budget["limit"] is not None:
+        parts.append(written_rate(budget["limit"], budget["interval_ms"]))
+    if budget["concurrency"] is not None:
+        parts.append(f"{budget['concurrency']} at once")
+    text = ", ".join(parts)
+    text += f" per {budget['key']}" if budget["key"] else ""
+    return text + (f", cost {budget['cost']}" if budget["cost"] else "")
+
+
+def _state(budget: Json) -> str:
+    if not budget["paused"]:
+        return "; ".join(_troubles(budget)) or "ok"
+    until = f"until {zoned_time(budget['paused_until'])}" if budget["paused_until"] else "until resumed"
+    reason = f": {budget['pause_reason']}" if budget["pause_reason"] else ""
+    return f"paused {until} by {budget['paused_by']}{reason}"
+
+
+def _troubles(budget: Json) -> Iterator[str]:
+    """What keeps it from being spent, but for a pause; of a budget with keys, of the one that is closed longest."""
+    if budget["unread"]:
+        yield f"its key or cost cannot be evaluated for {budget['unread']} of those that wait"
+    if budget["closed"]:
+        first, more = budget["closed"][0], budget["closed_keys"] - 1
+        of_key = f"key {first['key']}: " if first["key"] else ""
+        yield of_key + _closed(first) + (f" (and {more} more keys)" if more else "")
+
+
+def _closed(key: Json) -> str:
+    reason = f": {key['reason']}" if key["reason"] else ""
+    if key["state"] == "closed":
+        return f"closed until {zoned_time(key['until'])}{reason}"
+    first = f"run {key['run_id']} is" if key["run_id"] else "the next run is"
+    return f"half open: {first} tried first{reason}"
+
+
+def _resumes(holder: Json) -> str:
+    return short_time(holder["next_attempt_at"]) if holder["status"] == "pending" else ""

@@ -1,0 +1,113 @@
+"""Budgets as operators see them: which budget holds a delivery, its place in line, when its turn comes, and which runs
+hold the slots. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+import msgspec
+
+from tidegate.flow.decide.budgets import eta
+from tidegate.flow.look.near.look_up import MaySee
+from tidegate.flow.look.why import ANOTHERS, NAMED, moment
+from tidegate.model.budget import BudgetSpec
+from tidegate.model.ids import DeliveryId
+from tidegate.model.units import written_rate
+from tidegate.store import budgets
+from tidegate.store.budgets import BudgetHolder, BudgetRecord, KeyLine, Place
+from tidegate.store.circumstances import BudgetWait
+from tidegate.store.db import Connection
+
+# How many lines and holders of a budget are shown.
+SHOWN = 20
+
+
+class BudgetView(msgspec.Struct, frozen=True, kw_only=True):
+    """A budget, the keys for which most wait, and the runs that have held its slots longest."""
+
+    budget: BudgetRecord
+    lines: list[KeyLine]
+    holders: list[BudgetHolder]
+
+
+async def view(connection: Connection, record: BudgetRecord, key: str | None = None) -> BudgetView:
+    """The budget with its lines and holders; of one key, if one is given."""
+    lines = await budgets.key_lines(connection, record.name, key, SHOWN)
+    return BudgetView(budget=record, lines=lines, holders=await budgets.holders(connection, record.name, key, SHOWN))
+
+
+async def waits(
+    connection: Connection, delivery_ids: Iterable[DeliveryId], may_see: MaySee
+) -> dict[DeliveryId, BudgetWait]:
+    """What holds each of the deliveries that wait for a budget."""
+    found = {}
+    for delivery_id, place in (await budgets.places(connection, delivery_ids)).items():
+        spec = place.budget.spec
+        holders = []
+        if spec.concurrency is not None and place.in_use >= spec.concurrency:
+            holders = await budgets.holders(connection, spec.name, place.key, NAMED)
+        seen = [one if may_see(one.source) else msgspec.structs.replace(one, workflow="") for one in holders]
+        found[delivery_id] = told(delivery_id, place, seen)
+    return found
+
+
+def told(delivery_id: DeliveryId, place: Place, holders: Sequence[BudgetHolder]) -> BudgetWait:
+    """What a delivery waits for in the line where it stands, and until when, if that can be known."""
+    spec, now = place.budget.spec, place.now
+    if place.key is None:
+        told = f"{place.budget.pause}" if place.budget.is_paused(now) else "it is in no line"
+        return BudgetWait(text=told, waits_for="its budget to be corrected", until=None)
+    of_key = f" for key {place.key}" if place.key else ""
+    parts = [f"it is number {place.ahead + 1} in line{of_key}"]
+    if spec.limit is not None and spec.interval_ms is not None:
+        free = place.allowance.free(now)
+        parts.append(f"{free} of {written_rate(spec.limit, spec.interval_ms)} are left, and it costs {place.cost}")
+    if holders:
+        parts.append(f"{place.in_use} of {spec.concurrency} slots are held by {_named(holders, now)}")
+    kept = place.reserved
+    if kept is not None and (kept.delivery_id == delivery_id or kept.until <= now):
+        kept = None
+    if kept is not None:
+        parts.append(f"{_kept(kept.cost, spec)} until {moment(kept.until)} for a delivery that needs several budgets")
+    text = "; ".join(parts)
+    if place.budget.is_paused(now):
+        until = place.budget.paused_until
+        waits_for = "its budget to be resumed" if until is None else "the end of its budget's pause"
+        return BudgetWait(text=text, waits_for=waits_for, until=until and max(until, place.next_attempt_at))
+    if (shut := place.closed) is not None and shut.probe_run_id is None and shut.until > now:
+        waits_for = "the time that a run asked everyone to wait for"
+        return BudgetWait(text=text, waits_for=waits_for, until=max(shut.until, place.next_attempt_at))
+    if shut is not None and shut.probe_until is not None and shut.probe_until > now:
+        waits_for = f"run {shut.probe_run_id}, which is tried first, to end"
+        return BudgetWait(text=text, waits_for=waits_for, until=shut.probe_until)
+    if holders:
+        return BudgetWait(text=text, waits_for="a slot of its budget", until=None)
+    if (until := eta(place.allowance, place.budget, place.cost, place.ahead_cost, now)) is not None:
+        return BudgetWait(text=text, waits_for="room in its budget", until=until)
+    if kept:
+        return BudgetWait(text=text, waits_for="what is kept for another delivery", until=kept.until)
+    if place.ahead:
+        return BudgetWait(text=text, waits_for="its turn in the line of its budget", until=None)
+    until = place.next_attempt_at if place.next_attempt_at > now else None
+    return BudgetWait(text=text, waits_for="a worker to decide it: its turn has come", until=until)
+
+
+def _kept(cost: int, spec: BudgetSpec) -> str:
+    of_rate = [f"{cost} of the rate"] if spec.limit is not None else []
+    slot = ["a slot"] if spec.concurrency is not None else []
+    return f"{' and '.join([*of_rate, *slot])} {'are' if of_rate and (slot or cost != 1) else 'is'} kept"
+
+
+def _named(holders: Sequence[BudgetHolder], now: datetime) -> str:
+    named = [
+        f"{f'run {one.id}' if one.workflow else ANOTHERS} ({_doing(one, now)})" for one in holders[:NAMED]
+    ]  # fmt: skip
+    more = holders[0].total - len(named)
+    return f"{', '.join(named)}{f' and {more} more' if more > 0 else ''}"
+
+
+def _doing(one: BudgetHolder, now: datetime) -> str:
+    if one.status == "pending" and one.next_attempt_at is not None and one.next_attempt_at > now:
+        return f"resumes {moment(one.next_attempt_at)}"
+    return f"{one.status} since {moment(one.created_at)}"

@@ -1,0 +1,108 @@
+"""Budget slots: what runs hold of budgets, given back by the transaction that ends them. Whoever is first in line for
+the key is then due at once.
+
+A slot is held by a row that names its run, and counts while the run is unfinished: nothing leaks when a process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+
+from tidegate.model.budget import CannotSpend, CompiledBudget, Need
+from tidegate.model.event import Event
+from tidegate.model.ids import EventId, RunId, TriggerId
+from tidegate.model.run import LaunchBlock
+from tidegate.model.trigger import CompiledTrigger
+from tidegate.model.work_limit import WorkLeft
+from tidegate.store import budgets, events, locks, runs
+from tidegate.store.budgets import Line, LockedBudget
+from tidegate.store.db import Connection
+from tidegate.store.trigger_gates import LockedTrigger
+
+REHOLD_BATCH = 1000
+
+
+async def lock(
+    connection: Connection, locked: Mapping[TriggerId, LockedTrigger], also: Collection[str] = ()
+) -> dict[str, LockedBudget]:
+    """The budgets of triggers that this transaction holds, and those named, locked before any run."""
+    return await budgets.lock(connection, {name for one in locked.values() for name in one.budgets} | {*also})
+
+
+async def release(connection: Connection, held: Mapping[str, LockedBudget], run_ids: Collection[RunId]) -> int:
+    """Give back what the runs held of these budgets; how many deliveries are due because of that."""
+    if not held:
+        return 0
+    lines = {*await budgets.release(connection, run_ids), *await budgets.end_probes(connection, run_ids)}
+    freed = [line for line in lines if line[0] in held]
+    if not freed:
+        return 0
+    now = await locks.now(connection)
+    return await budgets.nudge(connection, dict.fromkeys(freed, now))
+
+
+async def close(connection: Connection, held: Mapping[str, LockedBudget], block: LaunchBlock) -> bool:
+    """A run asked everyone who uses a budget to wait: its key is closed for a while, the one that the run's event
+    gives. False when there is no such budget."""
+    budget = held.get(block.budget or "")
+    if budget is None:
+        return False
+    event_id = block.event_id
+    found = await events.get_many(connection, [event_id]) if event_id is not None else {}
+    key = _key_of(CompiledBudget(budget.spec), found.get(event_id) if event_id is not None else None)
+    await budgets.close(connection, (budget.spec.name, key), block.delay_ms, block.reason)
+    return True
+
+
+def _key_of(budget: CompiledBudget, event: Event | None) -> str:
+    if event is not None:
+        with contextlib.suppress(CannotSpend):
+            return budget.need(event.envelope(), WorkLeft()).key
+    return ""
+
+
+def needs_of(used: Sequence[CompiledBudget], event: Event | None) -> list[Need]:
+    """What a run holds of budgets with a concurrency; of no key, if its event does not give one."""
+    found = []
+    for budget in used:
+        if budget.spec.concurrency is None:
+            continue
+        found.append(Need(budget.spec.name, _key_of(budget, event), 1))
+    return found
+
+
+async def find(
+    connection: Connection, held: Mapping[str, LockedBudget], event_id: EventId | None
+) -> tuple[list[Line], str | None]:
+    """The keys of which a run for the event holds a slot, of locked budgets; and what is in use, if one has none
+    free."""
+    found = await events.get_many(connection, [event_id]) if event_id is not None else {}
+    event = found.get(event_id) if event_id is not None else None
+    used = [CompiledBudget(one.spec) for one in held.values()]
+    lines = [(need.budget, need.key) for need in needs_of(used, event)]
+    for line, row in (await budgets.keys(connection, held, lines, [])).items():
+        most = held[line[0]].spec.concurrency
+        if most is not None and row.in_use >= most:
+            of_key = f" for key {line[1]}" if line[1] else ""
+            return lines, f"all {most} slots of budget {line[0]}{of_key} are in use"
+    return lines, None
+
+
+async def rehold(connection: Connection, compiled: CompiledTrigger) -> None:
+    """A trigger's budgets, or one of them, have changed: its unfinished runs hold slots by the new rule from now on.
+
+    The caller excludes all launches and has locked the budgets.
+    """
+    after = uuid.UUID(int=0)
+    while page := await runs.list_unfinished(connection, compiled.trigger.id, after=after, limit=REHOLD_BATCH):
+        found = await events.get_many(connection, [event_id for _, event_id in page if event_id is not None])
+        await budgets.release(connection, [run_id for run_id, _ in page])
+        held = [
+            (run_id, need.budget, need.key)
+            for run_id, event_id in page
+            for need in needs_of(compiled.budgets, found.get(event_id) if event_id else None)
+        ]
+        await budgets.hold(connection, held)
+        after = page[-1][0]
