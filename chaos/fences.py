@@ -16,14 +16,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvloop
 
-from chaos import run, shared
+from chaos import run
 from chaos.judge import Verdict
 from tidegate.store import sql
 from tidegate.telemetry import logs
+
+if TYPE_CHECKING:
+    from chaos import shared
 
 
 class Fence(NamedTuple):
@@ -157,6 +160,9 @@ def without(names: Sequence[str], folder: Path, seed: int, queue: str = "postgre
 
 def without_shared(names: Sequence[str], folder: Path, seed: int) -> shared.Found:
     """A short run of `chaos.shared` without the fences."""
+    # Not above: a process without fences imports this module before it loads a statement, and that one loads an app.
+    from chaos import shared
+
     fences = [FENCES[name] for name in names]
     choice = shared.Choice(
         seed=seed,

@@ -58,7 +58,7 @@ async def cannot_find(ctx, n): ...
 async def broken(ctx, card: str):
     raise NonRetryable("x" * 100_000)
 
-@app.workflow(on="order.created", params={"wrong": "{{ event.payload.card }}"})
+@app.workflow(on="order.created", params={"number": "{{ event.payload.card }}"})
 async def cannot_call(ctx, number: int): ...
 """
 READS = (
