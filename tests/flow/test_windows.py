@@ -470,27 +470,3 @@ def test_a_wrong_declaration_names_what_is_wrong(options: Callable[[], dict[str,
 def test_a_wrong_batch_is_refused(size: int, within: Any) -> None:
     with pytest.raises(ValueError, match="Batch: "):
         Batch(size, within)
-
-
-async def test_windows_wait_until_every_process_knows_them(taken: Taken) -> None:
-    app = Tidegate()
-
-    @app.workflow(on="cart.changed")
-    async def digest(ctx: Context) -> None:
-        taken.append(("", [event.payload["n"] for event in ctx.events]))
-
-    async with Harness(app) as harness:
-        await publish(harness, 1)
-        await harness.run_until_idle()
-        database, trigger_id = harness._inside()[1], (await deliveries(harness))[0].trigger_id
-        async with harness.connection() as connection:
-            await connection.execute(
-                "insert into tidegate.processes (id, name, kind, version, schema_version) "
-                "values (gen_random_uuid(), 'host-1', 'worker', '0.2.0', 1)"
-            )
-        change = {"collect": {"debounce_ms": 1000}}
-        with pytest.raises(Conflict, match="worker host-1"):
-            await control.update_trigger(database, trigger_id, change, "test")
-        async with harness.connection() as connection:
-            await connection.execute("delete from tidegate.processes")
-        assert (await control.update_trigger(database, trigger_id, change, "test")).collect is not None

@@ -217,5 +217,5 @@ async def test_totals_are_added_alike(connection: Connection) -> None:
         await undo.rollback()
     assert found[0] == found[1]
     [[trigger], [source]] = found[0]
-    assert trigger[1:10] == (2, 4, 6, 8, 10, 12, 14, "launched", 'an "error" \u2028')
+    assert trigger[1:11] == (2, 4, 6, 8, 10, 12, 14, 16, "launched", 'an "error" \u2028')
     assert 2**41 in source

@@ -138,11 +138,6 @@ def migrations() -> tuple[Migration, ...]:
     return tuple(Migration(int(f.name[:4]), f.name.removesuffix(".sql"), f.read_text(encoding="utf-8")) for f in files)
 
 
-def version_of(name: str) -> int:
-    """The schema version of the migration of that name, without its number."""
-    return next(one.version for one in migrations() if one.name.partition("_")[2] == name)
-
-
 def latest() -> int:
     """The newest schema version that this version of Tidegate knows."""
     return migrations()[-1].version

@@ -18,15 +18,12 @@ from tidegate.model.ids import DefinitionId, TriggerId
 from tidegate.model.pauses import check_length, check_until
 from tidegate.model.trigger import CompiledTrigger, Trigger, TriggerSpec, WorkflowDefinition
 from tidegate.model.trigger_change import SPEC_FIELDS, NewTrigger
-from tidegate.store import audit, budgets, held_deliveries, locks, migrate, processes, trigger_gates, windows
+from tidegate.store import audit, budgets, held_deliveries, locks, trigger_gates, windows
 from tidegate.store import triggers as store
 from tidegate.store.db import Connection, Database
 from tidegate.store.trigger_gates import TriggerState
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
-
-# How many processes an error names.
-NAMED = 3
 
 _log = logger("control")
 
@@ -46,7 +43,6 @@ async def create_trigger(database: Database, workflow: str, given: Any, actor: s
         trigger_id = await store.create(connection, current.id, new.spec, new.status, actor)
         if trigger_id is None:
             raise _name_taken(workflow, new.spec.name)
-        await _require_windows(connection, new.spec)
         after = await _required(connection, trigger_id)
         await audit.insert(
             connection, actor=actor, action="trigger.create", subject=str(trigger_id), after=_described(after)
@@ -74,8 +70,6 @@ async def update_trigger(
             return before, 0
         if not await store.update(connection, trigger_id, new.spec, new.status, actor):
             raise _name_taken(before.workflow, new.spec.name)
-        if (new.spec.collect, new.spec.skip_over) != (before.collect, before.skip_over):
-            await _require_windows(connection, new.spec)
         after = await _required(connection, trigger_id)
         await _decide_again(connection, before, after, definition)
         cancelled = 0
@@ -183,8 +177,6 @@ async def declare_trigger(
     await check_budgets(connection, spec.budgets)
     known = [t for t in await store.list_of_workflow(connection, workflow) if t.name == spec.name]
     trigger_id = await store.upsert_trigger(connection, definition_id, spec, actor)
-    if trigger_id is not None:
-        await _require_windows(connection, spec)
     if trigger_id is not None and known:
         after = await _required(connection, trigger_id)
         await _decide_again(connection, known[0], after, await _definition(connection, workflow))
@@ -192,24 +184,6 @@ async def declare_trigger(
             connection, actor=actor, action="trigger.update", subject=str(trigger_id), before=_described(known[0]),
             after=_described(after),
         )  # fmt: skip
-
-
-async def _require_windows(connection: Connection, spec: TriggerSpec) -> None:
-    """Conflict if the trigger collects or skips events and a process of a release without windows is alive: such a
-    worker would launch a run for each event. Until the commit no process can say that it is alive, so none comes
-    meanwhile."""
-    if spec.collect is None and spec.skip_over is None:
-        return
-    await processes.hold(connection)
-    older = await processes.older(connection, migrate.version_of("skip_over"))
-    if not older:
-        return
-    named = ", ".join(f"{one.kind} {one.name} ({one.version})" for one in older[:NAMED])
-    more = f" and {len(older) - NAMED} more" if len(older) > NAMED else ""
-    field = "collect" if spec.collect is not None else "skip_over_count"
-    problem = FieldError(field, "an older worker would launch a run for each event; upgrade or stop them first")
-    message = f"trigger {spec.name} collects or skips events, which processes that are alive do not know: {named}{more}"
-    raise Conflict(message, [problem])
 
 
 async def find_trigger(connection: Connection, trigger_id: TriggerId, workflow: str | None = None) -> Trigger:

@@ -51,6 +51,8 @@ create table tidegate.workflow_events (
   payload          jsonb       not null,
   correlation_id   text        not null,
   ttl_ms           bigint,
+  -- What it was published with (null: 1, the default).
+  priority         bigint,
   metadata         jsonb       not null default '{}',
   traceparent      text,
   -- From here its time to live and its age are counted, if it was replayed.
@@ -91,11 +93,17 @@ create table tidegate.event_external_ids (
 -- In the order of time: retention deletes from its beginning.
 create index event_external_ids_event_idx on tidegate.event_external_ids (event_id);
 
--- Accepted, not yet decided. The batch loop locks rows here, decides, and deletes them in the same transaction.
+-- Accepted, not yet decided. The batch loop locks rows here, decides, and deletes them in the same transaction. The inbox is shared by
+-- lanes: the events of one source with one priority. What a process writes that does not know lanes has no source (''): while such
+-- rows wait, the inbox is worked off in the order of arrival.
 create table tidegate.event_inbox (
   ingress_sequence bigint primary key,
-  event_id         uuid not null
+  event_id         uuid   not null,
+  source           text   collate "C" not null default '',
+  priority         bigint not null default 1
 ) with (fillfactor = 90, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.1);
+-- A batch takes from each lane without reading the rows of the others.
+create index event_inbox_lane_idx on tidegate.event_inbox (source, priority, ingress_sequence);
 
 -- Events that their source's gate held. `reason` is why it waits (rate_limit, paused, breaker_open); `plan_version` is the
 -- source's plan that its slot belongs to: a row with an older one gets a new slot before it is decided again. An event that was
@@ -225,14 +233,27 @@ create table tidegate.workflow_event_triggers (
   parameter_template     jsonb,
   idempotency_key        text,
   idempotency_window_ms  bigint      not null default 86400000,
+  -- Renders the key by which it collects (null: all of its events together).
+  key                    text,
+  -- How it collects events into windows: `debounce_ms`, `max_wait_ms`, `leading`, or `batch_size`, `batch_ms`; null: one run for each.
+  collect                jsonb,
+  -- Of the events (of a key) at most this many are taken in any sliding window; the others are skipped.
+  skip_over_count        bigint,
+  skip_over_window_ms    bigint,
   concurrency_key        text,
   throttle_count         bigint,
   throttle_window_ms     bigint,
   max_concurrency        bigint,
-  retry                  jsonb,
-  breaker                jsonb,
   -- What happens to a delivery that finds no concurrency slot: it waits in the queue, or is skipped.
   overlap                text        not null default 'queue',
+  -- With `max_concurrency` 1: a new delivery cancels the unfinished run, and takes the place of those that wait.
+  cancel_running         boolean     not null default false,
+  -- The budgets that its launches spend, by name.
+  budgets                text[]      not null default '{}',
+  -- The weight of its workflow among those that wait for the slots of a worker.
+  priority               bigint      not null default 1,
+  retry                  jsonb,
+  breaker                jsonb,
   -- What the code said last time it registered this trigger: the same again changes nothing, so an operator's edit stays.
   declared               jsonb,
   status                 text        not null default 'active',
@@ -245,10 +266,13 @@ create table tidegate.workflow_event_triggers (
   constraint workflow_event_triggers_name_check check (length(name) between 1 and 100),
   constraint workflow_event_triggers_status_check check (status in ('active', 'disabled')),
   constraint workflow_event_triggers_window_check check (idempotency_window_ms >= 0),
+  constraint workflow_event_triggers_skip_over_check
+    check ((skip_over_count is null) = (skip_over_window_ms is null) and skip_over_count > 0 and skip_over_window_ms > 0),
   constraint workflow_event_triggers_throttle_check
     check ((throttle_count is null) = (throttle_window_ms is null) and throttle_count > 0 and throttle_window_ms > 0),
   constraint workflow_event_triggers_concurrency_check check (max_concurrency > 0),
-  constraint workflow_event_triggers_overlap_check check (overlap in ('queue', 'skip'))
+  constraint workflow_event_triggers_overlap_check check (overlap in ('queue', 'skip')),
+  constraint workflow_event_triggers_priority_check check (priority between 1 and 10)
 );
 create unique index workflow_event_triggers_name_key
   on tidegate.workflow_event_triggers (workflow_definition_id, name) where deleted_at is null;
@@ -347,8 +371,8 @@ create index schedules_due_idx on tidegate.schedules (next_at);
 -- and asking again for each row was a fifth of the time of a run. `tidegate doctor` looks for rows that refer to nothing.
 
 -- One row for each event and trigger: its id is computed from both (`model/ids.py`), so the primary key refuses a second one.
--- `reason` is why it waits (throttle, concurrency, paused, breaker_open, source_paused); `plan_version` is the trigger's plan that
--- its slot belongs to: a row with an older one gets a new slot.
+-- `reason` is why it waits (throttle, concurrency, budget, window, paused, breaker_open, source_paused); `plan_version` is the trigger's
+-- plan that its slot belongs to: a row with an older one gets a new slot.
 create table tidegate.workflow_trigger_deliveries (
   id               uuid        not null,
   trigger_id       uuid        not null,
@@ -372,6 +396,12 @@ create table tidegate.workflow_trigger_deliveries (
   reason           text,
   source           text,
   concurrency_key  text,
+  -- The budget that holds it while it waits, the key of it, and what it will spend.
+  budget           text,
+  budget_key       text,
+  budget_cost      bigint,
+  -- The window it is collected in: the id of the delivery that opened it, and of the run that takes it.
+  window_id        uuid,
   ingress_sequence bigint      not null default 0,
   plan_version     bigint      not null default 0,
   -- The dead letter whose replay made it wait again.
@@ -379,7 +409,7 @@ create table tidegate.workflow_trigger_deliveries (
   created_at       timestamptz not null default tidegate.now(),
   updated_at       timestamptz not null default tidegate.now(),
   constraint workflow_trigger_deliveries_status_check check (status in
-    ('matched', 'launched', 'throttled', 'paused', 'skipped', 'failed', 'exhausted', 'cancelled')),
+    ('matched', 'launched', 'throttled', 'paused', 'skipped', 'failed', 'exhausted', 'cancelled', 'collected')),
   constraint workflow_trigger_deliveries_launched_check
     check (status <> 'launched' or (workflow_run_id is not null and launched_at is not null)),
   constraint workflow_trigger_deliveries_state_check
@@ -404,6 +434,8 @@ create table tidegate.workflow_trigger_deliveries_history partition of tidegate.
   for values in ('none', 'completed', 'cancelled', 'exhausted') partition by range (id);
 create table tidegate.workflow_trigger_deliveries_default partition of tidegate.workflow_trigger_deliveries_history default;
 create index workflow_trigger_deliveries_trigger_idx on tidegate.workflow_trigger_deliveries (trigger_id, id);
+-- The members of a window.
+create index workflow_trigger_deliveries_window_idx on tidegate.workflow_trigger_deliveries (window_id) where window_id is not null;
 create index workflow_trigger_deliveries_due_idx on tidegate.workflow_trigger_deliveries_live (next_attempt_at, id)
   where retry_state = 'scheduled';
 create index workflow_trigger_deliveries_lease_idx on tidegate.workflow_trigger_deliveries_live (claim_expires_at)
@@ -419,7 +451,11 @@ create index workflow_trigger_deliveries_slot_idx
 -- Who stands in a trigger's line; the others hold up nobody.
 create index workflow_trigger_deliveries_in_line_idx
   on tidegate.workflow_trigger_deliveries_live (trigger_id, ingress_sequence)
-  where retry_state = 'scheduled' and reason not in ('concurrency', 'source_paused');
+  where retry_state = 'scheduled' and reason not in ('concurrency', 'source_paused', 'budget') and reason <> 'window';
+-- Who waits for a key of a budget, in the order of arrival.
+create index workflow_trigger_deliveries_budget_idx
+  on tidegate.workflow_trigger_deliveries_live (budget, budget_key, ingress_sequence)
+  where retry_state = 'scheduled' and reason = 'budget';
 create index workflow_trigger_deliveries_source_paused_idx
   on tidegate.workflow_trigger_deliveries_live (source) where retry_state = 'scheduled' and reason = 'source_paused';
 
@@ -442,6 +478,8 @@ create table tidegate.workflow_runs (
   workflow_definition_id uuid        not null,
   delivery_id            uuid,
   event_id               uuid,
+  -- The window whose events it is given (null: its own event alone). A rerun has the window of the run it repeats.
+  window_id              uuid,
   correlation_id         text,
   status                 text        not null default 'pending',
   parameters             jsonb       not null default '{}',
@@ -511,11 +549,15 @@ create index workflow_runs_finished_idx on tidegate.workflow_runs_history using 
 create index workflow_runs_correlation_idx on tidegate.workflow_runs (correlation_id)
   where correlation_id is distinct from event_id::text;
 create index workflow_runs_due_idx on tidegate.workflow_runs_live (next_attempt_at, id) where status = 'pending';
+-- By workflow: a worker claims from each that has due runs, without reading those of the others.
+create index workflow_runs_workflow_idx on tidegate.workflow_runs_live (workflow_definition_id, next_attempt_at, id)
+  where status = 'pending';
 create index workflow_runs_lease_idx on tidegate.workflow_runs_live (claim_expires_at) where status = 'running';
 create index workflow_runs_crashing_idx on tidegate.workflow_runs_live (next_attempt_at)
   where status = 'pending' and crashes > 0;
 create index workflow_runs_version_held_idx on tidegate.workflow_runs_live (version_held_at) where version_held_at is not null;
 create index workflow_runs_tags_idx on tidegate.workflow_runs using gin (tags jsonb_path_ops) where tags is not null;
+create index workflow_runs_window_idx on tidegate.workflow_runs_live (window_id) where window_id is not null;
 create index workflow_runs_slot_idx on tidegate.workflow_runs_live (trigger_id, concurrency_key)
   where concurrency_key is not null and status in ('pending', 'running');
 
@@ -601,6 +643,8 @@ create table tidegate.run_children (
   status       text        not null default 'waiting',
   event_id     uuid,
   child_run_id uuid,
+  -- Of a retried parent: the run that the child had before, and that resumes instead of a new one.
+  resumes      uuid,
   result       json,
   error        text,
   created_at   timestamptz not null default tidegate.now(),
@@ -643,6 +687,8 @@ create table tidegate.event_scheduler_sources (
   interval_ms     bigint,
   pause_ms        bigint,
   limit_set_by    text,
+  -- Its share of a batch, while several sources wait at the inbox.
+  weight          bigint      not null default 1,
   paused_at       timestamptz,
   paused_until    timestamptz,
   pause_reason    text,
@@ -672,6 +718,7 @@ create table tidegate.event_scheduler_sources (
   constraint event_scheduler_sources_whole_limit_check
     check ((rate_limit is null) = (interval_ms is null) and (rate_limit is null) = (pause_ms is null)),
   constraint event_scheduler_sources_limit_origin_check check (limit_set_by in ('settings', 'operator')),
+  constraint event_scheduler_sources_weight_check check (weight between 1 and 100),
   constraint event_scheduler_sources_pause_check
     check (paused_at is not null or (paused_until is null and pause_reason is null and paused_by is null)),
   constraint event_scheduler_sources_breaker_check check (breaker_state in ('closed', 'open', 'half_open'))
@@ -732,6 +779,121 @@ create table tidegate.trigger_key_holds (
   primary key (trigger_id, concurrency_key)
 );
 
+-- The windows that are open, or whose events are needed: those that wait to be launched, and whose run is unfinished. A window has the id
+-- of the delivery that opened it, which waits for all of them, and of the run that takes them. `open`: takes events until `closes_at`.
+-- `quiet`: of a trigger with `leading`, its one event was launched at once; the next before `closes_at` opens a window. `closed`: waits to
+-- be launched. `taken`: by the run. `ended`: nothing was launched. Changed under the trigger's lock.
+create table tidegate.trigger_windows (
+  id              uuid        primary key,
+  trigger_id      uuid        not null references tidegate.workflow_event_triggers (id),
+  key             text        not null,
+  state           text        not null,
+  -- Of the delivery that opened it.
+  event_id        uuid        not null,
+  size            bigint      not null,
+  opened_at       timestamptz not null,
+  closes_at       timestamptz not null,
+  -- The least id of its events: a day before it has none of them.
+  oldest_event_id uuid        not null,
+  -- The last to arrive, whose payload gives the arguments (null: it left the window, and is looked for again).
+  last_event_id   uuid,
+  last_sequence   bigint      not null,
+  -- When the first of its events expires, by its `ttl_ms`.
+  expires_at      timestamptz,
+  -- The trigger's version by which its events were matched.
+  trigger_version bigint      not null,
+  closed_at       timestamptz,
+  -- When to ask whether its events are still needed.
+  forget_at       timestamptz,
+  constraint trigger_windows_state_check check (state in ('open', 'quiet', 'closed', 'taken', 'ended')),
+  constraint trigger_windows_size_check check (size >= 0),
+  constraint trigger_windows_forget_check check ((forget_at is null) = (state in ('open', 'closed')))
+) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02);
+-- Of a trigger and key one window takes events.
+create unique index trigger_windows_open_key on tidegate.trigger_windows (trigger_id, key) where state in ('open', 'quiet');
+create index trigger_windows_forget_idx on tidegate.trigger_windows (forget_at) where forget_at is not null;
+create index trigger_windows_oldest_idx on tidegate.trigger_windows (oldest_event_id);
+
+-- What was taken of each trigger and key with `skip_over`, counted like the throttle. Written under the trigger's lock; a key that is idle
+-- is forgotten.
+create table tidegate.trigger_rates (
+  trigger_id    uuid        not null references tidegate.workflow_event_triggers (id),
+  key           text        not null,
+  ring          bigint[]    not null default '{}',
+  ring_at       bigint      not null default 0,
+  ring_width_us bigint      not null default 0,
+  spent_at      timestamptz,
+  forget_at     timestamptz not null,
+  primary key (trigger_id, key)
+) with (fillfactor = 70);
+create index trigger_rates_forget_idx on tidegate.trigger_rates (forget_at);
+
+-- Named limits that triggers share; everything about a budget is decided under its row lock.
+create table tidegate.budgets (
+  name         text primary key,
+  -- What each key may spend in any sliding interval (null: any amount), and how many unfinished runs may hold it.
+  rate_limit   bigint,
+  interval_ms  bigint,
+  concurrency  bigint,
+  -- A template and a CEL expression over the event; null: one key, the empty text, and a cost of 1.
+  key          text,
+  cost         text,
+  paused_at    timestamptz,
+  paused_until timestamptz,
+  pause_reason text,
+  paused_by    text,
+  -- What the code said last time it registered this budget: the same again changes nothing, so an operator's edit stays.
+  declared     jsonb,
+  version      bigint      not null default 1,
+  created_by   text        not null,
+  updated_by   text        not null,
+  created_at   timestamptz not null default tidegate.now(),
+  updated_at   timestamptz not null default tidegate.now(),
+  constraint budgets_name_check check (length(name) between 1 and 100),
+  constraint budgets_rate_check
+    check ((rate_limit is null) = (interval_ms is null) and rate_limit > 0 and interval_ms > 0),
+  constraint budgets_concurrency_check check (concurrency > 0),
+  constraint budgets_limits_check check (rate_limit is not null or concurrency is not null),
+  constraint budgets_pause_check
+    check (paused_at is not null or (paused_until is null and pause_reason is null and paused_by is null))
+);
+create trigger raise_registry_version
+  after insert or delete or update of rate_limit, interval_ms, concurrency, key, cost on tidegate.budgets
+  for each statement execute function tidegate.raise_registry_version();
+
+-- What was spent of each key within the interval. Protected by the lock on the budget's row; removed when nothing is left of it.
+create table tidegate.budget_keys (
+  budget         text        not null,
+  key            text        not null,
+  ring           bigint[]    not null default '{}',
+  ring_at        bigint      not null default 0,
+  ring_width_us  bigint      not null default 0,
+  spent_at       timestamptz,
+  drain_at       timestamptz,
+  -- What is kept for a delivery that needs several budgets and was passed on from line to line, until it is launched or that time.
+  reserved_for   uuid,
+  reserved_cost  bigint,
+  reserved_until timestamptz,
+  -- A run asked everyone to wait: nothing is spent before. Then one run goes first, until it has ended or for a while.
+  closed_until   timestamptz,
+  closed_reason  text,
+  probe_run_id   uuid,
+  probe_until    timestamptz,
+  updated_at     timestamptz not null default tidegate.now(),
+  primary key (budget, key)
+) with (fillfactor = 50);
+create index budget_keys_probe_idx on tidegate.budget_keys (probe_run_id) where probe_run_id is not null;
+create index budget_keys_idle_idx on tidegate.budget_keys (budget, updated_at);
+
+-- The runs that hold a slot of a budget's key. Only those that are unfinished count, so that none is lost when a process dies.
+create table tidegate.budget_holders (
+  run_id uuid not null,
+  budget text not null,
+  key    text not null,
+  primary key (run_id, budget)
+);
+create index budget_holders_key_idx on tidegate.budget_holders (budget, key);
+
 create table tidegate.event_scheduler_source_metrics (
   source         text primary key,
   total          bigint      not null default 0,
@@ -755,6 +917,7 @@ create table tidegate.event_scheduler_trigger_metrics (
   skipped     bigint      not null default 0,
   failed      bigint      not null default 0,
   paused      bigint      not null default 0,
+  collected   bigint      not null default 0,
   last_status text,
   last_error  text,
   updated_at  timestamptz not null default tidegate.now()
@@ -770,6 +933,9 @@ create table tidegate.workers (
   slots         bigint,
   version       text,
   versions      text[]      not null default '{}',
+  -- Which runs it takes: the workflows whose code it has and whose runs it leaves out, and the slots that it reserves, by slug.
+  left_out      text[]      not null default '{}',
+  reserved      jsonb       not null default '{}',
   -- How often it sends a heartbeat (null: not known).
   heartbeat_ms  bigint,
   started_at    timestamptz not null default tidegate.now(),
@@ -983,7 +1149,8 @@ begin
 end
 $$;
 
--- The stories of a day that must be kept: something of them is alive, or a dead letter needs them, or a run ended at `since` or later.
+-- The stories of a day that must be kept: something of them is alive, a dead letter needs them, they are in a window that is open, waits,
+-- or whose run is unfinished, or a run ended at `since` or later.
 -- Once the day's runs are dropped, the runs that were kept are in the default partition: they decide about the other tables, whatever
 -- `since` is then. Returns the first id of each story.
 create function tidegate.needed_stories(day date, since timestamptz) returns setof uuid
@@ -1002,6 +1169,14 @@ begin
     union
     select tidegate.first_of(d.id) from tidegate.workflow_trigger_deliveries d
      where d.retry_state in ('scheduled', 'running') and d.id >= low and d.id < high
+    union
+    select tidegate.first_of(d.id) from tidegate.workflow_trigger_deliveries d
+     where d.window_id = any (array(select w.id from tidegate.trigger_windows w where w.oldest_event_id < high))
+       and d.id >= low and d.id < high
+    union
+    -- Once the day's deliveries are dropped, those that were kept for a window decide about the rest.
+    select tidegate.first_of(d.id) from tidegate.workflow_trigger_deliveries_default d
+     where d.window_id is not null and d.id >= low and d.id < high
     union
     select tidegate.first_of(r.id) from tidegate.workflow_runs r
      where r.status in ('pending', 'running') and r.id >= low and r.id < high
@@ -1192,7 +1367,7 @@ begin
       insert into tidegate.event_decisions (event_id, at, stage, decision, reason, until)
       values (new_id, clock, 'gate', 'scheduled', 'published for a later time', at);
     else
-      insert into tidegate.event_inbox (ingress_sequence, event_id) values (sequence, new_id);
+      insert into tidegate.event_inbox (ingress_sequence, event_id, source) values (sequence, new_id, publish.source);
     end if;
     return new_id::text;
   end if;
@@ -1210,5 +1385,43 @@ begin
       publish.id, publish.source, first.id using errcode = 'unique_violation';
   end if;
   return first.id::text;
+end
+$$;
+
+-- As `tidegate.publish`, with a priority from 1 to 10: of the share of its source, while several events wait, an event gets as much as its
+-- priority says. An id that was published before returns the first event, with its own priority.
+create function tidegate.publish_with_priority(
+  type           text,
+  source         text,
+  payload        jsonb,
+  priority       integer,
+  id             text        default null,
+  occurred_at    timestamptz default null,
+  correlation_id text        default null,
+  ttl_ms         bigint      default null,
+  metadata       jsonb       default '{}',
+  deliver_at     timestamptz default null,
+  delay_ms       bigint      default null
+) returns text
+language plpgsql security definer set search_path = tidegate, pg_temp
+as $$
+declare
+  before    uuid := tidegate.uuid7();
+  published text;
+begin
+  if publish_with_priority.priority is null or publish_with_priority.priority not between 1 and 10 then
+    raise exception 'priority: must be a whole number from 1 to 10' using errcode = 'invalid_parameter_value';
+  end if;
+  published := tidegate.publish(
+    publish_with_priority.type, publish_with_priority.source, publish_with_priority.payload, publish_with_priority.id,
+    publish_with_priority.occurred_at, publish_with_priority.correlation_id, publish_with_priority.ttl_ms,
+    publish_with_priority.metadata, publish_with_priority.deliver_at, publish_with_priority.delay_ms);
+  -- One that was published before has an earlier id.
+  if left(published, 18) >= left(before::text, 18) then
+    update tidegate.workflow_events e set priority = publish_with_priority.priority where e.id = published::uuid;
+    update tidegate.event_inbox i set priority = publish_with_priority.priority
+     where i.ingress_sequence = (select e.ingress_sequence from tidegate.workflow_events e where e.id = published::uuid);
+  end if;
+  return published;
 end
 $$;
