@@ -160,7 +160,9 @@ def only(told: Told, *, run_id: RunId | None = None, delivery_id: uuid.UUID | No
 
 
 def with_steps(told: Told, steps: Iterable[Step], run: Run) -> Told:
-    """The story of a run with its steps, before the line that says how it is."""
+    """The story of a run with its steps, before the line that says how it is. A step that an operator cancelled has its
+    line already, which says who."""
+    cancelled = {line.reason for line in told.lines if (line.stage, line.decision) == ("step", "cancelled")}
     place = max(
         (n for n, line in enumerate(told.lines) if (line.stage, line.decision) == ("run", run.status)), default=0
     )
@@ -173,6 +175,7 @@ def with_steps(told: Told, steps: Iterable[Step], run: Run) -> Told:
         )
         for step in steps
         if not step.name.startswith(INTERNAL_STEPS)
+        and not (step.status == "cancelled" and f"step {step.name!r}" in cancelled)
     ]  # fmt: skip
     return told._replace(lines=[*told.lines[:place], *lines, *told.lines[place:]])
 
