@@ -11,8 +11,10 @@ import pytest
 
 from tests.conftest import Clock
 from tests.flow.trigger_worker import make_trigger
+from tidegate.flow import control
 from tidegate.flow.decide.batch import MAX_FILTERED, Batch, Delivered
 from tidegate.flow.decide.dispatch import Dispatch, DispatchCounts
+from tidegate.model.budget import Budget
 from tidegate.model.source import SOURCE_BREAKER, RateLimit
 from tidegate.store import sources, triggers
 from tidegate.store.db import Connection, Database
@@ -29,6 +31,10 @@ TABLES = (
     "event_scheduler_triggers",
     "event_ingress_retries",
     "trigger_idempotency_keys",
+    "budget_keys",
+    "budget_holders",
+    "trigger_windows",
+    "trigger_rates",
     "dead_letters",
     "event_inbox",
 )
@@ -76,6 +82,38 @@ CASES = {
 }
 
 
+BUDGETS = {
+    "shared": Budget("shared", "1000/min", cost="event.payload.n"),
+    "keyed": Budget("keyed", "500/min", concurrency=30, key="{{ event.source }}"),
+}
+MANY = [event(source=f"s{n % 3}", payload={"n": n}) for n in range(30)]
+
+# Limits of triggers that have room for the whole batch.
+LIMITED = {
+    "throttle": Case({"a": {"throttle_count": 100, "throttle_window_ms": 60_000}}, MANY),
+    "throttle, exactly": Case({"a": {"throttle_count": 30, "throttle_window_ms": 60_000}, "b": {}}, MANY, claims=7),
+    "slots": Case({"a": {"max_concurrency": 30}}, MANY, claims=100),
+    "slots by key": Case({"a": {"max_concurrency": 10, "concurrency_key": "{{ event.source }}"}, "b": {}}, MANY),
+    "budgets": Case({"a": {"budgets": ["keyed", "shared"]}, "b": {"budgets": ["shared"]}, "c": {}}, MANY, claims=5),
+    "several limits": Case(
+        {"a": {"throttle_count": 99, "throttle_window_ms": 1000, "max_concurrency": 50, "budgets": ["shared"]}}, MANY
+    ),
+    "filtered": Case({"a": OVER_100 | {"throttle_count": 1, "throttle_window_ms": 1000}}, MANY),
+}
+# The same with a limit that is reached within the batch, or something that only the general path decides.
+NOT_WHOLE = {
+    "throttle": Case({"a": {"throttle_count": 29, "throttle_window_ms": 60_000}}, MANY),
+    "slots": Case({"a": {"max_concurrency": 29}}, MANY),
+    "slots by key": Case({"a": {"max_concurrency": 9, "concurrency_key": "{{ event.source }}"}}, MANY),
+    "rate of a budget": Case({"a": {"budgets": ["shared"]}}, [event(payload={"n": 400}) for _ in range(3)]),
+    "slots of a budget": Case({"a": {"budgets": ["keyed"]}}, [event() for _ in range(31)]),
+    "one of two triggers": Case({"a": {"max_concurrency": 2}, "b": {}}, MANY),
+    "idempotency keys": Case({"a": {"max_concurrency": 99, "idempotency_key": "{{ event.source }}"}}, MANY),
+    "windows": Case({"a": {"collect": {"batch_size": 10, "batch_ms": 5000}}}, MANY),
+    "skipped over a rate": Case({"a": {"skip_over_count": 40, "skip_over_window_ms": 60_000}}, MANY),
+}
+
+
 class Path(Batch):
     """A batch that records which path was taken and its result."""
 
@@ -84,10 +122,12 @@ class Path(Batch):
         self.path = path
         self.taken: list[tuple[str, Delivered]] = []
 
-    async def launch(self, connection: Any, now: Any, matched: Any, gates: Any = None) -> Delivered | None:
+    async def launch(
+        self, connection: Any, now: Any, matched: Any, gates: Any = None, state: Any = None
+    ) -> Delivered | None:
         if self.path == GENERAL:
             return None
-        done = await super().launch(connection, now, matched, gates)
+        done = await super().launch(connection, now, matched, gates, state)
         if done is not None:
             self.taken.append((FAST if gates is None else GATED, done))
         return done
@@ -105,9 +145,16 @@ class Result(NamedTuple):
 
 
 async def decide(
-    database: Database, connection: Connection, case: Case, claim: Claim, path: str, limit: RateLimit | None = None
+    database: Database,
+    connection: Connection,
+    case: Case,
+    claim: Claim,
+    path: str,
+    limit: RateLimit | None = None,
+    expected: str | None = None,
 ) -> Result:
-    """Decide the events of a case by one of the paths, and leave the tables empty. `limit` is that of every source."""
+    """Decide the events of a case by one of the paths, and leave the tables empty. `limit` is that of every source;
+    `expected` the path that is taken, if it is not the one that is tried."""
     batch = Path(claim, path)
     one = Dispatch(database, batch_size=500, after_launch=lambda: None, batch=batch)
     await connection.execute("select tidegate.publish('warm.up', 'warm.up')")
@@ -122,7 +169,7 @@ async def decide(
     one._expects_no_state = path == FAST
     outcome = await one.run_once()
     [(taken, delivered)] = batch.taken
-    assert taken == path
+    assert taken == (expected or path)
     labels = await name_rows(connection)
     seen = {
         "launched": delivered.launched,
@@ -197,6 +244,63 @@ async def test_a_limit_with_room_is_counted_alike(
     assert_same(gated, general)
     spent = [json.loads(row)["ring"] for row in gated.rows["event_scheduler_sources"]]
     assert sum(sum(ring or ()) for ring in spent) == len(case.events)
+
+
+async def prepare(database: Database, case: Case) -> None:
+    for spec in BUDGETS.values():
+        await control.put_budget(database, spec, "bob")
+    for slug, fields in case.triggers.items():
+        await make_trigger(database, slug, **fields)
+
+
+@pytest.mark.parametrize("name", LIMITED)
+async def test_limits_of_triggers_with_room_are_counted_alike(
+    database: Database, connection: Connection, clock: Clock, name: str
+) -> None:
+    case = LIMITED[name]
+    await prepare(database, case)
+    definitions = [one.id for one in await triggers.list_definitions(connection)]
+    claim = Claim("worker", 30_000, definitions, case.claims) if case.claims else NOBODY
+    whole, general = [await decide(database, connection, case, claim, path) for path in (GATED, GENERAL)]
+    assert_same(whole, general)
+    assert whole.outcome.launched == (0 if name == "filtered" else len(MANY) * len(case.triggers))
+
+
+@pytest.mark.parametrize("name", NOT_WHOLE)
+async def test_a_batch_that_does_not_fit_as_a_whole_is_decided_one_by_one(
+    database: Database, connection: Connection, clock: Clock, name: str
+) -> None:
+    """The path that is asked for is not taken, and nothing of the attempt is left."""
+    case = NOT_WHOLE[name]
+    await prepare(database, case)
+    tried, general = [
+        await decide(database, connection, case, NOBODY, path, expected=GENERAL) for path in (GATED, GENERAL)
+    ]
+    assert tried.outcome == general.outcome
+    assert tried.delivered["statuses"] == general.delivered["statuses"]
+    for table in ("workflow_runs", "event_scheduler_triggers", "budget_keys", "budget_holders"):
+        assert tried.rows[table] == general.rows[table], table  # nothing is spent twice
+
+
+async def test_whoever_waits_is_not_overtaken_by_a_batch_that_would_fit(
+    database: Database, connection: Connection, clock: Clock
+) -> None:
+    await prepare(database, LIMITED["budgets"])
+    batch = Path(NOBODY, GATED)
+    one = Dispatch(database, batch_size=500, after_launch=lambda: None, batch=batch)
+    await control.pause_budget(database, "shared", actor="bob")
+    await connection.execute("select tidegate.publish('tick', 'shop', '{\"n\": 1}')")
+    await one.run_once()
+    await control.resume_budget(database, "shared", "bob")  # the first in line is due, and not yet launched
+    await connection.execute("select tidegate.publish('tick', 'shop', '{\"n\": 1}')")
+    await one.run_once()
+    waiting = await connection.fetch(
+        """select w.slug, count(*) from tidegate.workflow_trigger_deliveries d
+             join tidegate.workflow_event_triggers t on t.id = d.trigger_id
+             join tidegate.workflow_definitions w on w.id = t.workflow_definition_id
+            where d.retry_state = 'scheduled' and d.reason = 'budget' group by 1 order by 1"""
+    )
+    assert [tuple(row) for row in waiting] == [("a", 2), ("b", 2)]
 
 
 def assert_same(one: Result, other: Result) -> None:

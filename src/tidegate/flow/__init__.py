@@ -29,6 +29,7 @@ once, so an event is never half decided.
     gate                per source: admit, or hold until a slot (limit, pause, breaker)
     match               per event: which triggers fire
     deliver             per event and trigger: launch, hold, skip or fail; pure
+    whole_batch         do all limits have room for a whole batch? then it is launched in one go; pure
     budgets             do the budgets of a trigger have room for a launch, and which of them holds it; pure
     delivery_state      load what `deliver` depends on under the triggers' locks, and save what it changed
     batch               match, deliver and create runs, for new and retried events alike
@@ -37,7 +38,7 @@ once, so an event is never half decided.
     waits               events meet the runs that wait for them: results, wake-ups, cancellations
     approvals           a person's decision: its event and the result of the step that waits for it
     source_failures     failed runs that count for their source's breaker
-    reporting           metrics, log lines and decision rows, the same for every stage
+    reporting           counts, metrics, log lines and decision rows, the same for every stage
     spans               the traces of what was decided
     time_slice          CPU-bound work yields to the event loop
 

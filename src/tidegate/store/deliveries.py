@@ -203,6 +203,7 @@ async def launch_unrestricted(
         stateless,
         *totals.parameters(),
         unawaited,
+        _concurrency_keys(decided),
     )
     if not all(row[0] for row in rows):
         return None
@@ -308,6 +309,14 @@ async def list_of_event(connection: Connection, event_id: EventId) -> list[Event
     """The deliveries of one event, in order."""
     rows = await connection.fetch(_sql["list_of_event"], event_id)
     return [EventDelivery(_delivery(row), row["trigger_name"], row["workflow"]) for row in rows]
+
+
+def _concurrency_keys(decided: Sequence[Decided]) -> Sequence[str | None]:
+    """None at all when no run holds a slot, one when all have the same key."""
+    keys = [one.concurrency_key for one in decided]
+    if not keys or keys.count(keys[0]) != len(keys):
+        return keys
+    return [] if keys[0] is None else keys[:1]
 
 
 def _launch_columns(decided: Sequence[Decided]) -> list[Sequence[object]]:

@@ -81,10 +81,12 @@ with checked as materialized (
   select u.id, u.id as run_id, coalesce(u.trigger_id, ($6::uuid[])[1]) as trigger_id, u.event_id,
          coalesce(u.trigger_version, ($8::bigint[])[1]) as trigger_version,
          coalesce(u.workflow_definition_id, ($9::uuid[])[1]) as workflow_definition_id, u.correlation_id, u.parameters,
-         null::text as concurrency_key, false as is_probe, coalesce(u.is_wanted, ($12::boolean[])[1]) as is_wanted
+         case when cardinality($18::text[]) = 1 then ($18::text[])[1] else u.concurrency_key end as concurrency_key,
+         false as is_probe, coalesce(u.is_wanted, ($12::boolean[])[1]) as is_wanted
     from checked, unnest($5::uuid[], $6::uuid[], $7::uuid[], $8::bigint[], $9::uuid[], $10::text[], $11::text[],
-                         $12::boolean[])
-      as u (id, trigger_id, event_id, trigger_version, workflow_definition_id, correlation_id, parameters, is_wanted)
+                         $12::boolean[], $18::text[])
+      as u (id, trigger_id, event_id, trigger_version, workflow_definition_id, correlation_id, parameters, is_wanted,
+            concurrency_key)
    where checked.is_unrestricted
 ), {{worker}}, recorded as (
   insert into tidegate.workflow_trigger_deliveries

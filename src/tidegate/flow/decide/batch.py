@@ -17,9 +17,11 @@ from tidegate.flow.decide.gate import LockedGates
 from tidegate.flow.decide.match import Filtered, Match, Matcher, match
 from tidegate.flow.decide.reporting import (
     held_line,
+    lags,
     log_nothing,
     log_source_moves,
     log_trigger_moves,
+    measure,
     report_deliveries,
     trigger_name,
 )
@@ -97,6 +99,15 @@ class MatchedBatch(NamedTuple):
             c.error is not None or c.keys.dedupe_key is not None or c.trigger.is_limited for c in self.candidates
         )
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether, beside that state, only counts could prevent a launch (a throttle, slots, budgets): no candidate has
+        an error or an idempotency key, is collected, or skipped over a rate."""
+        return not any(
+            c.error is not None or c.keys.dedupe_key is not None or c.window is not None or c.rate is not None
+            for c in self.candidates
+        )
+
 
 class Batch:
     """Delivers admitted events inside the caller's transaction. `claim` says which of the new runs this worker claims
@@ -144,14 +155,28 @@ class Batch:
             matched = await _matched(index, gates.registry_version, events)
         return matched
 
+    async def load(self, connection: Connection, gates: LockedGates, candidates: Sequence[Candidate]) -> DeliveryState:
+        """What the decisions about new deliveries depend on, under the locks of their triggers and budgets."""
+        return await load_state(connection, candidates, policy=self._trigger_retry, now=gates.now)
+
     async def launch(
-        self, connection: Connection, now: datetime, matched: MatchedBatch, gates: LockedGates | None = None
+        self,
+        connection: Connection,
+        now: datetime,
+        matched: MatchedBatch,
+        gates: LockedGates | None = None,
+        state: DeliveryState | None = None,
     ) -> Delivered | None:
         """The fast path for a batch that is unrestricted: launch and count everything in one statement. Returns None,
         and launches nothing, when the triggers have changed or a trigger has a state, or a source, or a run waits for
-        the events, unless `gates` have admitted the batch: then use `deliver`."""
+        the events, unless `gates` have admitted the batch: then use `deliver`. `state`: the limits of the triggers, of
+        which everything is spent already that the whole batch needs."""
         candidates, filtered = matched.candidates, matched.filtered
-        decided = list(map(deliver.launched, candidates))
+        if state is None:
+            decided = list(map(deliver.launched, candidates))
+        else:
+            slots = (c.keys.concurrency_key if c.trigger.trigger.holds_slots else None for c in candidates)
+            decided = list(map(deliver.launched, candidates, slots))
         events = matched.events
         late = lags(now, events)
         seen = measure(now, newcomers=events, lags=late, throttled=Counter(), dropped=Counter())
@@ -160,11 +185,15 @@ class Batch:
         types = [*{event.type for event in events}] if gates is None else []
         # Runs are locked before the totals, which all workers update.
         met = await _meet(connection, gates, events, now) if gates is not None else NOBODY_WAITS
+        if state is not None:
+            now = _launched_at(gates, state, events)
         launched = await deliveries.launch_unrestricted(
             connection, decided, now, self._claim(), counts, matched.version, stateless, types
         )
         if launched is None:
             return None
+        if state is not None:
+            await save_state(connection, state, candidates, decided, breaker=self._trigger_breaker)
         _, source_moves = await self._record_sources(connection, gates, events, decided) if gates else (None, ())
         await decisions.insert(connection, _why_not(filtered, now))
         claimed = _claimed(candidates, decided, launched, now)
@@ -175,17 +204,23 @@ class Batch:
         )  # fmt: skip
 
     async def deliver(
-        self, connection: Connection, gates: LockedGates, events: Sequence[Event], matched: MatchedBatch | None = None
+        self,
+        connection: Connection,
+        gates: LockedGates,
+        events: Sequence[Event],
+        matched: MatchedBatch | None = None,
+        state: DeliveryState | None = None,
     ) -> Delivered:
-        """The general path: match (unless `matched` is still valid), decide, launch or hold, update the breakers."""
+        """The general path: match (unless `matched` is still valid), decide, launch or hold, update the breakers.
+        `state`: what was loaded for all candidates."""
         if not events:
             return Delivered()
         matched = await self.match_at(connection, gates, events, matched)
         failpoints.hit("dispatch.after_match")
         candidates, filtered = await _undecided(connection, matched.candidates), matched.filtered
-        state = await load_state(connection, candidates, policy=self._trigger_retry, now=gates.now)
-        if state.now > gates.now:
-            gate.launched_later(gates, Counter(event.source for event in events), state.now)
+        if state is None or candidates is not matched.candidates:
+            state = await self.load(connection, gates, candidates)
+        _launched_at(gates, state, events)
         decided = deliver.decide(state, candidates, are_newcomers=True)
         collected = [d for d in decided if d.window_id is not None]
         held = [d for d in decided if d.retry_state == "scheduled" and d.window_id is None]
@@ -290,43 +325,6 @@ async def _meet(connection: Connection, gates: LockedGates, events: Sequence[Eve
     return Met(met.is_awaited, gates.meetings, met.events)
 
 
-def measure(
-    now: datetime,
-    *,
-    newcomers: Sequence[Event],
-    lags: Mapping[str, Sequence[float]],
-    throttled: Counter[str],
-    dropped: Counter[str],
-    failures: Mapping[str, int] | None = None,
-) -> list[SourceMetrics]:
-    """The counts of a batch by source, for the totals; `lags` are those of admitted events."""
-    total = Counter(event.source for event in newcomers)
-    return [
-        SourceMetrics(
-            source=source,
-            total=total[source],
-            passed=len(lags.get(source, ())),
-            throttled=throttled[source],
-            dropped=dropped[source],
-            failures=(failures or {}).get(source, 0),
-            total_lag_ms=round(sum(lags.get(source, ())) * 1000),
-            last_lag_ms=round(lags[source][-1] * 1000) if source in lags else 0,
-            max_lag_ms=round(max(lags.get(source, (0.0,))) * 1000),
-            last_event_at=now,
-        )
-        for source in sorted({*total, *lags, *throttled, *dropped})
-    ]
-
-
-def lags(now: datetime, passed: Sequence[Event]) -> dict[str, list[float]]:
-    """Seconds since receipt of each admitted event, by source."""
-    found: dict[str, list[float]] = {}
-    for event in passed:
-        seconds = (now - event.counted_from).total_seconds()
-        found.setdefault(event.source, []).append(seconds if seconds > 0 else 0.0)
-    return found
-
-
 async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered: Delivered = NOTHING) -> None:
     """Add to the totals of sources and triggers. Call it last in a transaction: all workers update the same rows."""
     await totals.add(connection, BatchTotals(_count_triggers(delivered.decided, delivered.filtered), seen))
@@ -334,6 +332,13 @@ async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered
 
 def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) -> list[TriggerTotals]:
     return count_triggers(decided, (one.trigger.trigger.id for one in filtered), are_newcomers=True)
+
+
+def _launched_at(gates: LockedGates | None, state: DeliveryState, events: Sequence[Event]) -> datetime:
+    """The time of the launches; the sources' gates count their events then."""
+    if gates is not None and state.now > gates.now:
+        gate.launched_later(gates, Counter(event.source for event in events), state.now)
+    return state.now
 
 
 async def _undecided(connection: Connection, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -358,6 +363,13 @@ async def _matched(index: TriggerIndex, version: int, events: Sequence[Event]) -
     return MatchedBatch(index, version, events, candidates, filtered, (began_ns, epoch_ns()))
 
 
+def _candidate(one: Match) -> Candidate:
+    own_id = delivery_id(one.event.id, one.trigger.trigger.id)
+    if one.error is not None:
+        return Candidate(own_id, one.event, one.trigger, error=one.error, is_too_much_work=one.is_too_much_work)
+    return deliver.render(own_id, one.event, one.trigger, one.envelope)
+
+
 def _names(candidates: Sequence[Candidate]) -> dict[TriggerId, str]:
     triggers = {c.trigger.trigger.id: c.trigger for c in candidates}
     return {trigger_id: trigger_name(trigger) for trigger_id, trigger in triggers.items()}
@@ -371,13 +383,6 @@ def _claimed(
         for c, d in zip(candidates, decided, strict=True)
         if (parameters := delivery_state.claimed_with(d, launched)) is not None
     ]
-
-
-def _candidate(one: Match) -> Candidate:
-    own_id = delivery_id(one.event.id, one.trigger.trigger.id)
-    if one.error is not None:
-        return Candidate(own_id, one.event, one.trigger, error=one.error, is_too_much_work=one.is_too_much_work)
-    return deliver.render(own_id, one.event, one.trigger, one.envelope)
 
 
 def _why_not(filtered: Sequence[Filtered], now: datetime) -> list[NewDecision]:

@@ -175,13 +175,13 @@ def decide(state: DeliveryState, candidates: Sequence[Candidate], *, are_newcome
     return [d._replace(next_attempt_at=closes_at[d.id]) if d.window_id == d.id else d for d in found]
 
 
-def launched(candidate: Candidate) -> Decided:
-    """The decision for a new candidate without limits and keys. Spelled out for speed: most deliveries take it."""
+def launched(candidate: Candidate, concurrency_key: str | None = None) -> Decided:
+    """The decision for a new candidate that nothing holds back. Spelled out for speed: most deliveries take it."""
     event, trigger = candidate.event, candidate.trigger.trigger
     return Decided(
         candidate.id, trigger.id, event.id, trigger.version, "launched", None, RunId(candidate.id),
-        trigger.workflow_definition_id, event.correlation_id, candidate.parameters, metadata=NO_METADATA,
-        source=event.source, ingress_sequence=event.ingress_sequence,
+        trigger.workflow_definition_id, event.correlation_id, candidate.parameters, None, concurrency_key,
+        metadata=NO_METADATA, source=event.source, ingress_sequence=event.ingress_sequence,
     )  # fmt: skip
 
 

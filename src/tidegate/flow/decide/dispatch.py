@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from tidegate import failpoints
 from tidegate.errors import Unavailable
-from tidegate.flow.decide import batch, gate
+from tidegate.flow.decide import batch, gate, reporting, whole_batch
 from tidegate.flow.decide.batch import Batch, Delivered, MatchedBatch
+from tidegate.flow.decide.deliver import DeliveryState
 from tidegate.flow.decide.gate import LockedGates
 from tidegate.flow.decide.inbox import Inbox
 from tidegate.flow.decide.one_by_one import error_text, one_by_one
@@ -208,14 +209,19 @@ class Dispatch:
         return await self._decide(connection, newcomers, matched, has_turn=has_turn)
 
     async def _launch(
-        self, connection: Connection, now: datetime, matched: MatchedBatch, gates: LockedGates | None = None
+        self,
+        connection: Connection,
+        now: datetime,
+        matched: MatchedBatch,
+        gates: LockedGates | None = None,
+        state: DeliveryState | None = None,
     ) -> DecidedBatch | None:
-        """The fast path, for a batch that nothing limits or holds, or that `gates` have admitted as a whole; None: it
-        needs the general path."""
+        """The fast path, for a batch that nothing limits or holds, or that `gates`, and the limits of triggers in
+        `state`, have admitted as a whole; None: it needs the general path."""
         if gates is None:
             failpoints.hit("dispatch.after_gate")
         failpoints.hit("dispatch.after_match")
-        delivered = await self._batch.launch(connection, now, matched, gates)
+        delivered = await self._batch.launch(connection, now, matched, gates, state)
         if delivered is None:
             return None
         if gates is not None:
@@ -246,17 +252,21 @@ class Dispatch:
         waiting = [*verdict.held, *verdict.expired]
         self._expects_room = not waiting and gate.has_room(gates, 2 * self._batch_size)
         self._was_unrestricted &= self._expects_room
-        if are_all_new and matched.is_unrestricted and not waiting:
-            decided = await self._launch(connection, gates.now, matched, gates)
-            if decided is not None:
-                await self._check_turn(connection, decided.delivered.met, has_turn)
-                return decided
-        delivered = await self._batch.deliver(connection, gates, verdict.admitted, matched)
+        state = None
+        if are_all_new and matched.is_counted and not waiting:
+            state = await self._batch.load(connection, gates, matched.candidates) if matched.is_limited else None
+            if state is None or whole_batch.spend(state, matched.candidates):
+                decided = await self._launch(connection, gates.now, matched, gates, state)
+                if decided is not None:
+                    await self._check_turn(connection, decided.delivered.met, has_turn)
+                    return decided
+                state = None  # it has spent what was not launched
+        delivered = await self._batch.deliver(connection, gates, verdict.admitted, matched, state)
         await self._check_turn(connection, delivered.met, has_turn)
         await ingress_retries.hold(connection, waiting)
         await decisions.insert(connection, [_recorded(retry) for retry in waiting])
         await gate.save_gates(connection, gates)
-        seen = batch.measure(
+        seen = reporting.measure(
             gates.now,
             newcomers=newcomers,
             lags=delivered.lags,

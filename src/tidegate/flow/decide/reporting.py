@@ -1,4 +1,4 @@
-"""Reporting: metrics, log lines and decision rows about deliveries, runs and breakers, the same for every stage."""
+"""Reporting: counts, metrics, log lines and decision rows, the same for every stage."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tidegate.model.trigger import CompiledTrigger
 from tidegate.model.trigger_gate import TriggerMove
 from tidegate.store.decisions import NewDecision
 from tidegate.store.deliveries import Decided
+from tidegate.store.sources import SourceMetrics
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
@@ -28,6 +29,43 @@ _of_runs = logger("run")
 def trigger_name(trigger: CompiledTrigger) -> str:
     """The trigger's name in metrics and logs."""
     return f"{trigger.trigger.workflow}/{trigger.trigger.name}"
+
+
+def measure(
+    now: datetime,
+    *,
+    newcomers: Sequence[Event],
+    lags: Mapping[str, Sequence[float]],
+    throttled: Counter[str],
+    dropped: Counter[str],
+    failures: Mapping[str, int] | None = None,
+) -> list[SourceMetrics]:
+    """The counts of a batch by source, for the totals; `lags` are those of admitted events."""
+    total = Counter(event.source for event in newcomers)
+    return [
+        SourceMetrics(
+            source=source,
+            total=total[source],
+            passed=len(lags.get(source, ())),
+            throttled=throttled[source],
+            dropped=dropped[source],
+            failures=(failures or {}).get(source, 0),
+            total_lag_ms=round(sum(lags.get(source, ())) * 1000),
+            last_lag_ms=round(lags[source][-1] * 1000) if source in lags else 0,
+            max_lag_ms=round(max(lags.get(source, (0.0,))) * 1000),
+            last_event_at=now,
+        )
+        for source in sorted({*total, *lags, *throttled, *dropped})
+    ]
+
+
+def lags(now: datetime, passed: Sequence[Event]) -> dict[str, list[float]]:
+    """Seconds since receipt of each admitted event, by source."""
+    found: dict[str, list[float]] = {}
+    for event in passed:
+        seconds = (now - event.counted_from).total_seconds()
+        found.setdefault(event.source, []).append(seconds if seconds > 0 else 0.0)
+    return found
 
 
 def held_line(one: Decided, now: datetime) -> NewDecision:

@@ -15,7 +15,7 @@ import msgspec
 
 from tidegate import failpoints
 from tidegate.errors import Unavailable
-from tidegate.flow.decide import batch, gate
+from tidegate.flow.decide import batch, gate, reporting
 from tidegate.flow.decide.batch import Batch, Delivered
 from tidegate.flow.decide.gate import LockedGates, Verdict
 from tidegate.flow.decide.one_by_one import error_text, one_by_one
@@ -103,7 +103,7 @@ class Arrivals:
         delivered = await self._batch.deliver(connection, gates, verdict.admitted)
         await self._write(connection, gates, rows, verdict)
         await gate.save_gates(connection, gates)
-        seen = batch.measure(
+        seen = reporting.measure(
             gates.now,
             newcomers=arrived,
             lags=delivered.lags,

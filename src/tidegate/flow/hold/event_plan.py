@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tidegate import failpoints
-from tidegate.flow.decide import batch, gate
+from tidegate.flow.decide import batch, gate, reporting
 from tidegate.flow.decide.gate import LockedGates
 from tidegate.flow.hold.replan import Replan
 from tidegate.model.ids import EventId
@@ -123,7 +123,7 @@ class EventPlan:
         await decisions.insert(connection, [_recorded(one) for one in refused])
         await gate.save_gates(connection, gates)
         dropped = Counter({self._source: len(exhausted)})
-        seen = batch.measure(gates.now, newcomers=[], lags={}, throttled=Counter(), dropped=dropped)
+        seen = reporting.measure(gates.now, newcomers=[], lags={}, throttled=Counter(), dropped=dropped)
         await batch.count(connection, seen if exhausted else [])
         failpoints.hit("replan.before_commit")
         return PlannedEvents(settled, refused, correlation_ids)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tidegate import failpoints
 from tidegate.errors import Unavailable
-from tidegate.flow.decide import batch, gate
+from tidegate.flow.decide import batch, gate, reporting
 from tidegate.flow.decide.batch import Batch, Delivered
 from tidegate.flow.decide.gate import LockedGates
 from tidegate.flow.decide.one_by_one import error_text, one_by_one
@@ -249,7 +249,7 @@ class EventRetry:
         expired = {event.id for event in in_order} - {event.id for event in passing}
         await ingress_retries.settle(connection, [_settled(row, row.event_id in expired, gates) for row in due])
         await decisions.insert(connection, [_recorded(row, row.event_id in expired, gates.now) for row in due])
-        seen = batch.measure(
+        seen = reporting.measure(
             gates.now,
             newcomers=[],
             lags=delivered.lags,
