@@ -26,10 +26,8 @@ select coalesce(e.priority, 1), e.ingress_sequence from tidegate.workflow_trigge
 
 
 async def publish(connection: Connection, source: str, count: int, priority: int | None = None) -> None:
-    call = "tidegate.publish('tick', $1, '{}'::jsonb)"
-    if priority is not None:
-        call = f"tidegate.publish_with_priority('tick', $1, '{{}}'::jsonb, {priority})"
-    await connection.execute(f"select {call} from generate_series(1, $2)", source, count)
+    publish_it = "select tidegate.publish('tick', $1, priority => $3) from generate_series(1, $2)"
+    await connection.execute(publish_it, source, count, priority)
 
 
 async def test_events_share_their_sources_part_by_priority(database: Database, connection: Connection) -> None:
@@ -89,7 +87,7 @@ async def test_explain_says_what_a_priority_changes(database: Database, connecti
 
 
 async def test_a_repeated_id_keeps_the_first_priority(connection: Connection) -> None:
-    publish_it = "select tidegate.publish_with_priority('tick', 'a', '{}', $1, id => 'x')"
+    publish_it = "select tidegate.publish('tick', 'a', id => 'x', priority => $1)"
     first = await connection.fetchval(publish_it, 3)
     assert await connection.fetchval(publish_it, 7) == first
     [event] = await events.find(connection, "x")
@@ -97,10 +95,10 @@ async def test_a_repeated_id_keeps_the_first_priority(connection: Connection) ->
     assert await connection.fetchval("select priority from tidegate.event_inbox") == 3
 
 
-@pytest.mark.parametrize("priority", [0, 11, None])
-async def test_sql_refuses_other_priorities(connection: Connection, priority: int | None) -> None:
+@pytest.mark.parametrize("priority", [0, 11, -1, 2**40])
+async def test_sql_refuses_other_priorities(connection: Connection, priority: int) -> None:
     with pytest.raises(asyncpg.PostgresError, match="priority: must be a whole number from 1 to 10"):
-        await connection.execute("select tidegate.publish_with_priority('tick', 'a', '{}', $1)", priority)
+        await connection.execute("select tidegate.publish('tick', 'a', priority => $1)", priority)
 
 
 async def test_workflows_share_slots_by_the_priority_of_their_triggers(

@@ -18,7 +18,6 @@ WORK = (
 PUBLISH = (
     "grant usage on schema tidegate to {role}",
     "grant execute on function tidegate.publish to {role}",
-    "grant execute on function tidegate.publish_with_priority to {role}",
 )
 
 

@@ -1241,6 +1241,8 @@ select tidegate.add_day((tidegate.now() at time zone 'UTC')::date + n) from gene
 
 -- Publishes an event inside the caller's own transaction and returns its id: rolled back means not published.
 -- The same id and source again returns the first event's id; with another body it raises unique_violation.
+-- With a `priority` from 1 to 10 (null: 1), an event gets as much of the share of its source, while several wait. Of an id that was
+-- published before, the first priority stays.
 -- With `deliver_at`, or `delay_ms` from now, it is decided at that time, and waits until then as `scheduled`.
 -- It sends no NOTIFY (that would serialise the commits of all callers): workers see the event at their next look.
 create function tidegate.publish(
@@ -1253,7 +1255,8 @@ create function tidegate.publish(
   ttl_ms         bigint      default null,
   metadata       jsonb       default '{}',
   deliver_at     timestamptz default null,
-  delay_ms       bigint      default null
+  delay_ms       bigint      default null,
+  priority       bigint      default null
 ) returns text
 language plpgsql security definer set search_path = tidegate, pg_temp
 as $$
@@ -1338,6 +1341,9 @@ begin
      between clock - interval '3650 days' and clock + interval '366 days' then
     raise exception 'deliver_at: must lie within the last 3650 days and at most 366 days ahead'
       using errcode = 'invalid_parameter_value';
+  if publish.priority not between 1 and 10 then
+    raise exception 'priority: must be a whole number from 1 to 10' using errcode = 'invalid_parameter_value';
+  end if;
   end if;
   at := coalesce(publish.deliver_at, clock + publish.delay_ms * interval '1 ms');
 
@@ -1355,9 +1361,9 @@ begin
 
   if is_new then
     insert into tidegate.workflow_events as e
-      (id, external_id, type, source, occurred_at, received_at, payload, correlation_id, ttl_ms, metadata, deliver_at)
-    values (new_id, publish.id, publish.type, publish.source, coalesce(publish.occurred_at, clock), clock,
-            publish.payload, coalesce(publish.correlation_id, new_id::text), publish.ttl_ms, publish.metadata, at)
+      (id, external_id, type, source, occurred_at, received_at, payload, correlation_id, ttl_ms, priority, metadata, deliver_at)
+    values (new_id, publish.id, publish.type, publish.source, coalesce(publish.occurred_at, clock), clock, publish.payload,
+            coalesce(publish.correlation_id, new_id::text), publish.ttl_ms, publish.priority, publish.metadata, at)
     returning e.ingress_sequence into sequence;
     if at > clock then
       insert into tidegate.event_ingress_retries
@@ -1367,7 +1373,8 @@ begin
       insert into tidegate.event_decisions (event_id, at, stage, decision, reason, until)
       values (new_id, clock, 'gate', 'scheduled', 'published for a later time', at);
     else
-      insert into tidegate.event_inbox (ingress_sequence, event_id, source) values (sequence, new_id, publish.source);
+      insert into tidegate.event_inbox (ingress_sequence, event_id, source, priority)
+      values (sequence, new_id, publish.source, coalesce(publish.priority, 1));
     end if;
     return new_id::text;
   end if;
@@ -1385,43 +1392,5 @@ begin
       publish.id, publish.source, first.id using errcode = 'unique_violation';
   end if;
   return first.id::text;
-end
-$$;
-
--- As `tidegate.publish`, with a priority from 1 to 10: of the share of its source, while several events wait, an event gets as much as its
--- priority says. An id that was published before returns the first event, with its own priority.
-create function tidegate.publish_with_priority(
-  type           text,
-  source         text,
-  payload        jsonb,
-  priority       integer,
-  id             text        default null,
-  occurred_at    timestamptz default null,
-  correlation_id text        default null,
-  ttl_ms         bigint      default null,
-  metadata       jsonb       default '{}',
-  deliver_at     timestamptz default null,
-  delay_ms       bigint      default null
-) returns text
-language plpgsql security definer set search_path = tidegate, pg_temp
-as $$
-declare
-  before    uuid := tidegate.uuid7();
-  published text;
-begin
-  if publish_with_priority.priority is null or publish_with_priority.priority not between 1 and 10 then
-    raise exception 'priority: must be a whole number from 1 to 10' using errcode = 'invalid_parameter_value';
-  end if;
-  published := tidegate.publish(
-    publish_with_priority.type, publish_with_priority.source, publish_with_priority.payload, publish_with_priority.id,
-    publish_with_priority.occurred_at, publish_with_priority.correlation_id, publish_with_priority.ttl_ms,
-    publish_with_priority.metadata, publish_with_priority.deliver_at, publish_with_priority.delay_ms);
-  -- One that was published before has an earlier id.
-  if left(published, 18) >= left(before::text, 18) then
-    update tidegate.workflow_events e set priority = publish_with_priority.priority where e.id = published::uuid;
-    update tidegate.event_inbox i set priority = publish_with_priority.priority
-     where i.ingress_sequence = (select e.ingress_sequence from tidegate.workflow_events e where e.id = published::uuid);
-  end if;
-  return published;
 end
 $$;
