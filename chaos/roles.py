@@ -34,7 +34,7 @@ REFUSED = {
         "select * from tidegate.api_tokens",
         "select * from tidegate.webhooks",
         "select config from tidegate.workflow_definitions",
-        "insert into tidegate.event_inbox values (1, gen_random_uuid())",
+        "insert into tidegate.event_inbox values (1, gen_random_uuid(), 'shop')",
         "select tidegate.prune_audit(0, 1)",
     ),
 }

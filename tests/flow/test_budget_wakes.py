@@ -127,7 +127,7 @@ async def test_a_worker_that_dies_after_it_has_swept_a_slot_leaves_nobody_waitin
     await make_trigger(database, budgets=["gpu"])
     await ticks(connection, 2)
     await worker.turn()
-    # A release that does not know budgets ends the run.
+    # Changed by hand: the note that it holds the slot stays.
     await connection.execute(
         "update tidegate.workflow_runs set status = 'succeeded', finished_at = tidegate.now(), next_attempt_at = null"
     )

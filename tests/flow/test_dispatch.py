@@ -243,8 +243,8 @@ async def test_an_event_that_is_in_the_inbox_again_launches_nothing_twice(
                              "(select max(id::text)::uuid from tidegate.workflow_trigger_deliveries)")  # fmt: skip
     await connection.execute("delete from tidegate.workflow_runs where delivery_id not in "
                              "(select id from tidegate.workflow_trigger_deliveries)")  # fmt: skip
-    await connection.execute("insert into tidegate.event_inbox (ingress_sequence, event_id) "
-                             "select ingress_sequence, id from tidegate.workflow_events")  # fmt: skip
+    await connection.execute("insert into tidegate.event_inbox (ingress_sequence, event_id, source) "
+                             "select ingress_sequence, id, source from tidegate.workflow_events")  # fmt: skip
     fresh = await publish(connection, id=2, amount=200)
     await one.run_once()
     rows = await connection.fetch("select event_id, count(*) as n from tidegate.workflow_runs group by event_id")

@@ -203,7 +203,7 @@ async def letter_alone(connection: Connection) -> None:
 
 async def inbox_row_alone(connection: Connection) -> None:
     await connection.execute(
-        "insert into tidegate.event_inbox (ingress_sequence, event_id) values (7, $1)", uuid.uuid4()
+        "insert into tidegate.event_inbox (ingress_sequence, event_id, source) values (7, $1, 'shop')", uuid.uuid4()
     )
 
 

@@ -154,21 +154,6 @@ async def connection_count(database: Database) -> int:
         return found
 
 
-async def test_events_of_an_earlier_release_are_decided_in_the_order_of_arrival(
-    database: Database, connection: Connection
-) -> None:
-    """An API of the release before names no source in the inbox; nothing of it waits behind, and nothing overtakes."""
-    await make_trigger(database)
-    worker = TriggerWorker(database, batch_size=10)
-    await publish(connection, "a", 30)
-    await publish(connection, "b", 10)
-    await connection.execute("update tidegate.event_inbox set source = '' where ingress_sequence % 2 = 0")
-    while (await worker.dispatch.run_once()).events:
-        pass
-    rows = [row[1] for row in await connection.fetch(DECIDED)]
-    assert len(rows) == 40 and inversions(rows) == []
-
-
 async def test_an_event_that_fails_its_batch_is_found_behind_a_flood(
     database: Database, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,8 +153,8 @@ ALIVE = {
     "a letter is to be replayed": "insert into tidegate.dead_letters "
     "(id, kind, subject_id, event_id, reason, replay_at, replay_by) "
     "values (tidegate.uuid7(), 'event', $1, $1, 'broken', tidegate.now() + interval '300 days', 'ann')",
-    "it is undecided again": "insert into tidegate.event_inbox (ingress_sequence, event_id) "
-    "select ingress_sequence, id from tidegate.workflow_events where id = $1",
+    "it is undecided again": "insert into tidegate.event_inbox (ingress_sequence, event_id, source) "
+    "select ingress_sequence, id, source from tidegate.workflow_events where id = $1",
 }
 
 

@@ -145,15 +145,6 @@ async def test_a_changed_migration_is_noticed_on_a_newer_schema_too(database: Da
         await migrate.require_current(database)
 
 
-async def test_a_ledger_of_a_development_version_is_read_and_completed(database: Database, knows: Knows) -> None:
-    async with database.connection() as connection:
-        await connection.execute("alter table tidegate.schema_migrations drop column compatible_from")
-    assert (await migrate.status(database)).compatible_from == 1
-    knows(EXPANSION, contraction(2))
-    await migrate.migrate(database)
-    assert (await migrate.status(database)).compatible_from == LATEST + 1
-
-
 # What a contraction waits for -----------------------------------------------------------------------------------------
 
 

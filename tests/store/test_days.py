@@ -270,8 +270,8 @@ async def test_who_adds_or_drops_a_day_gives_up_soon_if_the_tables_are_in_use(da
 _LETTER = "insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason, replayed_at, replayed_by) "
 # What keeps a story; each has the event's id as its parameter.
 ALIVE = {
-    "it is undecided": "insert into tidegate.event_inbox (ingress_sequence, event_id) "
-    "select ingress_sequence, id from tidegate.workflow_events where id = $1",
+    "it is undecided": "insert into tidegate.event_inbox (ingress_sequence, event_id, source) "
+    "select ingress_sequence, id, source from tidegate.workflow_events where id = $1",
     "it is held": "update tidegate.event_ingress_retries set retry_state = 'scheduled', next_attempt_at = now() "
     "where event_id = $1",
     "its retry is claimed": "update tidegate.event_ingress_retries set retry_state = 'running', "

@@ -32,8 +32,8 @@ with replayed as (
   select gen_random_uuid(), 'event', gen_random_uuid(), e.id, 'x', now(), 'ann'
     from tidegate.workflow_events e where e.ingress_sequence between $1::bigint - $2::bigint + 1 and $1::bigint
 )
-insert into tidegate.event_inbox (ingress_sequence, event_id)
-select e.ingress_sequence, e.id from tidegate.workflow_events e
+insert into tidegate.event_inbox (ingress_sequence, event_id, source)
+select e.ingress_sequence, e.id, e.source from tidegate.workflow_events e
  where e.ingress_sequence between $1::bigint - $2::bigint - $3::bigint + 1 and $1::bigint - $2::bigint
 """
 

@@ -24,9 +24,9 @@ with stored as (
   select tidegate.uuid7(), case when n % 1000 = 0 then 'type.' || n else 'order.approved' end, 'shop', now(), now(), n,
          jsonb_build_object('id', n), 'c', '{}'
     from generate_series(1, $1::int) n
-  returning id, ingress_sequence
+  returning id, source, ingress_sequence
 )
-insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from stored
+insert into tidegate.event_inbox (ingress_sequence, event_id, source) select ingress_sequence, id, source from stored
 """
 FILL_WAITS = """
 insert into tidegate.event_waits

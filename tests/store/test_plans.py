@@ -53,7 +53,7 @@ with stored as (
   select tidegate.uuid7(), 'tick', 's' || n % $1, now(), now(), n, '{}', 'c', '{}' from generate_series(1, $2::int) n
   returning id, source, ingress_sequence
 ), inboxed as (
-  insert into tidegate.event_inbox (ingress_sequence, event_id) select ingress_sequence, id from stored
+  insert into tidegate.event_inbox (ingress_sequence, event_id, source) select ingress_sequence, id, source from stored
 )
 insert into tidegate.event_ingress_retries
   (event_id, source, ingress_sequence, retry_state, attempts, next_attempt_at, reason)

@@ -279,7 +279,8 @@ delete from tidegate.budget_keys s
  where s.budget = old.budget and s.key = old.key
 
 -- name: ended_holders
--- Up to $1 notes about runs that have ended or are gone: a release that did not know budgets ended them.
+-- Up to $1 notes about runs that have ended or are gone. Whoever ends a run removes its notes: these are left when rows were changed by
+-- hand (`tidegate doctor` reports them).
 select h.run_id, h.budget from tidegate.budget_holders h
  where not exists (select from tidegate.workflow_runs r where r.id = h.run_id and r.status in ('pending', 'running'))
  limit $1

@@ -62,7 +62,7 @@ select (select count(*) from (select from tidegate.run_children c
 select tidegate.now() as now,
        exists (select from tidegate.event_inbox i where i.ingress_sequence = e.ingress_sequence) as is_undecided,
        (select count(*) from (select from tidegate.event_inbox i
-                               where i.source in (e.source, '') and i.priority = coalesce(e.priority, 1)
+                               where i.source = e.source and i.priority = coalesce(e.priority, 1)
                                  and i.ingress_sequence < e.ingress_sequence limit 10000) earlier) as undecided_ahead,
        coalesce(e.priority, 1) as priority, coalesce(s.weight, 1) as weight,
        coalesce((select count(*) from (select from tidegate.event_ingress_retries a

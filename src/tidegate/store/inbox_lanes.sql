@@ -1,5 +1,4 @@
--- The lanes of the inbox: the events of one source with one priority. Rows that a process wrote which does not know lanes have no
--- source ('').
+-- The lanes of the inbox: the events of one source with one priority.
 
 -- fragment: of_lanes
 -- The first undecided events of the lanes ($1, $2), at most so many of each ($3).
@@ -94,10 +93,8 @@ select ingress_sequence from first union all select ingress_sequence from rest o
 
 -- name: are_in_turn
 -- As `locks.is_in_turn`, for events of several sources, of each of which the last is given: order is kept within a source ($1) and
--- priority ($2). Events whose source is not known count for all.
+-- priority ($2).
 select pg_try_advisory_xact_lock(8703, 0)
    and not exists (select from unnest($1::text[], $2::bigint[], $3::bigint[]) as l (source, priority, last)
                     where exists (select from tidegate.event_inbox i
                                    where i.source = l.source and i.priority = l.priority and i.ingress_sequence < l.last))
-   and not exists (select from tidegate.event_inbox i
-                    where i.source = '' and i.ingress_sequence < (select max(last) from unnest($3::bigint[]) as last))

@@ -41,22 +41,15 @@ _LOCK = "select pg_try_advisory_lock(hashtext('tidegate.migrations'), 8700)"
 _LEDGER = """
 create schema if not exists tidegate;
 create table if not exists tidegate.schema_migrations (
-  version    bigint primary key,
-  name       text        not null,
-  checksum   text        not null,
-  applied_at timestamptz not null default clock_timestamp()
+  version         bigint primary key,
+  name            text        not null,
+  checksum        text        not null,
+  applied_at      timestamptz not null default clock_timestamp(),
+  compatible_from bigint      not null default 1
 );
-alter table tidegate.schema_migrations add column if not exists compatible_from bigint not null default 1;
 """
-_HAS_LEDGER = """
-select exists (select from information_schema.columns
-                where (table_schema, table_name, column_name) = ('tidegate', 'schema_migrations', 'compatible_from'))
-"""
-# Development versions made a ledger without `compatible_from`.
-_APPLIED = """
-select version, name, checksum, coalesce((to_jsonb(m) ->> 'compatible_from')::bigint, 1) as compatible_from
-  from tidegate.schema_migrations m
-"""
+_HAS_LEDGER = "select to_regclass('tidegate.schema_migrations') is not null"
+_APPLIED = "select version, name, checksum, compatible_from from tidegate.schema_migrations"
 _RECORD = """
 insert into tidegate.schema_migrations (version, name, checksum, compatible_from)
 select $1, $2, $3, greatest($4, max(compatible_from)) from tidegate.schema_migrations
@@ -151,7 +144,7 @@ async def status(database: Database) -> Status:
 
 async def status_on(connection: Connection) -> Status:
     """The same, on a connection that is there."""
-    if not await connection.fetchval("select to_regclass('tidegate.schema_migrations') is not null"):
+    if not await connection.fetchval(_HAS_LEDGER):
         return Status([], list(migrations()))
     return _status(await connection.fetch(_APPLIED))
 

@@ -2,8 +2,7 @@
 
 While everything fits into a batch, the oldest are taken, whoever they are from. When a batch was full, the next one is
 divided among the sources that wait, by their weights, and within a source among its priorities (`model/shares.py`); in
-order of arrival within each. So a source that floods delays itself. Events whose source is not known were written by a
-process of an earlier release: while any wait, the oldest are taken.
+order of arrival within each. So a source that floods delays itself.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from tidegate.store import events, inbox_lanes, locks, waits
 from tidegate.store.db import Connection
 from tidegate.store.events import Claimed
 
-UNKNOWN = ""
 # A batch that decides all of a source's waiting events has about SMALL places, or twice as many as such events.
 SMALL = 100
 
@@ -78,7 +76,7 @@ class Inbox:
         if self._only is not None and not await inbox_lanes.has_others(connection, self._only):
             return False
         waiting = await inbox_lanes.waiting(connection, self._ring.after, limit)
-        if len(waiting) < 2 or any(one.lane.source == UNKNOWN for one in waiting):
+        if len(waiting) < 2:
             return False
         self._seen = sum(one.waiting for one in waiting)
         self._shares = self._ring.divide(places_for(waiting, limit), waiting)

@@ -94,12 +94,11 @@ create table tidegate.event_external_ids (
 create index event_external_ids_event_idx on tidegate.event_external_ids (event_id);
 
 -- Accepted, not yet decided. The batch loop locks rows here, decides, and deletes them in the same transaction. The inbox is shared by
--- lanes: the events of one source with one priority. What a process writes that does not know lanes has no source (''): while such
--- rows wait, the inbox is worked off in the order of arrival.
+-- lanes: the events of one source with one priority.
 create table tidegate.event_inbox (
   ingress_sequence bigint primary key,
   event_id         uuid   not null,
-  source           text   collate "C" not null default '',
+  source           text   collate "C" not null,
   priority         bigint not null default 1
 ) with (fillfactor = 90, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.1);
 -- A batch takes from each lane without reading the rows of the others.
