@@ -50,7 +50,8 @@ with definitions as (
     from generate_series(0, $2::int - 1) n join definitions d on d.slug = 'history' || n % 5
   returning id, name
 ), alive as (
-  insert into tidegate.workers (name, definitions) select 'bench', array_agg(id) from definitions
+  insert into tidegate.workers (name, definitions, slots, version, heartbeat_ms)
+  select 'bench', array_agg(id), 100, 'bench', 10000 from definitions
 ), sources as (
   insert into tidegate.event_scheduler_sources
     (source, rate_limit, interval_ms, pause_ms, limit_set_by, paused_at, paused_by, updated_by)

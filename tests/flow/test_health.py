@@ -23,7 +23,8 @@ from tidegate.telemetry import metrics
 async def _alive(connection: Connection) -> None:
     """A worker that is alive for long, so that its absence does not hide what these tests are about."""
     await connection.execute(
-        "insert into tidegate.workers (name, definitions, seen_at) values ('w0', '{}', '2999-01-01')"
+        "insert into tidegate.workers (name, definitions, slots, version, heartbeat_ms, seen_at) "
+        "values ('w0', '{}', 1, '0.2.0', 10000, '2999-01-01')"
     )
 
 
@@ -161,6 +162,6 @@ async def test_runs_that_nobody_has_the_code_of(database: Database, connection: 
     )
     causes = (await health.snapshot(connection)).causes
     assert ("workflow_unserved", "lost") in [(cause.code, cause.subject) for cause in causes]
-    await workers.heartbeat(connection, "w", [definition])
+    await workers.heartbeat(connection, "w", [definition], 1, 10_000)
     causes = (await health.snapshot(connection)).causes
     assert "workflow_unserved" not in [cause.code for cause in causes]

@@ -39,7 +39,8 @@ ANCHORS = {
 @pytest.fixture(autouse=True)
 async def _alive(connection: Connection) -> None:
     await connection.execute(
-        "insert into tidegate.workers (name, definitions, seen_at) values ('w0', '{}', '2999-01-01')"
+        "insert into tidegate.workers (name, definitions, slots, version, heartbeat_ms, seen_at) "
+        "values ('w0', '{}', 1, '0.2.0', 10000, '2999-01-01')"
     )
 
 
@@ -205,7 +206,7 @@ async def test_no_worker(database: Database, connection: Connection, clock: Cloc
     await connection.execute("delete from tidegate.workers")
     found = await cause(connection, "no_worker")
     assert found and (found.severity, found.since) == ("degraded", None)  # nobody has ever been there
-    await workers.heartbeat(connection, "w", [])
+    await workers.heartbeat(connection, "w", [], 1, 10_000)
     assert await cause(connection, "no_worker") is None
     assert await gauge(database, "tidegate_workers_alive") == 1
     await clock.advance(HEALTH.worker_degraded_ms)
@@ -218,16 +219,16 @@ async def test_no_worker(database: Database, connection: Connection, clock: Cloc
     found = await cause(connection, "no_worker")
     assert found and (found.severity, found.since) == ("critical", due_since)
     assert "due: 1" in found.message and found.do == "start one: tidegate worker APP"
-    await workers.heartbeat(connection, "w", [])
+    await workers.heartbeat(connection, "w", [], 1, 10_000)
     assert await cause(connection, "no_worker") is None
 
 
 async def test_a_worker_that_stopped_in_order_is_not_called_silent(connection: Connection, clock: Clock) -> None:
     """What is told is true a moment after the stop, also beside the row of another that crashed long ago."""
     await connection.execute("delete from tidegate.workers")
-    await workers.heartbeat(connection, "crashed", [])
+    await workers.heartbeat(connection, "crashed", [], 1, 10_000)
     await clock.advance(10 * HEALTH.worker_degraded_ms)
-    await workers.heartbeat(connection, "w", [])
+    await workers.heartbeat(connection, "w", [], 1, 10_000)
     await ticks(connection, 1)
     due_since = clock.now
     await clock.advance(2000)
@@ -260,7 +261,8 @@ async def test_reconcile_that_fails(database: Database, connection: Connection, 
 
 
 async def test_reconcile_that_fails_in_every_worker(database: Database, connection: Connection, clock: Clock) -> None:
-    await workers.heartbeat(connection, "w", [])
+    await connection.execute("delete from tidegate.workers")
+    await workers.heartbeat(connection, "w", [], 1, 10_000)
     began = clock.now
     reconcile = Reconcile(database, batch_size=10, worker="w")
     await connection.execute("alter table tidegate.trigger_idempotency_keys rename to moved")  # as a lost right would
@@ -269,11 +271,11 @@ async def test_reconcile_that_fails_in_every_worker(database: Database, connecti
     await clock.advance(1)
     with pytest.raises(Exception, match="trigger_idempotency_keys"):
         await reconcile.run_once()
-    await workers.heartbeat(connection, "w", [])  # it lives
+    await workers.heartbeat(connection, "w", [], 1, 10_000)  # it lives
     found = await cause(connection, "reconcile_failing")
     assert found and (found.severity, found.subject, found.since) == ("degraded", "workers", began)
     await clock.advance(HEALTH.reconcile_critical_ms)
-    await workers.heartbeat(connection, "w", [])
+    await workers.heartbeat(connection, "w", [], 1, 10_000)
     found = await cause(connection, "reconcile_failing")
     assert found and found.severity == "critical"
     off = HealthPolicy(reconcile_degraded_ms=0, reconcile_critical_ms=0)
@@ -355,7 +357,7 @@ async def test_unserved(database: Database, connection: Connection, clock: Clock
     found = await cause(connection, "workflow_unserved")
     assert found and (found.subject, found.since) == ("tick", since)
     assert await gauge(database, "tidegate_unserved_workflows") == 1
-    await workers.heartbeat(connection, "w", [await definition(connection)])
+    await workers.heartbeat(connection, "w", [await definition(connection)], 1, 10_000)
     assert await cause(connection, "workflow_unserved") is None
     assert await gauge(database, "tidegate_unserved_workflows") == 0
 
@@ -367,12 +369,12 @@ async def test_a_forgotten_run_of_a_removed_workflow_is_a_cause_of_its_own(
     await ticks(connection, 1)
     await worker.turn()
     await clock.advance(86_400_000)
-    await workers.heartbeat(connection, "w", [uuid.uuid4()])
+    await workers.heartbeat(connection, "w", [uuid.uuid4()], 1, 10_000)
     found = await health.snapshot(connection)
     assert [(c.code, c.severity, c.subject) for c in found.causes] == [("workflow_unserved", "degraded", "tick")]
     assert found.causes[0].message.endswith("Start a worker that has it, or cancel them")
     assert (found.status, found.queues["runs"].ready, found.queues["runs"].oldest_due_age_seconds) == ("degraded", 1, 0)
-    await workers.heartbeat(connection, "w", [await definition(connection)])
+    await workers.heartbeat(connection, "w", [await definition(connection)], 1, 10_000)
     late = await cause(connection, "runs_stalled")
     assert late and late.severity == "critical", "now it is they who are late"
 

@@ -146,7 +146,7 @@ async def test_the_name_is_free_again(
 
     [definition_id] = await database.run(app.register)
     assert definition_id != gone.id
-    await workers.heartbeat(connection, "host:1", [definition_id])
+    await workers.heartbeat(connection, "host:1", [definition_id], 1, 10_000)
     with pytest.raises(Conflict, match="declared in code") as caught:
         await control.delete_workflow(database, "hook", actor="ann")
     assert "on worker host:1: stop it" in caught.value.errors[0].message

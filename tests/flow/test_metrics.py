@@ -397,7 +397,7 @@ async def nobody_looks_at_steps(scene: Scene) -> None:
 
 @moves("tidegate_workers_alive")
 async def a_worker(scene: Scene) -> None:
-    await workers.heartbeat(scene.connection, "w", [])
+    await workers.heartbeat(scene.connection, "w", [], 1, 10_000)
 
 
 @moves('tidegate_schedule_ticks_total{outcome="published"}', 'tidegate_schedule_ticks_total{outcome="missed"}')

@@ -120,8 +120,8 @@ async def test_workflows_share_slots_by_the_priority_of_their_triggers(
         "select id from tidegate.workflow_runs where status = 'pending' and workflow_definition_id = $1 limit 1",
         ids["eager"],
     )
-    await connection.execute("insert into tidegate.workers (name, definitions, slots) values ('w', $1, 10)",
-                             list(ids.values()))  # fmt: skip
+    await connection.execute("insert into tidegate.workers (name, definitions, slots, version, heartbeat_ms) "
+                             "values ('w', $1, 10, '0.2.0', 10000)", list(ids.values()))  # fmt: skip
     told = await explain_any(connection, str(waiting))
     assert "priority 4: its workflow gets 4 worker slots for 1 of a workflow with priority 1" in told.summary
 

@@ -68,13 +68,13 @@ class Scene:
         name: str = HOST,
         slots: int = 2,
         workflows: Sequence[str] | None = None,
-        every_ms: int | None = None,
+        every_ms: int = 3_600_000,
         **share: Any,
     ) -> None:
         """A worker's heartbeat."""
         known = {one.slug: one.id for one in await triggers.list_definitions(self.connection)}
         wanted = known.values() if workflows is None else [known[slug] for slug in workflows]
-        await workers.heartbeat(self.connection, name, list(wanted), slots, every_ms=every_ms, **share)
+        await workers.heartbeat(self.connection, name, list(wanted), slots, every_ms, **share)
 
     async def claim(self, worker: str = HOST, limit: int = 1, lease_ms: int = 60_000) -> list[ClaimedRun]:
         """A worker claims due runs, and executes them for as long as the scene lasts."""

@@ -25,8 +25,8 @@ def list_workers(as_json: bool) -> None:
         (
             one["name"],
             "alive" if one["is_alive"] and not one["is_late"] else f"last seen {short_time(one['seen_at'])}",
-            f"{len(one['executing'])}/{one['slots'] if one['slots'] is not None else '?'}",
-            one["version"] or "",
+            f"{len(one['executing'])}/{one['slots']}",
+            one["version"],
             short_time(one["started_at"]),
             _workflows(one),
             _executing(one["executing"]),

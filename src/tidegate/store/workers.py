@@ -30,14 +30,14 @@ class ExecutingRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as others see it: its release, how many runs it executes at a time (null: not known), the workflows
-    whose code it has, with the version of each that has one (`code_versions`), and the runs that it holds. Not alive:
-    it sent no heartbeat for a while; late: it has missed one. `left_out` are workflows whose code it has and whose runs
-    it does not take, `reserved` the slots that it keeps for some."""
+    """A worker as others see it: its release, how many runs it executes at a time, the workflows whose code it has,
+    with the version of each that has one (`code_versions`), and the runs that it holds. Not alive: it sent no heartbeat
+    for a while; late: it has missed one. `left_out` are workflows whose code it has and whose runs it does not take,
+    `reserved` the slots that it keeps for some."""
 
     name: str
-    version: str | None
-    slots: int | None
+    version: str
+    slots: int
     started_at: datetime
     seen_at: datetime
     is_alive: bool
@@ -61,9 +61,9 @@ async def heartbeat(
     connection: Connection,
     name: str,
     definitions: Sequence[DefinitionId],
-    slots: int | None = None,
+    slots: int,
+    every_ms: int,
     versions: Sequence[str | None] = (),
-    every_ms: int | None = None,
     left_out: Sequence[str] = (),
     reserved: Mapping[str, int] = MappingProxyType({}),
 ) -> None:

@@ -1,7 +1,6 @@
 -- name: heartbeat
--- A worker is alive and has the code of these definitions, in the versions $5; it says so every $6 ms. It leaves out the runs of $7, and reserves
--- the slots $8. Of a new one it is said when it
--- began, not that it has reconciled.
+-- A worker is alive and has the code of these definitions, in the versions $5; it says so every $6 ms. It leaves out the runs of $7, and
+-- reserves the slots $8. Of a new one it is said when it began, not that it has reconciled.
 insert into tidegate.workers as w (name, definitions, slots, version, versions, heartbeat_ms, left_out, reserved, seen_at,
   reconciled_at)
 values ($1, $2::uuid[], $3, $4, $5::text[], $6, $7::text[], $8::text::jsonb, tidegate.now(), tidegate.now())
@@ -12,7 +11,7 @@ on conflict (name) do update
 -- name: reconciled
 -- Records that a worker has reconciled; written every five seconds at most.
 update tidegate.workers set reconciled_at = tidegate.now()
- where name = $1 and (reconciled_at is null or reconciled_at <= tidegate.now() - interval '5 s')
+ where name = $1 and reconciled_at <= tidegate.now() - interval '5 s'
 
 -- name: leave
 -- A worker has stopped.
@@ -45,7 +44,7 @@ select d.slug as workflow, sum(w.waiting)::bigint as waiting, min(w.since) as si
 -- and the workflows whose code each has.
 select w.name, w.version, w.slots, w.started_at, w.seen_at, w.left_out, w.reserved,
        w.seen_at > tidegate.now() - $1::bigint * interval '1 ms' as is_alive,
-       coalesce(w.seen_at < tidegate.now() - w.heartbeat_ms * 4 / 3 * interval '1 ms', false) as is_late,
+       w.seen_at < tidegate.now() - w.heartbeat_ms * 4 / 3 * interval '1 ms' as is_late,
        array(select d.slug from tidegate.workflow_definitions d
               where d.id = any (w.definitions) and d.deleted_at is null order by d.slug) as workflows,
        (select coalesce(jsonb_object_agg(d.slug, has.version), '{}')

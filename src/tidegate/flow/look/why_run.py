@@ -231,7 +231,7 @@ def _due(facts: RunFacts) -> Why:
     if facts.around.priority > 1:
         ahead += f"; {share_of_workflow(facts.around.priority)}"
     if len(busy) == len(able):
-        slots = sum(worker.slots or 0 for worker in able)
+        slots = sum(worker.slots for worker in able)
         of = f"worker {able[0].name}" if len(able) == 1 else f"{len(able)} workers"
         full = f"the only slot of {of} is busy" if slots == 1 else f"all {slots} slots of {of} are busy"
         if kept := sum(count for worker in able for name, count in worker.reserved.items() if name != run.workflow):
@@ -248,8 +248,8 @@ def _due(facts: RunFacts) -> Why:
 
 def _has_room(worker: WorkerRecord, workflow: str) -> bool:
     """Whether the worker has a slot that a run of the workflow may use."""
-    if worker.slots is None or not worker.reserved:
-        return worker.slots is None or len(worker.executing) < worker.slots
+    if not worker.reserved:
+        return len(worker.executing) < worker.slots
     used = Counter(one.workflow for one in worker.executing)
     return ReservedSlots(worker.slots, worker.reserved).may_begin(workflow, used)
 

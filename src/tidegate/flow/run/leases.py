@@ -47,7 +47,7 @@ class LeaseKeeper:
         overdue: Callable[[ClaimedRun], None],
         cancelled: Callable[[RunId], None],
         beside: Callable[[Database], Coroutine[None, None, None]] | None = None,
-        slots: int | None = None,
+        slots: int,
         share: WorkerShare = ALL,
         workflows: Iterable[str] = (),
     ) -> None:
@@ -134,7 +134,7 @@ class LeaseKeeper:
             definitions, versions = self._offered()
             every_ms = self._lease_ms // HEARTBEATS_PER_LEASE
             await workers.heartbeat(
-                connection, self._worker, definitions, self._slots, versions, every_ms,
+                connection, self._worker, definitions, self._slots, every_ms, versions,
                 self._share.left_out(list(self._workflows)), self._share.reserved,
             )  # fmt: skip
             await workers.forget(connection, GONE_MS)

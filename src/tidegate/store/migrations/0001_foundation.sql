@@ -924,22 +924,22 @@ create table tidegate.event_scheduler_trigger_metrics (
 
 -- Which workers are alive, and whose code each has, in which version (null: it has none). A run that has begun on a version is
 -- claimed by workers that have it, while there are any; health tells what nobody can run. `reconciled_at` is when it last took back
--- what dead workers held (null: not known).
+-- what dead workers held.
 create table tidegate.workers (
   name          text primary key,
   definitions   uuid[]      not null,
-  -- How many runs it executes at a time, and its release (null: not known).
-  slots         bigint,
-  version       text,
   versions      text[]      not null default '{}',
+  -- How many runs it executes at a time, and its release.
+  slots         bigint      not null,
+  version       text        not null,
   -- Which runs it takes: the workflows whose code it has and whose runs it leaves out, and the slots that it reserves, by slug.
   left_out      text[]      not null default '{}',
   reserved      jsonb       not null default '{}',
-  -- How often it sends a heartbeat (null: not known).
-  heartbeat_ms  bigint,
+  -- How often it sends a heartbeat.
+  heartbeat_ms  bigint      not null,
   started_at    timestamptz not null default tidegate.now(),
   seen_at       timestamptz not null default tidegate.now(),
-  reconciled_at timestamptz
+  reconciled_at timestamptz not null default tidegate.now()
 );
 
 -- Which processes are alive, and the newest schema version that the code of each knows. A migration that removes what older
@@ -1240,9 +1240,9 @@ select tidegate.add_day((tidegate.now() at time zone 'UTC')::date + n) from gene
 
 -- Publishes an event inside the caller's own transaction and returns its id: rolled back means not published.
 -- The same id and source again returns the first event's id; with another body it raises unique_violation.
+-- With `deliver_at`, or `delay_ms` from now, it is decided at that time, and waits until then as `scheduled`.
 -- With a `priority` from 1 to 10 (null: 1), an event gets as much of the share of its source, while several wait. Of an id that was
 -- published before, the first priority stays.
--- With `deliver_at`, or `delay_ms` from now, it is decided at that time, and waits until then as `scheduled`.
 -- It sends no NOTIFY (that would serialise the commits of all callers): workers see the event at their next look.
 create function tidegate.publish(
   type           text,
@@ -1340,9 +1340,9 @@ begin
      between clock - interval '3650 days' and clock + interval '366 days' then
     raise exception 'deliver_at: must lie within the last 3650 days and at most 366 days ahead'
       using errcode = 'invalid_parameter_value';
+  end if;
   if publish.priority not between 1 and 10 then
     raise exception 'priority: must be a whole number from 1 to 10' using errcode = 'invalid_parameter_value';
-  end if;
   end if;
   at := coalesce(publish.deliver_at, clock + publish.delay_ms * interval '1 ms');
 
