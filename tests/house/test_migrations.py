@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from chaos import releases
@@ -69,6 +70,17 @@ def test_it_can_be_applied_while_the_release_before_works(migration: Migration) 
 def test_a_contraction_needs_a_version_that_exists(migration: Migration) -> None:
     known = {one.version for one in (*migrate.migrations(), *SAMPLES)}
     assert migration.compatible_from in known
+
+
+def test_what_was_released_is_unchanged(tmp_path: Path) -> None:
+    """Databases have its checksum on record, and refuse a program that has another."""
+    try:
+        last = releases.last_release(tmp_path)
+    except releases.NoRelease as exc:
+        pytest.skip(str(exc))
+    released = (last.folder / "src" / "tidegate" / "store" / "migrations").glob("*.sql")
+    now = {one.name: one.sql for one in migrate.migrations()}
+    assert [path.stem for path in released if now.get(path.stem) != path.read_text()] == []
 
 
 @pytest.mark.parametrize(
