@@ -18,6 +18,8 @@ from tests.flow.trigger_worker import TriggerWorker, make_trigger
 from tidegate.errors import InvalidInput
 from tidegate.flow import control
 from tidegate.flow.decide.batch import Batch
+from tidegate.flow.decide.dispatch import Dispatch
+from tidegate.model.shares import Lane
 from tidegate.model.source import RateLimit
 from tidegate.store import events, inbox_lanes, sources
 from tidegate.store.db import Connection, Database
@@ -48,21 +50,64 @@ async def test_a_flood_delays_others_by_one_batch(database: Database, connection
     assert await decided(connection) == {"flood": 38, "small": 2}  # and no place stays free
 
 
-async def test_who_waits_beside_a_backlog_is_known(database: Database, connection: Connection) -> None:
-    """As long as one source has it: also after a batch that was shared, when what is left is of one source again."""
+def beside(worker: TriggerWorker, database: Database) -> Dispatch:
+    """Decides what others publish beside the worker's backlog."""
+    return Dispatch(database, batch_size=20, after_launch=lambda: None, beside=worker.dispatch)
+
+
+async def test_others_do_not_wait_for_a_batch_of_the_backlog(database: Database, connection: Connection) -> None:
     await make_trigger(database)
     worker = TriggerWorker(database, batch_size=20)
+    others = beside(worker, database)
     await publish(connection, "flood", 200)
+    assert (await others.run_once()).events == 0  # no backlog is known
     await worker.dispatch.run_once()
+    assert worker.dispatch.has_backlog
     for name in ("a", "z"):  # before and after it in the index
-        assert not await worker.dispatch.others_wait()
-        await publish(connection, name, 2)
-        assert await worker.dispatch.others_wait()
-        await worker.dispatch.run_once()
-    assert not await worker.dispatch.others_wait()
+        async with database.connection() as other:
+            batch = other.transaction()  # of the backlog; it is in progress
+            await batch.start()
+            assert len((await inbox_lanes.claim_alone(other, Lane("flood"), 20)).events) == 20
+            await publish(connection, name, 30)
+            assert (await others.run_once()).events == 20
+            assert (await others.run_once()).events == 10
+            assert (await others.run_once()).events == 0
+            await batch.rollback()
+    assert await decided(connection) == {"flood": 20, "a": 30, "z": 30}
     while (await worker.dispatch.run_once()).events:
         pass
-    assert await decided(connection) == {"flood": 200, "a": 2, "z": 2}
+    assert not worker.dispatch.has_backlog
+    rows = await connection.fetch(DECIDED)
+    for source, count in (("flood", 200), ("a", 30), ("z", 30)):
+        own = [row[1] for row in rows if row[0] == source]
+        assert len(own) == count and inversions(own) == []
+
+
+async def test_what_must_wait_for_its_turn_is_left_to_the_dispatcher_of_the_backlog(
+    database: Database, connection: Connection
+) -> None:
+    """An earlier event of the same source is being decided, and the trigger has a limit: the order matters."""
+    await make_trigger(database)
+    await make_trigger(database, "limited", event_type="small", throttle_count=1, throttle_window_ms=60_000)
+    worker = TriggerWorker(database, batch_size=20)
+    others = beside(worker, database)
+    await publish(connection, "flood", 200)
+    await worker.dispatch.run_once()
+    await connection.execute("select tidegate.publish('small', 'a', '{}') from generate_series(1, 2)")
+    first = await connection.fetchval("select min(ingress_sequence) from tidegate.event_inbox where source = 'a'")
+    async with database.connection() as other:
+        claimed = other.transaction()
+        await claimed.start()
+        assert len(await events.claim_inbox_one(other, first)) == 1
+        assert (await others.run_once()).events == 0
+        await claimed.rollback()
+    await worker.dispatch.run_once()
+    rows = await connection.fetch(
+        """select d.status, e.ingress_sequence = $1 as is_first from tidegate.workflow_trigger_deliveries d
+             join tidegate.workflow_events e on e.id = d.event_id where e.source = 'a' order by 2 desc""",
+        first,
+    )
+    assert [tuple(row) for row in rows] == [("launched", True), ("throttled", False)]
 
 
 async def test_sources_share_by_weight(database: Database, connection: Connection) -> None:

@@ -17,7 +17,6 @@ from tests.flow.test_dispatch import publish
 from tests.processes import run, tidegate
 from tidegate import Context, Tidegate
 from tidegate.flow.look.explain import explain_any
-from tidegate.flow.run import runner
 from tidegate.flow.run.fair_claims import FairClaims
 from tidegate.model.ids import DefinitionId
 from tidegate.model.run import ClaimedRun
@@ -43,27 +42,6 @@ async def crew(database: Database, app: Tidegate) -> AsyncIterator[Crew]:
     made = Crew(database, app, concurrency=4)
     yield made
     await made.runner.stop(0)
-
-
-async def test_the_pause_for_short_runs_ends_when_others_wait(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PAUSE_SECONDS", 3600)
-    hinted, asked, answers = asyncio.Event(), asyncio.Event(), [False, True]
-
-    async def others_wait() -> bool:
-        asked.set()
-        return answers.pop(0)
-
-    crew.runner._prefetch.learn(0.001)
-    crew.runner.expect()  # due runs, for which there is no room
-    pause = asyncio.create_task(crew.runner.pause_for_room(hinted, others_wait))
-    hinted.set()
-    await asked.wait()
-    await asyncio.sleep(0)
-    assert not pause.done(), "the events were those of the source that has the backlog"
-    assert not hinted.is_set()
-    hinted.set()
-    await pause
-    assert not answers
 
 
 async def definition(connection: Connection, slug: str) -> DefinitionId:

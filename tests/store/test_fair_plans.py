@@ -90,6 +90,8 @@ INBOX: dict[str, tuple[Callable[[Any], Awaitable[Any]], int]] = {
     "has_others": (lambda c: inbox_lanes.has_others(c, Lane("s0")), 5),
     "has_others beside few": (lambda c: inbox_lanes.has_others(c, Lane("s77")), 5),
     "claim_alone": (lambda c: inbox_lanes.claim_alone(c, Lane("s0"), 500), 1_500),
+    "claim_others": (lambda c: inbox_lanes.claim_others(c, Lane("s0"), 100), 600),
+    "claim_others before it": (lambda c: inbox_lanes.claim_others(c, Lane("s77"), 100), 600),
     "waiting": (lambda c: inbox_lanes.waiting(c, "", 500), 3_000),
     "waiting from the middle": (lambda c: inbox_lanes.waiting(c, "s5", 500), 3_000),
     "waiting of few": (lambda c: inbox_lanes.waiting(c, "", 20), 600),

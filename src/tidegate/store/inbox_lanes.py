@@ -26,6 +26,11 @@ async def claim_alone(connection: Connection, lane: Lane, limit: int) -> Claimed
     return events.claimed(await connection.fetch(_sql["claim_alone"], lane.source, lane.priority, limit))
 
 
+async def claim_others(connection: Connection, lane: Lane, limit: int) -> Claimed:
+    """Events of the other lanes, as `events.claim_inbox` takes them."""
+    return events.claimed(await connection.fetch(_sql["claim_others"], lane.source, lane.priority, limit))
+
+
 async def waiting(connection: Connection, after: str, limit: int) -> list[WaitingLane]:
     """The lanes that have undecided events, of at most `limit` sources, beginning after the given one."""
     rows = await connection.fetch(_sql["waiting"], after, limit)

@@ -27,6 +27,20 @@ with oldest as materialized (
    order by ingress_sequence limit $3 for update skip locked
 ), {{events.claim_oldest}}
 
+-- name: claim_others
+-- As `events.claim_inbox`, at most $3 events, of the lanes beside the given one ($1, $2), which has a backlog; the first of each lane. Its
+-- own entries in the index, of which many may be dead, are not read.
+with after as materialized (
+  select i.ingress_sequence from tidegate.event_inbox i where (i.source, i.priority) > ($1::text, $2::bigint)
+   order by i.source, i.priority, i.ingress_sequence limit $3 for update skip locked
+), before as materialized (
+  select i.ingress_sequence from tidegate.event_inbox i where (i.source, i.priority) < ($1::text, $2::bigint)
+   order by i.source, i.priority, i.ingress_sequence limit $3 for update skip locked
+), oldest as materialized (
+  select ingress_sequence from (select ingress_sequence from after union all select ingress_sequence from before) others
+   order by ingress_sequence limit $3
+), {{events.claim_oldest}}
+
 -- name: waiting
 -- The lanes that have undecided events, of at most $2 sources: by name, after the source $1, and then from the first name on. Each with the
 -- weight of its source, its place in this order, and how many events it has, counted up to a bound: $2, or if there are many sources four

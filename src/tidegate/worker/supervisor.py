@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 from collections import Counter
@@ -43,6 +42,7 @@ from tidegate.store import durability
 from tidegate.store.db import Database
 from tidegate.telemetry import metrics, traces
 from tidegate.telemetry.logs import logger
+from tidegate.worker.dispatching import Dispatching
 from tidegate.worker.loop import Loop
 
 _log = logger("worker")
@@ -108,8 +108,7 @@ class Worker:
         taken = [(one, slug) for one, slug in zip(definitions, sorted(workflows), strict=True) if share.takes(slug)]
         self._definitions, self._versions = [one for one, _ in taken], [workflows[slug].version for _, slug in taken]
         self._runner.serve(self._definitions, self._versions)
-        self._inbox_is_full = asyncio.Event()
-        self._dispatch, self._retry, self._replan = self._event_stages(matcher)
+        self._dispatching, self._retry, self._replan = self._event_stages(matcher)
         self._reconcile = Reconcile(
             self._database, batch_size=settings.batch_size, breaker=settings.trigger_error,
             source_breaker=settings.source_error, worker=self.name,
@@ -127,7 +126,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._why_unfit: SchemaError | None = None
 
-    def _event_stages(self, matcher: Matcher) -> tuple[Dispatch, EventRetry, EventReplan]:
+    def _event_stages(self, matcher: Matcher) -> tuple[Dispatching, EventRetry, EventReplan]:
         settings, queue = self.settings, self._queue
         new_batch = partial(
             Batch, settings.source_error, matcher=matcher, trigger_breaker=settings.trigger_error,
@@ -140,8 +139,7 @@ class Worker:
             after_hold=lambda held: queue.schedule(event_wakeups(held)),
         )  # fmt: skip
         batch = new_batch(claim=self._runner.claim, after_claim=self._runner.start)
-        dispatch = new_dispatch(batch=batch, after_full=self._inbox_is_full.set)
-        self._second_dispatch = new_dispatch(batch=new_batch())  # claims no runs: only the first dispatch does
+        dispatching = Dispatching(new_dispatch, new_batch, batch, self._runner, queue.wake("inbox"))
         retry = EventRetry(
             self._database,
             batch_size=settings.batch_size,
@@ -151,7 +149,7 @@ class Worker:
             batch=batch,
         )
         plans = EventPlans(settings.event_retry, after_move=lambda moved: queue.schedule(event_wakeups(moved)))
-        return dispatch, retry, EventReplan(self._database, plans)
+        return dispatching, retry, EventReplan(self._database, plans)
 
     def _delivery_stages(self, matcher: Matcher) -> tuple[DeliveryRetry, DeliveryReplan]:
         settings, queue = self.settings, self._queue
@@ -195,8 +193,7 @@ class Worker:
         poll = self.settings.poll_ms / 1000
         lease = self.settings.lease_ms / 1000
         claiming = [
-            Loop("dispatch", self._dispatch_once, wait_seconds=poll, wake=self._queue.wake("inbox")),
-            Loop("dispatch", self._dispatch_more, wait_seconds=math.inf, wake=self._inbox_is_full),
+            *self._dispatching.loops(poll),
             self._retry_loop("retries", self._retry),
             self._retry_loop("deliveries", self._delivery_retry),
             Loop("replan", self._replan_once, wait_seconds=poll, wake=self._queue.wake("plans")),
@@ -239,7 +236,7 @@ class Worker:
     async def turn(self, now: datetime) -> LoopTurn:
         """Run every stage once and wait until no run executes: for tests that drive a worker instead of `run`."""
         ticks = await self._schedule.run_once()
-        done = await self._replay.run_once() + ticks.published + (await self._dispatch.run_once()).events
+        done = await self._replay.run_once() + ticks.published + (await self._dispatching.first.run_once()).events
         events, deliveries = await self._retry.run_once(), await self._delivery_retry.run_once()
         done += events.due + len(events.replanned) + deliveries.due + len(deliveries.replanned)
         done += await self._replan.run_once() + await self._delivery_replan.run_once()
@@ -264,18 +261,6 @@ class Worker:
         await self._runner.stop(0)
         await self._queue.close()
         await self._database.close()
-
-    async def _dispatch_once(self) -> int:
-        await self._runner.pause_for_room(self._queue.wake("inbox"), self._dispatch.others_wait)
-        outcome = await self._dispatch.run_once()
-        return outcome.events if self._dispatch.has_more else 0
-
-    async def _dispatch_more(self) -> int:
-        """Decide a second batch while the first is in progress, so that worker and database do not wait for each other.
-        Not needed while runs are claimed as they are created: then the worker is busy with them."""
-        if not self._dispatch.allows_second_batch or not self._runner.claims_nothing:
-            return 0
-        return (await self._second_dispatch.run_once()).events
 
     def _retry_loop(self, topic: RetryTopic, retry: EventRetry | DeliveryRetry) -> Loop:
         """Handles due items, and waits until the next slot."""

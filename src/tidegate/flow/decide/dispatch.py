@@ -22,7 +22,7 @@ from tidegate.flow.decide import batch, gate, reporting, whole_batch
 from tidegate.flow.decide.batch import Batch, Delivered, MatchedBatch
 from tidegate.flow.decide.deliver import DeliveryState
 from tidegate.flow.decide.gate import LockedGates
-from tidegate.flow.decide.inbox import Inbox
+from tidegate.flow.decide.inbox import Inbox, OtherLanes
 from tidegate.flow.decide.one_by_one import error_text, one_by_one
 from tidegate.flow.decide.reporting import log_source_moves
 from tidegate.flow.decide.source_failures import SourceMove
@@ -87,7 +87,9 @@ class Dispatch:
         after_full: Callable[[], None] = lambda: None,
         breaker: SourceBreakerPolicy = SOURCE_BREAKER,
         batch: Batch | None = None,
+        beside: Dispatch | None = None,
     ) -> None:
+        """`beside`: this one decides what other sources than that of its backlog publish."""
         self._database = database
         self._batch_size = batch_size
         self._after_launch = after_launch
@@ -99,7 +101,7 @@ class Dispatch:
         self._expects_no_state = True
         self._expects_room = True
         self._was_unrestricted = False
-        self._inbox = Inbox()
+        self._inbox: Inbox = Inbox() if beside is None else OtherLanes(beside._inbox)
         self._takes_turn = False
 
     async def run_once(self) -> DispatchCounts:
@@ -130,6 +132,8 @@ class Dispatch:
             try:
                 return await self._database.run(partial(self._oldest, has_turn=False))
             except OutOfTurn:
+                if not self._inbox.takes_turns:
+                    return DecidedBatch()
                 self._takes_turn = True
         return await self._database.run(partial(self._oldest, has_turn=True))
 
@@ -138,10 +142,10 @@ class Dispatch:
         """Whether the last batch was full. If not, later events are announced by a hint, or found by the next poll."""
         return self._inbox.has_more
 
-    async def others_wait(self) -> bool:
-        """Whether others than the source that has the backlog have undecided events."""
-        async with self._database.connection() as connection:
-            return await self._inbox.others_wait(connection)
+    @property
+    def has_backlog(self) -> bool:
+        """Whether one source has more events than a batch takes."""
+        return self._inbox.backlog is not None
 
     @property
     def allows_second_batch(self) -> bool:

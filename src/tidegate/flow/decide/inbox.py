@@ -2,7 +2,8 @@
 
 While everything fits into a batch, the oldest are taken, whoever they are from. When a batch was full, the next one is
 divided among the sources that wait, by their weights, and within a source among its priorities (`model/shares.py`); in
-order of arrival within each. So a source that floods delays itself.
+order of arrival within each. So a source that floods delays itself. What others publish while a batch of its events is
+decided need not wait for the end of that: `OtherLanes` takes it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ class Inbox:
         self._seen = 0  # how many events waited at least, when it was divided
         self._has_more = False
 
+    takes_turns = True  # whether a batch waits for its turn where the order matters
+
     @property
     def has_more(self) -> bool:
         """Whether the last batch was full, or left something."""
         return self._has_more
+
+    @property
+    def backlog(self) -> Lane | None:
+        """The lane that has a backlog, if it is one."""
+        return self._only
 
     def expect_more(self) -> None:
         """The last batch was not decided: its events are there again."""
@@ -58,10 +66,6 @@ class Inbox:
         claimed = await inbox_lanes.claim(connection, self._shares, most)
         self._has_more = len(claimed.events) < self._seen or self._seen >= limit
         return claimed
-
-    async def others_wait(self, connection: Connection) -> bool:
-        """Whether any lane has undecided events but the one that has the backlog, if it is one."""
-        return self._only is not None and await inbox_lanes.has_others(connection, self._only)
 
     def _took_oldest(self, claimed: Claimed, limit: int) -> Claimed:
         self._shares = None
@@ -103,6 +107,25 @@ class Inbox:
         if self._shares is None:
             return await events.list_inbox(connection, limit)
         return await inbox_lanes.list_sequences(connection, self._shares, sum(self._shares.values()))
+
+
+class OtherLanes(Inbox):
+    """The inbox without the lane that has a backlog, beside which another dispatcher takes small batches."""
+
+    takes_turns = False  # what must wait for others is left to the dispatcher of the backlog, which has the turn
+
+    def __init__(self, beside: Inbox) -> None:
+        super().__init__()
+        self._beside = beside
+
+    async def claim(self, connection: Connection, limit: int, *, has_turn: bool) -> Claimed:
+        """Take undecided events of other lanes; nothing while no lane has a backlog."""
+        lane = self._beside.backlog
+        if lane is None:
+            return Claimed([], None)
+        claimed = await inbox_lanes.claim_others(connection, lane, min(limit, SMALL))
+        self._shares = Counter(Lane(event.source, event.priority or 1) for event in claimed.events)
+        return claimed
 
 
 def _only(newcomers: Sequence[Event]) -> Lane | None:

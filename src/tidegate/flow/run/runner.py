@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
 from tidegate import failpoints
-from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
 from tidegate.flow.accept.approvals import ApprovalLinks
 from tidegate.flow.call.execution import Execution
@@ -34,8 +33,9 @@ from tidegate.store.transactions import Transactions
 from tidegate.telemetry.logs import logger
 
 # With a prefetch of at least this many runs, dispatch waits up to PAUSE_SECONDS for room: runs that are created then
-# are claimed in the same statement. Whether somebody else waits meanwhile is asked every LOOK_SECONDS at most.
-BUSY_PREFETCH, PAUSE_SECONDS, LOOK_SECONDS = 50, 0.25, 0.01
+# are claimed in the same statement. What others publish meanwhile is decided beside it, and up to FEW runs of that are
+# claimed beyond the prefetch.
+BUSY_PREFETCH, PAUSE_SECONDS, FEW = 50, 0.25, 4
 
 _log = logger("run")
 
@@ -138,6 +138,13 @@ class Runner:
         room = ending if ending and self._quarantine.state == "open" else min(self.room, self._shared_room)
         return Claim(self._worker, self._lease_ms, self._definitions, room) if room else NOBODY
 
+    def claim_few(self) -> Claim:
+        """As `claim`, at least a few beyond the prefetch: runs of others than those that fill it begin in turns with
+        them, and would otherwise be claimed by a statement of their own."""
+        if self._quarantine.state != "open" or self._has_stopped_claiming or self._reserved is not None:
+            return self.claim()
+        return Claim(self._worker, self._lease_ms, self._definitions, max(self.room, FEW))
+
     def expect(self) -> None:
         """Runs were created that this worker did not claim at once."""
         self._has_backlog = True
@@ -173,25 +180,15 @@ class Runner:
             self._was_full = True
             await self._free.wait()
 
-    async def pause_for_room(self, hinted: asyncio.Event, others_wait: Callable[[], Awaitable[bool]]) -> None:
-        """While short runs are executed, wait a moment for room: runs that are created then are claimed at once. The
-        pause ends when new events were hinted at, and some are of others than the source whose runs these are."""
+    async def pause_for_room(self) -> None:
+        """While short runs are executed, wait a moment for room: runs that are created then are claimed at once."""
         if self._prefetch.limit < BUSY_PREFETCH:
             return
-        now = look_at = monotonic()
-        end_at = now + PAUSE_SECONDS
-        while (self._has_backlog or self.room < self._prefetch.limit // 2) and not self._has_stopped_claiming:
-            if hinted.is_set() and now >= look_at:
-                hinted.clear()
-                if await others_wait():
-                    return
-                look_at = monotonic() + LOOK_SECONDS
-            self._free.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(end_at - now, LOOK_SECONDS)):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PAUSE_SECONDS):
+                while (self._has_backlog or self.room < self._prefetch.limit // 2) and not self._has_stopped_claiming:
+                    self._free.clear()
                     await self._free.wait()
-            if (now := monotonic()) >= end_at:
-                return
 
     async def idle(self) -> None:
         """Wait until nothing executes or is being written here."""
