@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from tidegate.errors import SettingsError
 from tidegate.store.db import Connection, Database
 
+# A commit that has waited for this long for its standbys is no longer one that is merely slow.
+STANDBY_SECONDS = 3
+
 _SAFE = {"fsync": {"on"}, "full_page_writes": {"on"}, "synchronous_commit": {"on", "remote_apply"}}
 
 
@@ -32,6 +35,34 @@ async def confirm(connection: Connection) -> None:
     await connection.execute(
         "select pg_logical_emit_message(true, 'tidegate', '') where current_setting('synchronous_standby_names') <> ''"
     )
+
+
+# A role without pg_read_all_stats sees that there are standbys, not which are synchronous; of sessions, its own.
+_STANDBYS = r"""
+select s.names, s.needed,
+       (select count(*) from pg_catalog.pg_stat_replication r
+         where coalesce(r.sync_state, 'sync') in ('sync', 'quorum')) as present,
+       (select count(*) from pg_catalog.pg_stat_activity a
+         where a.wait_event = 'SyncRep' and a.query_start < clock_timestamp() - make_interval(secs => $1)) as waiting
+  from (select n.names, coalesce(substring(n.names from '([0-9]+)\s*\(')::int, 1) as needed
+          from current_setting('synchronous_standby_names') as n (names)) s
+ where s.names <> ''
+"""
+
+
+async def standby_trouble(connection: Connection) -> str | None:
+    """Why commits wait for synchronous standbys, if they do. What only reads, or is rolled back, does not notice."""
+    found = await connection.fetchrow(_STANDBYS, STANDBY_SECONDS)
+    if found is None:
+        return None
+    lacks = ""
+    if found["present"] < found["needed"]:
+        lacks = f"{found['present']} of {found['needed']} connected"
+    elif found["waiting"]:
+        lacks = f"{found['waiting']} have waited for more than {STANDBY_SECONDS} s"
+    if not lacks:
+        return None
+    return f"commits wait for a synchronous standby ({lacks}): start it, or change synchronous_standby_names"
 
 
 async def is_read_only(connection: Connection) -> bool:

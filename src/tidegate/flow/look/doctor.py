@@ -14,7 +14,7 @@ from tidegate.errors import SchemaError
 from tidegate.flow.keep.secrets import plain_text, unreadable_text
 from tidegate.flow.look import health
 from tidegate.model.health import HEALTH, HealthPolicy
-from tidegate.store import doctor, migrate, retention, secrets
+from tidegate.store import doctor, durability, migrate, retention, secrets
 from tidegate.store.connect import Pooling
 from tidegate.store.db import Connection, Database
 from tidegate.store.doctor import ORPHANS, Orphans, ServerFacts
@@ -54,6 +54,7 @@ class DoctorFacts(NamedTuple):
     unserved: Sequence[Unserved]
     history: HistorySpan
     version_held: Sequence[VersionHeld] = ()
+    standby_trouble: str | None = None
 
 
 async def examine(
@@ -100,6 +101,7 @@ async def facts(connection: Connection, policy: HealthPolicy, grace_ms: int) -> 
         unserved=seen.unserved,
         history=await retention.span(connection),
         version_held=seen.version_held,
+        standby_trouble=await durability.standby_trouble(connection),
     )
 
 
@@ -123,16 +125,7 @@ def _server(found: DoctorFacts, allow_unsafe: bool) -> Iterator[Check]:
         is_ok=server.version >= OLDEST_POSTGRES and not server.is_read_only,
         detail=f"version {server.version_text}" + (", read-only: nothing can be accepted" * server.is_read_only),
     )
-    is_safe = server.fsync == "on" and server.full_page_writes == "on" and server.synchronous_commit != "off"
-    standby = server.synchronous_standby_names
-    yield Check(
-        name="durability",
-        is_ok=is_safe or allow_unsafe,
-        detail=f"fsync={server.fsync}, full_page_writes={server.full_page_writes}, "
-        f"synchronous_commit={server.synchronous_commit} in our sessions, "
-        + (f"waits for standby {standby}" if standby else "no synchronous standby")
-        + (" (unsafe is allowed)" if allow_unsafe and not is_safe else ""),
-    )
+    yield _durability(found, allow_unsafe)
     yield Check(
         name="connections",
         is_ok=server.connections < server.max_connections * 0.9,
@@ -156,6 +149,21 @@ def _server(found: DoctorFacts, allow_unsafe: bool) -> Iterator[Check]:
         name="unique indexes",
         is_ok=not missing,
         detail=f"missing or not valid: {missing}" if missing else "all indexes that prevent duplicates are valid",
+    )
+
+
+def _durability(found: DoctorFacts, allow_unsafe: bool) -> Check:
+    server = found.server
+    is_safe = server.fsync == "on" and server.full_page_writes == "on" and server.synchronous_commit != "off"
+    standby = server.synchronous_standby_names
+    return Check(
+        name="durability",
+        is_ok=(is_safe or allow_unsafe) and not found.standby_trouble,
+        detail=f"fsync={server.fsync}, full_page_writes={server.full_page_writes}, "
+        f"synchronous_commit={server.synchronous_commit} in our sessions, "
+        + (f"waits for standby {standby}" if standby else "no synchronous standby")
+        + (" (unsafe is allowed)" if allow_unsafe and not is_safe else "")
+        + (f"; {found.standby_trouble}" if found.standby_trouble else ""),
     )
 
 

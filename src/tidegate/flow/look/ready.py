@@ -80,6 +80,8 @@ class Readiness:
             async with asyncio.timeout(ASK_SECONDS), self._database.connection(wait_seconds=2) as connection:
                 if await durability.is_read_only(connection):
                     checks["database"] = "it is read-only, as a standby is: events cannot be stored"
+                elif trouble := await durability.standby_trouble(connection):
+                    checks["database"] = trouble
                 unsafe = durability.unsafe(await durability.settings(connection))
                 checks["durability"] = unsafe or OK
                 if unsafe and is_allowed:
