@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -12,7 +13,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from tidegate import settings
+from tidegate import client_tls, settings
 from tidegate.client_runs import MAX_WAIT_SECONDS, Answer, AsyncClientRun, ClientRun, Ending, runs_of, start_body
 from tidegate.errors import (
     Conflict,
@@ -165,7 +166,9 @@ def _unavailable(status: int, problem: dict[str, object]) -> type[Unavailable]:
     return Overloaded if problem.get("type") == Overloaded.PROBLEM_TYPE else Unavailable
 
 
-def _options(url: str, token: str | None, timeout: float, actor: str | None) -> dict[str, Any]:
+def _options(
+    url: str, token: str | None, timeout: float, actor: str | None, ca_file: str | Path | None
+) -> dict[str, Any]:
     headers = {"content-type": "application/json"}
     if actor:
         headers["x-tidegate-actor"] = actor
@@ -174,7 +177,8 @@ def _options(url: str, token: str | None, timeout: float, actor: str | None) -> 
         if not (token.isascii() and token.isprintable()):
             raise InvalidInput("the token cannot be sent", [FieldError("token", "must be printable ASCII")])
         headers["authorization"] = f"Bearer {token}"
-    return {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False}
+    verify = client_tls.verify(url, ca_file)
+    return {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False, "verify": verify}
 
 
 def _trace() -> dict[str, str]:
@@ -184,6 +188,8 @@ def _trace() -> dict[str, str]:
 
 
 def _unreachable(url: str, exc: httpx.TransportError) -> Unavailable:
+    if refused := client_tls.refused_certificate(exc):
+        return Unavailable(f"no connection to Tidegate at {masked(url)}: {refused}")
     return Unavailable(f"no answer from Tidegate at {masked(url)} ({exc or type(exc).__name__}); is it running?")
 
 
@@ -195,17 +201,25 @@ class Client:
     """A blocking client. `publish` returns when the server has committed the event.
 
     `token` defaults to `TIDEGATE_TOKEN`. `actor` is the name in the audit log for what this client changes, where the
-    API needs no token; otherwise the log has the token's name. Raises the exceptions that the app object raises
-    (`tidegate.errors`): InvalidInput, NotFound, Conflict, Unauthorized, Forbidden, each a RequestRefused with `status`
-    and `problem`; and Unavailable, Overloaded or TooManyRequests, after which the same call may succeed.
+    API needs no token; otherwise the log has the token's name. `ca_file` is a PEM file with the authorities to trust
+    for https, by default that of `TIDEGATE_CA_FILE` or `SSL_CERT_FILE`, else the public ones. Raises the exceptions
+    that the app object raises (`tidegate.errors`): InvalidInput, NotFound, Conflict, Unauthorized, Forbidden, each a
+    RequestRefused with `status` and `problem`; and Unavailable, Overloaded or TooManyRequests, after which the same
+    call may succeed.
     """
 
     def __init__(
-        self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10, *, actor: str | None = None
+        self,
+        url: str = DEFAULT_URL,
+        token: str | None = None,
+        timeout: float = 10,
+        *,
+        actor: str | None = None,
+        ca_file: str | Path | None = None,
     ) -> None:
         self._url = url
         self._timeout = timeout
-        self._http = httpx.Client(**_options(url, token, timeout, actor))
+        self._http = httpx.Client(**_options(url, token, timeout, actor, ca_file))
 
     def publish(self, type: str, **fields: Any) -> Receipt:
         """Publish one event: `publish("order.created", source="shop.api", payload={…}, id="o-7")`. The payload is a
@@ -285,11 +299,17 @@ class AsyncClient:
     """`Client` for asyncio: the same methods, arguments and exceptions."""
 
     def __init__(
-        self, url: str = DEFAULT_URL, token: str | None = None, timeout: float = 10, *, actor: str | None = None
+        self,
+        url: str = DEFAULT_URL,
+        token: str | None = None,
+        timeout: float = 10,
+        *,
+        actor: str | None = None,
+        ca_file: str | Path | None = None,
     ) -> None:
         self._url = url
         self._timeout = timeout
-        self._http = httpx.AsyncClient(**_options(url, token, timeout, actor))
+        self._http = httpx.AsyncClient(**_options(url, token, timeout, actor, ca_file))
 
     async def publish(self, type: str, **fields: Any) -> Receipt:
         """Publish one event; returns when the server has committed it."""

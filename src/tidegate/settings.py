@@ -77,6 +77,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     url: str = "http://127.0.0.1:8700"
     public_url: str | None = None
     token: str | None = None
+    ca_file: str | None = None
     batch_size: int = 500
     poll_ms: int = 1000
     lease_ms: int = 15_000
@@ -233,6 +234,11 @@ def _closest(name: str, known: Iterable[str]) -> str:
 def client_token() -> str | None:
     """`TIDEGATE_TOKEN`, or what is in `TIDEGATE_TOKEN_FILE`: the default token of clients."""
     return read_secret(os.environ, _env("token"), _env("token_file")) or os.environ.get(_env("token")) or None
+
+
+def client_ca_file() -> tuple[str, str]:
+    """The variable that names the file with the authorities whom clients trust, and that file; "" if there is none."""
+    return next(((n, file) for n in (_env("ca_file"), "SSL_CERT_FILE") if (file := os.environ.get(n))), ("", ""))
 
 
 def is_tracing_disabled() -> bool:

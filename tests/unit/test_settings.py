@@ -12,7 +12,7 @@ from tidegate.errors import SettingsError
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.secrets import new_key
 from tidegate.secret_files import SECRETS
-from tidegate.settings import Settings, client_token, from_sources, trace_exporters, unknown_variables
+from tidegate.settings import Settings, client_ca_file, client_token, from_sources, trace_exporters, unknown_variables
 
 # The numbers of the contract: base_ms, factor, max_ms, jitter_ratio, max_attempts.
 DEFAULT_RETRIES = {
@@ -36,6 +36,14 @@ def refusal(environ: dict[str, str] | None = None, toml: Path = Path("absent.tom
 @pytest.fixture
 def toml(tmp_path: Path) -> Path:
     return tmp_path / "tidegate.toml"
+
+
+def test_the_file_of_authorities_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load({"TIDEGATE_CA_FILE": "/etc/ca.crt"}).ca_file == "/etc/ca.crt"
+    monkeypatch.setenv("SSL_CERT_FILE", "/etc/all.crt")
+    assert client_ca_file() == ("SSL_CERT_FILE", "/etc/all.crt")
+    monkeypatch.setenv("TIDEGATE_CA_FILE", "/etc/ca.crt")
+    assert client_ca_file() == ("TIDEGATE_CA_FILE", "/etc/ca.crt")
 
 
 def test_defaults_are_the_contracts() -> None:

@@ -31,7 +31,7 @@ Json = dict[str, Any]
 def client() -> Client:
     """A client for the API at `TIDEGATE_URL`."""
     given = load_settings()
-    return Client(given.url, given.token, actor=user())
+    return Client(given.url, given.token, actor=user(), ca_file=given.ca_file)
 
 
 def user() -> str | None:

@@ -44,7 +44,7 @@ def top(interval: str, once: bool) -> None:
     if interval_ms < MIN_INTERVAL_MS:
         raise click.UsageError(f"--interval must be at least {MIN_INTERVAL_MS}ms")
     given = load_settings()
-    with Client(given.url, given.token, _REQUEST_SECONDS, actor=user()) as api:
+    with Client(given.url, given.token, _REQUEST_SECONDS, actor=user(), ca_file=given.ca_file) as api:
         view = View(api, given.url)
         if once:
             view.sample()
