@@ -63,6 +63,17 @@ def test_a_role_of_its_own_for_the_migration() -> None:
     assert set(re.findall(r"TIDEGATE_\w+", added)) <= SETTINGS
 
 
+def test_the_direct_address_behind_a_pooler() -> None:
+    added, docs = (DEPLOY / "systemd" / "pooler.conf").read_text(), (DEPLOY.parent / "docs" / "deploy.md").read_text()
+    [(name, file)] = re.findall(r"^LoadCredential=(\w+):(\S+)$", added, re.MULTILINE)
+    assert file == f"/etc/tidegate/{name}" and f"> {file})" in docs
+    assert f"\nEnvironment=TIDEGATE_DATABASE_DIRECT_URL_FILE=%d/{name}\n" in added
+    assert set(re.findall(r"TIDEGATE_\w+", added)) <= SETTINGS
+    [units] = re.findall(r"^for unit in (.*); do\n.*pooler\.conf", docs, re.MULTILINE)
+    assert {f"{unit}.service" for unit in units.split()} == {unit.name for unit in UNITS}
+    assert all(unit.name in added for unit in UNITS)
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not on the PATH")
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     tidegate = Path(sys.executable).parent / "tidegate"
@@ -72,6 +83,9 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     folder.mkdir()
     added = (DEPLOY / "systemd" / "separate-roles.conf").read_text()
     (folder / "separate-roles.conf").write_text(added.replace("/opt/tidegate/bin/tidegate", str(tidegate)))
+    for unit in UNITS:
+        (tmp_path / f"{unit.name}.d").mkdir(exist_ok=True)
+        shutil.copy(DEPLOY / "systemd" / "pooler.conf", tmp_path / f"{unit.name}.d")
     files = [str(tmp_path / unit.name.replace("@.", "@8700." if "serve" in unit.name else "@1.")) for unit in UNITS]
     done = subprocess.run(["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and str(tmp_path) not in done.stderr, done.stderr
