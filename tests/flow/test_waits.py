@@ -356,6 +356,50 @@ async def test_the_first_of_several_patterns_and_all_of_several(
     assert await waits(connection) == 0
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+async def test_of_all_a_wide_pattern_does_not_take_what_a_narrow_one_needs(
+    connection: Connection, clock: Clock, world: World, is_before: bool
+) -> None:
+    """An event for each is there: the assignment is found, whichever comes first, and also when the run looks back."""
+
+    @world.app.workflow(on="go")
+    async def all_of(ctx: Context, id: int) -> Any:
+        if is_before:
+            await ctx.sleep("1s")
+        found = await ctx.wait_all("paid", On("paid", match={"id": id}), timeout="1h")
+        return found and [event.payload["id"] for event in found]
+
+    runner = await world.runner()
+    await publish(connection, "go", id=7)
+    await world.turn(runner)
+    for id in (7, 8):
+        await publish(connection, "paid", id=id)
+        await world.turn(runner)
+    if is_before:
+        await clock.advance(1000)
+        await world.turn(runner)
+    run = await the_run(connection)
+    assert (run["status"], run["output"]) == ("succeeded", [8, 7])
+
+
+async def test_of_all_patterns_that_overlap_are_given_events_as_written(connection: Connection, world: World) -> None:
+    @world.app.workflow(on="go")
+    async def both(ctx: Context) -> Any:
+        rome, hotel = On("booked", match={"city": "Rome"}), On("booked", match={"kind": "hotel"})
+        found = await ctx.wait_all(rome, hotel, timeout="1h")
+        return found and [event.payload["n"] for event in found]
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    for n, payload in enumerate(({"city": "Rome", "kind": "hotel"}, {"city": "Rome"}, {"kind": "hotel"})):
+        assert (await the_run(connection))["status"] == "pending"
+        await publish(connection, "booked", n=n, **payload)
+        await world.turn(runner)
+    run = await the_run(connection)
+    assert (run["status"], run["output"]) == ("succeeded", [0, 2])
+
+
 @pytest.mark.parametrize(
     ("since", "expected"), [(None, "after"), ("30m", "half an hour ago"), ("2h", "an hour ago"), (timedelta(0), None)]
 )

@@ -6,6 +6,7 @@ import uuid
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,6 +167,18 @@ def test_the_first_of_several_ends_the_step_and_all_need_their_own() -> None:
     assert [given.wait for given in give([one, two], came, ())] == [one, two]
     met = wait(step, mode="all", met_event_id=came[0][0].id)
     assert [given.event for given in give([met, two], came, ())] == [came[1][0]]
+
+
+def test_of_all_the_narrowest_pattern_takes_an_event() -> None:
+    step = uuid7()
+    wide = wait(step, number=0, mode="all")
+    source = wait(step, number=1, mode="all", source="sh*")
+    exact = wait(step, number=2, mode="all", source="shop", pattern={"match": {"id": 1}})
+    all_three = {wide.id, source.id, exact.id}
+    came = [(event(1), all_three), (event(2), {wide.id, source.id}), (event(3), {wide.id})]
+    assert [given.wait for given in give([wide, source, exact], came, ())] == [exact, source, wide]
+    one, two = (msgspec.structs.replace(wait, mode="first") for wait in (wide, exact))
+    assert [given.wait for given in give([one, two], came, ())] == [one], "of any, the first that is written"
 
 
 def test_a_cancellation_comes_alone() -> None:

@@ -94,6 +94,12 @@ class OpenWait(msgspec.Struct, frozen=True, kw_only=True):
     created_at: datetime
     looks_back: bool = False
 
+    @property
+    def conditions(self) -> int:
+        """How many conditions events must meet beside the type: fewer events meet a pattern that has more."""
+        source = 0 if self.source == "*" else 1 if "*" in self.source else 2
+        return len(read_paths(self.paths)) + source + (self.where_text is not None)
+
     def meets(self, event: Event, parameters: Mapping[str, object]) -> bool:
         """Whether an event is one that this wait is for, whatever its payload is found by."""
         if event.type != self.event_type or not is_source(self.source, event.source):
@@ -349,10 +355,12 @@ def give(
     waits: Sequence[OpenWait], events: Sequence[tuple[Event, Collection[WaitId]]], taken: Collection[EventId]
 ) -> list[MetWait]:
     """Which of a run's waits is given which of the events, in their order; `events` are given with the waits that they
-    meet. Each event goes to the oldest open wait that it meets, and to one only; what the run was given before
-    (`taken`) is not given again. An event that cancels the run comes alone."""
+    meet. Each event goes to the oldest open wait that it meets, and to one only; of the patterns of a `wait_all` to the
+    one with the most conditions, so that a wider one does not take what only a narrower one needs. What the run was
+    given before (`taken`) is not given again. An event that cancels the run comes alone."""
     open_waits = sorted(
-        (wait for wait in waits if wait.met_event_id is None), key=lambda w: (w.created_at, w.step_id, w.number)
+        (wait for wait in waits if wait.met_event_id is None),
+        key=lambda w: (w.created_at, w.step_id, -w.conditions if w.mode == "all" else 0, w.number),
     )
     used = {*taken, *(wait.met_event_id for wait in waits if wait.met_event_id is not None)}
     given: list[MetWait] = []

@@ -128,12 +128,7 @@ async def _look_back(
         if in_order and await waits.is_overtaken(connection, [e for w, e in found if _is_ordered(w, e)], by_lane=True):
             raise _Overtaken
         taken = await waits.list_taken(connection, run_ids)
-        offers: dict[RunId, list[tuple[Event, set[WaitId]]]] = {}
-        for wait, event in found:
-            if held.get(wait.workflow_run_id) is False:
-                offers.setdefault(wait.workflow_run_id, []).append((event, {wait.id}))
-        for mine in offers.values():
-            mine.sort(key=lambda one: one[0].ingress_sequence)
+        offers = _offers(found, {run_id for run_id, is_cancelled in held.items() if not is_cancelled})
         now = await locks.now(connection)
         meetings += await decide.hand_over(connection, offers, now, wakes=False, taken=taken)
         taken = await waits.list_taken(connection, run_ids)
@@ -144,6 +139,18 @@ async def _look_back(
     await waits.looked_back(connection, [q.step_id for q in asked if q.run.id in held])
     failpoints.hit("wait.before_looked_back")
     return await _answers(connection, asked, held, cancelled), meetings
+
+
+def _offers(
+    found: Sequence[tuple[OpenWait, Event]], run_ids: Collection[RunId]
+) -> dict[RunId, list[tuple[Event, set[WaitId]]]]:
+    """What is offered to each of the runs: its events in their order, each with all its waits that found it."""
+    offers: dict[RunId, dict[EventId, tuple[Event, set[WaitId]]]] = {}
+    for wait, event in found:
+        if wait.workflow_run_id in run_ids:
+            mine = offers.setdefault(wait.workflow_run_id, {})
+            mine.setdefault(event.id, (event, set()))[1].add(wait.id)
+    return {run_id: sorted(mine.values(), key=lambda one: one[0].ingress_sequence) for run_id, mine in offers.items()}
 
 
 def _is_ordered(wait: OpenWait, event: Event) -> bool:
