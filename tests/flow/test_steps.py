@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -668,3 +669,103 @@ async def test_a_run_that_is_woken_while_a_step_executes_resumes_at_once_when_al
     await clock.advance(3_600_000)
     await world.turn(runner)
     assert world.done == ["attempt 1", "attempt 2", "attempt 3", "slept"]
+
+
+async def test_a_call_without_await_fails_the_run_and_names_the_step(connection: Connection, world: World) -> None:
+    """Python would only warn, and the run would succeed without the step."""
+    is_corrected = False
+
+    @world.app.workflow(on="go")
+    async def hasty(ctx: Context) -> str:
+        await ctx.step("reserve", world.done.append, "reserved")
+        forgotten = ctx.step("charge", world.done.append, "charged")
+        if is_corrected:
+            await forgotten
+        else:
+            ctx.sleep("1h")  # type: ignore[unused-coroutine]
+        return "done"
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert (run["status"], world.done) == ("failed", ["reserved"])
+    assert "ctx.step('charge', …) was called but not awaited, nor 1 other call" in run["error"]
+    is_corrected = True
+    await control.retry_run(world.database, run["id"], actor="test")
+    await world.turn(runner)
+    assert ((await the_run(connection))["status"], world.done) == ("succeeded", ["reserved", "charged"])
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        (lambda ctx: ctx.wait_for("paid", timeout="1h"), "ctx.wait_for('paid', …)"),
+        (lambda ctx: ctx.publish("paid", {}), "ctx.publish('paid', …)"),
+        (lambda ctx: ctx.start("child"), "ctx.start('child', …)"),
+        (lambda ctx: ctx.approval("boss", timeout="1h"), "ctx.approval('boss', …)"),
+        (lambda ctx: ctx.transaction(publish), "ctx.transaction(publish, …)"),
+    ],
+)
+async def test_every_call_without_await_is_noticed(
+    connection: Connection, world: World, call: Callable[[Context], Awaitable[Any]], written: str
+) -> None:
+    @world.app.workflow(on="go")
+    async def hasty(ctx: Context) -> None:
+        call(ctx)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert run["status"] == "failed" and f"{written} was called but not awaited, so" in run["error"]
+
+
+async def test_a_decision_and_a_childs_result_without_await_are_noticed(connection: Connection, world: World) -> None:
+    @world.app.workflow()
+    async def child(ctx: Context) -> None: ...
+
+    @world.app.workflow(on="go")
+    async def hasty(ctx: Context, asks: bool) -> str:
+        if asks:
+            asked = await ctx.approval("boss", timeout="1h")
+            asked.decision()  # type: ignore[unused-coroutine]
+        else:
+            started = await ctx.start(child)
+            started.result()  # type: ignore[unused-coroutine]
+        return "paid"
+
+    runner = await world.runner()
+    for asks in (True, False):
+        await publish(connection, "go", asks=asks)
+    await world.turn(runner)
+    rows = await connection.fetch("select error from tidegate.workflow_runs where status = 'failed' order by id")
+    told = [row["error"].partition(" was called but not awaited")[0] for row in rows]
+    assert [text.rpartition(": ")[2].partition("(")[0] for text in told] == ["approval.decision", "child.result"]
+
+
+def test_the_calls_of_a_context_are_async_to_whoever_asks() -> None:
+    mock = AsyncMock(spec=Context)
+    assert isinstance(mock.step, AsyncMock) and isinstance(mock.run, AsyncMock)
+    assert not isinstance(mock.patched, AsyncMock)
+
+
+async def test_calls_that_are_awaited_later_or_given_up_are_not_forgotten(connection: Connection, world: World) -> None:
+    async def slow() -> None:
+        await asyncio.sleep(60)
+
+    @world.app.workflow(on="go")
+    async def careful(ctx: Context) -> int:
+        calls = [ctx.step(f"s{n}", world.done.append, str(n)) for n in range(600)]
+        await asyncio.gather(*calls)
+        given_up = asyncio.create_task(ctx.step("slow", slow))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        ctx.step("closed", slow).close()
+        return len(world.done)
+
+    runner = await world.runner()
+    await publish(connection, "go")
+    await world.turn(runner)
+    run = await the_run(connection)
+    assert (run["status"], run["output"]) == ("succeeded", 600)

@@ -93,6 +93,7 @@ code: the functions that users write, what they are given, and how they are call
     wait_call           calls of `ctx.wait_for` and its kind, and their results
     child_calls         calls of `ctx.run`, `ctx.start` and `ctx.map`, and the types of their results
     approval_call       calls of `ctx.approval`, and what they return
+    calls               calls of `ctx` that were not awaited
     user_calls          calls of users' functions: what counts as a failure, which results can be stored
     http                workflows of kind `http`: signed, bounded requests
 

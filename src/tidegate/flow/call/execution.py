@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
+from tidegate.errors import NonRetryable
 from tidegate.flow.accept.approvals import ApprovalLinks
 from tidegate.flow.call import approvals, marks, publishing
 from tidegate.flow.call.children import Children
@@ -29,6 +30,7 @@ from tidegate.flow.call.transaction import StepTransaction, step_name
 from tidegate.flow.call.waits import Ask, register_cancel
 from tidegate.flow.code import user_calls
 from tidegate.flow.code.approval_call import ApprovalCall, ApprovalHandle
+from tidegate.flow.code.calls import Calls
 from tidegate.flow.code.child_calls import Child
 from tidegate.flow.code.context import Context, Fields
 from tidegate.flow.code.sync_context import SyncContext
@@ -74,6 +76,7 @@ class Execution(RunSteps):
             endings=Endings(run, workflow, policy, known, event.child_of if event and event.origin else None),
             policy=policy, step_threads=step_threads, ask=ask, before_step=workflow.before_step,
         )  # fmt: skip
+        self.calls = Calls()
         self._again = {step.name for step in steps if step.begins_again}
         self.task: asyncio.Task[None] | None = None  # of the worker, while the execution has something to do
         self._workflow = workflow
@@ -193,7 +196,7 @@ class Execution(RunSteps):
 
     async def approval(self, call: ApprovalCall) -> ApprovalHandle:
         link = await approvals.ask_for(self, call, self._links)
-        return ApprovalHandle(call.name, link, partial(approvals.result, self, ask=self._ask))
+        return ApprovalHandle(call.name, link, partial(approvals.result, self, ask=self._ask), self)
 
     def _children(self) -> Children:
         return Children(self, self._workflows, self._limits)
@@ -266,6 +269,8 @@ class Execution(RunSteps):
         try:
             if error is not None:
                 raise error
+            if forgotten := self.calls.forgotten():
+                raise NonRetryable(_not_awaited(forgotten))
             end: End = self.endings.succeeded(encode_output(result, "what the workflow returned"))
         except BaseException as exc:  # noqa: BLE001 - user code may raise anything; it is how the run ends
             end = self.endings.raised(exc)
@@ -276,6 +281,11 @@ class Execution(RunSteps):
             while self._active:  # noqa: ASYNC110 - the steps in progress are part of this attempt
                 await asyncio.sleep(QUIET_SECONDS)
         return end
+
+
+def _not_awaited(calls: Sequence[str]) -> str:
+    others = f", nor {len(calls) - 1} other calls" if len(calls) > 1 else ""
+    return f"{calls[0]} was called but not awaited{others}, so it was not executed: write `await` before it"
 
 
 def _nothing_to_write() -> End:

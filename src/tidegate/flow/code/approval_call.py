@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tidegate.flow.code.calls import Called, noted
 from tidegate.model.approval import ApprovalDecision
 from tidegate.model.event import Event
 
@@ -27,13 +28,15 @@ Result = Callable[[str], Awaitable[object]]
 class ApprovalHandle:
     """An approval that was asked for. Whoever has `link` can decide it, once."""
 
-    __slots__ = ("_result", "link", "name")
+    __slots__ = ("_execution", "_result", "link", "name")
 
-    def __init__(self, name: str, link: str, result: Result) -> None:
+    def __init__(self, name: str, link: str, result: Result, execution: Called) -> None:
+        self._execution = execution
         self.name = name
         self.link = link
         self._result = result
 
+    @noted("approval")
     async def decision(self) -> ApprovalDecision | None:
         """Suspend the run until somebody has decided; None after the timeout."""
         return _decision_of(await self._result(self.name))

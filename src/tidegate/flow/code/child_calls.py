@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
+from tidegate.flow.code.calls import noted
 from tidegate.model.start import plain_fields
 from tidegate.model.typed import Payload, has_fields
 
@@ -39,6 +40,7 @@ class ChildHandle(Generic[T]):
         self._child = child
         self.name = name
 
+    @noted("child")
     async def result(self) -> T:
         """Wait for the child's end; its output. ChildFailed when it failed or was cancelled."""
         found: T = await self._execution.child_result(self.name, self._child)
@@ -76,6 +78,7 @@ class ChildCalls:
     async def run(
         self, child: Callable[..., T], parameters: Given = None, /, *, name: str | None = None, **given: object
     ) -> T: ...
+    @noted("ctx")
     async def run(
         self, child: Child, parameters: Given = None, /, *, name: str | None = None, **given: object
     ) -> object:
@@ -101,6 +104,7 @@ class ChildCalls:
     async def start(
         self, child: Callable[..., T], parameters: Given = None, /, *, name: str | None = None, **given: object
     ) -> ChildHandle[T]: ...
+    @noted("ctx")
     async def start(
         self, child: Child, parameters: Given = None, /, *, name: str | None = None, **given: object
     ) -> ChildHandle[Any]:
@@ -133,6 +137,7 @@ class ChildCalls:
         self, child: Callable[..., T], items: Sequence[object], *, at_once: int = 20, return_exceptions: bool,
         name: str | None = None,
     ) -> list[T | ChildFailed]: ...  # fmt: skip
+    @noted("ctx")
     async def map(
         self, child: Child, items: Sequence[object], *, at_once: int = 20, return_exceptions: bool = False,
         name: str | None = None,

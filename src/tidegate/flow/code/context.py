@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any, Protocol, TypeVar, overload
 
 from tidegate.flow.code.approval_call import ApprovalCall, ApprovalHandle
+from tidegate.flow.code.calls import Calls, noted
 from tidegate.flow.code.child_calls import Child, ChildCalls, Given
 from tidegate.flow.code.wait_call import FirstEvent, WaitCall, event_of, events_of, first_event_of
 from tidegate.model.event import Accepted, Event
@@ -30,6 +31,7 @@ class StepRunner(Protocol):
 
     run: ClaimedRun
     event: Event | None
+    calls: Calls
 
     def patched(self, name: str) -> bool: ...
     def tag(self, given: dict[str, str | int | uuid.UUID]) -> None: ...
@@ -125,6 +127,7 @@ class Context(ChildCalls, RunContext):
         **kwargs: Any,
     ) -> T: ...
 
+    @noted("ctx")
     async def step(
         self,
         name: str,
@@ -168,6 +171,7 @@ class Context(ChildCalls, RunContext):
         **kwargs: object,
     ) -> T: ...
 
+    @noted("ctx")
     async def transaction(
         self,
         function: Callable[..., object],
@@ -199,6 +203,7 @@ class Context(ChildCalls, RunContext):
         """Give the run tags, by which it can be found: `ctx.tag(customer="c-7")`. Stored with the run's next write."""
         self._execution.tag(tags)
 
+    @noted("ctx")
     async def sleep(self, duration: str | int | float, *, name: str | None = None) -> None:
         """Suspend the run for a duration (`"2h"`, `"30s"`); it survives restarts and holds no worker.
 
@@ -206,6 +211,7 @@ class Context(ChildCalls, RunContext):
         """
         await self._execution.sleep(duration, name)
 
+    @noted("ctx")
     async def publish(
         self,
         type: str,
@@ -228,6 +234,7 @@ class Context(ChildCalls, RunContext):
         fields = event_fields(type, payload, source, id, occurred_at, ttl_ms, metadata, priority)
         return await self._execution.publish(name, fields)
 
+    @noted("ctx")
     async def wait_for(
         self,
         type: str,
@@ -248,6 +255,7 @@ class Context(ChildCalls, RunContext):
         on = On(type, where, match, source)
         return event_of(await self._execution.wait(WaitCall("wait_for", "event", [on], timeout, since, name)))
 
+    @noted("ctx")
     async def wait_any(
         self, *patterns: On | str, timeout: Duration, since: datetime | Duration | None = None, name: str | None = None
     ) -> FirstEvent | None:
@@ -255,6 +263,7 @@ class Context(ChildCalls, RunContext):
         after the timeout. See `wait_for`."""
         return first_event_of(await self._execution.wait(WaitCall("wait_any", "first", patterns, timeout, since, name)))
 
+    @noted("ctx")
     async def wait_all(
         self, *patterns: On | str, timeout: Duration, since: datetime | Duration | None = None, name: str | None = None
     ) -> list[Event] | None:
@@ -262,6 +271,7 @@ class Context(ChildCalls, RunContext):
         after the timeout, whichever came. See `wait_for`."""
         return events_of(await self._execution.wait(WaitCall("wait_all", "all", patterns, timeout, since, name)))
 
+    @noted("ctx")
     async def approval(
         self, name: str, *, timeout: Duration, to: str | None = None, note: str | None = None
     ) -> ApprovalHandle:
