@@ -343,8 +343,9 @@ async def test_skip_launches_nothing_while_a_run_is_unfinished(
     stages, schedule = await ticks(database, connection, clock, "skip")
     assert await statuses(connection) == [("launched", None), ("skipped", "overlap"), ("skipped", "overlap")]
     story = await explain(connection, "hourly:2026-06-01T14:00:00Z")
+    unfinished = str(await connection.fetchval("select id from tidegate.workflow_runs"))
     assert story.summary == (
-        "hourly skipped: an earlier run is unfinished, and the trigger skips what overlaps (overlap: skip)"
+        f"hourly skipped: run {unfinished} was unfinished, and the trigger skips what overlaps (overlap: skip)"
     )
     assert (await operated(connection)).skipped_total == 2
     await stages.end_runs()
@@ -381,6 +382,11 @@ async def test_two_ticks_decided_in_one_batch_do_not_overlap(
     for _ in range(5):
         await asyncio.gather(*(one.turn() for one in stages))
     found = [status for status, _ in await statuses(connection)]
+    texts = await connection.fetch(
+        "select last_error from tidegate.workflow_trigger_deliveries where status = 'skipped'"
+    )
+    [run_id] = [row[0] for row in await connection.fetch("select id from tidegate.workflow_runs")]
+    assert {row[0].split(",")[0] for row in texts} == {f"run {run_id} was unfinished"}
     assert (found.count("launched"), found.count("skipped")) == (1, 4)
 
 

@@ -44,12 +44,20 @@ class LockedTrigger(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The concurrency slots of one trigger and key."""
+    """The concurrency slots of one trigger and key; of a trigger that skips what overlaps also its oldest run."""
 
     in_use: int
     waiting: int
     closed_until: datetime | None = None
     closed_reason: str | None = None
+    oldest: RunId | None = None
+
+    def unfinished(self, most: int) -> str:
+        """What prevents another run."""
+        if most == 1:
+            return f"run {self.oldest} was unfinished" if self.oldest else "an earlier run was unfinished"
+        which = f", the oldest run {self.oldest}" if self.oldest else ""
+        return f"{self.in_use} of {most} runs were unfinished{which}"
 
 
 class NextInLine(NamedTuple):

@@ -30,19 +30,20 @@ select t.trigger_id, w.ingress_sequence
 
 -- name: slots
 -- For each trigger and key: how many of its slots are in use, how many deliveries wait for one (counted no further than
--- there are slots), and until when (and why) the key is closed.
-select u.trigger_id, u.concurrency_key,
-       (select count(*) from tidegate.workflow_runs r
-         where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
-           and r.status in ('pending', 'running')) as in_use,
+-- there are slots), until when (and why) the key is closed, and for a trigger that skips what overlaps its oldest unfinished run.
+select u.trigger_id, u.concurrency_key, held.in_use,
        (select count(*)
           from (select 1 from tidegate.workflow_trigger_deliveries d
                  where d.trigger_id = u.trigger_id and d.concurrency_key = u.concurrency_key
                    and d.retry_state = 'scheduled' and d.reason = 'concurrency'
                  order by d.ingress_sequence limit t.max_concurrency) w) as waiting,
-       h.until, h.reason
+       h.until, h.reason, held.oldest
   from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
   join tidegate.workflow_event_triggers t on t.id = u.trigger_id
+ cross join lateral (select count(*) as in_use, (array_agg(r.id order by r.id) filter (where t.overlap = 'skip'))[1] as oldest
+                       from tidegate.workflow_runs r
+                      where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
+                        and r.status in ('pending', 'running')) held
   left join tidegate.trigger_key_holds h
     on h.trigger_id = u.trigger_id and h.concurrency_key = u.concurrency_key and h.until > tidegate.now()
 

@@ -224,7 +224,7 @@ def _decide(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> De
             gate.begin_probe(run_id)
     if candidate.slot is not None:
         slots = state.slots[candidate.slot]
-        state.slots[candidate.slot] = slots._replace(in_use=slots.in_use + 1)
+        state.slots[candidate.slot] = slots._replace(in_use=slots.in_use + 1, oldest=slots.oldest or run_id)
     state.budgets.spend(candidate.id, candidate.needs, run_id, state.now)
     if candidate.dedupe is not None:
         state.keys[candidate.dedupe] = run_id
@@ -311,8 +311,7 @@ def _why_no_slot(state: DeliveryState, candidate: Candidate, is_newcomer: bool) 
     # A new delivery leaves a free slot for each delivery that is already waiting for one.
     if slots.in_use + (slots.waiting if is_newcomer else 0) >= most:
         if candidate.trigger.trigger.overlap == "skip":
-            unfinished = "an earlier run is" if most == 1 else f"{slots.in_use} of {most} runs are"
-            return Wait(OVERLAP, f"{unfinished} unfinished, and the trigger skips what overlaps (overlap: skip)", {})
+            return Wait(OVERLAP, f"{slots.unfinished(most)}, and the trigger skips what overlaps (overlap: skip)", {})
         if is_newcomer and candidate.trigger.trigger.cancel_running:
             state.superseding[candidate.slot] = Superseding(candidate.id, candidate.event.id)
         state.slots[candidate.slot] = slots._replace(waiting=slots.waiting + 1)
