@@ -10,6 +10,7 @@ import click
 from tidegate.cli.output import (
     Json,
     all_pages,
+    asks,
     client,
     json_option,
     print_json,
@@ -103,6 +104,7 @@ def set_budget(
 
 @budgets.command("delete")
 @click.argument("budget")
+@asks("Delete budget {budget}?")
 @json_option
 def delete_budget(budget: str, as_json: bool) -> None:
     """Delete BUDGET, which no trigger may use any more."""

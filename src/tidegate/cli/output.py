@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -80,6 +81,22 @@ def require_answer(*, yes: bool, dry_run: bool) -> None:
 def confirm(question: str) -> None:
     """Ask on standard error, apart from the output that a program may read; Abort unless the answer is yes."""
     click.confirm(question, abort=True, err=True)
+
+
+def asks(question: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--yes` of a command that takes something away, and the question before it on a terminal; `question` may name the
+    command's arguments. Without a terminal nobody is asked, so that scripts need no option."""
+
+    def asking(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def asked(*, yes: bool, **given: Any) -> Any:
+            if not yes and sys.stdin.isatty():
+                confirm(printable(question.format(**given)))
+            return command(**given)
+
+        return click.option("--yes", is_flag=True, help="Do not ask for confirmation on a terminal.")(asked)
+
+    return asking
 
 
 def print_json(value: Any) -> None:

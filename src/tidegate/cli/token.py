@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from tidegate.cli.given_settings import load_settings
-from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time, user
+from tidegate.cli.output import all_pages, asks, client, json_option, print_json, print_table, short_time, user
 from tidegate.cli.wording import parsed, written_as
 from tidegate.client import Client
 from tidegate.flow import control
@@ -106,6 +106,7 @@ def list_tokens(as_json: bool) -> None:
 
 @token.command("revoke")
 @click.argument("name_or_id", metavar="NAME|ID")
+@asks("Revoke token {name_or_id}?")
 @json_option
 def revoke(name_or_id: str, as_json: bool) -> None:
     """Revoke a token. Every API process refuses it within a second."""

@@ -12,6 +12,7 @@ import msgspec
 from tidegate.cli.output import (
     Json,
     all_pages,
+    asks,
     client,
     json_option,
     none_found,
@@ -119,6 +120,7 @@ def update_trigger(trigger_id: str, file: str | None, assignments: tuple[str, ..
 
 @triggers.command("delete")
 @click.argument("trigger_id", metavar="ID")
+@asks("Delete trigger {trigger_id}, and cancel its waiting deliveries?")
 @json_option
 def delete_trigger(trigger_id: str, as_json: bool) -> None:
     """Delete a trigger and cancel its waiting deliveries; runs that have been launched continue."""

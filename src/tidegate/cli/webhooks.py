@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import click
 
-from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
+from tidegate.cli.output import all_pages, asks, client, json_option, print_json, print_table, short_time
 from tidegate.cli.wording import parsed, written_as
 from tidegate.model.units import duration_ms
 from tidegate.model.webhook import SCHEMES
@@ -107,6 +107,7 @@ def rotate_webhook(source: str, keep: str | None, **options: Any) -> None:
 @webhooks.command("retire")
 @click.argument("source")
 @click.argument("fingerprint")
+@asks("Revoke the secret {fingerprint} of {source} now?")
 @json_option
 def retire_secret(source: str, fingerprint: str, as_json: bool) -> None:
     """Revoke a replaced secret of SOURCE now, by its fingerprint."""
@@ -117,6 +118,7 @@ def retire_secret(source: str, fingerprint: str, as_json: bool) -> None:
 
 @webhooks.command("delete")
 @click.argument("source")
+@asks("Delete the webhook of {source}? Its requests are refused then.")
 @json_option
 def delete_webhook(source: str, as_json: bool) -> None:
     """Delete the webhook of SOURCE: its signed requests are refused. Its events are kept."""

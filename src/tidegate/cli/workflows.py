@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import click
 
-from tidegate.cli.output import all_pages, client, json_option, print_json, print_table, short_time
+from tidegate.cli.output import all_pages, asks, client, json_option, print_json, print_table, short_time
 from tidegate.cli.trigger_files import read_object
 from tidegate.cli.wording import parsed, written_as
 from tidegate.model.units import duration_ms
@@ -122,6 +122,7 @@ def show_workflow(slug: str, as_json: bool) -> None:
 
 @workflows.command("delete")
 @click.argument("slug")
+@asks("Delete workflow {slug}?")
 @json_option
 def delete_workflow(slug: str, as_json: bool) -> None:
     """Delete a workflow that has no triggers and no unfinished runs, and, if it was declared in code, no living worker.
