@@ -23,7 +23,7 @@ from tidegate.model.run import INTERNAL_STEPS, Run, Step
 from tidegate.model.trigger import CompiledTrigger, Trigger
 from tidegate.model.wait import CORRELATION, WaitPattern, contained, key_of, key_of_event, read_paths, value_in
 from tidegate.model.work_limit import TooMuchWork
-from tidegate.store import circumstances, events, near_waits, runs, steps, triggers, waits
+from tidegate.store import circumstances, decisions, events, near_waits, runs, steps, triggers, waits
 from tidegate.store.db import Connection
 from tidegate.store.decisions import NewDecision
 from tidegate.store.near_waits import RunningWait
@@ -229,6 +229,7 @@ async def _near_events(
         connection, [pattern.type, *alike[:_MAX_ALIKE]], values, sides.fields_of(pattern.match), first_id
     )
     told: list[Decision] = []
+    others_of: list[tuple[Event, str]] = []  # with another correlation id, which may be another run's
     time_slice = TimeSlice()
     for event, has_passed in recent:
         if len(told) == MOST or not may_see(event.source) or str(event.id) in taken:
@@ -237,15 +238,23 @@ async def _near_events(
         if reason is None and is_open and not has_passed and sides.is_met(side, event):
             reason = f"it fits, and is not decided: tidegate explain {event.id}"
         if reason is not None:
-            does = "cancelled it" if step.startswith(INTERNAL_STEPS) else f"ended the wait {step!r}"
-            text = f"{event.type} from {event.source} (event {event.id}) nearly {does}: {reason}"
-            told.append(
-                Decision(at=event.received_at, stage="wait", decision="near_miss", reason=text, workflow=run.workflow,
-                         run_id=run.id)
-            )  # fmt: skip
+            told.append(_nearly_wakes(run, step, event, reason))
+        elif (another := sides.of_another(side, event)) is not None:
+            others_of.append((event, another))
         if time_slice.is_over:
             await time_slice.next()
+    for event, another in [] if told else others_of[:MOST]:  # one is an example, if no other run was meant by it
+        if not any(line.stage == "wait" for line in await decisions.list_of_event(connection, event.id)):
+            return [_nearly_wakes(run, step, event, another)]
     return told
+
+
+def _nearly_wakes(run: Run, step: str, event: Event, reason: str) -> Decision:
+    does = "cancelled it" if step.startswith(INTERNAL_STEPS) else f"ended the wait {step!r}"
+    text = f"{event.type} from {event.source} (event {event.id}) nearly {does}: {reason}"
+    return Decision(
+        at=event.received_at, stage="wait", decision="near_miss", reason=text, workflow=run.workflow, run_id=run.id
+    )
 
 
 def _timed_out(run: Run, steps: Sequence[Step]) -> Iterable[tuple[Step, WaitSide]]:
