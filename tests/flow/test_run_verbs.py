@@ -162,6 +162,45 @@ async def test_a_rerun_is_a_new_run_from_the_start(scene: Scene) -> None:
     assert (await scene.explain(new_id)).kind == "run"
 
 
+async def test_a_rerun_that_is_asked_for_twice_with_one_id_is_one(scene: Scene) -> None:
+    calls: list[str] = []
+    flaky(scene, calls)[0] = False
+    await scene.register()
+    await scene.publish(id=7)
+    await scene.execute()
+    await scene.clock.advance(3_600_000)
+    await scene.execute()
+    run_id = RunId(await scene.run_id())
+    both = await asyncio.gather(*(control.rerun_run(scene.database, run_id, "ann", "call-1") for _ in range(2)))
+    other = await control.rerun_run(scene.database, run_id, "ann", "call-2")
+    assert both[0] == both[1] == await control.rerun_run(scene.database, run_id, "ann", "call-1") != other
+    assert await scene.ask("select count(*) from tidegate.workflow_runs where rerun_of is not null") == 2
+    assert await scene.ask("select count(*) from tidegate.audit_log where action = 'run.rerun'") == 2
+
+
+async def test_many_reruns_whose_first_answer_was_lost_are_made_once(scene: Scene) -> None:
+    """The cursor of the preview makes the first call one that can be repeated."""
+    calls: list[str] = []
+    flaky(scene, calls)[0] = False
+    await scene.register()
+    for id in (7, 8):
+        await scene.publish(id=id)
+    await scene.execute()
+    await scene.clock.advance(3_600_000)
+    await scene.execute()
+    begin = await control.preview_runs(scene.database, "rerun", RunFilters(workflow="fulfil"))
+    assert begin.remaining == 2
+    for _ in range(2):
+        await control.change_runs(
+            scene.database, "rerun", RunFilters(workflow="fulfil"), "ann", BREAKER, after_id=begin.after_id,
+            before=begin.before, call_id=begin.call_id,
+        )  # fmt: skip
+        await scene.execute()
+        await scene.clock.advance(3_600_000)
+        await scene.execute()
+    assert await scene.ask("select count(*) from tidegate.workflow_runs where rerun_of is not null") == 2
+
+
 async def _ends(scene: Scene, run_id: uuid.UUID) -> bool:
     await scene.execute()
     await scene.clock.advance(3_600_000)
@@ -178,8 +217,8 @@ async def test_many_runs_are_counted_and_changed_call_by_call(scene: Scene) -> N
     await scene.execute()
     await scene.clock.advance(1000)
     cancel = RunFilters(workflow="fulfil")
-    assert await control.preview_runs(scene.database, "cancel", cancel) == 5
-    assert await control.preview_runs(scene.database, "retry", cancel) == 0
+    assert (await control.preview_runs(scene.database, "cancel", cancel)).remaining == 5
+    assert (await control.preview_runs(scene.database, "retry", cancel)).remaining == 0
     done = await control.change_runs(scene.database, "cancel", cancel, "ann", BREAKER, limit=3)
     assert (done.done, done.refused, done.remaining) == (3, 0, 2)
     done = await control.change_runs(

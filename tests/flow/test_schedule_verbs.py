@@ -205,13 +205,16 @@ async def test_run_now_publishes_and_does_not_move_the_next_tick(
     first = await control.run_schedule_now(database, "hourly", "ada")
     second = await control.run_schedule_now(database, "hourly", "ada")
     assert first != second
+    third, again = [await control.run_schedule_now(database, "hourly", "ada", "call-1") for _ in range(2)]
+    assert third == again not in (first, second)
+    assert await connection.fetchval("select count(*) from tidegate.audit_log where action = 'schedule.run_now'") == 3
     row = await connection.fetchrow("select * from tidegate.workflow_events where id = $1", first)
     assert row is not None
     assert (row["type"], row["source"]) == ("schedule.hourly", "tidegate.schedule")
     assert row["payload"] == {"scheduled_at": "2026-06-01T12:10:00Z", "workflow": "hourly"}
     assert row["metadata"] == {"manual": True, "by": "ada"}
     assert (await operated(connection)).next_at == at(13)
-    assert (await TriggerWorker(database).turn()).launched == 2
+    assert (await TriggerWorker(database).turn()).launched == 3
     await control.resume_schedule(database, "hourly", "ada")
     await clock.advance(50 * 60_000)
     await schedule.run_once()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -30,6 +30,13 @@ _PRINCIPAL, _BODY = "tidegate.principal", "tidegate.body"
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of a request that takes none; an empty object is accepted."""
+
+
+class CallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`id`: a name that the caller gives to this call. The same call with the same id again is not done again: the
+    answer is the first one's."""
+
+    id: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,100}$")] | None = None
 
 
 def actor(request: Request) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import click
 import msgspec
@@ -27,9 +29,10 @@ from tidegate.cli.output import (
     short_time,
     zoned_time,
 )
+from tidegate.cli.patience import patiently
 from tidegate.cli.wording import written_as
 from tidegate.client import Client
-from tidegate.errors import first_line
+from tidegate.errors import Unavailable, first_line
 from tidegate.model.approval import decided_text
 from tidegate.model.run import ENDING_KINDS, FINAL_RUN_STATUSES, INTERNAL_STEPS, RUN_STATUSES, risk_of_resuming
 
@@ -142,8 +145,11 @@ def _verb(verb: str, text: str) -> None:
     @click.option("--all", "all_runs", is_flag=True, help="All runs that it applies to.")
     @click.option("--dry-run", is_flag=True, help="Only count them.")
     @click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
+    @click.option("--cursor", default=None, help="Continue where a call ended that could not be completed, as it said.")
     @json_option
-    def change(run_id: str | None, all_runs: bool, dry_run: bool, yes: bool, as_json: bool, **filters: Any) -> None:
+    def change(
+        run_id: str | None, all_runs: bool, dry_run: bool, yes: bool, cursor: str | None, as_json: bool, **filters: Any
+    ) -> None:
         asked = _asked(**filters)
         if [run_id is not None, bool(asked), all_runs].count(True) != 1:
             raise click.UsageError("say which runs: give an ID, options such as --workflow and --status, or --all")
@@ -153,9 +159,11 @@ def _verb(verb: str, text: str) -> None:
             require_answer(yes=yes, dry_run=dry_run)
         with client() as api, written_as(_NAMES):
             if run_id is not None:
-                done = api.request("POST", f"/v1/runs/{run_id}/{verb}")
+                done = _change_one(api, verb, run_id)
+            elif dry_run:
+                done = api.request("POST", f"/v1/runs/{verb}", asked | {"dry_run": True})
             else:
-                done = _change_all(api, verb, asked | ({"all": True} if all_runs else {}), dry_run=dry_run, yes=yes)
+                done = _change_all(api, verb, asked | ({"all": True} if all_runs else {}), cursor, yes=yes)
         if as_json:
             print_json(done)
         elif run_id is not None:
@@ -172,26 +180,42 @@ _verb("retry", "Resume a failed or cancelled run, or all that match, after the s
 _verb("rerun", "Execute a finished run, or all that match, again from the start, as a new run.")
 
 
-def _change_all(api: Client, verb: str, asked: Json, *, dry_run: bool, yes: bool) -> Json:
-    """Count, ask, then change them call by call."""
+def _change_one(api: Client, verb: str, run_id: str) -> Json:
+    """Repeated only if that cannot be done twice: a rerun has an id by which the API knows it again."""
+    path = f"/v1/runs/{run_id}/{verb}"
+    if verb == "rerun":
+        return patiently(partial(api.request, "POST", path, {"id": str(uuid4())}))
+    done: Json = api.request("POST", path)
+    return done
+
+
+def _change_all(api: Client, verb: str, asked: Json, cursor: str | None, *, yes: bool) -> Json:
+    """Count, ask, then change them call by call. A call without an answer is repeated with its cursor, which changes no
+    run twice; one that fails in the end says how to continue."""
     path = f"/v1/runs/{verb}"
-    if dry_run or not yes:
+    if cursor is None:
         preview: Json = api.request("POST", path, asked | {"dry_run": True})
-        if dry_run:
-            return preview
-        runs_of = "1 run" if preview["remaining"] == 1 else f"{preview['remaining']} runs"
-        confirm(f"{verb.capitalize()} {runs_of}?")
+        cursor = preview["next_cursor"]
+        if not yes:
+            confirm(f"{verb.capitalize()} {counted_runs(preview['remaining'])}?")
     total: Json = {"verb": verb, "status": "done", "done": 0, "refused": 0, "reasons": {}, "remaining": 0}
-    cursor: str | None = None
-    while True:
-        done = api.request("POST", path, asked | ({"cursor": cursor} if cursor else {}))
+    while cursor is not None:
+        try:
+            done = patiently(partial(api.request, "POST", path, asked | {"cursor": cursor}))
+        except Unavailable:
+            until_now = f"{counted_runs(total['done'])} {_DONE[verb]} until now"
+            click.echo(f"{until_now}. To continue, give the same command with --cursor {cursor}", err=True)
+            raise
         total["done"] += done["done"]
         total["refused"] += done["refused"]
         for reason, count in done["reasons"].items():
             total["reasons"][reason] = total["reasons"].get(reason, 0) + count
         cursor = done["next_cursor"]
-        if cursor is None:
-            return total
+    return total
+
+
+def counted_runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"
 
 
 def _one(verb: str, run_id: str, done: Json) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import click
 
@@ -19,6 +21,7 @@ from tidegate.cli.output import (
     short_time,
     zoned_time,
 )
+from tidegate.cli.patience import patiently
 from tidegate.cli.pauses import PAUSE_NAMES, pause_body, pause_options
 from tidegate.cli.wording import parsed, written_as
 from tidegate.model.times import parse_time
@@ -94,7 +97,7 @@ def resume_schedule(workflow: str, as_json: bool) -> None:
 def run_now(workflow: str, as_json: bool) -> None:
     """Publish an event of the schedule of WORKFLOW now. Its next tick stays."""
     with client() as api:
-        done = api.request("POST", f"/admin/schedules/{workflow}/run-now")
+        done = patiently(partial(api.request, "POST", f"/admin/schedules/{workflow}/run-now", {"id": str(uuid4())}))
     if as_json:
         print_json(done)
     else:

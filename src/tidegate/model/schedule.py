@@ -189,11 +189,12 @@ def tick_event(workflow: str, tick: datetime, new_id: uuid.UUID) -> NewEvent:
     )
 
 
-def manual_event(workflow: str, now: datetime, new_id: uuid.UUID, actor: str) -> NewEvent:
-    """The event of a tick that an operator asked for: `scheduled_at` is the time at which they did."""
+def manual_event(workflow: str, now: datetime, new_id: uuid.UUID, actor: str, call_id: str | None = None) -> NewEvent:
+    """The event of a tick that an operator asked for, once for a `call_id`: `scheduled_at` is the time at which they
+    did."""
     tick = tick_event(workflow, now, new_id)
     marked = msgspec.json.encode({"manual": True, "by": actor}).decode()
-    return msgspec.structs.replace(tick, external_id=f"{workflow}:manual:{new_id}", metadata=marked)
+    return msgspec.structs.replace(tick, external_id=f"{workflow}:manual:{call_id or new_id}", metadata=marked)
 
 
 def _cron_spec(cron: str, timezone: str) -> ScheduleSpec:

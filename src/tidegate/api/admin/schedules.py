@@ -109,9 +109,9 @@ async def resume_schedule(request: Request, services: Services) -> ScheduleDetai
 
 
 async def run_schedule_now(request: Request, services: Services) -> TickPublished:
-    await bodies.read(request, bodies.Nothing)
+    body = await bodies.read(request, bodies.CallBody)
     workflow = request.path_params["workflow"]
-    event_id = await control.run_schedule_now(services.database, workflow, bodies.actor(request))
+    event_id = await control.run_schedule_now(services.database, workflow, bodies.actor(request), body.id)
     services.queue.hint("inbox")
     return TickPublished(workflow, event_id)
 
@@ -146,7 +146,7 @@ ROUTES = (
           (ScheduleDetail,), scope="operate", errors=_REFUSALS),
     Route("POST", "/admin/schedules/{workflow}/run-now", run_schedule_now,
           "Publish an event of a schedule now; its next tick stays", (TickPublished,), scope="operate", status=202,
-          errors=_REFUSALS),
+          body=bodies.schema(bodies.CallBody), errors=_REFUSALS),
     Route("POST", "/admin/schedules/{workflow}/backfill", backfill_schedule,
           "Publish the past ticks of a range that have no event, at a rate; or only count them", (Backfilled,),
           scope="operate", body=bodies.schema(BackfillBody), errors=_REFUSALS),

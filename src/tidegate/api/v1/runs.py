@@ -119,7 +119,8 @@ class ChangeRuns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class RunsChange(msgspec.Struct, frozen=True):
     """What was done: how many runs were changed, how many refused and why, and how many remain. `next_cursor` is null
-    when none remain; in a `preview`, `remaining` is how many would be changed."""
+    when none remain; in a `preview`, `remaining` is how many would be changed. A call that is repeated with its cursor,
+    as after a lost answer, changes no run twice; a `preview` gives the cursor of the first call."""
 
     verb: RunVerb
     status: Literal["preview", "done"]
@@ -229,8 +230,8 @@ async def retry_run(request: Request, services: Services) -> Response:
 
 async def rerun_run(request: Request, services: Services) -> Response:
     run_id = path_run_id(request)
-    await bodies.read(request, bodies.Nothing)
-    new_id = await control.rerun_run(services.database, run_id, bodies.actor(request))
+    body = await bodies.read(request, bodies.CallBody)
+    new_id = await control.rerun_run(services.database, run_id, bodies.actor(request), body.id)
     services.queue.hint("runs")
     return json_response(RunRepeated(new_id, run_id), 202)
 
@@ -251,8 +252,8 @@ async def _change(request: Request, services: Services, verb: RunVerb) -> RunsCh
     body = await bodies.read(request, ChangeRuns)
     filters = _asked(body, verb)
     if body.dry_run:
-        count = await control.preview_runs(services.database, verb, filters)
-        return RunsChange(verb, "preview", 0, 0, {}, count, None)
+        found = await control.preview_runs(services.database, verb, filters)
+        return RunsChange(verb, "preview", 0, 0, {}, found.remaining, _to_cursor(found))
     after_id, before, call_id = _from_cursor(body.cursor)
     done = await control.change_runs(
         services.database, verb, filters, bodies.actor(request), services.settings.trigger_error, after_id=after_id,
@@ -342,7 +343,7 @@ ROUTES = (
           errors=(404, 409)),
     Route("POST", "/v1/runs/{run_id}/rerun", rerun_run,
           "Execute a finished run again from the start, as a new run", (RunRepeated,), scope="operate", status=202,
-          errors=(404, 409)),
+          body=bodies.schema(bodies.CallBody), errors=(400, 404, 408, 409, 413, 415, 422)),
     Route("POST", "/v1/runs/{run_id}/resume", resume_run,
           "Resume a run that waits for a version of its code, on the code that workers have now", (RunOnCurrentCode,),
           scope="operate", body=bodies.schema(ResumeBody, ("on_current_code",)),

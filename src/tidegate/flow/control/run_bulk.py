@@ -58,10 +58,12 @@ class RunsChanged(NamedTuple):
     call_id: uuid.UUID
 
 
-async def preview_runs(database: Database, verb: RunVerb, filters: RunFilters) -> int:
-    """How many runs the verb would be applied to, counted up to MOST_COUNTED."""
+async def preview_runs(database: Database, verb: RunVerb, filters: RunFilters) -> RunsChanged:
+    """How many runs the verb would be applied to (`remaining`), counted up to MOST_COUNTED, and where to begin: a call
+    that begins there can be repeated if its answer is lost."""
     async with database.connection() as connection:
-        return (await run_search.count(connection, applicable(verb, filters), most=MOST_COUNTED))[0]
+        count, now = await run_search.count(connection, applicable(verb, filters), most=MOST_COUNTED)
+    return RunsChanged(0, 0, {}, count, _FIRST if count else None, now, uuid.uuid4())
 
 
 async def change_runs(

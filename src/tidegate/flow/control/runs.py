@@ -146,10 +146,11 @@ async def _retry(connection: Connection, run_id: RunId, actor: str) -> tuple[Run
     return done, known
 
 
-async def rerun_run(database: Database, run_id: RunId, actor: str, call_id: uuid.UUID | None = None) -> RunId:
+async def rerun_run(database: Database, run_id: RunId, actor: str, call_id: uuid.UUID | str | None = None) -> RunId:
     """Execute a finished run again from the start, as a new run with the same parameters and event; its id. Once for
     a `call_id`. Conflict when it is not finished, or its trigger has no free slot."""
-    new_id = RunId(derived_uuid(run_id, (call_id or uuid.uuid4()).bytes))
+    part = call_id.encode() if isinstance(call_id, str) else (call_id or uuid.uuid4()).bytes
+    new_id = RunId(derived_uuid(run_id, part))
     known = await database.run(partial(_rerun, run_id=run_id, new_id=new_id, actor=actor))
     _log.info("run.rerun", run_id=new_id, rerun_of=run_id, workflow=known.workflow, event_id=known.event_id,
               correlation_id=known.correlation_id, actor=actor)  # fmt: skip

@@ -23,7 +23,7 @@ from tidegate.model.ids import EventId
 from tidegate.model.pauses import check_length, check_until
 from tidegate.model.schedule import SOURCE, count_ticks, manual_event, next_after, tick_event, tick_text, ticks
 from tidegate.model.units import rate as parse_rate
-from tidegate.store import audit, events
+from tidegate.store import audit, durability, events
 from tidegate.store import schedules as store
 from tidegate.store.db import Connection, Database
 from tidegate.store.schedules import DueSchedule
@@ -99,23 +99,26 @@ async def resume_schedule(database: Database, workflow: str, actor: str) -> None
     _log.info("schedule.resumed", workflow=workflow, actor=actor)
 
 
-async def run_schedule_now(database: Database, workflow: str, actor: str) -> EventId:
+async def run_schedule_now(database: Database, workflow: str, actor: str, call_id: str | None = None) -> EventId:
     """Publish an event of the schedule now, also while it is paused; its next tick stays. The event's metadata has
-    `manual`. Returns the event's id."""
+    `manual`. Returns the event's id; once for a `call_id`."""
 
-    async def change(connection: Connection) -> EventId:
+    async def change(connection: Connection) -> tuple[EventId, bool]:
         known = await _lock(connection, workflow)
-        event = manual_event(workflow, known.now, uuid7(), actor)
-        await events.insert(connection, [event])
+        event = manual_event(workflow, known.now, uuid7(), actor, call_id)
+        if not await events.insert(connection, [event]):  # committed before, and the answer was lost
+            await durability.confirm(connection)
+            return (await events.resolve(connection, [event]))[event.id].id, False
         await audit.insert(
             connection, actor=actor, action="schedule.run_now", subject=workflow, before=None,
             after={"event_id": event.id},
         )  # fmt: skip
-        return event.id
+        return event.id, True
 
-    event_id = await database.run(change)
-    metrics.received({SOURCE: 1})
-    _log.info("schedule.run_now", workflow=workflow, event_id=event_id, actor=actor)
+    event_id, is_new = await database.run(change)
+    if is_new:
+        metrics.received({SOURCE: 1})
+        _log.info("schedule.run_now", workflow=workflow, event_id=event_id, actor=actor)
     return event_id
 
 
