@@ -211,4 +211,6 @@ def _parameter(query: Query) -> dict[str, Any]:
         schema |= {"minimum": 1, "maximum": MAX_PAGE}
     if query.choices:
         schema["enum"] = list(query.choices)
+    if query.repeats:
+        schema = {"type": "array", "items": schema}
     return {"name": query.name, "in": "query", "description": query.description, "schema": schema}

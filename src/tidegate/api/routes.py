@@ -61,12 +61,13 @@ Handler = Callable[[Request, Services], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query parameter: its name, its type and what it means."""
+    """A query parameter: its name, its type and what it means. One that `repeats` has a list of values."""
 
     name: str
     type: Literal["string", "integer", "boolean", "date-time", "uuid"]
     description: str
     choices: tuple[str, ...] = ()
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class Route:
 
 
 def parameters(request: Request, route_query: tuple[Query, ...]) -> dict[str, Any]:
-    """The query parameters, checked and typed. InvalidInput names each one that is unknown or malformed."""
+    """The query parameters, checked and typed. InvalidInput names each one that is unknown, malformed or given twice:
+    a proxy and this server may not agree which one counts."""
     errors: list[FieldError] = []
     values: dict[str, Any] = {}
     known = {query.name: query for query in route_query}
@@ -103,9 +105,16 @@ def parameters(request: Request, route_query: tuple[Query, ...]) -> dict[str, An
             errors.append(FieldError(name[:60], f"unknown parameter; {choices}"))
             continue
         try:
-            values[name] = _typed(query, text)
+            value = _typed(query, text)
         except ValueError as exc:
             errors.append(FieldError(name, str(exc)))
+            continue
+        if query.repeats:
+            values.setdefault(name, []).append(value)
+        elif name in values:
+            errors.append(FieldError(name, "is given more than once"))
+        else:
+            values[name] = value
     if errors:
         raise InvalidInput("a query parameter is not valid", errors)
     return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
@@ -38,7 +38,9 @@ LIST_QUERY = (
     Query("to", "date-time", "Only runs created before this time."),
     Query("error", "string", "Only runs with this text in their error or warning (case-insensitive)."),
     Query("parameters", "string", 'Only runs whose parameters contain this JSON object, e.g. {"order_id": 7}.'),
-    Query("tag", "string", "Only runs with this tag: `customer:c-7`."),
+    Query(
+        "tag", "string", "Only runs with this tag: `customer:c-7`; given several times, with all of them.", repeats=True
+    ),
     *page_query("uuid"),
 )
 
@@ -150,7 +152,7 @@ def _filters(given: Mapping[str, Any], parameters: str | None) -> RunFilters:
         created_to=given.get("to"),
         error=given.get("error"),
         parameters=None if parameters is None else _object(parameters),
-        tags=_tag(given.get("tag")),
+        tags=_tags(given.get("tag") or []),
     )
 
 
@@ -166,15 +168,19 @@ def _object(text: str) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _tag(text: str | None) -> str | None:
-    """A tag as the database reads it. InvalidInput when it is not one."""
-    if text is None:
-        return None
-    name, colon, value = text.partition(":")
-    if not (name and colon and value) or "\x00" in text:
-        error = FieldError("tag", "must be a name and a value, such as customer:c-7")
-        raise InvalidInput("a query parameter is not valid", [error])
-    return msgspec.json.encode({name: value}).decode()
+def _tags(texts: Sequence[str]) -> str | None:
+    """Tags as the database reads them. InvalidInput when one is none, or two contradict each other."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, colon, value = text.partition(":")
+        why = "must be a name and a value, such as customer:c-7"
+        if found.get(name, value) != value:
+            why = f"asks for two values of {name[:60]!r}, and a run has one"
+        elif name and colon and value and "\x00" not in text:
+            found[name] = value
+            continue
+        raise InvalidInput("a query parameter is not valid", [FieldError("tag", why)])
+    return msgspec.json.encode(found).decode() if found else None
 
 
 async def show_run(request: Request, services: Services) -> RunDetail | Response:
@@ -280,7 +286,7 @@ def _asked(body: ChangeRuns, verb: RunVerb) -> RunFilters:
     given = {
         "workflow": body.workflow, "status": body.status, "event_id": body.event_id, "error": body.error,
         "correlation_id": body.correlation_id, "from": body.created_from, "to": body.created_to,
-        "tag": body.tag,
+        "tag": None if body.tag is None else [body.tag],
     }  # fmt: skip
     parameters = None if body.parameters is None else msgspec.json.encode(body.parameters).decode()
     if errors:
