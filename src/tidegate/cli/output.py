@@ -83,13 +83,13 @@ def confirm(question: str) -> None:
     click.confirm(question, abort=True, err=True)
 
 
-def asks(question: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def asks(question: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """`--yes` of a command that takes something away, and the question before it on a terminal; `question` may name the
     command's arguments. Without a terminal nobody is asked, so that scripts need no option."""
 
-    def asking(command: Callable[..., Any]) -> Callable[..., Any]:
+    def asking(command: Callable[..., object]) -> Callable[..., object]:
         @wraps(command)
-        def asked(*, yes: bool, **given: Any) -> Any:
+        def asked(*, yes: bool, **given: object) -> object:
             if not yes and sys.stdin.isatty():
                 confirm(printable(question.format(**given)))
             return command(**given)

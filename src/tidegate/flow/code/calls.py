@@ -7,9 +7,10 @@ import inspect
 import sys
 from collections.abc import Callable, Coroutine
 from functools import wraps
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
+Call = Coroutine[object, object, object]
+F = TypeVar("F", bound=Callable[..., Call])
 
 # After so many calls those that were awaited are forgotten.
 _MANY = 256
@@ -21,10 +22,10 @@ class Calls:
     __slots__ = ("_made", "_many")
 
     def __init__(self) -> None:
-        self._made: list[tuple[Coroutine[Any, Any, Any], str, object]] = []
+        self._made: list[tuple[Call, str, object]] = []
         self._many = _MANY
 
-    def add(self, call: Coroutine[Any, Any, Any], method: str, subject: object) -> None:
+    def add(self, call: Call, method: str, subject: object) -> None:
         """A call of a method; `subject` is what it is about, such as the name of the step."""
         self._made.append((call, method, subject))
         if len(self._made) >= self._many:
@@ -38,7 +39,7 @@ class Calls:
             call.close()
         return [f"{method}({_written(subject)})" for _, method, subject in found]
 
-    def _unawaited(self) -> list[tuple[Coroutine[Any, Any, Any], str, object]]:
+    def _unawaited(self) -> list[tuple[Call, str, object]]:
         return [one for one in self._made if inspect.getcoroutinestate(one[0]) == inspect.CORO_CREATED]
 
 
@@ -48,6 +49,10 @@ class Called(Protocol):
     calls: Calls
 
 
+class _Noting(Protocol):
+    _execution: Called
+
+
 def noted(prefix: str) -> Callable[[F], F]:
     """Have a method of an object with `_execution` note each call; `prefix` is how the object is called."""
 
@@ -55,10 +60,9 @@ def noted(prefix: str) -> Callable[[F], F]:
         name = f"{prefix}.{method.__name__}"
 
         @wraps(method)
-        def call(self: Any, *args: object, **kwargs: object) -> Coroutine[Any, Any, Any]:
+        def call(self: _Noting, *args: object, **kwargs: object) -> Call:
             made = method(self, *args, **kwargs)
-            execution: Called = self._execution
-            execution.calls.add(made, name, args[0] if args else getattr(self, "name", None))
+            self._execution.calls.add(made, name, args[0] if args else getattr(self, "name", None))
             return made
 
         if sys.version_info >= (3, 12):  # it is to be taken for `async def`, as by `AsyncMock(spec=Context)`
