@@ -200,6 +200,11 @@ def test_an_operator_decides_an_approval(server: str, browser: Driven) -> None:
         )
         assert run["output"] == {"approved": False, "comment": "not <b>today</b>", "via": "operator"}
         eventually(lambda: not browser.run(f"return {buttons}.length"), "nothing is left to decide")
+        told = eventually(
+            lambda: browser.run("return [...document.querySelectorAll('.story p')].map((one) => one.textContent)"),
+            "what was decided is shown",
+        )
+        assert [text for text in told if re.fullmatch(r"rejected by \S+ \(operator\): not <b>today</b>", text)], told
 
 
 @pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="needs Chromium and chromedriver")

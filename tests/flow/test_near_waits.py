@@ -57,6 +57,8 @@ def near(found: Explanation) -> list[str]:
          "it waits for payload.id = 10, and the event has no such field"),
         (On("Order.Approved", match={"id": 10}), {"id": 10},
          "its type is Order.Approved, and the event's is order.approved: they differ only in upper and lower case"),
+        (On("order.approved", match={"id": 10}, source="Shop"), {"id": 10},
+         "its source is Shop, and the event's is shop: they differ only in upper and lower case"),
         (On("order.approved", match={"id": 10}, source="desk.*"), {"id": 10},
          "its source is desk.*, and the event's is shop"),
         (On("order.approved", where="event.payload.amount > 100"), {"amount": "120"},

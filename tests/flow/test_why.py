@@ -720,6 +720,21 @@ async def step_to_be_retried_again(scene: Scene) -> object:
     return event_id
 
 
+@case(
+    "failed",
+    "fulfil failed: NonRetryable: parameter 'amount' of workflow fulfil is missing in the event; dead letter ",
+    ": publish the event again with a payload that fits; after a change of the code: tidegate dlq replay ",
+)
+async def payload_that_does_not_fit(scene: Scene) -> object:
+    @scene.workflow()
+    async def fulfil(ctx: Context, amount: int) -> None: ...
+
+    await scene.register()
+    event_id = await scene.publish()
+    await scene.execute()
+    return event_id
+
+
 @case("sleeping", "; 1 other step waits too", waits_for="the timer 'short'", seconds=60)
 async def several_timers(scene: Scene) -> object:
     @scene.workflow()
@@ -727,6 +742,27 @@ async def several_timers(scene: Scene) -> object:
         import asyncio
 
         await asyncio.gather(ctx.sleep("1m", name="short"), ctx.sleep("1h", name="long"))
+
+    await scene.register()
+    event_id = await scene.publish()
+    await scene.execute()
+    return event_id
+
+
+@case(
+    "sleeping",
+    "; 1 other step waits too: it waits until 2026-06-01 13:00:00 UTC for the approval 'boss' by ann",
+    "; to decide: tidegate approvals approve ",
+    waits_for="the timer 'short'",
+    seconds=60,
+)
+async def timer_beside_an_approval(scene: Scene) -> object:
+    @scene.workflow()
+    async def fulfil(ctx: Context) -> None:
+        import asyncio
+
+        asked = await ctx.approval("boss", timeout="1h", to="ann")
+        await asyncio.gather(ctx.sleep("1m", name="short"), asked.decision())
 
     await scene.register()
     event_id = await scene.publish()

@@ -323,8 +323,8 @@ def show_run(run_id: str, as_json: bool) -> None:
     for field in (*known, "next_attempt_at", "cancelled_by", "version", "warning"):
         if field == "next_attempt_at" and not _resumes_then(run, found["steps"]):
             continue
-        if run.get(field) is not None:  # the next attempt is when the function is called again, not a retry
-            name = "resumes_at" if field == "next_attempt_at" and run["started_at"] else field
+        if run.get(field) is not None:  # the next attempt is when the function is called, first or again: not a retry
+            name = field if field != "next_attempt_at" else "resumes_at" if run["started_at"] else "starts_at"
             click.echo(f"  {name:<16}{short_time(run[field]) if field.endswith('_at') else run[field]}")
     if run["tags"]:
         click.echo(f"  {'tags':<16}{printable(', '.join(f'{n}:{v}' for n, v in run['tags'].items()))}")

@@ -29,6 +29,10 @@ ENDING_KINDS = ("wait", "sleep")
 SUSPECT_CRASHES = 2
 # A run whose worker died this many times in a row while it was executed alone is dead-lettered.
 MAX_TRIALS = 3
+# How the error of a run begins whose parameters do not fit its function (`Workflow.bind`).
+_MISFIT = re.compile(
+    r"NonRetryable: (parameter '[^']*' of workflow \S+ is (missing|wrong)|workflow \S+ takes no parameter )"
+)
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,3 +180,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     def is_to_be_asked_again(self) -> bool:
         """Whether it is an approval that a retry of the run has reset."""
         return self.kind == "wait" and self.begins_again
+
+
+def is_misfit(error: str) -> bool:
+    """Whether a run failed because its parameters are not those that its function takes: so will every further attempt
+    with the same code."""
+    return _MISFIT.match(error) is not None

@@ -41,6 +41,15 @@ async function waitOf(run) {
 
 const isApproval = (step) => step.kind === "wait" && step.status === "pending" && step.retry_metadata.reason === "approval";
 
+// What was decided, in the words of `tidegate runs show`; "" for another step, or while nobody has.
+function decision(step) {
+  if (step.retry_metadata.reason !== "approval") return "";
+  if (step.is_timed_out) return "nobody decided";
+  const given = step.result?.payload;
+  if (!given) return "";
+  return visible(`${given.approved ? "approved" : "rejected"} by ${given.by} (${given.via})${given.comment ? `: ${firstLine(given.comment)}` : ""}`);
+}
+
 const refusals = new Map(); // by approval, why the last click changed nothing: what is drawn anew says it, too
 
 // Approve or reject, as `tidegate approvals` does; the token needs the scope `operate`.
@@ -94,7 +103,7 @@ export async function runPanel(given) {
     el("div", {}, pill(step.is_timed_out ? "timed out" : step.status), el("b", {}, visible(step.name)), step.retry_attempts && `retries: ${step.retry_attempts}`),
     step.next_attempt_at && el("p", {}, step.kind === "step" ? "next attempt " : "until ", moment(step.next_attempt_at)),
     isApproval(step) && decide(step),
-    step.error ? block(visible(step.error), "error") : step.result !== null && block(json(step.result, 2))));
+    step.error ? block(visible(step.error), "error") : decision(step) ? el("p", {}, decision(step)) : step.result !== null && block(json(step.result, 2))));
   return [run.workflow, [
     el("p", { class: "summary" }, pill(run.status), " ", duration(run), run.attempts > 1 && `, attempt ${run.attempts}`),
     wait,

@@ -49,6 +49,17 @@ def why_step(step: Step, until: datetime | None, awaited: AwaitedChildren | None
     return rule(step, until)
 
 
+def others(steps: Sequence[Step]) -> str:
+    """That other steps wait, too, to be appended; an approval among them is named, since somebody has to decide it."""
+    if not steps:
+        return ""
+    told = "; 1 other step waits too" if len(steps) == 1 else f"; {len(steps)} other steps wait too"
+    asked = next((step for step in steps if step.retry_metadata.get("reason") == APPROVAL), None)
+    if asked is None:
+        return told
+    return f"{told}: {'it' if len(steps) == 1 else 'one'} {why_step(asked, asked.next_attempt_at).text}"
+
+
 def _sleep(step: Step, until: datetime | None) -> Why:
     end = f" until {moment(until)}" if until else ""
     return Why("sleeping", f"sleeps{end} (timer {step.name!r})", f"the timer {step.name!r}", until)

@@ -13,6 +13,7 @@ from tidegate.errors import first_line
 from tidegate.model.delivery import Delivery
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.priority import share_of_event
+from tidegate.model.run import is_misfit
 from tidegate.store.circumstances import DeliveryCircumstances, EventCircumstances, SlotHolder, StoryLetter
 from tidegate.store.windows import WindowFacts
 from tidegate.store.workers import WorkerRecord
@@ -219,6 +220,9 @@ def letter_text(dead: StoryLetter | None) -> tuple[str, datetime | None]:
         text = f"; dead letter {dead.id} is to be replayed by {dead.replay_by} at {moment(dead.replay_at)}{why}"
         return text, dead.replay_at
     refused = f" (its replay was refused: {dead.replay_error})" if dead.replay_error else ""
+    if is_misfit(dead.reason):
+        again = "publish the event again with a payload that fits; after a change of the code: "
+        return f"; dead letter {dead.id}{refused}: {again}tidegate dlq replay {dead.id}", None
     return f"; dead letter {dead.id}{refused}: tidegate dlq replay {dead.id}", None
 
 

@@ -163,9 +163,7 @@ def _waiting(facts: RunFacts, due: datetime) -> Why:
     if waiting:
         first = waiting[0]
         answer = waiting_steps.why_step(first, first.next_attempt_at if is_cut else due, facts.awaited)
-        others = len(waiting) - 1
-        also = f"; {others} other step{'s' * (others > 1)} wait{'s' * (others == 1)} too" if others else ""
-        return answer._replace(text=f"{answer.text}{also}")
+        return answer._replace(text=f"{answer.text}{waiting_steps.others(waiting[1:])}")
     at = "" if is_cut else f" until {moment(due)}"
     if around.retry_attempts:
         said = run.warning or "its function asked for it"

@@ -49,7 +49,8 @@ def why_missed(side: WaitSide, event: Event) -> str | None:
         return None
     found = [of_type[1]] if of_type else []
     if not is_source(pattern.source, event.source):
-        found.append(f"its source is {pattern.source}, and the event's is {event.source}")
+        alike = difference("source", pattern.source, event.source)
+        found.append(alike[1] if alike else f"its source is {pattern.source}, and the event's is {event.source}")
     found += [fields] if fields else []
     if not fields and pattern.where is not None and (where := _where(side, event)) is not None:
         found.append(where)
