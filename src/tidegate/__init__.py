@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tidegate.app import Tidegate
     from tidegate.client import AsyncClient, Client
     from tidegate.errors import (
+        BacklogFull,
         ChildFailed,
         Conflict,
         Forbidden,
@@ -40,6 +41,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "AsyncClient": "client",
+    "BacklogFull": "errors",
     "Batch": "model.window",
     "Breaker": "model.source",
     "Budget": "model.budget",
@@ -68,6 +70,7 @@ _HOMES = {
 
 __all__ = [
     "AsyncClient",
+    "BacklogFull",
     "Batch",
     "Breaker",
     "Budget",

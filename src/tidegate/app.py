@@ -22,6 +22,7 @@ from tidegate.flow.keep import schedule as scheduling
 from tidegate.flow.look.ends import RunEnds, RunHandle
 from tidegate.flow.presence import Presence
 from tidegate.model import typed
+from tidegate.model.backlog import Keep, WhenFull
 from tidegate.model.budget import BudgetSpec, declared_names
 from tidegate.model.by_key import WhileRunning, declared_by_key
 from tidegate.model.declaration import require_given, require_text
@@ -87,35 +88,21 @@ class Tidegate:
         self,
         on: str | None = None,
         *,
-        every: str | int | float | None = None,
-        cron: str | None = None,
-        timezone: str | None = None,
+        every: str | int | float | None = None, cron: str | None = None, timezone: str | None = None,
         overlap: Overlap | None = None,
-        source: str = "*",
-        where: str | None = None,
-        predicates: list[dict[str, Any]] | None = None,
+        source: str = "*", where: str | None = None, predicates: list[dict[str, Any]] | None = None,
         params: dict[str, Any] | None = None,
-        throttle: str | None = None,
-        max_concurrency: int | None = None,
-        concurrency_key: str | None = None,
-        idempotency_key: str | None = None,
-        idempotency_window: str | int | float | None = None,
-        debounce: str | int | float | None = None,
-        max_wait: str | int | float | None = None,
-        leading: bool = False,
-        batch: CollectPolicy | None = None,
-        skip_over: str | None = None,
-        while_running: WhileRunning | None = None,
+        throttle: str | None = None, max_concurrency: int | None = None, concurrency_key: str | None = None,
+        idempotency_key: str | None = None, idempotency_window: str | int | float | None = None,
+        debounce: str | int | float | None = None, max_wait: str | int | float | None = None, leading: bool = False,
+        batch: CollectPolicy | None = None, skip_over: str | None = None, while_running: WhileRunning | None = None,
+        max_waiting: int | None = None, when_full: WhenFull | None = None, keep: Keep | None = None,
         key: str | None = None,
-        retry: RetryPolicy | None = None,
-        breaker: BreakerPolicy | None = None,
-        priority: int = 1,
-        budgets: Sequence[BudgetSpec | str] = (),
-        timeout: str | int | float | None = None,
+        retry: RetryPolicy | None = None, breaker: BreakerPolicy | None = None, priority: int = 1,
+        budgets: Sequence[BudgetSpec | str] = (), timeout: str | int | float | None = None,
         cancel_on: str | On | list[str | On] | tuple[str | On, ...] = (),
-        version: str | None = None,
-        name: str | None = None,
-    ) -> Callable[[Function], Function]:
+        version: str | None = None, name: str | None = None,
+    ) -> Callable[[Function], Function]:  # fmt: skip
         """Declare a workflow: the function runs for each matching event of type `on`, or on a schedule.
 
         Events: `on` (type) and `source` are exact or contain `*`; `where` (CEL) and `predicates` filter further; or a
@@ -124,9 +111,10 @@ class Tidegate:
         Limits: `throttle` ("20/min"), `max_concurrency` (per `concurrency_key`), `breaker`, `budgets`, `priority`; one
         run per `idempotency_key` within `idempotency_window` (one day; 0: forever). `retry`: of held deliveries.
         By `key`: one run for many events (`debounce`, `max_wait`, `leading`; `batch`); what is over `skip_over` is
-        skipped; `while_running` an earlier run: "skip" the new one, "cancel" it, or "queue". `timeout`: of a run, waits
-        included. `version`: of the code; by default, its hash. `cancel_on`: events that cancel a run; a type alone
-        means those with its correlation id. `name`: the slug; by default, the function's name. Raises AppError."""
+        skipped; `while_running` an earlier run: "skip" the new one, "cancel" it, or "queue"; `max_waiting` may wait,
+        then `when_full`, or `keep` the "latest" only, none for more than `max_wait`. `timeout`: of a run, with waits.
+        `version`: of the code; by default, its hash. `cancel_on`: events that cancel a run; a type alone means those
+        with its correlation id. `name`: the slug; by default, the function's name. Raises AppError."""
         fields = {
             "where": where, "parameter_template": params, "idempotency_key": idempotency_key, "key": key,
             "concurrency_key": concurrency_key, "max_concurrency": max_concurrency, "breaker": breaker, "retry": retry,
@@ -134,7 +122,8 @@ class Tidegate:
 
         def build(slug: str, function: Function) -> tuple[Workflow, ScheduleSpec | None]:
             schedule = declared(every, cron, timezone, overlap)
-            keys = declared_by_key(fields, on, schedule, (debounce, max_wait, leading, batch), skip_over, while_running)
+            window, waiting = (debounce, max_wait, leading, batch), (max_waiting, when_full, keep)
+            keys = declared_by_key(fields, on, schedule, window, skip_over, while_running, waiting)
             shared = {"budgets": declared_names(budgets, self.budgets), "priority": priority}
             given = {**_launched_by(slug, on, source, schedule), **fields, **keys, **shared}
             spec = _spec(given, predicates, throttle, idempotency_window)

@@ -16,6 +16,7 @@ import msgspec
 from tidegate import client_tls, settings
 from tidegate.client_runs import MAX_WAIT_SECONDS, Answer, AsyncClientRun, ClientRun, Ending, runs_of, start_body
 from tidegate.errors import (
+    BacklogFull,
     Conflict,
     FieldError,
     Forbidden,
@@ -162,7 +163,7 @@ def _refusal(response: httpx.Response) -> TidegateError:
 
 def _unavailable(status: int, problem: dict[str, object]) -> type[Unavailable]:
     if status == 429:
-        return TooManyRequests
+        return BacklogFull if problem.get("type") == BacklogFull.PROBLEM_TYPE else TooManyRequests
     return Overloaded if problem.get("type") == Overloaded.PROBLEM_TYPE else Unavailable
 
 

@@ -10,6 +10,7 @@ TidegateError
 ├── Unavailable            the database (or another part) cannot be used right now; retry               503
 │   ├── Overloaded         too many requests are in progress; retry later                               503
 │   ├── TooManyRequests    the token has used up its rate; retry later                                  429
+│   │   └── BacklogFull    as many events of the source wait as may; retry later                        429
 │   └── SecretsUnreadable  a stored secret is encrypted with a key that this process does not have      503
 ├── RequestRefused         the server answered a client with an error; `status` and `problem` say why   any other
 ├── SchemaError            the database's schema does not fit this version of Tidegate
@@ -107,6 +108,17 @@ class Overloaded(Unavailable):
 
 class TooManyRequests(Unavailable):
     """The token has made as many requests as its rate allows."""
+
+
+class BacklogFull(TooManyRequests):
+    """As many events of a source wait as its `max_waiting` allows; `errors` names the fields. Nothing was stored."""
+
+    # The `type` of its problem body, by which a client distinguishes it from another 429.
+    PROBLEM_TYPE: ClassVar[str] = "urn:tidegate:backlog-full"
+
+    def __init__(self, message: str, retry_after_seconds: int = 5, errors: list[FieldError] | None = None) -> None:
+        super().__init__(message, retry_after_seconds)
+        self.errors = errors or []
 
 
 class SecretsUnreadable(Unavailable):

@@ -26,6 +26,8 @@ POINTS = frozenset(
         "window.closing",
         "delivery_retry.before_commit",
         "delivery_retry.after_commit",
+        "stale.before_commit",
+        "stale.after_commit",
         "delivery_replan.before_commit",
         "replan.before_commit",
         "run.after_claim",

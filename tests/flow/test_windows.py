@@ -449,7 +449,7 @@ async def test_keys_that_fail_fail_the_event_alone(taken: Taken) -> None:
 
 WRONG: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"debounce": "30s", "batch": Batch(2, "5s")}, "batch: cannot be combined with debounce"),
-    (lambda: {"max_wait": "5m"}, "max_wait: requires debounce"),
+    (lambda: {"batch": Batch(2, "5s"), "max_wait": "5m"}, "max_wait: cannot be combined with batch"),
     (lambda: {"batch": Batch(2, "5s"), "leading": True}, "leading: requires debounce"),
     (lambda: {"debounce": "soon"}, "debounce: a duration is written like"),
     (lambda: {"debounce": "1m", "max_wait": "30s"}, "must be at least debounce_ms"),

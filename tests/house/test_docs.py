@@ -87,6 +87,7 @@ async def test_the_queries_of_sizes_find_the_days(connection: Connection) -> Non
 def test_public_names() -> None:
     assert sorted(n for n in tidegate.__all__ if n != "__version__") == [
         "AsyncClient",
+        "BacklogFull",
         "Batch",
         "Breaker",
         "Budget",

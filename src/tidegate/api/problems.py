@@ -8,6 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from tidegate.errors import (
+    BacklogFull,
     Conflict,
     FieldError,
     Forbidden,
@@ -96,6 +97,6 @@ def response(exc: Exception) -> Response:
             )
     detail = str(exc.args[0]) if exc.args else TITLES[status]
     shown: list[dict[str, Any]] = [{"field": e.field, "message": e.message} for e in errors[:100]]
-    kind = Overloaded.PROBLEM_TYPE if isinstance(exc, Overloaded) else "about:blank"
+    kind = exc.PROBLEM_TYPE if isinstance(exc, Overloaded | BacklogFull) else "about:blank"
     body = ProblemBody(kind, TITLES.get(status, "Error"), status, detail, shown)
     return Response(msgspec.json.encode(body), status, headers, media_type="application/problem+json")

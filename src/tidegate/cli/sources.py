@@ -17,7 +17,8 @@ from tidegate.model.units import written_duration, written_rate
 _Source = dict[str, Any]
 # The API's field names, and the arguments and options that set them.
 _NAMES = {"limit": "RATE", "interval_ms": "RATE", "pause_ms": "--pause", "window_ms": "--window",
-          "threshold": "--threshold", "ratio": "--ratio", "weight": "WEIGHT"}  # fmt: skip
+          "threshold": "--threshold", "ratio": "--ratio", "weight": "WEIGHT", "max_waiting": "--max-waiting",
+          "when_full": "--when-full"}  # fmt: skip
 
 
 @click.group()
@@ -35,8 +36,7 @@ def list_sources(as_json: bool) -> None:
         print_json({"sources": found})
         return
     rows = [
-        (s["source"], _limit(s), str(s["weight"]), str(s["waiting"]), _next(s), s["updated_by"], _state(s))
-        for s in found
+        (s["source"], _limit(s), str(s["weight"]), _waiting(s), _next(s), s["updated_by"], _state(s)) for s in found
     ]
     empty = "No source has a limit, a weight, a pause, a breaker or waiting events."
     print_table(("SOURCE", "LIMIT", "WEIGHT", "WAITING", "NEXT", "CHANGED BY", "STATE"), rows, empty)
@@ -82,6 +82,26 @@ def weight_of_source(source: str, weight: int, as_json: bool) -> None:
     default."""
     changed = _change("PUT", _path(source, "weight"), {"weight": weight})
     _print_changed(changed, as_json, f"weight {changed['weight']}")
+
+
+@sources.command("backlog")
+@click.argument("source")
+@click.option("--max-waiting", type=int, default=None, metavar="N", help="How many of its events may wait, at most.")
+@click.option(
+    "--when-full",
+    type=click.Choice(["refuse", "drop_oldest", "dead_letter"]),
+    default=None,
+    help="What happens to one more: it is refused with 429 (default), the oldest leaves, or it becomes a dead letter.",
+)
+@click.option("--remove", is_flag=True, help="Remove the cap.")
+@json_option
+def backlog_of_source(source: str, max_waiting: int | None, when_full: str | None, remove: bool, as_json: bool) -> None:
+    """Cap how many events of SOURCE may be undecided or held at a time."""
+    if remove == (max_waiting is not None) or (remove and when_full is not None):
+        raise click.UsageError("give --max-waiting N (optionally with --when-full), or --remove alone")
+    body = {"max_waiting": max_waiting} | ({"when_full": when_full} if when_full else {})
+    changed = _change("DELETE" if remove else "PUT", _path(source, "backlog"), None if remove else body)
+    _print_changed(changed, as_json, _backlog(changed) or "no cap on what waits")
 
 
 @sources.command("breaker")
@@ -153,6 +173,22 @@ def _limit(source: _Source) -> str:
         return "no limit"
     text = written_rate(source["limit"], source["interval_ms"])
     return f"{text}, pause {written_duration(source['pause_ms'])}" if source["pause_ms"] else text
+
+
+def _waiting(source: _Source) -> str:
+    """How many of its events wait, and how many may."""
+    if source["max_waiting"] is None:
+        return str(source["waiting"])
+    return f"{source['waiting'] + source['undecided']} of {source['max_waiting']}"
+
+
+def _backlog(source: _Source) -> str:
+    """The cap on what waits, in words; empty without one."""
+    if source["max_waiting"] is None:
+        return ""
+    then = {"refuse": "then publishing is refused", "drop_oldest": "then the oldest leaves",
+            "dead_letter": "then new ones become dead letters"}[source["when_full"]]  # fmt: skip
+    return f"at most {source['max_waiting']} events wait, {then}"
 
 
 def _policy(source: _Source) -> str:

@@ -25,6 +25,7 @@ _WRITTEN = {
     "": {"idempotency_window": "idempotency_window_ms"},
     "retry": {"base": "base_ms", "cap": "max_ms", "jitter": "jitter_ratio", "max_age": "max_age_ms"},
     "breaker": {"window": "window_ms", "pause": "pause_ms"},
+    "backlog": {"max_wait": "max_wait_ms"},
     "collect": {"debounce": "debounce_ms", "max_wait": "max_wait_ms", "size": "batch_size", "within": "batch_ms"},
 }
 
@@ -77,7 +78,7 @@ def trigger_fields(given: dict[str, Any], *, keep_version: bool) -> tuple[dict[s
         count, window_ms = (None, None) if rate is None else _unit(units.rate, rate, "skip_over")
         fields |= {"skip_over_count": count, "skip_over_window_ms": window_ms}
     fields = _as_sent(fields, "", names)
-    for name in ("retry", "breaker", "collect"):
+    for name in ("retry", "breaker", "collect", "backlog"):
         if isinstance(fields.get(name), dict):
             fields[name] = _as_sent(fields[name], name, names)
     return fields, names

@@ -28,6 +28,7 @@ from tidegate.cli.trigger_files import read_object, set_fields, trigger_fields
 from tidegate.cli.wording import written_as
 from tidegate.client import Client
 from tidegate.errors import NotFound
+from tidegate.model.backlog import BacklogPolicy
 from tidegate.model.units import written_duration, written_rate
 from tidegate.model.window import CollectPolicy
 
@@ -292,6 +293,8 @@ def _limits(trigger: dict[str, Any]) -> str:
         parts.append("cancels the run before")
     if trigger.get("collect") is not None:
         parts.append(f"windows{' per key' if trigger['key'] else ''}")
+    if trigger.get("backlog") is not None:
+        parts.append(f"{msgspec.convert(trigger['backlog'], BacklogPolicy)}{' per key' if trigger['key'] else ''}")
     if trigger["priority"] != 1:
         parts.append(f"priority {trigger['priority']}")
     if trigger.get("budgets"):

@@ -18,6 +18,7 @@ accept: who may publish, what is valid, what is stored. 202 only after the commi
     lookups             bounded, cached reads on behalf of unauthenticated clients
     refusals            keep refused publish requests for a while, for `explain`
     approvals           make and check the links that decide approvals
+    backlog             caps on what waits of a source: refuse, drop the oldest, dead-letter
     ingest              store events and their inbox rows; concurrent requests share commits
     start_targets       the trigger that a start of a workflow is for
     starts              start a workflow by name
@@ -31,6 +32,7 @@ once, so an event is never half decided.
     deliver             per event and trigger: launch, hold, skip or fail; pure
     whole_batch         do all limits have room for a whole batch? then it is launched in one go; pure
     budgets             do the budgets of a trigger have room for a launch, and which of them holds it; pure
+    backlog             a trigger's policy for what waits: keep a newcomer out, or let others leave for it
     delivery_state      load what `deliver` depends on under the triggers' locks, and save what it changed
     batch               match, deliver and create runs, for new and retried events alike
     inbox               which undecided events a batch takes: sources have shares
@@ -46,6 +48,7 @@ hold: waiting events and deliveries. A row decides whether and when; the queue o
     event_retry         held events whose slot has come pass the gate again
     arrivals            events for a later time meet the gate at that time, like new ones
     delivery_retry      due deliveries are decided again
+    stale               deliveries that have waited for longer than `max_wait` leave
     closing             the time of a window has come: which of its events stand, which one gives the arguments
     budget_lines        who of those that wait for a budget may be decided now
     delivery_check      does a due delivery still stand, by event and trigger as they are now; pure

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, get_args
 
+from tidegate.model.backlog import Keep, WhenFull, declared_backlog
 from tidegate.model.schedule import ScheduleSpec
 from tidegate.model.units import rate
 from tidegate.model.window import CollectPolicy, declared_policy
@@ -21,11 +22,18 @@ def declared_by_key(
     window: tuple[Duration, Duration, bool, CollectPolicy | None],
     skip_over: str | None,
     while_running: WhileRunning | None,
+    waiting: tuple[int | None, WhenFull | None, Keep | None] = (None, None, None),
 ) -> dict[str, object]:
-    """The trigger's fields; `window` are `debounce`, `max_wait`, `leading` and `batch`. ValueError names what is
-    wrong."""
-    collect = declared_policy(on, *window)
+    """The trigger's fields; `window` are `debounce`, `max_wait`, `leading` and `batch`, `waiting` are `max_waiting`,
+    `when_full` and `keep`. ValueError names what is wrong."""
+    debounce, max_wait, leading, batch = window
+    if batch is not None and max_wait is not None:
+        raise ValueError("max_wait: cannot be combined with batch, which has its own time, as in Batch(100, '5s')")
+    of_window = max_wait if debounce is not None else None  # without debounce, it is how long anything may wait
+    collect = declared_policy(on, debounce, of_window, leading, batch)
     given: dict[str, object] = {"collect": collect} | _one_at_a_time(schedule, fields)
+    backlog = declared_backlog(on, *waiting, max_wait if debounce is None else None)
+    given["backlog"] = backlog
     if skip_over is not None:
         if on is None:
             raise ValueError("skip_over: requires on: it skips events")
@@ -48,7 +56,7 @@ def declared_by_key(
         "overlap": "skip" if while_running == "skip" else "queue",
         "cancel_running": while_running == "cancel",
     }
-    if collect is None and skip_over is None:
+    if collect is None and skip_over is None and backlog is None:
         given["key"] = None
     return given
 

@@ -22,7 +22,8 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one attempt at a step, or a timer; `result` is JSON text. Ignored if the claim has been lost.
 
     It continues `delay_ms` after the database's current time. `is_new`: this step has no row yet. `event` is published
-    and `children` are started in the same transaction; `waits` are the events that it begins to wait for.
+    (`has_cap`: its source has a cap on what waits) and `children` are started in the same transaction; `waits` are the
+    events that it begins to wait for.
     """
 
     id: StepId
@@ -40,6 +41,7 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     blocks: LaunchBlock | None = None
     is_new: bool = False
     event: NewEvent | None = None
+    has_cap: bool = False
     waits: Sequence[NewWait] = ()
     children: ChildBatch | None = None
 

@@ -12,6 +12,8 @@ import msgspec
 import re2
 
 from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.backlog import BacklogPolicy
+from tidegate.model.backlog import check_policy as check_backlog
 from tidegate.model.budget import CannotSpend, CompiledBudget, Need, names_errors
 from tidegate.model.event import RESERVED, Event
 from tidegate.model.expression import compile_expression
@@ -61,6 +63,7 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
     skip_over_window_ms: int | None = None
     cancel_running: bool = False
     budgets: list[str] = []
+    backlog: BacklogPolicy | None = None
 
     @property
     def throttle(self) -> RateLimit | None:
@@ -85,6 +88,7 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
             or self.collect is not None
             or self.skip_over_count is not None
             or bool(self.budgets)
+            or (self.backlog is not None and self.backlog.keep is not None)
         )
 
     @property
@@ -172,6 +176,9 @@ class CompiledTrigger:
         self._key = _compile_key(trigger.key, "key", errors)
         if trigger.collect is not None:
             check_policy(trigger.collect, errors)
+        if trigger.backlog is not None:
+            collects = trigger.collect is not None
+            check_backlog(trigger.backlog, collects=collects, cancels=trigger.cancel_running, errors=errors)
         self.is_limited = trigger.is_limited  # asked for every delivery
         # Whether it reads only the payload of an event, as most triggers do: then the envelope is not built.
         is_plain = all(
@@ -292,10 +299,10 @@ def check_spec(spec: TriggerSpec, workflow: str, parameter_names: list[str]) -> 
     if spec.concurrency_key is not None and spec.max_concurrency is None:
         error = "is required with concurrency_key: it is the maximum number of unfinished runs per key"
         raise InvalidInput(f"{_called(spec.name)} is not valid", [FieldError("max_concurrency", error)])
-    if spec.key is not None and spec.collect is None and spec.skip_over_count is None:
+    if spec.key is not None and spec.collect is None and spec.skip_over_count is None and spec.backlog is None:
         error = (
-            "requires debounce or batch (collect in a file), skip_over or, in code, while_running: it is the key by "
-            "which events are collected, counted or run one at a time"
+            "requires debounce or batch (collect in a file), skip_over, max_waiting or keep (backlog in a file) or, in "
+            "code, while_running: it is the key by which events are collected, counted or run one at a time"
         )
         raise InvalidInput(f"{_called(spec.name)} is not valid", [FieldError("key", error)])
     unset = uuid.UUID(int=0)

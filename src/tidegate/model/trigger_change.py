@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tidegate.errors import FieldError, InvalidInput
+from tidegate.model.backlog import BacklogPolicy
 from tidegate.model.conversion import convert
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
@@ -51,6 +52,7 @@ class TriggerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     skip_over_window_ms: int | UnsetType | None = UNSET
     cancel_running: bool | UnsetType | None = UNSET
     budgets: list[str] | UnsetType | None = UNSET
+    backlog: BacklogPolicy | UnsetType | None = UNSET
     status: TriggerStatus | UnsetType = UNSET
 
 

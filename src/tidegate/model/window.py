@@ -180,6 +180,15 @@ class Windows:
         """When each of them closes."""
         return {window.id: window.closes_at for window in self._seen}
 
+    def opens(self, policy: CollectPolicy, of: tuple[TriggerId, str] | None, now: datetime) -> bool:
+        """Whether one more event of a trigger and key would open a window that waits."""
+        window = self._open.get(of) if of is not None else None
+        if window is None:
+            return not policy.leading
+        return not window.takes(policy, now) and (
+            not policy.leading or (window.state == "quiet" and now < window.closes_at)
+        )
+
     def collect(
         self, policy: CollectPolicy, own_id: DeliveryId, event: Event, trigger: tuple[TriggerId, int], key: str,
         now: datetime,

@@ -173,7 +173,7 @@ update tidegate.workflow_trigger_deliveries d
    set status = 'matched', retry_state = 'scheduled', next_attempt_at = tidegate.now(), retry_attempts = 0,
        throttled_until = null, workflow_run_id = null, reason = 'replay', last_error = 'replayed by ' || $3::text,
        retry_metadata = jsonb_build_object('reason', 'replay', 'dead_letter_id', $2::uuid), replayed_from = $2::uuid,
-       source = e.source, ingress_sequence = e.ingress_sequence,
+       source = e.source, ingress_sequence = e.ingress_sequence, backlog_key = null, stale_at = null,
        plan_version = coalesce((select g.plan_version from tidegate.event_scheduler_triggers g
                                  where g.trigger_id = d.trigger_id), d.plan_version),
        claim_generation = d.claim_generation + 1, updated_at = tidegate.now()

@@ -76,6 +76,7 @@ class Taken(NamedTuple):
     trigger_version: int
     window_id: DeliveryId | None = None
     budget: str | None = None
+    stale_at: datetime | None = None
 
 
 class Stale(NamedTuple):

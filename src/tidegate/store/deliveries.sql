@@ -106,11 +106,11 @@ select c.is_unrestricted, r.delivery_id, r.parameters from checked c left join c
 insert into tidegate.workflow_trigger_deliveries
   (id, trigger_id, event_id, trigger_version, status, attempts, dedupe_key, last_error, throttled_until, retry_state,
    next_attempt_at, retry_attempts, retry_metadata, reason, source, concurrency_key, ingress_sequence, plan_version,
-   created_at, updated_at, budget, budget_key, budget_cost)
+   created_at, updated_at, budget, budget_key, budget_cost, backlog_key, stale_at)
 select u.id, u.trigger_id, u.event_id, u.trigger_version, u.status, 1, u.dedupe_key, u.last_error,
        case when u.status = 'throttled' then u.next_attempt_at end, 'scheduled', u.next_attempt_at, u.retry_attempts,
        u.metadata::jsonb, u.reason, u.source, u.concurrency_key, u.ingress_sequence, u.plan_version, $16, $16, b.name, b.key,
-       b.cost
+       b.cost, u.metadata::jsonb #>> '{backlog,key}', (u.metadata::jsonb #>> '{backlog,until}')::timestamptz
   from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::text[], $8::timestamptz[],
               $9::bigint[], $10::text[], $11::text[], $12::text[], $13::bigint[], $14::bigint[], $15::text[])
     as u (id, trigger_id, event_id, trigger_version, status, dedupe_key, last_error, next_attempt_at, retry_attempts,
@@ -159,7 +159,7 @@ select d.id, t.trigger_id, d.source, d.reason, d.budget, d.budget_key
 -- Locks those of the given deliveries that are still due at $2, oldest event first. That is the time by which they are decided:
 -- none is launched before its own, but the first in line of a budget, whose time is when it is expected to have room.
 select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source,
-       d.concurrency_key, d.trigger_version, d.window_id, d.budget
+       d.concurrency_key, d.trigger_version, d.window_id, d.budget, d.stale_at
   from tidegate.workflow_trigger_deliveries d
  where d.id = any ($1::uuid[]) and d.retry_state = 'scheduled'
    and (d.next_attempt_at <= $2::timestamptz or d.reason = 'budget')
@@ -187,7 +187,9 @@ with input as materialized (
          plan_version = u.plan_version, claim_generation = d.claim_generation + 1, updated_at = $1::timestamptz,
          budget = case when u.reason = 'budget' then u.metadata::jsonb #>> '{waits_for,budget,name}' end,
          budget_key = case when u.reason = 'budget' then u.metadata::jsonb #>> '{waits_for,budget,key}' end,
-         budget_cost = case when u.reason = 'budget' then (u.metadata::jsonb #>> '{waits_for,budget,cost}')::bigint end
+         budget_cost = case when u.reason = 'budget' then (u.metadata::jsonb #>> '{waits_for,budget,cost}')::bigint end,
+         backlog_key = coalesce(u.metadata::jsonb #>> '{backlog,key}', d.backlog_key),
+         stale_at = coalesce((u.metadata::jsonb #>> '{backlog,until}')::timestamptz, d.stale_at)
     from input u
    where d.id = u.id and d.retry_state = 'scheduled'
   returning d.id

@@ -9,6 +9,9 @@ The order, where a transaction takes several:
 5. events or deliveries
 6. runs
 7. steps
+8. backlogs of sources that have a cap (advisory lock 8704, by name), by who publishes. Whoever holds one waits for
+   nobody, but to drop the oldest for the row of that source, which a batch may hold: if that waits for a run of the
+   publisher, one of them is rolled back and begins again
 
 Transactions that launch share the advisory locks of their sources and of the triggers; a transaction that pauses or
 changes one takes its lock exclusively. So when a pause or a change returns, nothing decided before it is in progress.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tidegate.model.backlog import SourceWhenFull
 from tidegate.model.ids import RunId
 from tidegate.model.outcome_window import width_ms
 from tidegate.model.source import BreakerPolicy, BreakerState, Gate, Hold, RateLimit, SourceBreakerPolicy
@@ -83,6 +84,9 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: datetime
     updated_at: datetime
     weight: int
+    max_waiting: int | None
+    when_full: SourceWhenFull | None
+    undecided: int
 
 
 class SourceMetrics(msgspec.Struct, frozen=True, kw_only=True):

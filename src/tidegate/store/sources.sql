@@ -108,7 +108,8 @@ select source from tidegate.event_scheduler_sources where is_replanning order by
 -- one of them.
 select s.source, s.rate_limit, s.interval_ms, s.pause_ms, s.limit_set_by, s.paused_at, s.paused_until, s.pause_reason,
        s.paused_by, s.breaker, s.breaker_set_by, s.breaker_state, s.breaker_until, s.breaker_reason, s.throttled_until, s.version, s.updated_by,
-       s.created_at, s.updated_at, s.weight, w.waiting, w.next_attempt_at
+       s.created_at, s.updated_at, s.weight, s.max_waiting, s.when_full, w.waiting, w.next_attempt_at,
+       case when s.max_waiting is null then 0 else (select count(*) from tidegate.event_inbox i where i.source = s.source) end as undecided
   from tidegate.event_scheduler_sources s,
        lateral (select count(*) as waiting, min(next_attempt_at) as next_attempt_at
                   from tidegate.event_ingress_retries r

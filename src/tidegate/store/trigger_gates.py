@@ -31,7 +31,7 @@ MAX_KNOWN = 100_000
 
 
 class LockedTrigger(NamedTuple):
-    """A trigger whose row this transaction holds."""
+    """A trigger whose row this transaction holds. `has_backlog`: a policy says what may wait."""
 
     gate: TriggerGate
     plan_version: int
@@ -41,6 +41,7 @@ class LockedTrigger(NamedTuple):
     retry: RetryPolicy | None
     breaker: BreakerPolicy | None
     budgets: Sequence[str] = ()
+    has_backlog: bool = False
 
 
 class Slots(NamedTuple):
@@ -250,9 +251,8 @@ async def resume(connection: Connection, trigger_id: TriggerId) -> None:
 def _locked(row: Row) -> LockedTrigger:
     fields: dict[str, Any] = dict(row)
     count, window_ms = fields.pop("throttle_count"), fields.pop("throttle_window_ms")
-    rest = {
-        name: fields.pop(name) for name in ("plan_version", "is_replanning", "refused_at", "max_concurrency", "budgets")
-    }
+    own = ("plan_version", "is_replanning", "refused_at", "max_concurrency", "budgets", "has_backlog")
+    rest = {name: fields.pop(name) for name in own}
     retry, breaker = fields.pop("retry"), fields.pop("breaker")
     limit = RateLimit(limit=count, interval_ms=window_ms) if count is not None else None
     return LockedTrigger(

@@ -9,7 +9,8 @@ on conflict (trigger_id) do nothing
 -- others ($2) those that are paused or whose breaker is not closed.
 select g.trigger_id, g.ring, g.ring_at, g.ring_width_us, g.spent_at, g.drain_at, g.paused_at, g.paused_until, g.pause_reason,
        g.paused_by, g.breaker_state, g.breaker_until, g.breaker_reason, g.breaker_at, g.failed_trials, g.outcomes, g.counting_until, g.probe_run_id, g.closed_until,
-       g.closed_reason, g.plan_version, g.is_replanning, g.refused_at, t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.budgets
+       g.closed_reason, g.plan_version, g.is_replanning, g.refused_at, t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.budgets,
+       t.backlog is not null as has_backlog
   from tidegate.event_scheduler_triggers g
   join tidegate.workflow_event_triggers t on t.id = g.trigger_id
  where g.trigger_id = any ($1::uuid[])
@@ -68,7 +69,7 @@ select w.*, f.concurrency_key, f.in_use, s.paused_until, s.pause_reason, s.pause
        tidegate.now() as now, (select version from tidegate.registry_version) as registry_version
   from freed f
  cross join lateral (select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source,
-                       d.trigger_version, d.window_id, d.budget
+                       d.trigger_version, d.window_id, d.budget, d.stale_at
                   from tidegate.workflow_trigger_deliveries d
                  where d.trigger_id = f.trigger_id and d.concurrency_key = f.concurrency_key
                    and d.retry_state = 'scheduled' and d.reason = 'concurrency'

@@ -191,6 +191,7 @@ def _columns(spec: TriggerSpec) -> tuple[Any, ...]:
         spec.skip_over_window_ms,
         spec.cancel_running,
         spec.budgets,
+        None if spec.backlog is None else _json(spec.backlog),
     )
 
 

@@ -38,10 +38,11 @@ on conflict (id) do update
 -- already: the caller has asked. $13 is the time.
 insert into tidegate.workflow_trigger_deliveries
   (id, trigger_id, event_id, trigger_version, status, attempts, dedupe_key, last_error, retry_state, next_attempt_at, retry_metadata,
-   reason, source, concurrency_key, ingress_sequence, window_id, created_at, updated_at, plan_version)
+   reason, source, concurrency_key, ingress_sequence, window_id, created_at, updated_at, plan_version, backlog_key)
 select u.id, u.trigger_id, u.event_id, u.trigger_version, 'collected', 1, u.dedupe_key, u.last_error, u.retry_state, u.next_attempt_at,
        u.metadata::jsonb, 'window', u.source, u.concurrency_key, u.ingress_sequence, u.window_id, $13, $13,
-       coalesce((select g.plan_version from tidegate.event_scheduler_triggers g where g.trigger_id = u.trigger_id), 0)
+       coalesce((select g.plan_version from tidegate.event_scheduler_triggers g where g.trigger_id = u.trigger_id), 0),
+       u.metadata::jsonb #>> '{backlog,key}'
   from unnest($1::uuid[], $2::uuid[], $3::uuid[], $4::bigint[], $5::text[], $6::text[], $7::text[], $8::timestamptz[], $9::text[],
               $10::text[], $11::bigint[], $12::uuid[], $14::text[])
     as u (id, trigger_id, event_id, trigger_version, dedupe_key, last_error, retry_state, next_attempt_at, source,

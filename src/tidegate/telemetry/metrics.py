@@ -90,6 +90,17 @@ BUDGET_HELD = Counter(
     "tidegate_budget_held", "Deliveries that a budget held, by what it lacked: rate, concurrency, line, closed, paused",
     ["budget", "why"], registry=REGISTRY,
 )  # fmt: skip
+LEFT_BACKLOG = Counter(
+    "tidegate_backlog_left",
+    "Events and deliveries that a backlog policy kept out or took out, by kind (source, trigger), name and outcome",
+    ["kind", "name", "outcome"], registry=REGISTRY,
+)  # fmt: skip
+FILLING_BACKLOGS = Gauge(
+    "tidegate_filling_backlogs",
+    "Backlogs that are filled to 80 % of what may wait, or more",
+    ["kind"],
+    registry=REGISTRY,
+)
 DEFERRED = Gauge("tidegate_deferred", "Waiting items, by kind and reason", ["kind", "reason"], registry=REGISTRY)
 QUEUE_DEPTH = Gauge(
     "tidegate_queue_depth", "Work by queue and state: ready, delayed, active", ["queue", "state"], registry=REGISTRY
@@ -172,6 +183,7 @@ class SharedState(NamedTuple):
     dead_letters: Mapping[str, int]
     history_overdue_seconds: int
     last_processed: float | None
+    filling_backlogs: Mapping[str, int]
 
 
 def source_label(source: str) -> str:
@@ -244,6 +256,11 @@ def held_by_budget(budget: str, why: str) -> None:
     BUDGET_HELD.labels(_capped(budget, _budgets, MAX_BUDGETS), why).inc()
 
 
+def left_backlog(kind: str, name: str, outcome: str, count: int = 1) -> None:
+    """Count what a backlog policy did: refused, dropped, dead_lettered, skipped, superseded, too_old."""
+    LEFT_BACKLOG.labels(kind, source_label(name) if kind == "source" else trigger_label(name), outcome).inc(count)
+
+
 _http_requests = cache(HTTP_REQUESTS.labels)
 
 
@@ -259,7 +276,8 @@ def webhook(source: str | None, outcome: str) -> None:
 
 def show(state: SharedState | None) -> None:
     """Set the gauges; None (the database is unavailable) removes them instead of keeping old values."""
-    for gauge in (DEFERRED, QUEUE_DEPTH, OLDEST_DUE_AGE, DEAD_LETTERS, OPEN_BREAKERS, OVERDUE_RETRIES, EXPIRED_CLAIMS):
+    by_label = (DEFERRED, QUEUE_DEPTH, OLDEST_DUE_AGE, DEAD_LETTERS, OPEN_BREAKERS, OVERDUE_RETRIES, EXPIRED_CLAIMS)
+    for gauge in (*by_label, FILLING_BACKLOGS):
         gauge.clear()
     DATABASE_UP.set(state is not None)
     unknown = float("nan")
@@ -284,6 +302,7 @@ def show(state: SharedState | None) -> None:
         (OPEN_BREAKERS, state.open_breakers),
         (OVERDUE_RETRIES, state.overdue_retries),
         (EXPIRED_CLAIMS, state.expired_claims),
+        (FILLING_BACKLOGS, state.filling_backlogs),
     ):
         for kind, count in counts.items():
             gauge.labels(kind).set(count)

@@ -22,6 +22,7 @@ from tidegate.flow.hold.delivery_plan import DeliveryPlans, DeliveryReplan
 from tidegate.flow.hold.delivery_retry import DeliveryRetry, DeliveryTurn
 from tidegate.flow.hold.event_plan import EventPlans, EventReplan
 from tidegate.flow.hold.event_retry import EventRetry
+from tidegate.flow.hold.stale import StaleDeliveries
 from tidegate.flow.keep import secrets
 from tidegate.flow.keep.days import Days
 from tidegate.flow.keep.event_replay import Replays
@@ -80,6 +81,7 @@ class Worker:
         self._queue = open_queue(settings, self._database)
         matcher = Matcher()  # shared by all stages, so that each trigger is compiled once
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
+        self._stale = StaleDeliveries(self._database, after_leave=lambda: self._queue.hint("deliveries"))
         self._waits = {"retries": 0.0, "deliveries": 0.0, "runs": 0.0, "schedules": 0.0, "replays": 0.0, "prune": 0.0}
         self._served = dict(workflows)  # http workflows are added as they are created
         self._presence = Presence("worker", on_unfit=self._unfit, retention=settings.retention)
@@ -141,13 +143,9 @@ class Worker:
         batch = new_batch(claim=self._runner.claim, after_claim=self._runner.start)
         dispatching = Dispatching(new_dispatch, new_batch, batch, self._runner, queue.wake("inbox"))
         retry = EventRetry(
-            self._database,
-            batch_size=settings.batch_size,
-            after_launch=lambda: queue.hint("runs"),
-            after_plan=lambda: queue.hint("plans"),
-            after_hold=lambda held: queue.schedule(event_wakeups(held)),
-            batch=batch,
-        )
+            self._database, batch_size=settings.batch_size, after_launch=lambda: queue.hint("runs"), batch=batch,
+            after_plan=lambda: queue.hint("plans"), after_hold=lambda held: queue.schedule(event_wakeups(held)),
+        )  # fmt: skip
         plans = EventPlans(settings.event_retry, after_move=lambda moved: queue.schedule(event_wakeups(moved)))
         return dispatching, retry, EventReplan(self._database, plans)
 
@@ -196,6 +194,7 @@ class Worker:
             *self._dispatching.loops(poll),
             self._retry_loop("retries", self._retry),
             self._retry_loop("deliveries", self._delivery_retry),
+            Loop("stale", self._stale.run_once, wait_seconds=poll),
             Loop("replan", self._replan_once, wait_seconds=poll, wake=self._queue.wake("plans")),
             Loop("definitions", self._definitions_once, wait_seconds=poll),
             Loop("run", self._run_once, wait_seconds=lambda: self._waits["runs"], wake=self._queue.wake("runs")),
@@ -239,6 +238,7 @@ class Worker:
         done = await self._replay.run_once() + ticks.published + (await self._dispatching.first.run_once()).events
         events, deliveries = await self._retry.run_once(), await self._delivery_retry.run_once()
         done += events.due + len(events.replanned) + deliveries.due + len(deliveries.replanned)
+        done += await self._stale.run_once()
         done += await self._replan.run_once() + await self._delivery_replan.run_once()
         done += sum((await self._release()).values())
         done += await self._runner.run_once()
@@ -247,6 +247,7 @@ class Worker:
             await self._runner.next_due_seconds(),
             await self._retry.next_due_seconds(),
             await self._delivery_retry.next_due_seconds(),
+            await self._stale.next_due_seconds(),
             await self._replay.next_due_seconds(),
             ticks.next_seconds,
         ]

@@ -15,6 +15,7 @@ from tidegate.errors import FieldError, InvalidInput
 from tidegate.flow import control
 from tidegate.flow.predict import source_limit
 from tidegate.flow.predict.source_limit import LimitPrediction
+from tidegate.model.backlog import MAX_WAITING, SourceBacklog, SourceWhenFull
 from tidegate.model.event import is_name
 from tidegate.model.shares import MAX_WEIGHT
 from tidegate.model.source import SOURCE_BREAKER, BreakerState, RateLimit, SourceBreakerPolicy
@@ -27,7 +28,8 @@ DRY_RUN_QUERY = (Query("dry_run", "boolean", "Only predict what the change would
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A source with its own limit (null: none), its pause, its breaker, and how many of its events are waiting."""
+    """A source with its own limit (null: none), its pause, its breaker, and how many of its events are held
+    (`waiting`). With `max_waiting`, those and the `undecided` ones may be so many; otherwise these are not counted."""
 
     source: str
     limit: int | None
@@ -48,6 +50,9 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     next_attempt_at: datetime | None
     weight: int
+    max_waiting: int | None
+    when_full: SourceWhenFull | None
+    undecided: int
     version: int
     updated_by: str
     updated_at: datetime
@@ -75,6 +80,14 @@ class WeightBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The source's share of a batch while several sources wait to be decided; 1 unless set."""
 
     weight: Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHT)]
+
+
+class BacklogBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """At most `max_waiting` events of the source may be undecided or held; one more is refused, the oldest is dropped
+    for it, or it becomes a dead letter."""
+
+    max_waiting: Annotated[int, msgspec.Meta(ge=1, le=MAX_WAITING)]
+    when_full: SourceWhenFull = "refuse"
 
 
 class BreakerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,6 +148,17 @@ async def set_weight(request: Request, services: Services) -> Source:
     given = await bodies.read(request, WeightBody)
     changed = await control.set_weight(services.database, _name(request), given.weight, _actor(request))
     return await _done(services, changed)
+
+
+async def set_backlog(request: Request, services: Services) -> Source:
+    given = await bodies.read(request, BacklogBody)
+    backlog = SourceBacklog(given.max_waiting, given.when_full)
+    return await _done(services, await control.set_backlog(services.database, _name(request), backlog, _actor(request)))
+
+
+async def remove_backlog(request: Request, services: Services) -> Source:
+    await bodies.read(request, bodies.Nothing)
+    return await _done(services, await control.set_backlog(services.database, _name(request), None, _actor(request)))
 
 
 def _is_dry_run(request: Request) -> bool:
@@ -225,6 +249,9 @@ def _source(record: SourceRecord, now: datetime) -> Source:
         waiting=record.waiting,
         next_attempt_at=record.next_attempt_at,
         weight=record.weight,
+        max_waiting=record.max_waiting,
+        when_full=record.when_full,
+        undecided=record.undecided,
         version=record.version,
         updated_by=record.updated_by,
         updated_at=record.updated_at,
@@ -247,6 +274,11 @@ ROUTES = (
     Route("PUT", "/admin/sources/{source:path}/weight", set_weight,
           "Set a source's weight: its share while several sources wait to be decided", (Source,), scope="admin",
           body=bodies.schema(WeightBody), errors=_REFUSALS),
+    Route("PUT", "/admin/sources/{source:path}/backlog", set_backlog,
+          "Cap how many of a source's events may wait, and say what happens to one more", (Source,), scope="admin",
+          body=bodies.schema(BacklogBody), errors=_REFUSALS),
+    Route("DELETE", "/admin/sources/{source:path}/backlog", remove_backlog,
+          "Remove the cap on what waits of a source", (Source,), scope="admin", errors=_REFUSALS),
     Route("PUT", "/admin/sources/{source:path}/breaker", set_breaker, "Set a source's breaker policy", (Source,),
           scope="admin", body=bodies.schema(BreakerBody), errors=_REFUSALS),
     Route("DELETE", "/admin/sources/{source:path}/breaker", remove_breaker,

@@ -15,6 +15,7 @@ from tidegate.api.routes import Query, Route, Services, json_response, path_trig
 from tidegate.api.v1.workflows import show_workflow
 from tidegate.flow import control
 from tidegate.flow.control.triggers import find_trigger
+from tidegate.model.backlog import BacklogPolicy
 from tidegate.model.delivery import DELIVERY_STATUSES
 from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.predicate import Predicate
@@ -82,6 +83,7 @@ class TriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     overlap: TriggerOverlap
     cancel_running: bool
     budgets: list[str]
+    backlog: BacklogPolicy | None
     status: TriggerStatus
     version: int
     created_by: str

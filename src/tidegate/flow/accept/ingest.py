@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.errors import Conflict, FieldError, InvalidInput, Unavailable
+from tidegate.flow.accept import backlog
+from tidegate.flow.accept.backlog import SourceCaps
 from tidegate.model.event import Accepted, NewEvent, trace_id
 from tidegate.model.ids import EventId
 from tidegate.store import durability
@@ -37,11 +39,11 @@ Request = Sequence[NewEvent]
 
 
 class _Refused(Exception):
-    """Some requests of a group repeat an id with another body. The others are written again without them; events that
-    are already stored are then found as such."""
+    """Some requests of a group repeat an id with another body, or find their source full. The others are written again
+    without them; events that are already stored are then found as such."""
 
-    def __init__(self, conflicts: dict[int, Conflict]) -> None:
-        self.conflicts = conflicts
+    def __init__(self, answers: Mapping[int, Exception]) -> None:
+        self.answers = answers
 
 
 class Ingest:
@@ -61,6 +63,7 @@ class Ingest:
         self._after_later = after_later
         self._down = False
         self._repeats_until = 0.0
+        self._caps = SourceCaps(database)
         self._group: GroupCommit[Request, list[Accepted]] = GroupCommit(
             self._write, weight=len, max_weight=GROUP_EVENTS, max_waiting=max_waiting
         )
@@ -69,7 +72,7 @@ class Ingest:
         """Store the events of one request, all or none; returns when they are committed. Events without a trace,
         or in the caller's trace, continue the caller's current span.
 
-        Raises Conflict (an id repeated with another body), Unavailable (the database), Overloaded.
+        Raises Conflict (an id repeated with another body), Unavailable (the database), Overloaded, BacklogFull.
         """
         if not events:
             return []
@@ -82,6 +85,7 @@ class Ingest:
 
     async def close(self) -> None:
         await self._group.close()
+        await self._caps.close()
 
     async def _write(self, requests: list[Request], *, is_apart: bool = False) -> list[list[Accepted] | Exception]:
         results: list[list[Accepted] | Exception | None] = [None] * len(requests)
@@ -90,8 +94,8 @@ class Ingest:
             try:
                 stored = await self._store([requests[i] for i in left])
             except _Refused as refused:
-                for position, conflict in refused.conflicts.items():
-                    results[left[position]] = conflict
+                for position, answer in refused.answers.items():
+                    results[left[position]] = answer
                 left = [i for i in left if results[i] is None]
                 continue
             except Exception as exc:  # noqa: BLE001 - whatever one request fails with, the others are stored
@@ -106,8 +110,8 @@ class Ingest:
                     for i in left:
                         results[i] = _as_answer(exc)
                 break
-            for i, answer in zip(left, stored, strict=True):
-                results[i] = answer
+            for i, accepted in zip(left, stored, strict=True):
+                results[i] = accepted
             break
         return [result if result is not None else [] for result in results]
 
@@ -138,6 +142,8 @@ class Ingest:
 
     async def _write_once(self, requests: list[Request]) -> list[list[Accepted]]:
         events = [event for request in requests for event in request]
+        if capped := await self._caps.of(events):
+            return await self._write_capped(requests, events, capped)
         has_later = any(event.is_later for event in events)
         if monotonic() >= self._repeats_until and not has_later:
             async with self._database.connection(wait_seconds=WAIT_SECONDS) as connection:
@@ -168,6 +174,23 @@ class Ingest:
                 resolved = await _resolve(connection, requests, events, new)
                 failpoints.hit("ingest.before_commit")
             self._committed(requests, _only(new, requests))
+        return [[_answer(event, new, resolved) for event in request] for request in requests]
+
+    async def _write_capped(
+        self, requests: list[Request], events: Request, capped: frozenset[str]
+    ) -> list[list[Accepted]]:
+        """Write events of which some are of a source that has a cap on what waits."""
+        async with self._database.transaction(wait_seconds=WAIT_SECONDS) as connection:
+            backlogs = await backlog.lock(connection, capped, events)
+            if refused := await backlog.refused(connection, backlogs, requests):
+                backlog.report_refused(e.source for i in refused for e in requests[i] if e.source in backlogs)
+                raise _Refused(refused)
+            new = await store.insert(connection, events)
+            resolved = await _resolve(connection, requests, events, new)
+            applied = await backlog.apply(connection, backlogs, [event for event in events if event.id in new])
+            failpoints.hit("ingest.before_commit")
+        self._committed(requests, _only(new, requests))
+        backlog.report(applied)
         return [[_answer(event, new, resolved) for event in request] for request in requests]
 
     def _committed(self, requests: list[Request], accepted: list[Request]) -> None:

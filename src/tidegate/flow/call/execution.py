@@ -17,6 +17,7 @@ from typing import Any
 
 from tidegate.errors import NonRetryable
 from tidegate.flow.accept.approvals import ApprovalLinks
+from tidegate.flow.accept.backlog import SourceCaps
 from tidegate.flow.call import approvals, marks, publishing
 from tidegate.flow.call.children import Children
 from tidegate.flow.call.endings import End, Endings
@@ -69,6 +70,7 @@ class Execution(RunSteps):
         limits: EventLimits,
         workflows: Mapping[str, Workflow],
         links: ApprovalLinks,
+        caps: SourceCaps,
     ) -> None:
         known = {step.name: step for step in steps if not step.is_to_be_asked_again}
         super().__init__(
@@ -88,6 +90,7 @@ class Execution(RunSteps):
         self._limits = limits
         self._workflows = workflows
         self._links = links
+        self._caps = caps
         if self.is_other_code and steps:
             self.fit = Fit(steps, run.version_since)
             self.journal.before_barrier = self._wait_for_fit
@@ -192,7 +195,7 @@ class Execution(RunSteps):
         return self._calling.task
 
     async def publish(self, name: str | None, fields: Fields, *, is_alone: bool = True) -> Accepted:
-        return await publishing.publish(self, name, fields, self._limits, is_alone=is_alone)
+        return await publishing.publish(self, name, fields, self._limits, self._caps, is_alone=is_alone)
 
     async def approval(self, call: ApprovalCall) -> ApprovalHandle:
         link = await approvals.ask_for(self, call, self._links)

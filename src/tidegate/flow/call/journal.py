@@ -126,6 +126,10 @@ class Journal:
         self.check()
         return written.next_attempt_at
 
+    def forget(self, write: asyncio.Future[Written]) -> None:
+        """A write was refused, and whoever wrote it knows."""
+        self._sent.discard(write)
+
     async def barrier(self, *, begins_again: bool = False) -> None:
         """Wait until what was written so far is committed. LeaseLost or Cancelled: nothing more is to begin.
         `begins_again`: for a step that the run has reached before."""

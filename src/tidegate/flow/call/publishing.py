@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 
 from tidegate.clock import utc_now, uuid7
-from tidegate.errors import FieldError, InvalidInput, StepFailed
+from tidegate.errors import BacklogFull, FieldError, InvalidInput, RetryAfter, StepFailed
+from tidegate.flow.accept.backlog import SourceCaps
 from tidegate.flow.call.steps import RunSteps
 from tidegate.model import typed
 from tidegate.model.event import OF_END, RUN_ENDS, Accepted, Event, EventLimits, NewEvent, check_event, source_of
@@ -25,10 +26,16 @@ def origin_of(run: ClaimedRun, event: Event | None) -> dict[str, object]:
 
 
 async def publish(
-    steps: RunSteps, name: str | None, fields: dict[str, object], limits: EventLimits, *, is_alone: bool
+    steps: RunSteps,
+    name: str | None,
+    fields: dict[str, object],
+    limits: EventLimits,
+    caps: SourceCaps,
+    *,
+    is_alone: bool,
 ) -> Accepted:
     """Publish an event as a step. InvalidInput names each invalid field; StepFailed when the event's own id was used
-    before with another body."""
+    before with another body; RetryAfter when its source takes no more events for now."""
     name = steps.named(name, "publish", "ctx.publish('…', name='…')", is_alone=is_alone)
     if (refusal := steps.refusal(name)) is not None:
         raise await steps.refused(refusal)
@@ -39,6 +46,7 @@ async def publish(
         raise StepFailed(name, known.error or "")
     event = _checked(steps, fields, limits)
     accepted = Accepted(event.id, event.external_id, "accepted")
+    has_cap = bool(await caps.of([event]))
     with steps.in_progress():
         try:
             await steps.journal.barrier()
@@ -46,10 +54,16 @@ async def publish(
             steps.cut_off(name, "publish")
             raise
         result = msgspec.json.encode(accepted).decode()
-        written = steps.write(name, kind="publish", status="succeeded", result=result, event=event)
-        if event.external_id is None:  # nobody else has its id, so it is stored as it is
+        if has_cap:
+            steps.journal.send()  # what others have written is not refused with it
+        written = steps.write(name, kind="publish", status="succeeded", result=result, event=event, has_cap=has_cap)
+        if event.external_id is None and not has_cap:  # nobody else has its id, so it is stored as it is
             return accepted
-        await steps.journal.kept(written)
+        try:
+            await steps.journal.kept(written)
+        except BacklogFull as exc:
+            steps.journal.forget(written)
+            raise RetryAfter(exc.retry_after_seconds, f"publish {name!r}: {exc}") from exc
         instead = written.result().instead
     if instead is None:
         return accepted

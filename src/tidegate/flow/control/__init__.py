@@ -24,7 +24,16 @@ from tidegate.flow.control.retry_verbs import DONE, RetryDone, RetryVerb
 from tidegate.flow.control.run_bulk import RUN_VERBS, RunsChanged, RunVerb, change_runs, preview_runs
 from tidegate.flow.control.runs import RunResumed, cancel_run, rerun_run, resume_run, retry_run
 from tidegate.flow.control.schedules import backfill_schedule, pause_schedule, resume_schedule, run_schedule_now
-from tidegate.flow.control.sources import pause, resume, seed_breakers, seed_limits, set_breaker, set_limit, set_weight
+from tidegate.flow.control.sources import (
+    pause,
+    resume,
+    seed_breakers,
+    seed_limits,
+    set_backlog,
+    set_breaker,
+    set_limit,
+    set_weight,
+)
 from tidegate.flow.control.tokens import NewToken, create_token, revoke_token
 from tidegate.flow.control.triggers import (
     create_trigger,
@@ -108,6 +117,7 @@ __all__ = [
     "run_schedule_now",
     "seed_breakers",
     "seed_limits",
+    "set_backlog",
     "set_breaker",
     "set_limit",
     "set_webhook",

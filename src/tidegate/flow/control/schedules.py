@@ -18,6 +18,7 @@ import msgspec
 from tidegate import failpoints
 from tidegate.clock import uuid7
 from tidegate.errors import FieldError, InvalidInput, NotFound
+from tidegate.flow.accept import backlog
 from tidegate.model.event import MAX_DELAY_MS
 from tidegate.model.ids import EventId
 from tidegate.model.pauses import check_length, check_until
@@ -106,7 +107,8 @@ async def run_schedule_now(database: Database, workflow: str, actor: str, call_i
     async def change(connection: Connection) -> tuple[EventId, bool]:
         known = await _lock(connection, workflow)
         event = manual_event(workflow, known.now, uuid7(), actor, call_id)
-        if not await events.insert(connection, [event]):  # committed before, and the answer was lost
+        new, _ = await backlog.insert(connection, [SOURCE], [event])
+        if not new:  # committed before, and the answer was lost
             await durability.confirm(connection)
             return (await events.resolve(connection, [event]))[event.id].id, False
         await audit.insert(

@@ -9,10 +9,12 @@ from __future__ import annotations
 from datetime import datetime
 
 from tidegate.errors import FieldError, InvalidInput, NotFound
-from tidegate.model.event import is_name
+from tidegate.model.backlog import SourceBacklog
+from tidegate.model.event import RESERVED, is_name
 from tidegate.model.pauses import check_length, check_until
+from tidegate.model.schedule import SOURCE as SCHEDULES
 from tidegate.model.source import RateLimit, SourceBreakerPolicy
-from tidegate.store import audit, locks
+from tidegate.store import audit, locks, source_backlogs
 from tidegate.store import sources as store
 from tidegate.store.db import Connection, Database
 from tidegate.store.locks import DEFAULT
@@ -94,6 +96,33 @@ async def set_weight(database: Database, source: str, weight: int, actor: str) -
 
     changed = await database.run(change)
     _log.info("source.weight_changed", source=source, weight=weight, actor=actor)
+    return changed
+
+
+async def set_backlog(database: Database, source: str, backlog: SourceBacklog | None, actor: str) -> SourceRecord:
+    """Cap what may wait of a source, or (None) remove the cap. Nothing that waits leaves by itself; processes that
+    publish know it within two seconds."""
+    _check_source(source, allow_default=False)
+    if source.startswith(RESERVED) and source != SCHEDULES:
+        message = "is Tidegate's own: its events are starts, ends and decisions, which must not be refused"
+        raise InvalidInput("the source is not valid", [FieldError("source", message)])
+
+    async def change(connection: Connection) -> SourceRecord:
+        await locks.exclude_source(connection, source)
+        before = await store.get(connection, source)
+        await source_backlogs.set_backlog(connection, source, backlog, actor)
+        after = await _required(connection, source)
+        audited = [
+            {"max_waiting": record.max_waiting, "when_full": record.when_full} if record else None
+            for record in (before, after)
+        ]
+        await audit.insert(
+            connection, actor=actor, action="source.backlog", subject=source, before=audited[0], after=audited[1]
+        )
+        return after
+
+    changed = await database.run(change)
+    _log.info("source.backlog_changed", source=source, limit=changed.max_waiting, actor=actor)
     return changed
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from tidegate import failpoints
 from tidegate.clock import epoch_ns
-from tidegate.flow.decide import deliver, delivery_state, gate, waits
+from tidegate.flow.decide import backlog, deliver, delivery_state, gate, waits
+from tidegate.flow.decide.backlog import NONE_LEFT, LeftBacklogs
 from tidegate.flow.decide.deliver import Candidate, DeliveryState
 from tidegate.flow.decide.delivery_state import count as count_triggers
 from tidegate.flow.decide.delivery_state import load_state, save_state
@@ -54,7 +55,7 @@ class Delivered(NamedTuple):
     """The outcome for admitted events: `failures` counted by source, `moves` and `source_moves` of breakers,
     `matching_ns` the start and end of matching, `lags` the seconds since receipt by source, `met` the runs that waited
     for the `events`, `full` the windows of earlier batches that are due now, `superseded` the runs that are to be
-    cancelled for new ones."""
+    cancelled for new ones, `left` what has left the backlogs of triggers for them."""
 
     launched: int = 0
     failed: int = 0
@@ -71,6 +72,7 @@ class Delivered(NamedTuple):
     events: Sequence[Event] = ()
     full: Sequence[Window] = ()
     superseded: Collection[RunId] = ()
+    left: LeftBacklogs = NONE_LEFT
 
 
 NOTHING = Delivered()
@@ -229,6 +231,7 @@ class Batch:
         await deliveries.hold(connection, held, state.now)
         superseded = await self._supersede(connection, state)
         full = await windows.collect(connection, collected, state.windows, state.now)
+        left = await backlog.leave(connection, state, candidates)
         await deliveries.dead_letter(connection, delivery_state.dead_letters(final))
         await decisions.insert(connection, [*_why_not(filtered, state.now), *(held_line(d, state.now) for d in held)])
         met = await _meet(connection, gates, events, state.now)
@@ -240,7 +243,7 @@ class Batch:
         late = lags(gates.now, events)
         return Delivered(
             len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late, source_moves, met,
-            events, full, superseded,
+            events, full, superseded, left,
         )  # fmt: skip
 
     async def _supersede(self, connection: Connection, state: DeliveryState) -> Collection[RunId]:
@@ -270,10 +273,11 @@ class Batch:
         held = [d for d in delivered.decided if d.retry_state == "scheduled"]
         if held:
             self._after_hold(held)
-        if delivered.full:
+        if delivered.full or delivered.left:
             self._after_full()
         if delivered.superseded:
             self._after_wake()
+        backlog.report(delivered.left, delivered.decided, delivered.names)
 
     async def _record_sources(
         self, connection: Connection, gates: LockedGates, events: Sequence[Event], decided: Sequence[Decided]

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tidegate.flow.decide import backlog
 from tidegate.flow.decide.budgets import BUDGET, BUDGET_ERROR, Asking, BudgetState
+from tidegate.model.backlog import Backlogs
 from tidegate.model.budget import CannotSpend, Need
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
@@ -114,6 +116,7 @@ class DeliveryState:
     rates: dict[tuple[TriggerId, str], Gate] = field(default_factory=dict)
     superseding: dict[tuple[TriggerId, str], Superseding] = field(default_factory=dict)
     budgets: BudgetState = field(default_factory=BudgetState)
+    backlogs: Backlogs | None = None  # loaded if a candidate may be added to one that has a policy
 
     def policy_of(self, candidate: Candidate) -> RetryPolicy:
         return candidate.trigger.trigger.retry or self.policy
@@ -226,6 +229,8 @@ def _decide(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> De
         slots = state.slots[candidate.slot]
         state.slots[candidate.slot] = slots._replace(in_use=slots.in_use + 1, oldest=slots.oldest or run_id)
     state.budgets.spend(candidate.id, candidate.needs, run_id, state.now)
+    if is_newcomer:
+        backlog.follow(state, candidate)
     if candidate.dedupe is not None:
         state.keys[candidate.dedupe] = run_id
     done: RetryState = "none" if is_newcomer else "completed"
@@ -238,6 +243,9 @@ def _collect(state: DeliveryState, windows: Windows, candidate: Candidate) -> De
     trigger = candidate.trigger.trigger
     if candidate.window is None or trigger.collect is None:
         return None
+    is_opening = trigger.backlog is not None and windows.opens(trigger.collect, candidate.window, state.now)
+    if is_opening and (left := backlog.over(state, candidate, is_new=True)) is not None:
+        return decided(candidate, **left)
     own = trigger.id, trigger.version
     found = windows.collect(trigger.collect, candidate.id, candidate.event, own, candidate.keys.key, state.now)
     if found is None:
@@ -252,7 +260,8 @@ def _collect(state: DeliveryState, windows: Windows, candidate: Candidate) -> De
         retry_state="scheduled" if found.is_first else "none",
         next_attempt_at=found.window.closes_at if found.is_first else None,
         reason=WINDOW,
-        metadata={"reason": WINDOW, "message": message, "waits_for": waits_for},
+        metadata={"reason": WINDOW, "message": message, "waits_for": waits_for}
+        | backlog.noted(candidate, state.now, is_new=True),
     )._replace(window_id=found.window.id)
 
 
@@ -326,6 +335,9 @@ def _why_no_slot(state: DeliveryState, candidate: Candidate, is_newcomer: bool) 
 
 def _wait(state: DeliveryState, candidate: Candidate, wait: Wait, is_newcomer: bool) -> Decided:
     policy, now = state.policy_of(candidate), state.now
+    is_new = is_newcomer or candidate.waited_for == "replay"
+    if (left := backlog.over(state, candidate, is_new=is_new)) is not None:
+        return decided(candidate, **left)
     # Only a refusal by the throttle at its scheduled time uses an attempt. Waiting for something to end (a pause, a
     # breaker, the run that holds its slot) uses none, however long it takes.
     is_refused = wait.reason == candidate.waited_for == "throttle"
@@ -354,7 +366,8 @@ def _wait(state: DeliveryState, candidate: Candidate, wait: Wait, is_newcomer: b
         retry_attempts=attempts,
         reason=wait.reason,
         plan_version=plan_version,
-        metadata={"reason": wait.reason, "message": wait.message, "until": at, "waits_for": wait.waits_for},
+        metadata={"reason": wait.reason, "message": wait.message, "until": at, "waits_for": wait.waits_for}
+        | backlog.noted(candidate, now, is_new=is_new),
     )
 
 
@@ -375,25 +388,10 @@ def decided(
     """The decision about a candidate."""
     event, trigger = candidate.event, candidate.trigger.trigger
     return Decided(
-        candidate.id,
-        trigger.id,
-        event.id,
-        trigger.version,
-        status,
-        last_error,
-        run_id,
-        trigger.workflow_definition_id,
-        event.correlation_id,
-        candidate.parameters,
-        candidate.keys.dedupe_key,
-        candidate.keys.concurrency_key if trigger.holds_slots else None,
-        is_probe,
-        retry_state,
-        next_attempt_at,
-        candidate.attempts if retry_attempts is None else retry_attempts,
-        reason,
-        plan_version,
-        metadata if metadata is not None else {"reason": reason} if reason else NO_METADATA,
-        event.source,
+        candidate.id, trigger.id, event.id, trigger.version, status, last_error, run_id, trigger.workflow_definition_id,
+        event.correlation_id, candidate.parameters, candidate.keys.dedupe_key,
+        candidate.keys.concurrency_key if trigger.holds_slots else None, is_probe, retry_state, next_attempt_at,
+        candidate.attempts if retry_attempts is None else retry_attempts, reason, plan_version,
+        metadata if metadata is not None else {"reason": reason} if reason else NO_METADATA, event.source,
         event.ingress_sequence,
-    )
+    )  # fmt: skip

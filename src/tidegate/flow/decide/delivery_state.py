@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
+from tidegate.flow.decide import backlog
 from tidegate.flow.decide.deliver import Candidate, DeliveryState
 from tidegate.model.ids import DeliveryId, EventId, TriggerId
 from tidegate.model.retry import RetryPolicy
@@ -57,6 +58,7 @@ async def load_state(
     state.budgets.budgets = locked_budgets or {}
     if are_newcomers and (limits := trigger_rates.limits_of((c.rate, c.trigger.trigger.skip_over) for c in sound)):
         state.rates = await trigger_rates.taken(connection, limits)
+    state.backlogs = await backlog.load(connection, candidates, are_newcomers=are_newcomers)
     collected = {c.window for c in sound if c.window is not None} if are_newcomers else set()
     if collected:
         state.windows = await windows.open_windows(connection, collected)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tidegate.flow.decide import deliver, delivery_state, gate
 from tidegate.flow.decide.deliver import Candidate
+from tidegate.model.backlog import TOO_LONG, TOO_OLD
 from tidegate.model.delivery import DeliveryStatus
 from tidegate.model.event import Event
 from tidegate.model.ids import DefinitionId, RunId, TriggerId
@@ -57,6 +58,8 @@ def recheck(facts: DeliveryFacts, row: Taken, event: Event) -> Candidate | Decid
     if (stopped := facts.stopped.get(RunId(row.id))) is not None:
         return _settled(row, event, facts, "cancelled", "parent_stopped", f"cancelled: {stopped}")
     bare = Candidate(row.id, event, compiled, attempts=row.retry_attempts, waited_for=row.reason)
+    if row.stale_at is not None and row.stale_at <= facts.now:
+        return deliver.decided(bare, "skipped", last_error=TOO_LONG, reason=TOO_OLD)
     paused = facts.paused_sources.get(event.source)
     if paused is not None:
         until = paused.until or facts.now + OPEN_PAUSE

@@ -172,11 +172,13 @@ class DeliveryPlan:
     def _split(self, rows: Sequence[Stale], *, is_held: bool) -> tuple[list[Stale], list[Stale]]:
         """The rows in the trigger's line, and the rows that wait for a slot, a budget, or for their window to close.
         Those that wait for a slot or a budget keep their place, unless a pause or a breaker holds the trigger, or their
-        time had come and the throttle refused them; those in a window in any case until their time has come."""
+        time had come and the throttle refused them; those in a window in any case until their time has come. Whether
+        one that is replayed may wait at all is decided with it, if the trigger has a backlog policy."""
         keeps = {
             r.id
             for r in rows
-            if (r.reason == "window" or (r.reason in (SLOT, BUDGET) and not is_held)) and not self._was_refused(r)
+            if ((r.reason == "window" or (r.reason in (SLOT, BUDGET) and not is_held)) and not self._was_refused(r))
+            or (r.reason == "replay" and self._locked.has_backlog)
         }
         return [row for row in rows if row.id not in keeps], [row for row in rows if row.id in keeps]
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from tidegate import failpoints
 from tidegate.clock import epoch_ns
 from tidegate.errors import Unavailable
-from tidegate.flow.decide import deliver, delivery_state
+from tidegate.flow.decide import backlog, deliver, delivery_state
+from tidegate.flow.decide.backlog import NONE_LEFT, LeftBacklogs
 from tidegate.flow.decide.budgets import BUDGET
 from tidegate.flow.decide.deliver import Candidate
 from tidegate.flow.decide.match import Matcher
@@ -71,6 +72,7 @@ class DeliveryTurn(NamedTuple):
     now: datetime | None = None
     events: Mapping[EventId, Event] = MappingProxyType({})
     began_ns: int = 0
+    left: LeftBacklogs = NONE_LEFT
 
 
 class DeliveryRetry:
@@ -160,7 +162,8 @@ class DeliveryRetry:
             self._after_launch()
         if held := [d for d in turn.decided if d.retry_state == "scheduled"]:
             self._after_hold(held)
-        if turn.woken:
+        backlog.report(turn.left, turn.decided, turn.names)
+        if turn.woken or turn.left:
             self._after_wake()
         if turn.replanned or turn.moves:
             self._after_plan()
@@ -246,6 +249,7 @@ class DeliveryRetry:
         # The run of a window needs its events, which whoever claims it reads.
         launched = await deliveries.settle(connection, decided, state.now, NOBODY if leaders else claim)
         await windows.follow(connection, [row.id for row in leaders], state.now)
+        left = await backlog.leave(connection, state, candidates)
         woken = await self._wake_next(connection, taken, decided)
         await _record(connection, taken, decided, state.now)
         moves = await delivery_state.save_state(connection, state, candidates, decided, breaker=self._breaker)
@@ -270,6 +274,7 @@ class DeliveryRetry:
             now=state.now,
             events=found,
             began_ns=began_ns,
+            left=left,
         )
 
     async def _with_room(
@@ -281,7 +286,14 @@ class DeliveryRetry:
             by_trigger.setdefault(one.trigger_id, []).append(one)
         chosen: list[DeliveryId] = []
         for trigger_id, mine in by_trigger.items():
-            locked, ids = facts.gates.get(trigger_id), [one.id for one in mine]
+            locked = facts.gates.get(trigger_id)
+            if locked is not None and locked.has_backlog and locked.gate.room(facts.now) == 0:
+                # Whether there is room for them to wait is decided with them.
+                chosen += [one.id for one in mine if one.reason == "replay"]
+                mine = [one for one in mine if one.reason != "replay"]  # noqa: PLW2901
+                if not mine:
+                    continue
+            ids = [one.id for one in mine]
             if locked is None:
                 chosen += ids
             elif not locked.is_replanning:

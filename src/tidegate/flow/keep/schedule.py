@@ -7,12 +7,16 @@ reject a second one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from typing import NamedTuple
 
 from tidegate import failpoints
 from tidegate.clock import uuid7
+from tidegate.errors import BacklogFull
+from tidegate.flow.accept import backlog
+from tidegate.flow.accept.backlog import Applied, SourceCaps
 from tidegate.model.event import NewEvent
 from tidegate.model.ids import DefinitionId, EventId
 from tidegate.model.schedule import SOURCE, DueTicks, ScheduleSpec, due_ticks, next_after, tick_event, tick_text
@@ -49,6 +53,7 @@ class _Published(NamedTuple):
     paused: list[tuple[DueSchedule, DueTicks]]
     reset: list[tuple[DueSchedule, Advanced]]
     invalid: list[tuple[DueSchedule, ValueError]]
+    applied: Applied | None = None
 
 
 class Scheduler:
@@ -66,6 +71,7 @@ class Scheduler:
         self._definitions = set(definitions)
         self._batch_size = batch_size
         self._after_publish = after_publish
+        self._caps = SourceCaps(database)
 
     async def run_once(self) -> ScheduleTurn:
         """Publish a batch of due ticks."""
@@ -73,7 +79,14 @@ class Scheduler:
             seconds = await store.next_due_seconds(connection, self._definitions)
         if seconds is None or seconds > 0:
             return ScheduleTurn(0, seconds)
-        done = await self._database.run(self._publish)
+        capped = [SOURCE] if SOURCE in await self._caps.known() else []
+        try:
+            done = await self._published(capped)
+        except BacklogFull as exc:
+            _log.warning("schedule.source_full", source=SOURCE, reason=exc)
+            return ScheduleTurn(0, float(exc.retry_after_seconds))
+        if done.applied is not None:
+            backlog.report(done.applied)
         if done.new:
             self._after_publish()
             metrics.received(Counter({SOURCE: len(done.new)}))
@@ -96,9 +109,16 @@ class Scheduler:
             _log.error("schedule.invalid", workflow=due.schedule.workflow, error=error)
         return ScheduleTurn(len(done.ticks), seconds)
 
-    async def _publish(self, connection: Connection) -> _Published:
+    async def _published(self, capped: Sequence[str]) -> _Published:
+        """Publish what is due; if the source has no room for all of it, one tick."""
+        try:
+            return await self._database.run(partial(self._publish, capped=capped, limit=self._batch_size))
+        except BacklogFull:
+            return await self._database.run(partial(self._publish, capped=capped, limit=1))
+
+    async def _publish(self, connection: Connection, capped: Sequence[str], limit: int) -> _Published:
         done = _Published([], set(), [], [], [])
-        for due in await store.lock_due(connection, self._definitions, self._batch_size):
+        for due in await store.lock_due(connection, self._definitions, limit):
             if due.schedule.last_at is not None and due.schedule.last_at > due.now:
                 # Its last tick is in the future: the clock was wrong then. It continues from now; no tick has two
                 # events.
@@ -113,7 +133,11 @@ class Scheduler:
                 done.paused.append((due, found))
             else:
                 done.ticks.append(_Tick(due, found.at, tick_event(due.schedule.workflow, found.at, uuid7()), found))
-        if done.ticks:
+        if done.ticks and capped:
+            new, applied = await backlog.insert(connection, capped, [tick.event for tick in done.ticks])
+            done.new.update(new)
+            done = done._replace(applied=applied)
+        elif done.ticks:
             done.new.update(await events.insert(connection, [tick.event for tick in done.ticks]))
         moved = [_advanced(tick.due, tick.found) for tick in done.ticks]
         moved += [_advanced(due, found) for due, found in done.paused] + [reset for _, reset in done.reset]

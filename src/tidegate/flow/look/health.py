@@ -17,9 +17,21 @@ from tidegate.flow.look import backlog
 from tidegate.flow.look.history import HistoryHealth, history_health, history_notices, overdue_seconds
 from tidegate.flow.look.verdict import RUNBOOK, Cause, HealthFacts, verdict
 from tidegate.flow.shared_read import SharedRead
+from tidegate.model.backlog import NEARLY_FULL
 from tidegate.model.health import HEALTH, HealthPolicy, Notice
 from tidegate.model.retention import KEEP_ALL, Retention
-from tidegate.store import health, locks, processes, retention, runs, schedules, troubled_budgets, workers
+from tidegate.store import (
+    backlogs,
+    health,
+    locks,
+    processes,
+    retention,
+    runs,
+    schedules,
+    source_backlogs,
+    troubled_budgets,
+    workers,
+)
 from tidegate.store.db import Connection, Database
 from tidegate.store.health import (
     DeadLetterCount,
@@ -170,6 +182,8 @@ async def facts(connection: Connection, policy: HealthPolicy, of_sources: Sequen
         version_held=await runs.list_version_held(connection),
         budgets=await troubled_budgets.troubled(connection, now - OLD_BACKLOG, SHOWN),
         closed_budgets=await troubled_budgets.closed_long(connection, now + CLOSED_LONG, SHOWN),
+        filling_sources=await source_backlogs.filling(connection, NEARLY_FULL, SHOWN),
+        filling_triggers=await backlogs.filling(connection, NEARLY_FULL, SHOWN),
     )
 
 
@@ -264,6 +278,7 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
         dead_letters=letters,
         history_overdue_seconds=overdue,
         last_processed=found.last_processed.timestamp() if found.last_processed else None,
+        filling_backlogs={"source": len(found.filling_sources), "trigger": len(found.filling_triggers)},
     )
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from tidegate.model.health import HealthPolicy, Severity, severity
+from tidegate.store.backlogs import FillingTrigger
 from tidegate.store.health import (
     Alive,
     Counts,
@@ -25,6 +26,7 @@ from tidegate.store.health import (
 )
 from tidegate.store.runs import VersionHeld
 from tidegate.store.schedules import OverdueSchedule
+from tidegate.store.source_backlogs import FillingSource
 from tidegate.store.troubled_budgets import LongClosed, TroubledBudget
 from tidegate.store.workers import Unserved
 
@@ -54,6 +56,8 @@ _NEXT_STEPS = {
     "budget_backlog": "tidegate budgets explain {0}; to allow more: tidegate budgets set {0} RATE",
     "source_breaker_open": "it closes by itself once events succeed; at once: tidegate sources resume {}",
     "trigger_breaker_open": "it closes by itself once its probe succeeds; at once: tidegate triggers resume {}",
+    "source_backlog": "tidegate retries list --source {0}; to allow more: tidegate sources backlog {0} --max-waiting N",
+    "trigger_backlog": "tidegate triggers show {}; start more workers, or allow more: backlog.max_waiting",
     "retries_overdue": "tidegate retries list --kind {}",
     "ingress_stalled": "start more workers: tidegate worker APP",
     "triggers_stalled": "start more workers: tidegate worker APP",
@@ -64,6 +68,15 @@ _NEXT_STEPS = {
     "schedule_overdue": "start a worker whose APP has {0}; if it is not to run: tidegate schedules pause {0}",
     "version_mismatch": "tidegate runs list --workflow {} --status pending; tidegate runs show ID says what they need",
     "reconcile_failing": "search the workers' logs for reconcile",
+}
+
+
+# What happens to one more when a backlog is full.
+_THEN = {
+    "refuse": "when it is full, publishing is refused",
+    "skip": "when it is full, each new {} is skipped",
+    "drop_oldest": "when it is full, the oldest {} leaves for each new one",
+    "dead_letter": "when it is full, each new {} becomes a dead letter",
 }
 
 
@@ -90,6 +103,8 @@ class HealthFacts(NamedTuple):
     version_held: Sequence[VersionHeld] = ()
     budgets: Sequence[TroubledBudget] = ()
     closed_budgets: Sequence[LongClosed] = ()
+    filling_sources: Sequence[FillingSource] = ()
+    filling_triggers: Sequence[FillingTrigger] = ()
 
 
 def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[Cause]:
@@ -101,6 +116,7 @@ def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) ->
         *_sources(facts, policy),
         *_triggers(facts, policy),
         *_budgets(facts, policy),
+        *_backlogs(facts),
         *_late(facts, policy),
         *_dead_letters(facts, policy),
         *_workers(facts, policy),
@@ -158,6 +174,24 @@ def _budgets(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
         more = f" (and {closed.total - 1} more keys)" if closed.total > 1 else ""
         text = f"a run has closed it for everyone: {of} closed{_until(closed.until)}{more}: {_reason(closed.reason)}"
         yield _cause("budget_closed", "degraded", closed.name, text, None)
+
+
+def _backlogs(facts: HealthFacts) -> Iterator[Cause]:
+    """Backlogs that are nearly full: what happens then is meant to happen, but somebody should know before."""
+    for source in facts.filling_sources:
+        then = _THEN[source.when_full].format("event")
+        text = f"{_filled(source.waiting, source.max_waiting)} events that may wait do; {then}"
+        yield _cause("source_backlog", "degraded", source.source, text, None)
+    for trigger in facts.filling_triggers:
+        name = f"{trigger.workflow}/{trigger.name}"
+        of_key = f" of key {trigger.key}" if trigger.key else ""
+        then = _THEN[trigger.when_full or "skip"].format("delivery")
+        text = f"{name}: {_filled(trigger.waiting, trigger.max_waiting)} deliveries{of_key} that may wait do; {then}"
+        yield _cause("trigger_backlog", "degraded", str(trigger.trigger_id), text, None, called=name)
+
+
+def _filled(waiting: int, most: int) -> str:
+    return f"{waiting} of {most}"
 
 
 def _late(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from tidegate.errors import first_line
+from tidegate.model.backlog import FULL
 from tidegate.model.delivery import Delivery
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.priority import share_of_event
@@ -77,6 +78,8 @@ def why_event(
         dead = _letter_of("event", letters)
         if retry.retry_state == "cancelled":
             return _ended("cancelled", f"cancelled while it was held: {text}", dead)
+        if retry.reason == FULL:
+            return _ended("dropped", f"dropped: {text}", dead)
         return _ended("expired" if retry.reason == "expired" else "exhausted", text, dead)
     if retry.retry_state == "running":
         return Why("deciding", "is being decided", "the worker that decides it", retry.claim_expires_at)

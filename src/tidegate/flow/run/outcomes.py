@@ -16,7 +16,7 @@ from tidegate.flow.decide.reporting import log_source_moves, log_trigger_moves
 from tidegate.flow.run import budget_slots, children, finish, published
 from tidegate.flow.run.children import ChildrenMoved
 from tidegate.flow.run.finish import Fill, Freed
-from tidegate.flow.run.published import Replaced, with_replaced
+from tidegate.flow.run.published import Replaced, SourceFull, with_replaced
 from tidegate.model.ids import RunId, StepId, TriggerId
 from tidegate.model.run import FinishedRun, LaunchBlock
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
@@ -114,6 +114,8 @@ class OutcomeWriter:
         try:
             return await self._write_group(items)
         except Exception as exc:
+            if isinstance(exc, SourceFull) and len(items) == 1:
+                raise exc.refusal from exc
             if len(items) == 1 or isinstance(exc, Unavailable):
                 raise
             _log.warning("run.group_failed", count=len(items), error=exc, reason="writing one by one")
@@ -148,6 +150,8 @@ class OutcomeWriter:
             except Unlocked as exc:
                 also |= exc.trigger_ids
                 continue
+            except SourceFull:
+                raise
             except Replaced as exc:
                 replaced |= exc.writes
                 items = with_replaced(items, exc.writes)

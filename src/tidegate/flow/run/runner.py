@@ -11,6 +11,7 @@ from functools import partial
 from tidegate import failpoints
 from tidegate.errors import Unavailable
 from tidegate.flow.accept.approvals import ApprovalLinks
+from tidegate.flow.accept.backlog import SourceCaps
 from tidegate.flow.call.execution import Execution
 from tidegate.flow.code.workflow import Workflow
 from tidegate.flow.run.claiming import DueRuns, Prefetch
@@ -93,12 +94,13 @@ class Runner:
             waits_here=self._waits_here,
         )  # fmt: skip
         self._look_back = LookBack(database)
+        self._caps = SourceCaps(database)
         self._transactions = Transactions(database.url, transaction_connections)
         self._slots = WorkerSlots(
             workflows, self._prefetch, concurrency=concurrency, lease_ms=lease_ms, policy=policy,
             put=self._outcomes.put, ask=self._look_back.ask, transactions=self._transactions,
             may_begin=lambda: self._quarantine.state != "alone", on_free=self._slot_is_free,
-            limits=limits or EventLimits(), links=ApprovalLinks(database, link_base),
+            limits=limits or EventLimits(), links=ApprovalLinks(database, link_base), caps=self._caps,
         )  # fmt: skip
         self._leases = LeaseKeeper(
             database.url, worker, lambda: (self._definitions, self._versions), lease_ms,
@@ -275,6 +277,7 @@ class Runner:
             await self._release(left)
         await self._leases.stop()
         await self._transactions.close()
+        await self._caps.close()
         self._slots.close()
 
     async def _release(self, left: Sequence[Execution]) -> None:

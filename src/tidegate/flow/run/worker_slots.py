@@ -21,6 +21,7 @@ from tidegate import failpoints
 from tidegate.clock import monotonic
 from tidegate.errors import Unavailable
 from tidegate.flow.accept.approvals import ApprovalLinks
+from tidegate.flow.accept.backlog import SourceCaps
 from tidegate.flow.call.endings import End
 from tidegate.flow.call.execution import Execution
 from tidegate.flow.call.journal import DelayedSends, LeaseLost, Put, Written
@@ -62,6 +63,7 @@ class WorkerSlots:
         on_free: Callable[[], None],
         limits: EventLimits,
         links: ApprovalLinks,
+        caps: SourceCaps,
     ) -> None:
         self._workflows = workflows
         self._prefetch = prefetch
@@ -75,6 +77,7 @@ class WorkerSlots:
         self._on_free = on_free
         self._limits = limits
         self._links = links
+        self._caps = caps
         self._claims = Claims(self.claimed)
         self._begun: dict[Execution, None] = {}  # those that are neither ready nor over, oldest first
         self.used = 0
@@ -139,6 +142,7 @@ class WorkerSlots:
             limits=self._limits,
             workflows=self._workflows,
             links=self._links,
+            caps=self._caps,
         )
 
     def begin_ready(self) -> None:

@@ -232,7 +232,7 @@ create table tidegate.workflow_event_triggers (
   parameter_template     jsonb,
   idempotency_key        text,
   idempotency_window_ms  bigint      not null default 86400000,
-  -- Renders the key by which it collects (null: all of its events together).
+  -- Renders the key by which it collects, and counts what waits (null: all of its events together).
   key                    text,
   -- How it collects events into windows: `debounce_ms`, `max_wait_ms`, `leading`, or `batch_size`, `batch_ms`; null: one run for each.
   collect                jsonb,
@@ -249,6 +249,8 @@ create table tidegate.workflow_event_triggers (
   cancel_running         boolean     not null default false,
   -- The budgets that its launches spend, by name.
   budgets                text[]      not null default '{}',
+  -- What may wait, of each key if there is one: `max_waiting`, `when_full`, `keep`, `max_wait_ms`; null: everything.
+  backlog                jsonb,
   -- The weight of its workflow among those that wait for the slots of a worker.
   priority               bigint      not null default 1,
   retry                  jsonb,
@@ -399,6 +401,9 @@ create table tidegate.workflow_trigger_deliveries (
   budget           text,
   budget_key       text,
   budget_cost      bigint,
+  -- The key by which it counts in its trigger's backlog, if that has a policy, and when it has waited too long.
+  backlog_key      text,
+  stale_at         timestamptz,
   -- The window it is collected in: the id of the delivery that opened it, and of the run that takes it.
   window_id        uuid,
   ingress_sequence bigint      not null default 0,
@@ -457,6 +462,12 @@ create index workflow_trigger_deliveries_budget_idx
   where retry_state = 'scheduled' and reason = 'budget';
 create index workflow_trigger_deliveries_source_paused_idx
   on tidegate.workflow_trigger_deliveries_live (source) where retry_state = 'scheduled' and reason = 'source_paused';
+-- What waits of a key of a trigger whose backlog has a policy, and what leaves when it has waited too long.
+create index workflow_trigger_deliveries_backlog_idx
+  on tidegate.workflow_trigger_deliveries_live (trigger_id, backlog_key, ingress_sequence)
+  where retry_state = 'scheduled' and backlog_key <> '';
+create index workflow_trigger_deliveries_stale_idx
+  on tidegate.workflow_trigger_deliveries_live (stale_at) where retry_state = 'scheduled' and stale_at is not null;
 
 -- One launch per trigger and key, until the key expires (null: never).
 create table tidegate.trigger_idempotency_keys (
@@ -688,6 +699,9 @@ create table tidegate.event_scheduler_sources (
   limit_set_by    text,
   -- Its share of a batch, while several sources wait at the inbox.
   weight          bigint      not null default 1,
+  -- How many of its events may be undecided or held, and what happens when one more is published.
+  max_waiting     bigint,
+  when_full       text,
   paused_at       timestamptz,
   paused_until    timestamptz,
   pause_reason    text,
@@ -718,10 +732,14 @@ create table tidegate.event_scheduler_sources (
     check ((rate_limit is null) = (interval_ms is null) and (rate_limit is null) = (pause_ms is null)),
   constraint event_scheduler_sources_limit_origin_check check (limit_set_by in ('settings', 'operator')),
   constraint event_scheduler_sources_weight_check check (weight between 1 and 100),
+  constraint event_scheduler_sources_backlog_check
+    check ((max_waiting is null) = (when_full is null) and max_waiting > 0 and when_full in ('refuse', 'drop_oldest', 'dead_letter')),
   constraint event_scheduler_sources_pause_check
     check (paused_at is not null or (paused_until is null and pause_reason is null and paused_by is null)),
   constraint event_scheduler_sources_breaker_check check (breaker_state in ('closed', 'open', 'half_open'))
 ) with (fillfactor = 50);
+-- The sources that have a cap on what waits.
+create index event_scheduler_sources_backlog_idx on tidegate.event_scheduler_sources (source) where max_waiting is not null;
 
 -- The same of a trigger: its throttle is the same thing as a source's limit, under one row lock.
 create table tidegate.event_scheduler_triggers (
@@ -1238,6 +1256,117 @@ select tidegate.add_day((tidegate.now() at time zone 'UTC')::date + n) from gene
 
 -- Publishing from SQL ------------------------------------------------------------------------------------------------
 
+-- How many events of a source are undecided or held, counted no further than `most`. Whoever publishes for a source with a cap asks this, and
+-- holds the lock until the commit: so none of them counts while another adds. Volatile, so that it sees what the one before has committed.
+create function tidegate.waiting_events(source text, most bigint) returns bigint
+language plpgsql volatile
+as $$
+begin
+  perform pg_advisory_xact_lock(8704, hashtext(waiting_events.source));
+  return (select count(*) from (
+            (select from tidegate.event_inbox i where i.source = waiting_events.source limit waiting_events.most)
+            union all
+            (select from tidegate.event_ingress_retries r
+              where r.source = waiting_events.source and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled'
+              limit waiting_events.most)) w);
+end
+$$;
+
+-- The oldest events of a source that are undecided or held, as many as `number`, leave with a reason (`said`), but not those that a worker is
+-- deciding right now. Those behind them in the source's line move up, so that none waits for the slot of one that has left. Returns
+-- how many left. The caller holds the lock of `waiting_events`.
+create function tidegate.drop_oldest_events(source text, number bigint, said text) returns bigint
+language plpgsql volatile
+as $$
+#variable_conflict use_column
+declare
+  clock timestamptz := tidegate.now();
+  freed timestamptz[];
+  total bigint;
+  moved record;
+begin
+  -- Rows of sources are locked before those of events: see store/locks.py.
+  perform from tidegate.event_scheduler_sources s where s.source = drop_oldest_events.source for update;
+  with undecided as materialized (
+    select i.ingress_sequence, i.event_id from tidegate.event_inbox i where i.source = drop_oldest_events.source
+     order by i.ingress_sequence limit drop_oldest_events.number for update skip locked
+  ), held as materialized (
+    select r.ingress_sequence, r.event_id, r.next_attempt_at from tidegate.event_ingress_retries r
+     where r.source = drop_oldest_events.source and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled' and r.reason <> 'replay'
+     order by r.ingress_sequence limit drop_oldest_events.number for update skip locked
+  ), oldest as materialized (
+    select o.* from (select u.ingress_sequence, u.event_id, null::timestamptz as next_attempt_at from undecided u
+                     union all select h.ingress_sequence, h.event_id, h.next_attempt_at from held h) o
+     order by o.ingress_sequence limit drop_oldest_events.number
+  ), taken as (
+    delete from tidegate.event_inbox i where i.ingress_sequence in (select o.ingress_sequence from oldest o where o.next_attempt_at is null)
+    returning i.event_id, i.ingress_sequence
+  ), dropped as (
+    insert into tidegate.event_ingress_retries (event_id, source, ingress_sequence, retry_state, reason, last_error, metadata)
+    select t.event_id, drop_oldest_events.source, t.ingress_sequence, 'exhausted', 'backlog_full', said,
+           jsonb_build_object('reason', 'backlog_full', 'message', said)
+      from taken t
+  ), left_line as (
+    update tidegate.event_ingress_retries r
+       set retry_state = 'exhausted', next_attempt_at = null, reason = 'backlog_full', last_error = said,
+           metadata = jsonb_build_object('reason', 'backlog_full', 'message', said), claim_generation = r.claim_generation + 1,
+           updated_at = clock
+     where r.event_id in (select o.event_id from oldest o where o.next_attempt_at is not null) and r.retry_state = 'scheduled'
+  ), told as (
+    insert into tidegate.event_decisions (event_id, at, stage, decision, reason)
+    select o.event_id, clock, 'gate', 'dropped', said from oldest o
+  )
+  select count(*), array_agg(o.next_attempt_at) filter (where o.next_attempt_at is not null) into total, freed from oldest o;
+  if freed is not null then
+    with line as materialized (
+      select r.event_id, r.next_attempt_at, row_number() over (order by r.ingress_sequence) as place
+        from tidegate.event_ingress_retries r
+       where r.source = drop_oldest_events.source and r.retry_state = 'scheduled' and r.reason is distinct from 'scheduled'
+    ), times as materialized (
+      select t.at, row_number() over (order by t.at) as place
+        from (select l.next_attempt_at as at from line l union all select unnest(freed)) t
+    ), up as (
+      update tidegate.event_ingress_retries r
+         set next_attempt_at = t.at, claim_generation = r.claim_generation + 1, updated_at = clock,
+             metadata = r.metadata || jsonb_build_object('until', t.at)
+        from line l join times t on t.place = l.place
+       where r.event_id = l.event_id and r.retry_state = 'scheduled' and r.next_attempt_at <> t.at
+    )
+    select max(t.at) as before, max(t.at) filter (where t.place <= (select count(*) from line)) as after into moved from times t;
+    update tidegate.event_scheduler_sources s
+       set drain_at = case when moved.after is not null then s.drain_at - (moved.before - moved.after) end, updated_at = clock
+     where s.source = drop_oldest_events.source;
+  end if;
+  return total;
+end
+$$;
+
+-- New events of a source that is full become dead letters, which can be replayed. Returns how many.
+create function tidegate.dead_letter_events(ids uuid[], said text) returns bigint
+language plpgsql volatile
+as $$
+#variable_conflict use_column
+declare
+  total bigint;
+begin
+  with taken as (
+    delete from tidegate.event_inbox i
+     where i.ingress_sequence in (select e.ingress_sequence from tidegate.workflow_events e where e.id = any (ids))
+       and i.event_id = any (ids)
+    returning i.event_id
+  ), buried as (
+    insert into tidegate.dead_letters (id, kind, subject_id, event_id, reason)
+    select tidegate.uuid7(), 'event', t.event_id, t.event_id, said from taken t
+    on conflict (kind, subject_id) where replayed_at is null do nothing
+  ), told as (
+    insert into tidegate.event_decisions (event_id, at, stage, decision, reason)
+    select t.event_id, tidegate.now(), 'gate', 'dead_lettered', said from taken t
+  )
+  select count(*) into total from taken;
+  return total;
+end
+$$;
+
 -- Publishes an event inside the caller's own transaction and returns its id: rolled back means not published.
 -- The same id and source again returns the first event's id; with another body it raises unique_violation.
 -- With `deliver_at`, or `delay_ms` from now, it is decided at that time, and waits until then as `scheduled`.
@@ -1267,6 +1396,9 @@ declare
   first    record;
   sequence bigint;
   is_new   boolean := true;
+  backlog  record;
+  waiting  bigint;
+  said     text;
 begin
   if publish.payload is null or jsonb_typeof(publish.payload) <> 'object' then
     raise exception 'payload: must be a JSON object' using errcode = 'invalid_parameter_value';
@@ -1374,6 +1506,21 @@ begin
     else
       insert into tidegate.event_inbox (ingress_sequence, event_id, source, priority)
       values (sequence, new_id, publish.source, coalesce(publish.priority, 1));
+      select s.max_waiting, s.when_full into backlog from tidegate.event_scheduler_sources s
+       where s.source = publish.source and s.max_waiting is not null;
+      if found then
+        waiting := tidegate.waiting_events(publish.source, backlog.max_waiting + 1000);
+        said := format(
+          'source %s is full: at most %s of its events may wait (max_waiting)', publish.source, backlog.max_waiting);
+        if waiting > backlog.max_waiting and backlog.when_full = 'refuse' then
+          raise exception '%; publish again later', said using errcode = 'configuration_limit_exceeded';
+        elsif waiting > backlog.max_waiting and backlog.when_full = 'drop_oldest' then
+          perform tidegate.drop_oldest_events(
+            publish.source, waiting - backlog.max_waiting, format('%s, and the oldest leaves for event %s', said, new_id));
+        elsif waiting > backlog.max_waiting then
+          perform tidegate.dead_letter_events(array[new_id], said || ', and what is over becomes a dead letter');
+        end if;
+      end if;
     end if;
     return new_id::text;
   end if;
