@@ -11,6 +11,8 @@ Imports go one way: control, look and predict → keep → hold → run → call
 passes that in.
 `shared_read` (one read of the database for many callers) is used by accept and look; `presence` (which processes are
 alive, and whether the schema still fits them) by every process.
+`trigger_backlog` (a trigger's policy for what waits: keep a newcomer out, or let others leave for it) by decide and
+hold.
 
 accept: who may publish, what is valid, what is stored. 202 only after the commit.
     access              check the token, its scope and rate before every route
@@ -32,7 +34,6 @@ once, so an event is never half decided.
     deliver             per event and trigger: launch, hold, skip or fail; pure
     whole_batch         do all limits have room for a whole batch? then it is launched in one go; pure
     budgets             do the budgets of a trigger have room for a launch, and which of them holds it; pure
-    backlog             a trigger's policy for what waits: keep a newcomer out, or let others leave for it
     delivery_state      load what `deliver` depends on under the triggers' locks, and save what it changed
     batch               match, deliver and create runs, for new and retried events alike
     inbox               which undecided events a batch takes: sources have shares

@@ -1,7 +1,7 @@
 """Backlog policies: how much may wait, what happens to a newcomer when it is full, and when what waits is too old.
 
 A source's policy is applied when an event is published (`flow/accept/backlog.py`), a trigger's when a delivery must
-wait (`flow/decide/backlog.py`). Pure.
+wait (`flow/trigger_backlog.py`). Pure.
 """
 
 from __future__ import annotations

@@ -116,5 +116,5 @@ ROUTES = (
           "Receive a signed request (Standard Webhooks, GitHub, Stripe) as an event of a source; no token is needed",
           (Accepted,), scope="public", status=202,
           body={"application/json": {"schema": {}}, webhook_event.FORM: {"schema": {"type": "object"}}},
-          errors=(400, 401, 408, 413, 415, 422)),
+          errors=(400, 401, 408, 413, 415, 422, 429)),
 )  # fmt: skip

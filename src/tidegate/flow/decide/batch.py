@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from tidegate import failpoints
 from tidegate.clock import epoch_ns
-from tidegate.flow.decide import backlog, deliver, delivery_state, gate, waits
-from tidegate.flow.decide.backlog import NONE_LEFT, LeftBacklogs
+from tidegate.flow import trigger_backlog as backlog
+from tidegate.flow.decide import deliver, delivery_state, gate, waits
 from tidegate.flow.decide.deliver import Candidate, DeliveryState
 from tidegate.flow.decide.delivery_state import count as count_triggers
 from tidegate.flow.decide.delivery_state import load_state, save_state
@@ -54,8 +54,7 @@ NOBODY_WAITS = Met()
 class Delivered(NamedTuple):
     """The outcome for admitted events: `failures` counted by source, `moves` and `source_moves` of breakers,
     `matching_ns` the start and end of matching, `lags` the seconds since receipt by source, `met` the runs that waited
-    for the `events`, `full` the windows of earlier batches that are due now, `superseded` the runs that are to be
-    cancelled for new ones, `left` what has left the backlogs of triggers for them."""
+    for the `events`, `full` windows that are due now, `superseded` runs to be cancelled, `left` what left backlogs."""
 
     launched: int = 0
     failed: int = 0
@@ -72,7 +71,7 @@ class Delivered(NamedTuple):
     events: Sequence[Event] = ()
     full: Sequence[Window] = ()
     superseded: Collection[RunId] = ()
-    left: LeftBacklogs = NONE_LEFT
+    left: backlog.LeftBacklogs = backlog.NONE_LEFT
 
 
 NOTHING = Delivered()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tidegate.flow.decide import backlog
+from tidegate.flow import trigger_backlog as backlog
 from tidegate.flow.decide.budgets import BUDGET, BUDGET_ERROR, Asking, BudgetState
 from tidegate.model.backlog import Backlogs
 from tidegate.model.budget import CannotSpend, Need

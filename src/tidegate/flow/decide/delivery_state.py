@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from tidegate.flow.decide import backlog
+from tidegate.flow import trigger_backlog as backlog
 from tidegate.flow.decide.deliver import Candidate, DeliveryState
 from tidegate.model.ids import DeliveryId, EventId, TriggerId
 from tidegate.model.retry import RetryPolicy

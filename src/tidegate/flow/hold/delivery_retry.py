@@ -17,8 +17,8 @@ from typing import NamedTuple
 from tidegate import failpoints
 from tidegate.clock import epoch_ns
 from tidegate.errors import Unavailable
-from tidegate.flow.decide import backlog, deliver, delivery_state
-from tidegate.flow.decide.backlog import NONE_LEFT, LeftBacklogs
+from tidegate.flow import trigger_backlog as backlog
+from tidegate.flow.decide import deliver, delivery_state
 from tidegate.flow.decide.budgets import BUDGET
 from tidegate.flow.decide.deliver import Candidate
 from tidegate.flow.decide.match import Matcher
@@ -72,7 +72,7 @@ class DeliveryTurn(NamedTuple):
     now: datetime | None = None
     events: Mapping[EventId, Event] = MappingProxyType({})
     began_ns: int = 0
-    left: LeftBacklogs = NONE_LEFT
+    left: backlog.LeftBacklogs = backlog.NONE_LEFT
 
 
 class DeliveryRetry:
