@@ -185,6 +185,24 @@ async def test_a_paused_trigger_fills_its_backlog_and_no_more() -> None:
         assert done == [0, 3, 4]
 
 
+async def test_an_event_whose_template_fails_counts_while_it_waits() -> None:
+    app = Tidegate()
+
+    @app.workflow(on="cart.changed", params={"n": "{{ event.payload.missing }}"}, max_waiting=1)
+    async def handle(ctx: Context, n: int) -> None: ...
+
+    async with Harness(app) as harness:
+        _, database = harness._inside()
+        trigger_id = await the_trigger(harness)
+        await control.pause_trigger(database, trigger_id, actor="test")
+        await publish(harness, 0, 1)
+        await harness.run_until_idle()
+        assert [one.status for one in await deliveries(harness)] == ["paused", "skipped"]
+        await control.resume_trigger(database, trigger_id, "test")
+        await harness.run_until_idle()
+        assert [one.status for one in await deliveries(harness)] == ["failed", "skipped"]
+
+
 async def test_a_full_window_backlog_drops_the_window_with_all_of_its_events() -> None:
     taken: list[list[int]] = []
     app = Tidegate()

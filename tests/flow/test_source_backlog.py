@@ -16,6 +16,7 @@ from tidegate.clock import utc_now, uuid7
 from tidegate.errors import InvalidInput
 from tidegate.flow import control
 from tidegate.flow.accept.ingest import Ingest
+from tidegate.flow.accept.webhooks import Webhooks
 from tidegate.flow.look import health
 from tidegate.model.backlog import SourceBacklog
 from tidegate.model.event import EventLimits, NewEvent, check_event
@@ -301,6 +302,18 @@ async def test_a_schedule_whose_source_is_full_publishes_its_tick_when_there_is_
         await harness.run_until_idle()
         await harness.advance("2m")
         assert len(ticks) >= 3
+
+
+async def test_the_sender_of_a_webhook_is_refused_like_any_other() -> None:
+    async with Harness(application()) as harness:
+        database = await cap(harness, 1)
+        ingest = Ingest(database, max_waiting=1000, after_commit=lambda: None)
+        webhooks = Webhooks(database, ingest)
+        assert (await webhooks.accept(event(0, "first"))).status == "accepted"
+        with pytest.raises(BacklogFull):
+            await webhooks.accept(event(1, "second"))
+        assert (await webhooks.accept(event(0, "first"))).status == "duplicate"
+        await ingest.close()
 
 
 async def test_a_source_of_its_own_has_no_cap() -> None:

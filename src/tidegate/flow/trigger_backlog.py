@@ -47,10 +47,12 @@ _OUTCOMES = {"exhausted": "dead_lettered"}
 
 
 def pair_of(candidate: Candidate) -> tuple[TriggerId, str] | None:
-    """The trigger and key in whose backlog it counts; None if there is no policy, it is a start, or its key
-    could not be rendered."""
-    has_policy = candidate.trigger.trigger.backlog is not None and candidate.error is None
-    return (candidate.trigger_id, candidate.keys.key) if has_policy and candidate.event.starts is None else None
+    """The trigger and key in whose backlog it counts; None if there is no policy, it is a start, or its key could not
+    be rendered."""
+    trigger = candidate.trigger.trigger
+    if trigger.backlog is None or candidate.event.starts is not None:
+        return None
+    return None if candidate.error is not None and trigger.key is not None else (trigger.id, candidate.keys.key)
 
 
 async def load(connection: Connection, candidates: Sequence[Candidate], *, are_newcomers: bool) -> Backlogs | None:
