@@ -76,6 +76,9 @@ async def test_one_batch_may_fill_it_several_times_over() -> None:
         await harness.advance("4m")
         assert done == [0, 47, 48, 49]
         assert Counter(one.status for one in await deliveries(harness)) == {"launched": 4, "skipped": 46}
+        async with harness.connection() as connection:
+            [counts] = (await health.snapshot(connection)).triggers
+        assert (counts.counts.launched, counts.counts.skipped) == (4, 46)
 
 
 async def test_a_cap_is_for_each_key() -> None:

@@ -203,6 +203,40 @@ async def test_the_cap_is_exact_for_many_at_once(when_full: Any) -> None:
         assert len(await harness.runs("handle")) == 10
 
 
+@pytest.mark.parametrize("when_full", ["refuse", "drop_oldest", "dead_letter"])
+async def test_every_event_is_decided_or_has_left_while_workers_decide(when_full: Any) -> None:
+    done: list[int] = []
+    async with Harness(application(done)) as harness:
+        database = await cap(harness, 5, when_full)
+        await control.set_limit(database, SOURCE, RateLimit(limit=20, interval_ms=1000), "test")
+        ingests = [Ingest(database, max_waiting=1000, after_commit=lambda: None) for _ in range(3)]
+        accepted: list[int] = []
+
+        async def publish(worker: int) -> None:
+            for n in range(worker, 150, 3):
+                with suppress(BacklogFull):
+                    await ingests[worker].accept([event(n)])
+                    accepted.append(n)
+
+        publishing = asyncio.gather(*(publish(worker) for worker in range(3)))
+        while not publishing.done():
+            await harness.run_until_idle()
+            await harness.advance("20ms")
+        await publishing
+        await harness.advance("1m")
+        async with harness.connection() as connection:
+            rows = await connection.fetch(STATES.replace("as state", "as state, (e.payload ->> 'n')::int as n", 1))
+        by_state: dict[str, list[int]] = {}
+        for row in rows:
+            by_state.setdefault(row[0], []).append(row[1])
+        assert sorted(n for numbers in by_state.values() for n in numbers) == sorted(accepted)
+        assert sorted(by_state["decided"]) == sorted(done)
+        assert by_state.keys() <= {"decided", "dropped", "dead"}
+        assert len(done) < 150
+        for ingest in ingests:
+            await ingest.close()
+
+
 async def _sql(harness: Harness, n: int) -> bool:
     with suppress(Exception):
         async with harness.connection() as connection:

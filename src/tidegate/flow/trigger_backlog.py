@@ -15,6 +15,7 @@ from tidegate.model.retry import RetryState
 from tidegate.store import backlogs as store
 from tidegate.store.backlogs import LeftDelivery
 from tidegate.store.db import Connection
+from tidegate.store.totals import TriggerTotals
 from tidegate.telemetry import metrics
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class KeptOut(TypedDict):
 
 
 class LeftBacklogs(NamedTuple):
-    """What has left the backlogs for newcomers."""
+    """What has left the backlogs for newcomers, in a transaction in which a trigger has a policy."""
 
     dropped: Sequence[LeftDelivery] = ()
     superseded: Sequence[LeftDelivery] = ()
@@ -41,7 +42,7 @@ class LeftBacklogs(NamedTuple):
         return bool(self.dropped or self.superseded)
 
 
-NONE_LEFT = LeftBacklogs()
+NO_POLICY = LeftBacklogs()  # of a transaction in which no trigger has one
 # What a newcomer that found the backlog full is counted as.
 _OUTCOMES = {"exhausted": "dead_lettered"}
 
@@ -60,8 +61,9 @@ async def load(connection: Connection, candidates: Sequence[Candidate], *, are_n
     most: dict[tuple[TriggerId, str], int] = {}
     has_policy = False
     for one in candidates:
-        policy, pair = one.trigger.trigger.backlog, pair_of(one)
-        if policy is None or pair is None or not (are_newcomers or one.waited_for == "replay"):
+        if (policy := one.trigger.trigger.backlog) is None:
+            continue
+        if (pair := pair_of(one)) is None or not (are_newcomers or one.waited_for == "replay"):
             continue
         has_policy = True
         if policy.max_waiting is not None:
@@ -108,8 +110,8 @@ def noted(candidate: Candidate, now: datetime, *, is_new: bool) -> dict[str, obj
 async def leave(connection: Connection, state: DeliveryState, candidates: Sequence[Candidate]) -> LeftBacklogs:
     """What has to leave for the newcomers that this transaction has stored."""
     found = state.backlogs
-    if found is None or not (found.leaving or found.newest):
-        return NONE_LEFT
+    if found is None:
+        return NO_POLICY
     dropped: list[LeftDelivery] = []
     if found.leaving:
         last = {pair: one for one in candidates if (pair := pair_of(one)) is not None}
@@ -121,6 +123,14 @@ async def leave(connection: Connection, state: DeliveryState, candidates: Sequen
     superseded = await store.supersede(connection, found.newest, state.now) if found.newest else []
     await store.follow(connection, [*dropped, *superseded], state.gates, state.budgets.budgets, state.now)
     return LeftBacklogs(dropped, superseded)
+
+
+def counted(found: list[TriggerTotals], left: LeftBacklogs) -> list[TriggerTotals]:
+    """The totals of triggers, with what has left as skipped."""
+    if not left:
+        return found
+    counts = Counter(one.trigger_id for one in (*left.dropped, *left.superseded))
+    return [one._replace(skipped=one.skipped + counts[one.trigger_id]) for one in found]
 
 
 def report(left: LeftBacklogs, decided: Iterable[Decided], names: Mapping[TriggerId, str]) -> None:

@@ -71,7 +71,7 @@ class Delivered(NamedTuple):
     events: Sequence[Event] = ()
     full: Sequence[Window] = ()
     superseded: Collection[RunId] = ()
-    left: backlog.LeftBacklogs = backlog.NONE_LEFT
+    left: backlog.LeftBacklogs = backlog.NO_POLICY
 
 
 NOTHING = Delivered()
@@ -172,13 +172,12 @@ class Batch:
         and launches nothing, when the triggers have changed or a trigger has a state, or a source, or a run waits for
         the events, unless `gates` have admitted the batch: then use `deliver`. `state`: the limits of the triggers, of
         which everything is spent already that the whole batch needs."""
-        candidates, filtered = matched.candidates, matched.filtered
+        candidates, filtered, events = matched.candidates, matched.filtered, matched.events
         if state is None:
             decided = list(map(deliver.launched, candidates))
         else:
             slots = (c.keys.concurrency_key if c.trigger.trigger.holds_slots else None for c in candidates)
             decided = list(map(deliver.launched, candidates, slots))
-        events = matched.events
         late = lags(now, events)
         seen = measure(now, newcomers=events, lags=late, throttled=Counter(), dropped=Counter())
         counts = BatchTotals(_count_triggers(decided, filtered), seen)
@@ -238,8 +237,7 @@ class Batch:
         failures, source_moves = await self._record_sources(connection, gates, events, decided)
         failed = sum(d.status == "failed" for d in decided)
         claimed = _claimed(candidates, decided, launched, state.now)
-        names, took = _names(candidates), matched.matching_ns
-        late = lags(gates.now, events)
+        names, took, late = _names(candidates), matched.matching_ns, lags(gates.now, events)
         return Delivered(
             len(launched), failed, failures, decided, filtered, names, moves, claimed, took, late, source_moves, met,
             events, full, superseded, left,
@@ -276,7 +274,8 @@ class Batch:
             self._after_full()
         if delivered.superseded:
             self._after_wake()
-        backlog.report(delivered.left, delivered.decided, delivered.names)
+        if delivered.left is not backlog.NO_POLICY:
+            backlog.report(delivered.left, delivered.decided, delivered.names)
 
     async def _record_sources(
         self, connection: Connection, gates: LockedGates, events: Sequence[Event], decided: Sequence[Decided]
@@ -330,7 +329,8 @@ async def _meet(connection: Connection, gates: LockedGates, events: Sequence[Eve
 
 async def count(connection: Connection, seen: Sequence[SourceMetrics], delivered: Delivered = NOTHING) -> None:
     """Add to the totals of sources and triggers. Call it last in a transaction: all workers update the same rows."""
-    await totals.add(connection, BatchTotals(_count_triggers(delivered.decided, delivered.filtered), seen))
+    found = _count_triggers(delivered.decided, delivered.filtered)
+    await totals.add(connection, BatchTotals(backlog.counted(found, delivered.left), seen))
 
 
 def _count_triggers(decided: Sequence[Decided], filtered: Sequence[Filtered]) -> list[TriggerTotals]:

@@ -229,7 +229,7 @@ def _decide(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> De
         slots = state.slots[candidate.slot]
         state.slots[candidate.slot] = slots._replace(in_use=slots.in_use + 1, oldest=slots.oldest or run_id)
     state.budgets.spend(candidate.id, candidate.needs, run_id, state.now)
-    if is_newcomer:
+    if is_newcomer and state.backlogs is not None:
         backlog.follow(state, candidate)
     if candidate.dedupe is not None:
         state.keys[candidate.dedupe] = run_id

@@ -72,7 +72,7 @@ class DeliveryTurn(NamedTuple):
     now: datetime | None = None
     events: Mapping[EventId, Event] = MappingProxyType({})
     began_ns: int = 0
-    left: backlog.LeftBacklogs = backlog.NONE_LEFT
+    left: backlog.LeftBacklogs = backlog.NO_POLICY
 
 
 class DeliveryRetry:
