@@ -21,6 +21,7 @@ from tidegate import NonRetryable, Retry
 from tidegate.flow import control
 from tidegate.flow.keep.reconcile import Reconcile, Requeue
 from tidegate.flow.look.health import Exposition
+from tidegate.model.backlog import BacklogPolicy
 from tidegate.model.budget import Budget
 from tidegate.model.retention import Retention
 from tidegate.model.retry import RetryPolicy
@@ -261,6 +262,17 @@ async def a_paused_budget(scene: Scene) -> None:
     await make_trigger(scene.database, budgets=["openai"])
     await control.pause_budget(scene.database, "openai", actor="ann")
     await scene.ticks(1)
+    await scene.worker.turn()
+
+
+@moves(
+    'tidegate_backlog_left_total{kind="trigger",name="tick/main",outcome="skipped"}',
+    'tidegate_filling_backlogs{kind="trigger"}',
+)
+async def a_full_backlog(scene: Scene) -> None:
+    trigger_id = await make_trigger(scene.database, backlog=BacklogPolicy(max_waiting=1))
+    await control.pause_trigger(scene.database, trigger_id, actor="ann")
+    await scene.ticks(2)
     await scene.worker.turn()
 
 

@@ -64,8 +64,10 @@ def test_shared_gauges() -> None:
         oldest_due_age_seconds={"runs": 1.5},
         dead_letters={"event": 4},
         last_processed=12.0,
+        filling_backlogs={"source": 1, "trigger": 0},
     )
     metrics.show(state)
+    assert sample("tidegate_filling_backlogs", kind="source") == 1
     assert sample("tidegate_paused_sources") == 2 and sample("tidegate_database_up") == 1
     assert sample("tidegate_deferred", kind="events", reason="paused") == 7
     metrics.show(state._replace(deferred={}))
