@@ -11,10 +11,11 @@ import pytest
 
 from tests.flow.test_by_key import KEY, application
 from tests.flow.test_windows import deliveries, is_sound, publish
-from tidegate import Batch, Context, Tidegate
+from tidegate import Batch, Budget, Context, Tidegate
 from tidegate.flow import control
 from tidegate.flow.hold.stale import StaleDeliveries
 from tidegate.flow.look import health
+from tidegate.model.budget import BudgetSpec
 from tidegate.model.ids import TriggerId
 from tidegate.telemetry import metrics
 from tidegate.testing import Harness
@@ -105,6 +106,29 @@ async def test_the_oldest_of_a_key_leaves_and_the_slot_is_not_lost() -> None:
         assert await waiting(harness) == 2
         await harness.advance("5h")
         assert done == [0, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "expected"),
+    [
+        (Budget("mail", "1/min"), {"max_waiting": 2, "when_full": "drop_oldest"}, [0, 4, 5]),
+        (Budget("mail", "1/min"), {"max_waiting": 2}, [0, 1, 2]),
+        (Budget("mail", "1/min"), {"keep": "latest"}, [0, 5]),
+        (Budget("mail", "1/min"), {"max_wait": "90s"}, [0, 1]),
+        (Budget("mail", concurrency=1), {"max_waiting": 2, "when_full": "drop_oldest"}, [0, 4, 5]),
+    ],
+)
+async def test_what_waits_for_a_budget_is_a_backlog_too(
+    budget: BudgetSpec, options: dict[str, Any], expected: list[int]
+) -> None:
+    done: list[int] = []
+    sleep = "1m" if budget.concurrency else None
+    async with Harness(application(done, sleep=sleep, budgets=[budget], **options)) as harness:
+        for n in range(6):
+            await publish(harness, n)
+            await harness.run_until_idle()
+        await harness.advance("4m")
+        assert done == expected
 
 
 @pytest.mark.parametrize("key", [None, KEY])
