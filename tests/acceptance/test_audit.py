@@ -123,6 +123,7 @@ class World:
         self.ask("POST", f"/admin/sources/{name}/pause", {"reason": "a test"})
         self.ask("PUT", f"/admin/sources/{name}/limit", {"limit": 7, "interval_ms": 1000})
         self.ask("PUT", f"/admin/sources/{name}/breaker", {"threshold": 7})
+        self.ask("PUT", f"/admin/sources/{name}/backlog", {"max_waiting": 70})
         return name
 
     def budget(self) -> str:
@@ -309,6 +310,12 @@ CALLS: dict[tuple[str, str], Callable[[World], Call]] = {
     ),
     ("PUT", "/admin/sources/{source:path}/weight"): lambda w: Call(
         f"/admin/sources/{(name := w.source())}/weight", {"weight": 5}, "source.weight", name
+    ),
+    ("PUT", "/admin/sources/{source:path}/backlog"): lambda w: Call(
+        f"/admin/sources/{(name := w.source())}/backlog", {"max_waiting": 5}, "source.backlog", name
+    ),
+    ("DELETE", "/admin/sources/{source:path}/backlog"): lambda w: Call(
+        f"/admin/sources/{(name := w.source())}/backlog", None, "source.backlog", name
     ),
     ("PUT", "/admin/budgets/{name}"): lambda w: Call(
         f"/admin/budgets/{(name := w.budget())}", {"limit": 8, "interval_ms": 1000}, "budget.update", name

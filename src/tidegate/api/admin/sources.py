@@ -152,13 +152,18 @@ async def set_weight(request: Request, services: Services) -> Source:
 
 async def set_backlog(request: Request, services: Services) -> Source:
     given = await bodies.read(request, BacklogBody)
-    backlog = SourceBacklog(given.max_waiting, given.when_full)
-    return await _done(services, await control.set_backlog(services.database, _name(request), backlog, _actor(request)))
+    return await _change_backlog(request, services, SourceBacklog(given.max_waiting, given.when_full))
 
 
 async def remove_backlog(request: Request, services: Services) -> Source:
     await bodies.read(request, bodies.Nothing)
-    return await _done(services, await control.set_backlog(services.database, _name(request), None, _actor(request)))
+    return await _change_backlog(request, services, None)
+
+
+async def _change_backlog(request: Request, services: Services, backlog: SourceBacklog | None) -> Source:
+    changed = await control.set_backlog(services.database, _name(request), backlog, _actor(request))
+    await services.ingest.caps_changed()
+    return await _done(services, changed)
 
 
 def _is_dry_run(request: Request) -> bool:

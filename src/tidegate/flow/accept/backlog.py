@@ -59,6 +59,10 @@ class SourceCaps:
                 self._reading.add_done_callback(_retrieve_error)
         return caps
 
+    async def refresh(self) -> None:
+        """A cap was changed: what is published here from now on is counted by it."""
+        await self._shared.get(0)
+
     async def close(self) -> None:
         """Wait for a read in the background."""
         if self._reading is not None:

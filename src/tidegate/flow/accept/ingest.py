@@ -83,6 +83,10 @@ class Ingest:
         failpoints.hit("ingest.after_commit")
         return accepted
 
+    async def caps_changed(self) -> None:
+        """The cap of a source was changed by this process: it applies to what is published here from now on."""
+        await self._caps.refresh()
+
     async def close(self) -> None:
         await self._group.close()
         await self._caps.close()
