@@ -94,7 +94,7 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 class LaunchBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A run asked everyone to wait: until then nothing of its trigger, of its concurrency key, or (`budget`) of its
-    key of a budget is launched."""
+    key of a budget is launched: `budget_key`, or the one that its event gives."""
 
     trigger_id: TriggerId
     concurrency_key: str | None
@@ -102,11 +102,13 @@ class LaunchBlock(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     budget: str | None = None
     event_id: EventId | None = None
+    budget_key: str | None = None
 
 
 class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     """How a claimed run ended; `output` is JSON text. `dead_step_id` is the step that made it fail, if any;
-    `is_non_retryable`: retrying cannot help. `blocks`: who else has to wait."""
+    `is_non_retryable`: retrying cannot help. `blocks`: who else has to wait. `budgets`: those of which its steps hold
+    slots, or for which they wait, until now."""
 
     id: RunId
     claim_generation: int
@@ -122,6 +124,7 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     child_of: ChildOf | None = None
     is_timed_out: bool = False
     blocks: LaunchBlock | None = None
+    budgets: tuple[str, ...] = ()
 
     @property
     def matters_to_trigger(self) -> bool:

@@ -23,7 +23,8 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
 
     It continues `delay_ms` after the database's current time. `is_new`: this step has no row yet. `event` is published
     (`has_cap`: its source has a cap on what waits) and `children` are started in the same transaction; `waits` are the
-    events that it begins to wait for.
+    events that it begins to wait for. `budgets` are those of which it held slots, or for which
+    it waited, until now.
     """
 
     id: StepId
@@ -44,6 +45,7 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     has_cap: bool = False
     waits: Sequence[NewWait] = ()
     children: ChildBatch | None = None
+    budgets: Sequence[str] = ()
 
 
 class RunNotes(msgspec.Struct, frozen=True, kw_only=True):

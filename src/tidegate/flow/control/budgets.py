@@ -23,6 +23,9 @@ from tidegate.telemetry.logs import logger
 
 _log = logger("control")
 
+# Who declares budgets that steps define.
+DECLARED_BY = "code"
+
 
 async def check_budgets(connection: Connection, names: Sequence[str]) -> None:
     """InvalidInput names each budget of a trigger that does not exist."""
@@ -53,6 +56,16 @@ async def declare_budgets(connection: Connection, specs: Iterable[BudgetSpec], a
             await _changed(connection, before, spec, actor)
 
 
+async def declare_from_run(database: Database, specs: Iterable[BudgetSpec]) -> None:
+    """Store budgets that steps define, as declared in code."""
+
+    async def declare(connection: Connection) -> None:
+        await locks.exclude_triggers(connection)
+        await declare_budgets(connection, specs, DECLARED_BY)
+
+    await database.run(declare)
+
+
 async def put_budget(database: Database, spec: BudgetSpec, actor: str) -> BudgetRecord:
     """Create a budget, or make it as given. What waits for it is decided by the new definition. InvalidInput names each
     field."""
@@ -76,7 +89,7 @@ async def put_budget(database: Database, spec: BudgetSpec, actor: str) -> Budget
 
 
 async def delete_budget(database: Database, name: str, actor: str) -> BudgetRecord:
-    """Delete a budget that no trigger uses. Conflict says which do."""
+    """Delete a budget that no trigger uses, and for which no step waits. Conflict says which do."""
 
     async def change(connection: Connection) -> BudgetRecord:
         await locks.exclude_triggers(connection)
@@ -85,6 +98,9 @@ async def delete_budget(database: Database, name: str, actor: str) -> BudgetReco
             text = f"{', '.join(before.used_by[:5])} use it; remove it from their budgets first"
             raise Conflict(f"budget {name} is in use", [FieldError("name", text)])
         await store.lock(connection, [name])
+        if count := (await required(connection, name)).waiting_steps:
+            text = f"{count} step{'s wait' if count > 1 else ' waits'} for it: tidegate budgets explain {name}"
+            raise Conflict(f"budget {name} is in use", [FieldError("name", text)])
         await store.decide_again(connection, name)
         await store.delete(connection, name)
         await audit.insert(connection, actor=actor, action="budget.delete", subject=name, before=_described(before))

@@ -7,6 +7,7 @@ arrival; nobody in that line is overtaken, and other lines do not wait for it.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -14,10 +15,10 @@ from typing import NamedTuple
 
 from tidegate.model.allowance import HORIZON, Allowance
 from tidegate.model.budget import ClosedKey, Need, Reserved
-from tidegate.model.ids import DeliveryId, RunId
+from tidegate.model.ids import RunId, StepId
 from tidegate.model.source import OPEN_PAUSE
 from tidegate.model.units import written_rate
-from tidegate.store.budgets import ChangedKey, KeyRow, Line, LockedBudget
+from tidegate.store.budgets import ChangedKey, Holder, KeyRow, Line, LockedBudget
 
 # The reason of a delivery that waits for a budget.
 BUDGET = "budget"
@@ -57,22 +58,23 @@ class KeyState:
     next_at: datetime | None = None
     is_changed: bool = False
 
-    def shut_until(self, now: datetime) -> datetime | None:
-        """Until when a run that asked everyone to wait, or the one that is tried first after that, keeps it shut."""
+    def shut_until(self, now: datetime, run_id: RunId | None = None) -> datetime | None:
+        """Until when a run that asked everyone to wait, or the one that is tried first after that, keeps it shut; not
+        for the steps of that one."""
         one = self.closed
-        if one is None:
+        if one is None or (run_id is not None and one.probe_run_id == run_id):
             return None
         until = one.until if one.probe_until is None else one.probe_until
         return until if until > now else None
 
     def begin(self, run_id: RunId, now: datetime) -> None:
         """A run is launched: if the key was closed, it is tried first."""
-        if self.closed is not None:
+        if self.closed is not None and self.closed.probe_run_id != run_id:
             is_first = self.closed.probe_run_id is None
             self.closed = self.closed._replace(probe_run_id=run_id, probe_until=now + PROBE) if is_first else None
             self.is_changed = True
 
-    def kept_from(self, delivery_id: DeliveryId, now: datetime) -> Reserved | None:
+    def kept_from(self, delivery_id: uuid.UUID, now: datetime) -> Reserved | None:
         """What is reserved for another delivery."""
         one = self.reserved
         return None if one is None or one.delivery_id == delivery_id or one.until <= now else one
@@ -82,14 +84,16 @@ class KeyState:
 
 
 class Asking(NamedTuple):
-    """A delivery that needs budgets: its arrival, the budget whose line it stood in, and how often it changed lines."""
+    """A delivery or step that needs budgets: its arrival, the budget whose line it stood in, and how often it changed
+    lines."""
 
-    id: DeliveryId
+    id: uuid.UUID
     needs: Sequence[Need]
     sequence: int
     is_newcomer: bool
     came_from: str | None = None
     moves: int = 0
+    run_id: RunId | None = None  # of a step
 
 
 @dataclass(slots=True)
@@ -98,7 +102,7 @@ class BudgetState:
 
     budgets: Mapping[str, LockedBudget] = field(default_factory=dict)
     keys: dict[Line, KeyState] = field(default_factory=dict)
-    held: list[tuple[RunId, str, str]] = field(default_factory=list)
+    held: list[Holder] = field(default_factory=list)
 
     def load(self, rows: Mapping[Line, KeyRow], *, are_newcomers: bool) -> None:
         """Take what was read. Where nobody waits, the plan starts anew."""
@@ -135,8 +139,17 @@ class BudgetState:
         message = f"{error}; it waits until the budget is corrected"
         return Refused(message, {BUDGET: detail}, now + OPEN_PAUSE, is_pause=True)
 
-    def spend(self, delivery_id: DeliveryId, needs: Sequence[Need], run_id: RunId, now: datetime) -> None:
-        """Launch: spend of each budget, and hold a slot of each."""
+    def spend(
+        self,
+        delivery_id: uuid.UUID,
+        needs: Sequence[Need],
+        run_id: RunId,
+        now: datetime,
+        step: tuple[str, int | None] | None = None,
+    ) -> None:
+        """Launch: spend of each budget, and hold a slot of each. For a `step`, its id is given, its name, and the claim
+        by which it is called (None: its run is not claimed yet)."""
+        step_id, named = (None, (None, None)) if step is None else (StepId(delivery_id), step)
         for need in needs:
             budget, key = self.budgets.get(need.budget), self.keys.get((need.budget, need.key))
             if budget is None or key is None:
@@ -147,7 +160,7 @@ class BudgetState:
                 key.reserve(None)
             if budget.spec.concurrency is not None:
                 key.in_use += 1
-                self.held.append((run_id, need.budget, need.key))
+                self.held.append(Holder(run_id, need.budget, need.key, step_id, *named))
 
     def changed(self) -> list[ChangedKey]:
         """The keys to be written back."""
@@ -157,7 +170,7 @@ class BudgetState:
             if key.allowance.is_changed or key.is_changed
         ]
 
-    def opens_at(self, line: Line, delivery_id: DeliveryId, cost: int, now: datetime) -> datetime | None:
+    def opens_at(self, line: Line, delivery_id: uuid.UUID, cost: int, now: datetime) -> datetime | None:
         """When the first in line may find room; None when that is not known: a pause or a run must end first."""
         budget, key = self.budgets.get(line[0]), self.keys.get(line)
         if budget is None or key is None:
@@ -174,12 +187,15 @@ class BudgetState:
         kept = key.kept_from(delivery_id, now)
         return opens if kept is None else max(opens, kept.until)
 
-    def lacks(self, line: Line, delivery_id: DeliveryId, cost: int, now: datetime) -> str | None:
-        """What the key of a budget has not enough of for a delivery: `paused`, `closed`, `concurrency` or `rate`."""
+    def lacks(
+        self, line: Line, delivery_id: uuid.UUID, cost: int, now: datetime, run_id: RunId | None = None
+    ) -> str | None:
+        """What the key of a budget has not enough of for a delivery, or for a step of a run: `paused`, `closed`,
+        `concurrency` or `rate`."""
         budget, key = self.budgets[line[0]], self.keys[line]
         if budget.is_paused(now):
             return "paused"
-        if key.shut_until(now) is not None:
+        if key.shut_until(now, run_id) is not None:
             return "closed"
         kept, most = key.kept_from(delivery_id, now), budget.spec.concurrency
         if most is not None and key.in_use + (kept is not None) >= most:
@@ -188,7 +204,7 @@ class BudgetState:
         return "rate" if free is not None and cost > free - (kept.cost if kept else 0) else None
 
     def _why(self, budget: LockedBudget, key: KeyState, need: Need, asking: Asking, now: datetime) -> str | None:
-        lacking = self.lacks((need.budget, need.key), asking.id, need.cost, now)
+        lacking = self.lacks((need.budget, need.key), asking.id, need.cost, now, asking.run_id)
         if lacking in ("paused", "closed"):
             return lacking
         if budget.spec.concurrency is None and need.cost == 0:

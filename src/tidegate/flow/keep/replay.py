@@ -21,7 +21,7 @@ from tidegate.flow.run.children import OF_RUN
 from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, StepId
 from tidegate.queue.port import Topic
 from tidegate.store import audit, budgets, children, dead_letters, decisions, locks, runs, trigger_gates, windows
-from tidegate.store.budgets import Line
+from tidegate.store.budgets import Holder, Line
 from tidegate.store.db import Connection, Database
 from tidegate.store.dead_letters import DeadRun, LockedLetter
 from tidegate.store.decisions import NewDecision
@@ -261,7 +261,7 @@ class FoundSlot(NamedTuple):
 
     async def hold(self, connection: Connection, run_id: RunId) -> None:
         """The run holds the slots of the budgets."""
-        await budgets.hold(connection, [(run_id, *line) for line in self.of_budgets])
+        await budgets.hold(connection, [Holder(run_id, *line) for line in self.of_budgets])
 
 
 async def find_slot(connection: Connection, run: DeadRun) -> FoundSlot:

@@ -253,6 +253,7 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
     deferred |= {
         ("deliveries", r): 0 for r in ("throttle", "concurrency", "paused", "breaker_open", "source_paused", "budget")
     }
+    deferred["steps", "budget"] = 0
     for kind, summary in found.retries.items():
         deferred |= {(kind, reason): count for reason, count in summary.by_reason.items()}
     letters = dict.fromkeys(("event", "delivery", "step", "run"), 0)

@@ -155,19 +155,31 @@ def _triggers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
         yield _cause("trigger_breaker_open", "degraded", str(breaker.trigger_id), text, breaker.since, called=name)
 
 
+def _waiting(budget: TroubledBudget) -> str:
+    """`5 deliveries and 1 step wait`."""
+    parts = [
+        f"{count} {noun if count == 1 else plural}"
+        for count, noun, plural in (
+            (budget.waiting - budget.waiting_steps, "delivery", "deliveries"), (budget.waiting_steps, "step", "steps"),
+        )
+        if count
+    ]  # fmt: skip
+    return f"{' and '.join(parts)} {'waits' if budget.waiting == 1 else 'wait'}"
+
+
 def _budgets(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
     for budget in facts.budgets:
         if budget.paused_at is not None and budget.is_paused(facts.now):
             if level := _pause_level(budget.paused_at, facts.now, policy):
                 text = f"paused{_by(budget.paused_by)}{_until(budget.paused_until)}: {_reason(budget.pause_reason)}"
-                text += f"; {budget.waiting} deliveries wait for it" if budget.waiting else ""
+                text += f"; {_waiting(budget)} for it" if budget.waiting else ""
                 yield _cause("budget_paused", level, budget.name, text, budget.paused_at)
         elif budget.unread:
-            text = f"{budget.unread} of {budget.waiting} deliveries wait because its key or cost cannot be evaluated"
+            text = f"{_waiting(budget)}, {budget.unread} of them because its key or cost cannot be evaluated"
             yield _cause("budget_unread", "degraded", budget.name, f"{text} for them, or is never allowed", None)
         elif budget.oldest_at is not None:
             seconds = (facts.now - budget.oldest_at).total_seconds()
-            text = f"{budget.waiting} deliveries wait for it, the oldest for {seconds:.0f} s: it allows less"
+            text = f"{_waiting(budget)} for it, the oldest for {seconds:.0f} s: it allows less"
             yield _cause("budget_backlog", "degraded", budget.name, text, budget.oldest_at)
     for closed in facts.closed_budgets:
         of = f"key {closed.key} is" if closed.key else "it is"

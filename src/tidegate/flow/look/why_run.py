@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tidegate.errors import first_line
 from tidegate.flow.look import waiting_steps
 from tidegate.flow.look.waiting_steps import AwaitedChildren
 from tidegate.flow.look.why import ANOTHERS, NAMED, NO_WORKER, Why, letter_text, moment, nobody, present
+from tidegate.model.ids import StepId
 from tidegate.model.priority import share_of_workflow
 from tidegate.model.run import INTERNAL_STEPS, SUSPECT_CRASHES, Run, Step, risk_of_resuming
 from tidegate.model.worker_share import ReservedSlots
-from tidegate.store.circumstances import RunCircumstances, StoryLetter
+from tidegate.store.circumstances import BudgetWait, RunCircumstances, StoryLetter
 from tidegate.store.workers import WorkerRecord
 
 
@@ -29,6 +31,7 @@ class RunFacts(NamedTuple):
     workers: Sequence[WorkerRecord]
     letters: Sequence[StoryLetter] = ()
     awaited: AwaitedChildren | None = None
+    budgets: Mapping[StepId, BudgetWait] = MappingProxyType({})
 
 
 def why_run(facts: RunFacts) -> Why:
@@ -162,7 +165,9 @@ def _waiting(facts: RunFacts, due: datetime) -> Why:
         return Why("retry_after", text, "the time that a step asked everyone to wait for", until)
     if waiting:
         first = waiting[0]
-        answer = waiting_steps.why_step(first, first.next_attempt_at if is_cut else due, facts.awaited)
+        answer = waiting_steps.why_step(
+            first, first.next_attempt_at if is_cut else due, facts.awaited, facts.budgets.get(first.id)
+        )
         return answer._replace(text=f"{answer.text}{waiting_steps.others(waiting[1:])}")
     at = "" if is_cut else f" until {moment(due)}"
     if around.retry_attempts:

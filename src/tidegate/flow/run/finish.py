@@ -21,8 +21,8 @@ from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPo
 from tidegate.model.trigger import CompiledTrigger, RenderedKeys
 from tidegate.model.trigger_gate import TriggerMove
 from tidegate.model.trigger_terms import TemplateError
+from tidegate.store import budget_steps, events, locks, run_ends, runs, steps, trigger_gates
 from tidegate.store import children as run_children
-from tidegate.store import events, locks, run_ends, runs, steps, trigger_gates
 from tidegate.store.db import Connection
 from tidegate.store.deliveries import NOBODY, Claim
 from tidegate.store.locks import Unlocked
@@ -202,17 +202,18 @@ async def end_all_waiting(
     if trigger_ids:
         await locks.share_all(connection)
         locked = await trigger_gates.lock(connection, always=trigger_ids)
-    held = await budget_slots.lock(connection, locked)
+    held = await budget_slots.lock(connection, locked, await budget_steps.names_of_runs(connection, run_ids))
     known = await run_children.of_runs(connection, run_ids)
     await children.lock_parents(connection, (one.run_id for one in known.values()), run_ids)
     ended = await end()
     if not ended:
         return Freed()
+    lines = await budget_steps.lines_of_runs(connection, [run.id for run in ended]) if held else []
     cancelled = await steps.end_waiting(connection, [run.id for run in ended])
     moves = await _update_breakers(connection, locked, ended, breaker)
     slots_of = [(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None]
     woken = await trigger_gates.wake(connection, slots_of)
-    woken += await budget_slots.release(connection, held, [run.id for run in ended])
+    woken += await budget_slots.release(connection, held, [run.id for run in ended], lines)
     moved = await children.end_waiting(connection, {run.id: run.status for run in ended}, known)
     published = [*await _publish_ends(connection, ended), *moved.published]
     written = frozenset(run.id for run in ended)

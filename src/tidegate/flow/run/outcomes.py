@@ -21,7 +21,7 @@ from tidegate.model.ids import RunId, StepId, TriggerId
 from tidegate.model.run import FinishedRun, LaunchBlock
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.step import RunOutcome, StepWrite, SuspendedRun
-from tidegate.store import budgets, runs, steps, trigger_gates, waits
+from tidegate.store import budget_steps, budgets, runs, steps, trigger_gates, waits
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import NOBODY, Claim
 from tidegate.store.group_commit import GroupCommit
@@ -223,16 +223,17 @@ class OutcomeWriter:
             claim=claim or NOBODY,
             before=block,
             also=also | {one.trigger_id for one in blocks},
-            also_budgets={one.budget for one in blocks if one.budget is not None},
+            also_budgets=budget_slots.names_of(blocks, step_writes, finished),
             waits_here=self._waits_here,
         )
         kept |= await steps.write(connection, [write for write in step_writes if write.blocks is None], freed.written)
         mine = [w for w in step_writes if (w.workflow_run_id, w.name) in kept]
         sent = await _send(connection, mine)
+        woken = await budget_slots.end_steps(connection, [write for write in mine if write.budgets])
         await waits.record(connection, [write for write in mine if write.kind == "wait"])
         kept_suspensions = await _suspend(connection, suspended) if suspended else {}
         ended = [run for run in finished if run.id in freed.written]
-        cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
+        cancelled, woken_by_end = await _end_waiting(connection, ended)
         await _fail(connection, [run for run in ended if run.status == "failed"])
         # Ended before, by a commit whose answer was lost.
         before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
@@ -247,10 +248,10 @@ class OutcomeWriter:
                 Written(end in kept_suspensions or end in freed.written or end in before, end in asked),
             )
 
-        woken = sum(kept_suspensions.values())
+        due_runs = freed.woken_runs + sum(kept_suspensions.values()) + len(sent.due)
         return [recorded(item) for item in items], freed._replace(
-            cancelled_retries=cancelled, resumed=[*freed.resumed, *resumed],
-            woken_runs=freed.woken_runs + woken + len(sent.due), published=[*freed.published, *sent.published],
+            woken=freed.woken + woken + woken_by_end, cancelled_retries=cancelled, resumed=[*freed.resumed, *resumed],
+            woken_runs=due_runs, published=[*freed.published, *sent.published],
         )  # fmt: skip
 
     def _committed(self, items: list[RunOutcome], recorded: list[RecordedOutcome], freed: Freed) -> None:
@@ -281,6 +282,13 @@ async def _suspend(connection: Connection, suspended: Sequence[SuspendedRun]) ->
     await _close(connection, _blocks((), mine))
     await runs.hold_for_version(connection, [one for one in mine if one.misfit])
     return kept
+
+
+async def _end_waiting(connection: Connection, ended: Sequence[FinishedRun]) -> tuple[int, int]:
+    """End the waiting steps of runs that have ended: how many, and how many others are due in the lines of budgets."""
+    lines = await budget_steps.lines_of_runs(connection, [run.id for run in ended if run.budgets])
+    cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
+    return cancelled, await budget_slots.wake(connection, lines)
 
 
 async def _fail(connection: Connection, failed: Sequence[FinishedRun]) -> None:
@@ -346,10 +354,10 @@ def _is_simple(item: RunOutcome) -> bool:
     end = item.end
     if not isinstance(end, FinishedRun) or end.status != "succeeded" or end.matters_to_trigger or end.has_waiting_steps:
         return False
-    if end.child_of is not None:
+    if end.child_of is not None or end.budgets:
         return False
-    for write in item.steps:  # noqa: SIM110 - spelled out, as it is asked for every run
-        if not write.is_new or write.status != "succeeded" or write.kind != "step":
+    for write in item.steps:
+        if not write.is_new or write.status != "succeeded" or write.kind != "step" or write.budgets:
             return False
     return True
 

@@ -902,14 +902,42 @@ create table tidegate.budget_keys (
 create index budget_keys_probe_idx on tidegate.budget_keys (probe_run_id) where probe_run_id is not null;
 create index budget_keys_idle_idx on tidegate.budget_keys (budget, updated_at);
 
--- The runs that hold a slot of a budget's key. Only those that are unfinished count, so that none is lost when a process dies.
+-- Who holds a slot of a budget's key: a run, or one of its steps (`step_id`, which for the run is its own id). Only those of unfinished
+-- runs count, and of a step that is called only while its run has the claim by which it is (null: its turn has come, and its run is
+-- due), so that none is lost when a process dies.
 create table tidegate.budget_holders (
-  run_id uuid not null,
-  budget text not null,
-  key    text not null,
-  primary key (run_id, budget)
+  run_id           uuid not null,
+  budget           text not null,
+  key              text not null,
+  step_id          uuid not null,
+  step             text,
+  claim_generation bigint,
+  primary key (run_id, budget, step_id)
 );
 create index budget_holders_key_idx on tidegate.budget_holders (budget, key);
+
+-- Steps that wait in the line of a budget (`key` null: in none, since it cannot be evaluated what they need), and those whose turn has
+-- come (`granted_at`): what they need is spent, and their runs are due.
+create table tidegate.budget_steps (
+  step_id         uuid        primary key,
+  run_id          uuid        not null,
+  name            text        not null,
+  budget          text        not null,
+  key             text,
+  cost            bigint,
+  -- The number of the last event that was stored when the step came: its place among the deliveries that wait for the same key.
+  place           bigint      not null,
+  moves           bigint      not null default 0,
+  next_attempt_at timestamptz not null,
+  -- What the step asked for: the names of its budgets, and the keys and costs that were given with it.
+  asked           jsonb       not null,
+  granted_at      timestamptz,
+  created_at      timestamptz not null default tidegate.now(),
+  constraint budget_steps_line_check check ((key is null) = (cost is null))
+) with (fillfactor = 70);
+create index budget_steps_line_idx on tidegate.budget_steps (budget, key, place, step_id) where granted_at is null;
+create index budget_steps_due_idx on tidegate.budget_steps (next_attempt_at) where granted_at is null;
+create index budget_steps_run_idx on tidegate.budget_steps (run_id);
 
 create table tidegate.event_scheduler_source_metrics (
   source         text primary key,
