@@ -286,6 +286,21 @@ async def holder_without_run(connection: Connection) -> None:
     await connection.execute("insert into tidegate.budget_holders values (gen_random_uuid(), 'gpu', '')")
 
 
+async def free_slot_of_run(connection: Connection) -> None:
+    [trigger_id] = await make_triggers(connection)
+    await a_run(connection, f"trigger_id = '{trigger_id}', slot_key = '', updated_at = {PAST}")
+    await connection.execute(
+        f"insert into tidegate.slot_waits (run_id, trigger_id, key, since) select id, trigger_id, '', {PAST} "
+        "from tidegate.workflow_runs"
+    )
+
+
+async def wait_without_run(connection: Connection) -> None:
+    await connection.execute(
+        f"insert into tidegate.slot_waits (run_id, budget, key, since) values (gen_random_uuid(), 'gpu', '', {PAST})"
+    )
+
+
 async def letter_late(connection: Connection) -> None:
     await connection.execute(
         "insert into tidegate.dead_letters (id, kind, subject_id, reason, replay_at, replay_by) "
@@ -319,6 +334,8 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
     "deliveries_waiting_for_no_budget": no_budget,
     "deliveries_waiting_for_a_free_budget_slot": free_budget_slot,
     "budget_holders_without_a_run": holder_without_run,
+    "runs_waiting_for_a_free_slot": free_slot_of_run,
+    "slot_waits_without_a_run": wait_without_run,
     "deliveries_stored_twice": delivery_twice,
     "runs_stored_twice": run_twice,
     "launches_without_a_run": launch_without_run,
@@ -351,7 +368,8 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
 # What may be on its way for a while.
 TIMED = {name for name in ORPHANS if name.endswith(("claimed_by_nobody", "_in_time", "without_an_end"))} | {
     "deliveries_of_deleted_triggers", "deliveries_waiting_for_a_free_slot", "runs_past_their_deadline",
-    "deliveries_waiting_for_no_budget", "deliveries_waiting_for_a_free_budget_slot",
+    "deliveries_waiting_for_no_budget", "deliveries_waiting_for_a_free_budget_slot", "runs_waiting_for_a_free_slot",
+    "slot_waits_without_a_run",
 }  # fmt: skip
 
 

@@ -68,6 +68,7 @@ nothing.
     published           the events that runs publish, stored with their steps
     look_back           has the event that a run begins to wait for come already; did it time out
     budget_slots        what runs hold of budgets, and the end of a run gives back
+    slot_line           slots that are held while a run executes: given back, taken again, or waited for
     finish              the end of a run frees its slot, moves breakers, wakes the next delivery
     leases              renew leases from a thread of their own
     quarantine          execute runs whose workers died repeatedly, each alone

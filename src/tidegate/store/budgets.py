@@ -14,7 +14,9 @@ import msgspec
 from tidegate.model.allowance import Allowance
 from tidegate.model.budget import SPEC_FIELDS, BudgetSpec, ClosedKey, Reserved
 from tidegate.model.ids import DeliveryId, RunId, TriggerId
+from tidegate.store.circumstances import SlotHolder
 from tidegate.store.db import Connection, Row, take_time
+from tidegate.store.slot_lines import Nudged
 from tidegate.store.sql import load
 
 _sql = load("budgets")
@@ -45,13 +47,15 @@ class LockedBudget(NamedTuple):
 
 
 class KeyRow(NamedTuple):
-    """A key of a budget: what was spent, the slots in use, and the arrival of the first that waits for it."""
+    """A key of a budget: what was spent, the slots in use, the arrival of the first that waits for it, and since when
+    runs that resume wait for a slot."""
 
     allowance: Allowance
     in_use: int
     first_waiting: int | None
     reserved: Reserved | None = None
     closed: ClosedKey | None = None
+    resuming: Sequence[datetime] = ()
 
 
 class Head(NamedTuple):
@@ -63,11 +67,13 @@ class Head(NamedTuple):
     budget: str
     key: str
     cost: int
+    came_at: datetime
 
 
 class BudgetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A budget as operators see it: `waiting` deliveries, those of them that cannot be evaluated (`unread`), runs that
-    hold it (`in_use`), keys that were used within the interval, and the triggers that use it."""
+    hold it (`in_use`), or wait for a slot of it to go on (`resuming`), keys that were used within the interval, and the
+    triggers that use it."""
 
     name: str
     limit: int | None
@@ -91,6 +97,7 @@ class BudgetRecord(msgspec.Struct, frozen=True, kw_only=True):
     in_use: int
     keys: int
     used_by: list[str]
+    resuming: int = 0
 
     @property
     def spec(self) -> BudgetSpec:
@@ -98,7 +105,8 @@ class BudgetRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A key for which deliveries wait: how many, what they will spend, and the slots in use."""
+    """A key for which deliveries wait: how many, what they will spend, and the slots in use; `resuming` runs wait for
+    one, too."""
 
     key: str
     waiting: int
@@ -106,6 +114,7 @@ class KeyLine(msgspec.Struct, frozen=True, kw_only=True):
     oldest_at: datetime
     next_attempt_at: datetime
     in_use: int
+    resuming: int = 0
 
 
 class Place(NamedTuple):
@@ -124,17 +133,11 @@ class Place(NamedTuple):
     reserved: Reserved | None = None
 
 
-class BudgetHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that holds a slot of a budget; `total` is how many there are."""
+class BudgetHolder(SlotHolder, frozen=True, kw_only=True):
+    """A run that holds a slot of a budget's key."""
 
-    id: RunId
     key: str
-    workflow: str
-    status: str
-    created_at: datetime
     next_attempt_at: datetime | None
-    total: int
-    source: str | None = None
 
 
 async def list_specs(connection: Connection) -> list[BudgetSpec]:
@@ -164,6 +167,7 @@ async def keys(
             row["first_waiting"],
             _reserved(row),
             _closed(row),
+            row["resuming"],
         )
         for row in rows
     }
@@ -233,15 +237,15 @@ async def heads(connection: Connection, lines: Iterable[Line], of_each: int) -> 
     return [Head(*row) for row in await connection.fetch(_sql["heads"], *zip(*pairs, strict=True), of_each)]
 
 
-async def nudge(connection: Connection, due: dict[Line, datetime]) -> int:
+async def nudge(connection: Connection, due: dict[Line, datetime]) -> Nudged:
     """The first in each line is due no later than at that time; how many were due later."""
     if not due:
-        return 0
+        return Nudged()
     pairs = sorted(due)
-    found: int = await connection.fetchval(
+    found = await connection.fetchrow(
         _sql["nudge"], [b for b, _ in pairs], [k for _, k in pairs], [due[pair] for pair in pairs]
     )
-    return found
+    return Nudged(*found) if found else Nudged()
 
 
 async def lines_of(connection: Connection, name: str) -> list[Line]:

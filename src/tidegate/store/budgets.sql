@@ -16,8 +16,8 @@ select {{spec}}, b.paused_at, b.paused_until, b.pause_reason, b.paused_by
   from tidegate.budgets b where b.name = any ($1::text[]) order by b.name for update of b
 
 -- name: keys
--- For each budget and key: what was spent, how many slots are in use, and the first delivery in line, not counting $3. A statement of
--- its own, after the locks: the one that waited for them still sees the tables as they were before it waited.
+-- For each budget and key: what was spent, how many slots are in use, the first delivery in line, not counting $3, and since when runs
+-- that resume wait for a slot. A statement of its own, after the locks: the one that waited for them still sees the tables as they were before it waited.
 select u.budget, u.key, s.ring, s.ring_at, s.ring_width_us, s.spent_at, s.drain_at, s.reserved_for, s.reserved_cost,
        s.reserved_until, s.closed_until, s.closed_reason, s.probe_run_id, s.probe_until,
        case when b.concurrency is null then 0 else
@@ -25,7 +25,9 @@ select u.budget, u.key, s.ring, s.ring_at, s.ring_width_us, s.spent_at, s.drain_
             join tidegate.workflow_runs r on r.id = h.run_id and r.status in ('pending', 'running')
            where h.budget = u.budget and h.key = u.key) end as in_use,
        (select d.ingress_sequence from tidegate.workflow_trigger_deliveries d
-         where {{line}} and d.id <> all ($3::uuid[]) order by d.ingress_sequence limit 1) as first_waiting
+         where {{line}} and d.id <> all ($3::uuid[]) order by d.ingress_sequence limit 1) as first_waiting,
+       array(select q.since from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+              where q.budget = u.budget and q.key = u.key and {{slot_lines.is_served}} order by q.since limit b.concurrency) as resuming
   from unnest($1::text[], $2::text[]) as u (budget, key)
   join tidegate.budgets b on b.name = u.budget
   left join tidegate.budget_keys s on s.budget = u.budget and s.key = u.key
@@ -81,16 +83,16 @@ select distinct budget, key from gone
 
 -- name: heads
 -- The first $3 deliveries in line of each budget and key, in the order of arrival; not locked.
-select w.id, w.trigger_id, w.source, u.budget, u.key, w.budget_cost
+select w.id, w.trigger_id, w.source, u.budget, u.key, w.budget_cost, w.created_at
   from unnest($1::text[], $2::text[]) as u (budget, key),
-       lateral (select d.id, d.trigger_id, d.source, d.budget_cost, d.ingress_sequence
+       lateral (select d.id, d.trigger_id, d.source, d.budget_cost, d.ingress_sequence, d.created_at
                   from tidegate.workflow_trigger_deliveries d
                  where {{line}} order by d.ingress_sequence limit $3) w
  order by w.ingress_sequence
 
 -- name: nudge
--- The first in line of each budget and key is due no later than the time at which it may find room. Returns how many changed. The
--- caller holds the budgets' locks.
+-- The first delivery in line of each budget and key is due no later than the time at which it may find room; so are the runs that wait
+-- longest for its slots, as many as are free. Returns how many deliveries changed, and how many runs. The caller holds the budgets' locks.
 with moved as (
   update tidegate.workflow_trigger_deliveries d
      set next_attempt_at = f.at, throttled_until = f.at, claim_generation = d.claim_generation + 1,
@@ -101,11 +103,24 @@ with moved as (
                            where {{line}} order by d.ingress_sequence limit 1) w) f
    where d.id = f.id and d.retry_state = 'scheduled' and d.next_attempt_at > f.at
   returning d.id
+), next as materialized (
+  select r.id
+    from (select w.run_id
+            from unnest($1::text[], $2::text[], $3::timestamptz[]) as u (budget, key, at)
+            join tidegate.budgets b on b.name = u.budget,
+                 lateral (select q.run_id from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+                           where q.budget = u.budget and q.key = u.key order by q.since
+                           limit greatest(0, b.concurrency - {{slot_lines.budget_in_use}})) w
+           where u.at <= tidegate.now()) f
+    join tidegate.workflow_runs r on r.id = f.run_id and {{slot_lines.is_asleep}}
+   order by r.id for no key update of r
+), called as (
+  {{slot_lines.make_due}}
 )
-select count(*) from moved
+select (select count(*) from moved) as deliveries, (select count(*) from called) as runs
 
 -- name: lines_of
--- The keys of a budget for which deliveries wait.
+-- The keys of a budget for which deliveries, or runs that resume, wait.
 with recursive waiting (key) as (
   (select d.budget_key from tidegate.workflow_trigger_deliveries d
     where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = $1 order by d.budget_key limit 1)
@@ -116,6 +131,8 @@ with recursive waiting (key) as (
     from waiting w where w.key is not null
 )
 select key from waiting where key is not null
+union
+select q.key from tidegate.slot_waits q where q.budget = $1
 
 -- name: decide_again
 -- Makes every delivery that waits for a budget due now: it is decided by the budget as it is now, in the order of arrival.
@@ -185,6 +202,8 @@ update tidegate.budgets b
        (select count(*) from tidegate.budget_holders h
           join tidegate.workflow_runs r on r.id = h.run_id and r.status in ('pending', 'running')
          where h.budget = b.name) as in_use,
+       (select count(*) from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+         where q.budget = b.name) as resuming,
        (select count(*) from tidegate.budget_keys s where s.budget = b.name) as keys,
        array(select o.slug || '/' || t.name from tidegate.workflow_event_triggers t
                join tidegate.workflow_definitions o on o.id = t.workflow_definition_id
@@ -207,17 +226,22 @@ select {{record}} from tidegate.budgets b, {{waiting}} where b.name = $1
 select {{record}} from tidegate.budgets b, {{waiting}} where $1::text is null or b.name > $1 order by b.name limit $2
 
 -- name: key_lines
--- The keys of a budget ($2: this one only) for which most wait, up to $3: how many, what they will spend, since when the first waits,
--- slots in use. Without those that are in no line: it cannot be evaluated what they need.
-select d.budget_key as key, count(*) as waiting, sum(d.budget_cost)::bigint as cost, min(d.created_at) as oldest_at,
-       min(d.next_attempt_at) as next_attempt_at,
+-- The keys of a budget ($2: this one only) for which most wait, up to $3: how many deliveries, what they will spend, since when the first
+-- waits, slots in use, and how many runs wait for one to go on. Without those that are in no line: it cannot be evaluated what they need.
+select d.key, count(*) filter (where not d.is_run) as waiting, coalesce(sum(d.cost), 0)::bigint as cost, min(d.since) as oldest_at,
+       min(d.next_attempt_at) as next_attempt_at, count(*) filter (where d.is_run) as resuming,
        (select count(*) from tidegate.budget_holders h
           join tidegate.workflow_runs r on r.id = h.run_id and r.status in ('pending', 'running')
-         where h.budget = $1 and h.key = d.budget_key) as in_use
-  from tidegate.workflow_trigger_deliveries d
- where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = $1
-   and d.budget_key = coalesce($2::text, d.budget_key)
- group by 1 order by 2 desc, 1 limit $3
+         where h.budget = $1 and h.key = d.key) as in_use
+  from (select d.budget_key as key, d.budget_cost as cost, d.created_at as since, d.next_attempt_at, false as is_run
+          from tidegate.workflow_trigger_deliveries d
+         where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = $1
+           and d.budget_key = coalesce($2::text, d.budget_key)
+        union all
+        select q.key, null, q.since, r.next_attempt_at, true
+          from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+         where q.budget = $1 and q.key = coalesce($2::text, q.key)) d
+ group by 1 order by count(*) desc, 1 limit $3
 
 -- name: places
 -- Where deliveries ($1) stand in the line of the budget that holds them: how many are before them (up to 10,000), and what those will
@@ -239,8 +263,7 @@ select d.id, d.next_attempt_at, d.budget_key, d.budget_cost, {{spec}}, b.paused_
 
 -- name: holders
 -- The runs that hold a key of a budget (null: any), the oldest first, up to $3, and how many they are in all.
-select r.id, h.key, w.slug as workflow, r.status, r.created_at, r.next_attempt_at, count(*) over () as total,
-       (select e.source from tidegate.workflow_events e where e.id = r.event_id) as source
+select h.key, r.next_attempt_at, {{circumstances.holder}}
   from tidegate.budget_holders h
   join tidegate.workflow_runs r on r.id = h.run_id and r.status in ('pending', 'running')
   join tidegate.workflow_definitions w on w.id = r.workflow_definition_id

@@ -24,6 +24,8 @@ ORPHANS: dict[str, str] = {
     "deliveries_waiting_for_no_budget": "deliveries that wait for a budget that is not there",
     "deliveries_waiting_for_a_free_budget_slot": "first in line for a slot of a budget that nobody holds",
     "budget_holders_without_a_run": "notes that a run holds a budget, without an unfinished run",
+    "runs_waiting_for_a_free_slot": "runs that wait for a slot to go on that no run holds",
+    "slot_waits_without_a_run": "notes that a run waits for a slot, without a run that does",
     "deliveries_stored_twice": "deliveries that wait and are decided at once",
     "runs_stored_twice": "runs that are unfinished and finished at once",
     "launches_without_a_run": "deliveries that launched, without their run",

@@ -30,8 +30,8 @@ SHOW_QUERY = (Query("key", "string", "Only the line and the holders of this key.
 class BudgetAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A budget: a rate (`limit` per `interval_ms`), a `concurrency`, or both, for each key. `waiting` deliveries wait
     for it, the oldest since `oldest_at`; `unread` of them because its key or cost cannot be evaluated for them.
-    `in_use` runs hold its slots; `keys` were used within the interval. `closed` are keys that a run has closed for
-    everyone, up to 20 of `closed_keys`."""
+    `in_use` runs hold its slots, `resuming` runs wait for one to go on; `keys` were used within the interval. `closed`
+    are keys that a run has closed for everyone, up to 20 of `closed_keys`."""
 
     name: str
     limit: int | None
@@ -51,6 +51,7 @@ class BudgetAnswer(msgspec.Struct, frozen=True, kw_only=True):
     oldest_at: datetime | None
     next_attempt_at: datetime | None
     in_use: int
+    resuming: int
     keys: int
     used_by: list[str]
     version: int
@@ -149,6 +150,7 @@ async def resume_budget(request: Request, services: Services) -> BudgetAnswer:
 async def _done(services: Services, changed: BudgetRecord) -> BudgetAnswer:
     """The answer to a change; workers are notified to act on it at once."""
     services.queue.hint("deliveries")
+    services.queue.hint("runs")
     async with services.database.connection() as connection:
         [answer] = await _answers(connection, [changed])
         return answer

@@ -19,6 +19,7 @@ from tidegate.model.work_limit import WorkLeft
 from tidegate.store import budgets, events, locks, runs
 from tidegate.store.budgets import Line, LockedBudget
 from tidegate.store.db import Connection
+from tidegate.store.slot_lines import Nudged
 from tidegate.store.trigger_gates import LockedTrigger
 
 REHOLD_BATCH = 1000
@@ -31,14 +32,14 @@ async def lock(
     return await budgets.lock(connection, {name for one in locked.values() for name in one.budgets} | {*also})
 
 
-async def release(connection: Connection, held: Mapping[str, LockedBudget], run_ids: Collection[RunId]) -> int:
-    """Give back what the runs held of these budgets; how many deliveries are due because of that."""
+async def release(connection: Connection, held: Mapping[str, LockedBudget], run_ids: Collection[RunId]) -> Nudged:
+    """Give back what the runs held of these budgets; who is due because of that."""
     if not held:
-        return 0
+        return Nudged()
     lines = {*await budgets.release(connection, run_ids), *await budgets.end_probes(connection, run_ids)}
     freed = [line for line in lines if line[0] in held]
     if not freed:
-        return 0
+        return Nudged()
     now = await locks.now(connection)
     return await budgets.nudge(connection, dict.fromkeys(freed, now))
 
@@ -97,12 +98,13 @@ async def rehold(connection: Connection, compiled: CompiledTrigger) -> None:
     """
     after = uuid.UUID(int=0)
     while page := await runs.list_unfinished(connection, compiled.trigger.id, after=after, limit=REHOLD_BATCH):
-        found = await events.get_many(connection, [event_id for _, event_id in page if event_id is not None])
-        await budgets.release(connection, [run_id for run_id, _ in page])
+        found = await events.get_many(connection, [run.event_id for run in page if run.event_id is not None])
+        await budgets.release(connection, [run.id for run in page])
         held = [
-            (run_id, need.budget, need.key)
-            for run_id, event_id in page
-            for need in needs_of(compiled.budgets, found.get(event_id) if event_id else None)
+            (run.id, need.budget, need.key)
+            for run in page
+            if not run.has_no_slot
+            for need in needs_of(compiled.budgets, found.get(run.event_id) if run.event_id else None)
         ]
         await budgets.hold(connection, held)
-        after = page[-1][0]
+        after = page[-1].id
