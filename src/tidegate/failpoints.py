@@ -31,6 +31,8 @@ POINTS = frozenset(
         "delivery_replan.before_commit",
         "replan.before_commit",
         "run.after_claim",
+        "slot_line.before_enter",
+        "slot_line.before_commit",
         "step.before_commit",
         "step.after_spend",
         "step_budget.before_commit",

@@ -315,6 +315,21 @@ async def place_of_nobody(connection: Connection) -> None:
     await a_place(connection, "status = 'succeeded'")
 
 
+async def free_slot_of_run(connection: Connection) -> None:
+    [trigger_id] = await make_triggers(connection)
+    await a_run(connection, f"trigger_id = '{trigger_id}', slot_key = '', updated_at = {PAST}")
+    await connection.execute(
+        f"insert into tidegate.slot_waits (run_id, trigger_id, key, since) select id, trigger_id, '', {PAST} "
+        "from tidegate.workflow_runs"
+    )
+
+
+async def wait_without_run(connection: Connection) -> None:
+    await connection.execute(
+        f"insert into tidegate.slot_waits (run_id, budget, key, since) values (gen_random_uuid(), 'gpu', '', {PAST})"
+    )
+
+
 async def letter_late(connection: Connection) -> None:
     await connection.execute(
         "insert into tidegate.dead_letters (id, kind, subject_id, reason, replay_at, replay_by) "
@@ -351,6 +366,8 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
     "steps_waiting_for_no_budget": step_for_no_budget,
     "budget_places_of_nobody": place_of_nobody,
     "budget_holders_without_a_run": holder_without_run,
+    "runs_waiting_for_a_free_slot": free_slot_of_run,
+    "slot_waits_without_a_run": wait_without_run,
     "deliveries_stored_twice": delivery_twice,
     "runs_stored_twice": run_twice,
     "launches_without_a_run": launch_without_run,
@@ -384,7 +401,7 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
 TIMED = {name for name in ORPHANS if name.endswith(("claimed_by_nobody", "_in_time", "without_an_end"))} | {
     "deliveries_of_deleted_triggers", "deliveries_waiting_for_a_free_slot", "runs_past_their_deadline",
     "deliveries_waiting_for_no_budget", "deliveries_waiting_for_a_free_budget_slot",
-    "steps_waiting_for_a_free_budget_slot",
+    "steps_waiting_for_a_free_budget_slot", "runs_waiting_for_a_free_slot", "slot_waits_without_a_run",
 }  # fmt: skip
 
 

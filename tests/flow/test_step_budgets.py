@@ -278,7 +278,7 @@ async def test_a_run_that_holds_a_slot_cannot_have_a_step_that_needs_one(
     await scene.turn(runner)
     run = await the_run(connection)
     assert run["status"] == "failed"
-    assert "budget gpu: its run holds a slot of it until it ends, by budgets= of its workflow" in run["error"]
+    assert "budget gpu: its run holds a slot of it, by budgets= of its workflow" in run["error"]
     assert await in_use(connection, "gpu") == 0
 
 

@@ -152,21 +152,21 @@ def explain_budget(budget: str, key: str | None, as_json: bool) -> None:
         return
     click.echo(_line(found["budget"]))
     lines = [
-        (line["key"] or "(none)", _waiting(line), str(line["cost"]), str(line["in_use"]),
+        (line["key"] or "(none)", _waiting(line), str(line["cost"]), str(line["in_use"]), str(line["resuming"]),
          short_time(line["oldest_at"]), short_time(line["next_attempt_at"]))
         for line in found["lines"]
     ]  # fmt: skip
-    print_table(("KEY", "WAITING", "COST", "IN USE", "OLDEST", "NEXT"), lines, "Nothing waits for it.")
+    print_table(("KEY", "WAITING", "COST", "IN USE", "RESUMING", "OLDEST", "NEXT"), lines, "Nothing waits for it.")
     closed = [one for one in found["budget"]["closed"] if key is None or one["key"] == key]
     if closed:
         print_table(("KEY", "STATE"), [(one["key"] or "(none)", _closed(one)) for one in closed], "")
     if found["holders"]:
         held = [
             (h["key"] or "(none)", h["id"], h["workflow"], h["step"] or "", h["status"], short_time(h["created_at"]),
-             _resumes(h))
+             _resumes(h), short_time(h["lease_until"]))
             for h in found["holders"]
         ]  # fmt: skip
-        print_table(("KEY", "RUN", "WORKFLOW", "STEP", "STATUS", "SINCE", "RESUMES"), held, "")
+        print_table(("KEY", "RUN", "WORKFLOW", "STEP", "STATUS", "SINCE", "RESUMES", "LEASE"), held, "")
 
 
 def _read(budget: str, key: str | None) -> Json:
@@ -198,6 +198,7 @@ def _path(budget: str, verb: str = "") -> str:
 
 def _line(budget: Json) -> str:
     waiting = f"; {_waiting(budget)} waiting" if budget["waiting"] else ""
+    waiting += f"; {budget['resuming']} resuming" if budget["resuming"] else ""
     used_by = ", ".join(budget["used_by"]) or "nobody"
     return f"{budget['name']} (v{budget['version']}): {_limits(budget)}; used by {used_by}; {_state(budget)}{waiting}"
 

@@ -69,6 +69,7 @@ nothing.
     published           the events that runs publish, stored with their steps
     look_back           has the event that a run begins to wait for come already; did it time out
     budget_slots        what runs and steps hold of budgets, and their end gives back
+    slot_line           slots that are held while a run executes: given back, taken again, or waited for
     step_budgets        answer steps that ask for budgets before they are called
     step_needs          do the budgets of a step have room for a call, and where does it wait; pure
     finish              the end of a run frees its slot, moves breakers, wakes the next delivery

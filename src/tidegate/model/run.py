@@ -68,7 +68,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that this worker holds until its lease ends; every write about it checks `claim_generation`. `now` is the
     database's time at the claim, `wakes` how often it was woken before: what came then is among its stored steps;
-    `window` are the events of the window that it takes, if it takes one."""
+    `window` are the events of the window that it takes, if it takes one. With a `slot_key` it holds its slots while it
+    executes; it holds one if it has a `concurrency_key`."""
 
     id: RunId
     workflow: str
@@ -83,6 +84,7 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     cancel_requested: bool = False
     trigger_id: TriggerId | None = None
     concurrency_key: str | None = None
+    slot_key: str | None = None
     is_probe: bool = False
     wakes: int = 0
     version: str | None = None
@@ -90,6 +92,11 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     has_misfit: bool = False
     window_id: RunId | None = None
     window: tuple[Event, ...] = ()
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether it must take its slots before its function is called."""
+        return self.slot_key is not None and self.concurrency_key is None
 
 
 class LaunchBlock(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import msgspec
 
 from tidegate.model.child import ChildBatch
 from tidegate.model.event import NewEvent
-from tidegate.model.ids import RunId, StepId
+from tidegate.model.ids import RunId, StepId, TriggerId
 from tidegate.model.retry import RetryState
 from tidegate.model.run import FinishedRun, LaunchBlock, StepStatus
 from tidegate.model.wait import NewWait
@@ -70,7 +70,8 @@ class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that is suspended until `next_attempt_at`, or for `delay_ms` from the database's current time, but not past
     its `deadline_at`; it occupies no worker meanwhile. `is_retry`: its function has failed and is called again.
     `wakes` is that of the claim: if it was woken since, it is due at once. `misfit` is the version of the code here, if
-    the run's steps do not fit it: it waits for another one. `blocks`: who else has to wait."""
+    the run's steps do not fit it: it waits for another one. `blocks`: who else has to wait. `gives_back`: the trigger
+    to which it gives its slots back."""
 
     id: RunId
     claim_generation: int
@@ -82,3 +83,4 @@ class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
     wakes: int = 0
     misfit: str | None = None
     blocks: LaunchBlock | None = None
+    gives_back: TriggerId | None = None

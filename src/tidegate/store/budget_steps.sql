@@ -10,9 +10,14 @@ select p.step_id, p.run_id, p.name, p.budget, p.key, p.cost, p.place, p.moves, p
   from tidegate.budget_steps p where p.step_id = any ($1::uuid[])
 
 -- name: own_slots
--- Those of the runs ($1) that hold slots of the budgets ($2) themselves, by their workflows' `budgets`.
+-- Those of the runs ($1) that hold slots of the budgets ($2) themselves, by their workflows' `budgets`, or have given them back and take
+-- them again when they resume.
 select h.run_id, h.budget from tidegate.budget_holders h
  where h.run_id = any ($1::uuid[]) and h.step_id = h.run_id and h.budget = any ($2::text[])
+union
+select r.id, b.name
+  from tidegate.workflow_runs r join tidegate.workflow_event_triggers t on t.id = r.trigger_id, unnest(t.budgets) as b (name)
+ where r.id = any ($1::uuid[]) and not {{slot_lines.needs_no_slot}} and b.name = any ($2::text[])
 
 -- name: wait
 -- Steps wait for a budget: their places in line, and their rows. The caller holds the budgets and the runs.

@@ -11,8 +11,8 @@ import msgspec
 
 from tidegate.model.allowance import Allowance
 from tidegate.model.budget import ClosedKey, Reserved
-from tidegate.model.ids import RunId
 from tidegate.store.budgets import LockedBudget, allowance_of, closed_of, locked_of, reserved_of
+from tidegate.store.circumstances import SlotHolder
 from tidegate.store.db import Connection
 from tidegate.store.sql import load
 
@@ -21,7 +21,7 @@ _sql = load("budget_views")
 
 class KeyLine(msgspec.Struct, frozen=True, kw_only=True):
     """A key for which deliveries and steps wait: how many, how many of these are steps, what they will spend, and the
-    slots in use."""
+    slots in use; `resuming` runs wait for one, too."""
 
     key: str
     waiting: int
@@ -30,6 +30,7 @@ class KeyLine(msgspec.Struct, frozen=True, kw_only=True):
     oldest_at: datetime
     next_attempt_at: datetime
     in_use: int
+    resuming: int = 0
 
 
 class Place(NamedTuple):
@@ -48,18 +49,12 @@ class Place(NamedTuple):
     reserved: Reserved | None = None
 
 
-class BudgetHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that holds a slot of a budget, itself or by a `step`; `total` is how many slots are held."""
+class BudgetHolder(SlotHolder, frozen=True, kw_only=True):
+    """A run that holds a slot of a budget's key, itself or by a `step`; `total` is how many slots are held."""
 
-    id: RunId
     key: str
-    workflow: str
-    status: str
-    created_at: datetime
     next_attempt_at: datetime | None
-    total: int
     step: str | None = None
-    source: str | None = None
 
 
 async def key_lines(connection: Connection, name: str, key: str | None, limit: int) -> list[KeyLine]:

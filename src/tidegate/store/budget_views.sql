@@ -1,19 +1,25 @@
 -- name: key_lines
--- The keys of a budget ($2: this one only) for which most wait, up to $3: how many, how many of these are steps, what they will spend,
--- since when the first waits, slots in use. Without those that are in no line: it cannot be evaluated what they need.
-select w.key, count(*) as waiting, count(*) filter (where w.is_step) as waiting_steps, sum(w.cost)::bigint as cost,
-       min(w.created_at) as oldest_at, min(w.next_attempt_at) as next_attempt_at,
+-- The keys of a budget ($2: this one only) for which most wait, up to $3: how many deliveries and steps, how many of these are steps,
+-- what they will spend, since when the first waits, slots in use, and how many runs wait for one to go on. Without those that are in no
+-- line: it cannot be evaluated what they need.
+select w.key, count(*) filter (where w.kind <> 'run') as waiting, count(*) filter (where w.kind = 'step') as waiting_steps,
+       coalesce(sum(w.cost), 0)::bigint as cost, min(w.since) as oldest_at, min(w.next_attempt_at) as next_attempt_at,
+       count(*) filter (where w.kind = 'run') as resuming,
        (select count(*) from tidegate.budget_holders h
           join tidegate.workflow_runs r on r.id = h.run_id and {{budgets.counts}}
          where h.budget = $1 and h.key = w.key) as in_use
-  from (select d.budget_key as key, d.budget_cost as cost, d.created_at, d.next_attempt_at, false as is_step
+  from (select d.budget_key as key, d.budget_cost as cost, d.created_at as since, d.next_attempt_at, 'delivery' as kind
           from tidegate.workflow_trigger_deliveries d
          where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = $1
            and d.budget_key = coalesce($2::text, d.budget_key)
         union all
-        select p.key, p.cost, p.created_at, p.next_attempt_at, true from tidegate.budget_steps p
-         where p.granted_at is null and p.budget = $1 and p.key = coalesce($2::text, p.key)) w
- group by 1 order by 2 desc, 1 limit $3
+        select p.key, p.cost, p.created_at, p.next_attempt_at, 'step' from tidegate.budget_steps p
+         where p.granted_at is null and p.budget = $1 and p.key = coalesce($2::text, p.key)
+        union all
+        select q.key, null, q.since, r.next_attempt_at, 'run'
+          from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+         where q.budget = $1 and q.key = coalesce($2::text, q.key)) w
+ group by 1 order by count(*) desc, 1 limit $3
 
 -- name: places
 -- Where deliveries and steps ($1) stand in the line of the budget that holds them: how many are before them (up to 10,000 of each), and
@@ -47,8 +53,7 @@ select d.id, d.next_attempt_at, d.budget_key, d.budget_cost, {{budgets.spec}}, b
 
 -- name: holders
 -- The runs that hold a key of a budget (null: any), themselves or by a step, the oldest first, up to $3, and how many slots they hold.
-select r.id, h.key, w.slug as workflow, r.status, r.created_at, r.next_attempt_at, count(*) over () as total, h.step,
-       (select e.source from tidegate.workflow_events e where e.id = r.event_id) as source
+select h.key, h.step, r.next_attempt_at, {{circumstances.holder}}
   from tidegate.budget_holders h
   join tidegate.workflow_runs r on r.id = h.run_id and {{budgets.counts}}
   join tidegate.workflow_definitions w on w.id = r.workflow_definition_id

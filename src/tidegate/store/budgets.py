@@ -17,6 +17,7 @@ from tidegate.model.budget import SPEC_FIELDS, BudgetSpec, ClosedKey, Reserved
 from tidegate.model.ids import DeliveryId, RunId, StepId, TriggerId
 from tidegate.store import budget_steps
 from tidegate.store.db import Connection, Row, take_time
+from tidegate.store.slot_lines import Nudged
 from tidegate.store.sql import load
 
 _sql = load("budgets")
@@ -47,13 +48,15 @@ class LockedBudget(NamedTuple):
 
 
 class KeyRow(NamedTuple):
-    """A key of a budget: what was spent, the slots in use, and the arrival of the first that waits for it."""
+    """A key of a budget: what was spent, the slots in use, the arrival of the first that waits for it, and since when
+    runs that resume wait for a slot."""
 
     allowance: Allowance
     in_use: int
     first_waiting: int | None
     reserved: Reserved | None = None
     closed: ClosedKey | None = None
+    resuming: Sequence[datetime] = ()
 
 
 class Head(NamedTuple):
@@ -65,6 +68,7 @@ class Head(NamedTuple):
     budget: str
     key: str
     cost: int
+    came_at: datetime
     place: int = 0
     run_id: RunId | None = None
 
@@ -83,7 +87,8 @@ class Holder(NamedTuple):
 
 class BudgetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A budget as operators see it: what is `waiting`, deliveries and steps (`waiting_steps`), those of it that cannot
-    be evaluated (`unread`), slots `in_use`, keys that were used within the interval, and the triggers that use it."""
+    be evaluated (`unread`), slots `in_use`, runs that wait for one to go on (`resuming`), keys that were used within
+    the interval, and the triggers that use it."""
 
     name: str
     limit: int | None
@@ -108,6 +113,7 @@ class BudgetRecord(msgspec.Struct, frozen=True, kw_only=True):
     in_use: int
     keys: int
     used_by: list[str]
+    resuming: int = 0
 
     @property
     def spec(self) -> BudgetSpec:
@@ -142,6 +148,7 @@ async def keys(
             row["first_waiting"],
             reserved_of(row),
             closed_of(row),
+            row["resuming"],
         )
         for row in rows
     }
@@ -222,16 +229,18 @@ async def heads(connection: Connection, lines: Iterable[Line], of_each: int) -> 
     return [Head(*row) for row in await connection.fetch(_sql["heads"], *zip(*pairs, strict=True), of_each)]
 
 
-async def nudge(connection: Connection, due: dict[Line, datetime]) -> int:
+async def nudge(connection: Connection, due: dict[Line, datetime]) -> Nudged:
     """The first in each line is due no later than at that time; how many were due later."""
     if not due:
-        return 0
+        return Nudged()
     pairs = sorted(due)
-    rows = await connection.fetch(
+    found = await connection.fetchrow(
         _sql["nudge"], [b for b, _ in pairs], [k for _, k in pairs], [due[pair] for pair in pairs]
     )
-    await budget_steps.show(connection, [row[0] for row in rows if row[1]])
-    return len(rows)
+    if found is None:
+        return Nudged()
+    await budget_steps.show(connection, found["steps"])
+    return Nudged(found["deliveries"] + len(found["steps"]), found["runs"])
 
 
 async def lines_of(connection: Connection, name: str) -> list[Line]:

@@ -24,8 +24,9 @@ select {{spec}}, b.paused_at, b.paused_until, b.pause_reason, b.paused_by
   from tidegate.budgets b where b.name = any ($1::text[]) order by b.name for update of b
 
 -- name: keys
--- For each budget and key: what was spent, how many slots are in use, and the first delivery or step in line, not counting $3. A statement of
--- its own, after the locks: the one that waited for them still sees the tables as they were before it waited.
+-- For each budget and key: what was spent, how many slots are in use, the first delivery or step in line, not counting $3, and since
+-- when runs that resume wait for a slot. A statement of its own, after the locks: the one that waited for them still sees the tables as
+-- they were before it waited.
 select u.budget, u.key, s.ring, s.ring_at, s.ring_width_us, s.spent_at, s.drain_at, s.reserved_for, s.reserved_cost,
        s.reserved_until, s.closed_until, s.closed_reason, s.probe_run_id, s.probe_until,
        case when b.concurrency is null then 0 else
@@ -35,7 +36,9 @@ select u.budget, u.key, s.ring, s.ring_at, s.ring_width_us, s.spent_at, s.drain_
        least((select d.ingress_sequence from tidegate.workflow_trigger_deliveries d
                where {{line}} and d.id <> all ($3::uuid[]) order by d.ingress_sequence limit 1),
              (select p.place from tidegate.budget_steps p
-               where {{step_line}} and p.step_id <> all ($3::uuid[]) order by p.place limit 1)) as first_waiting
+               where {{step_line}} and p.step_id <> all ($3::uuid[]) order by p.place limit 1)) as first_waiting,
+       array(select q.since from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+              where q.budget = u.budget and q.key = u.key and {{slot_lines.is_served}} order by q.since limit b.concurrency) as resuming
   from unnest($1::text[], $2::text[]) as u (budget, key)
   join tidegate.budgets b on b.name = u.budget
   left join tidegate.budget_keys s on s.budget = u.budget and s.key = u.key
@@ -100,21 +103,22 @@ select distinct budget, key from gone
 
 -- name: heads
 -- The first $3 in line of each budget and key, deliveries and steps (which have a run), in the order of arrival; not locked.
-select w.id, w.trigger_id, w.source, u.budget, u.key, w.cost, w.place, w.run_id
+select w.id, w.trigger_id, w.source, u.budget, u.key, w.cost, w.created_at, w.place, w.run_id
   from unnest($1::text[], $2::text[]) as u (budget, key),
        lateral (select x.*
-                  from ((select d.id, d.trigger_id, d.source, d.budget_cost as cost, d.ingress_sequence as place, null::uuid as run_id
+                  from ((select d.id, d.trigger_id, d.source, d.budget_cost as cost, d.created_at, d.ingress_sequence as place,
+                                null::uuid as run_id
                            from tidegate.workflow_trigger_deliveries d
                           where {{line}} order by d.ingress_sequence limit $3)
                         union all
-                        (select p.step_id, null, null, p.cost, p.place, p.run_id
+                        (select p.step_id, null, null, p.cost, p.created_at, p.place, p.run_id
                            from tidegate.budget_steps p where {{step_line}} order by p.place, p.step_id limit $3)) x
                  order by x.place, x.run_id nulls first, x.id limit $3) w
  order by w.place, w.run_id nulls first, w.id
 
 -- name: nudge
--- The first in line of each budget and key is due no later than the time at which it may find room. Returns those that changed, and
--- whether they are steps. The caller holds the budgets' locks.
+-- The first in line of each budget and key is due no later than the time at which it may find room; so are the runs that wait longest
+-- for its slots, as many as are free. Returns how many deliveries and runs changed, and which steps. The caller holds the budgets' locks.
 with first as materialized (
   select u.at, w.id, w.is_step
     from unnest($1::text[], $2::text[], $3::timestamptz[]) as u (budget, key, at),
@@ -136,11 +140,24 @@ with first as materialized (
   update tidegate.budget_steps p set next_attempt_at = f.at
     from first f where f.is_step and p.step_id = f.id and p.granted_at is null and p.next_attempt_at > f.at
   returning p.step_id
+), next as materialized (
+  select r.id
+    from (select w.run_id
+            from unnest($1::text[], $2::text[], $3::timestamptz[]) as u (budget, key, at)
+            join tidegate.budgets b on b.name = u.budget,
+                 lateral (select q.run_id from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+                           where q.budget = u.budget and q.key = u.key order by q.since
+                           limit greatest(0, b.concurrency - {{slot_lines.budget_in_use}})) w
+           where u.at <= tidegate.now()) f
+    join tidegate.workflow_runs r on r.id = f.run_id and {{slot_lines.is_asleep}}
+   order by r.id for no key update of r
+), called as (
+  {{slot_lines.make_due}}
 )
-select id, false from moved union all select step_id, true from steps
+select (select count(*) from moved) as deliveries, (select count(*) from called) as runs, array(select step_id from steps) as steps
 
 -- name: lines_of
--- The keys of a budget for which deliveries or steps wait.
+-- The keys of a budget for which deliveries, steps, or runs that resume wait.
 with recursive waiting (key) as (
   (select d.budget_key from tidegate.workflow_trigger_deliveries d
     where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = $1 order by d.budget_key limit 1)
@@ -155,7 +172,11 @@ with recursive waiting (key) as (
   select (select p.key from tidegate.budget_steps p where p.granted_at is null and p.budget = $1 and p.key > w.key order by p.key limit 1)
     from of_steps w where w.key is not null
 )
-select key from waiting where key is not null union select key from of_steps where key is not null
+select key from waiting where key is not null
+union
+select key from of_steps where key is not null
+union
+select q.key from tidegate.slot_waits q where q.budget = $1
 
 -- name: decide_again
 -- Makes every delivery that waits for a budget due now: it is decided by the budget as it is now, in the order of arrival.
@@ -225,6 +246,8 @@ update tidegate.budgets b
        (select count(*) from tidegate.budget_holders h
           join tidegate.workflow_runs r on r.id = h.run_id and {{counts}}
          where h.budget = b.name) as in_use,
+       (select count(*) from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+         where q.budget = b.name) as resuming,
        (select count(*) from tidegate.budget_keys s where s.budget = b.name) as keys,
        array(select o.slug || '/' || t.name from tidegate.workflow_event_triggers t
                join tidegate.workflow_definitions o on o.id = t.workflow_definition_id

@@ -27,6 +27,8 @@ ORPHANS: dict[str, str] = {
     "steps_waiting_for_no_budget": "steps that wait for a budget and stand in no line",
     "budget_places_of_nobody": "places in line of steps that do not wait",
     "budget_holders_without_a_run": "notes that a run holds a budget, without an unfinished run",
+    "runs_waiting_for_a_free_slot": "runs that wait for a slot to go on that no run holds",
+    "slot_waits_without_a_run": "notes that a run waits for a slot, without a run that does",
     "deliveries_stored_twice": "deliveries that wait and are decided at once",
     "runs_stored_twice": "runs that are unfinished and finished at once",
     "launches_without_a_run": "deliveries that launched, without their run",

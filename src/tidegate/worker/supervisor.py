@@ -236,6 +236,7 @@ class Worker:
 
     async def turn(self, now: datetime) -> LoopTurn:
         """Run every stage once and wait until no run executes: for tests that drive a worker instead of `run`."""
+        await self._runner.announce()
         ticks = await self._schedule.run_once()
         done = await self._replay.run_once() + ticks.published + (await self._dispatching.first.run_once()).events
         events, deliveries = await self._retry.run_once(), await self._delivery_retry.run_once()

@@ -151,6 +151,10 @@ class Endings:
             return self._held(self.misfit)
         return self._suspended(min(self.parked.values()), None)
 
+    def without_slot(self) -> SuspendedRun:
+        """Suspended, due at once: it was to time out, and has time left; it must take its slot first."""
+        return self._suspended(None, 0)
+
     def _held(self, why: str) -> SuspendedRun:
         mine = self._workflow.version
         self.warnings = {"": (
@@ -170,6 +174,7 @@ class Endings:
             is_retry=is_retry,
             warning=cleaned("; ".join(self.warnings.values())[:MAX_WARNING]) or None,
             wakes=self.wakes,
+            gives_back=None if self._run.slot_key is None else self._run.trigger_id,
         )
 
     def _budgets(self) -> tuple[str, ...]:

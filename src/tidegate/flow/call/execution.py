@@ -148,6 +148,8 @@ class Execution(RunSteps):
         left = self.endings.seconds_left(self.now())
         if left is not None and left <= 0:
             return self.endings.timed_out()
+        if self.run.needs_slot and not self.journal.is_cancelled:  # it has more time by this code than by that before
+            return self.endings.without_slot()
         on_timeout = partial(self._stop_with, self.endings.timed_out)
         try:
             result, error = await self._calling.run(self._call(), left, on_timeout)

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 
 from tidegate.errors import Conflict, FieldError, InvalidInput, NotFound
-from tidegate.flow.run import budget_slots
+from tidegate.flow.run import budget_slots, finish
 from tidegate.model.budget import SPEC_FIELDS, BudgetSpec, CompiledBudget, budget_errors
 from tidegate.model.pauses import check_length, check_until
 from tidegate.model.trigger import CompiledTrigger, Trigger, WorkflowDefinition
-from tidegate.store import audit, locks, triggers
+from tidegate.store import audit, locks, slot_lines, triggers
 from tidegate.store import budgets as store
 from tidegate.store.budgets import BudgetRecord
 from tidegate.store.db import Connection, Database
@@ -102,6 +102,7 @@ async def delete_budget(database: Database, name: str, actor: str) -> BudgetReco
             text = f"{count} step{'s wait' if count > 1 else ' waits'} for it: tidegate budgets explain {name}"
             raise Conflict(f"budget {name} is in use", [FieldError("name", text)])
         await store.decide_again(connection, name)
+        await slot_lines.look_again_at(connection, name)
         await store.delete(connection, name)
         await audit.insert(connection, actor=actor, action="budget.delete", subject=name, before=_described(before))
         return before
@@ -164,9 +165,13 @@ async def _changed(connection: Connection, before: BudgetRecord | None, spec: Bu
         return
     after = await required(connection, spec.name)
     if before is not None:
+        is_less = before.concurrency is not None and (spec.concurrency or before.concurrency) < before.concurrency
+        if is_less:
+            await _ask_anew(connection, spec.name)
         await store.lock(connection, [spec.name])
-        if (before.key, before.concurrency is None) != (spec.key, spec.concurrency is None):
+        if is_less or (before.key, before.concurrency is None) != (spec.key, spec.concurrency is None):
             await _rehold_all(connection, spec.name)
+            await slot_lines.look_again_at(connection, spec.name)
         if (before.key, before.cost) != (spec.key, spec.cost):
             await store.decide_again(connection, spec.name)
         elif before.unread:
@@ -177,6 +182,15 @@ async def _changed(connection: Connection, before: BudgetRecord | None, spec: Bu
         connection, actor=actor, action=action, subject=spec.name,
         before=None if before is None else _described(before), after=_described(after),
     )  # fmt: skip
+
+
+async def _ask_anew(connection: Connection, name: str) -> None:
+    """A budget has fewer slots: runs that hold them while they execute, and do not, must ask for them."""
+    for trigger_id in await store.triggers_of(connection, name):
+        trigger = await triggers.get(connection, trigger_id)
+        definition = await triggers.get_definition(connection, trigger.workflow) if trigger is not None else None
+        if trigger is not None and definition is not None and trigger.gives_back:
+            await finish.rekey(connection, CompiledTrigger(trigger, definition.parameters))
 
 
 async def _rehold_all(connection: Connection, name: str) -> None:

@@ -47,13 +47,14 @@ class Refused(NamedTuple):
 @dataclass(slots=True)
 class KeyState:
     """One key while a batch is decided. `is_blocked`: somebody of this batch waits for it, so all that follow do.
-    `next_at` is the time for the next that is refused again at its time."""
+    `next_at` is the time for the next that is refused again at its time; `resuming`: since when runs wait for one."""
 
     allowance: Allowance
     in_use: int = 0
     first_waiting: int | None = None
     reserved: Reserved | None = None
     closed: ClosedKey | None = None
+    resuming: Sequence[datetime] = ()
     is_blocked: bool = False
     next_at: datetime | None = None
     is_changed: bool = False
@@ -74,6 +75,11 @@ class KeyState:
             self.closed = self.closed._replace(probe_run_id=run_id, probe_until=now + PROBE) if is_first else None
             self.is_changed = True
 
+    def used(self, came_at: datetime | None) -> int:
+        """The slots that a delivery or step which came then does not get: those in use, and those for which runs that
+        resume have waited longer; a new one comes after all of them."""
+        return self.in_use + sum(came_at is None or since <= came_at for since in self.resuming)
+
     def kept_from(self, delivery_id: uuid.UUID, now: datetime) -> Reserved | None:
         """What is reserved for another delivery."""
         one = self.reserved
@@ -93,6 +99,7 @@ class Asking(NamedTuple):
     is_newcomer: bool
     came_from: str | None = None
     moves: int = 0
+    came_at: datetime | None = None
     run_id: RunId | None = None  # of a step
 
 
@@ -109,7 +116,9 @@ class BudgetState:
         for line, row in rows.items():
             if are_newcomers and row.first_waiting is None:
                 row.allowance.forget_backlog()
-            self.keys[line] = KeyState(row.allowance, row.in_use, row.first_waiting, row.reserved, row.closed)
+            self.keys[line] = KeyState(
+                row.allowance, row.in_use, row.first_waiting, row.reserved, row.closed, row.resuming
+            )
 
     def why_wait(self, asking: Asking, now: datetime) -> Refused | None:
         """Why a delivery must wait; None when each of its budgets has room."""
@@ -170,25 +179,33 @@ class BudgetState:
             if key.allowance.is_changed or key.is_changed
         ]
 
-    def opens_at(self, line: Line, delivery_id: uuid.UUID, cost: int, now: datetime) -> datetime | None:
+    def opens_at(
+        self, line: Line, delivery_id: uuid.UUID, cost: int, now: datetime, came_at: datetime | None = None
+    ) -> datetime | None:
         """When the first in line may find room; None when that is not known: a pause or a run must end first."""
         budget, key = self.budgets.get(line[0]), self.keys.get(line)
         if budget is None or key is None:
             return None
-        if self.lacks(line, delivery_id, cost, now) is None:
+        if self.lacks(line, delivery_id, cost, now, came_at) is None:
             return now  # also if something is reserved for another: there is enough for both
         if budget.is_paused(now):
             return budget.paused_until
         if (shut := key.shut_until(now)) is not None:
             return shut
-        if budget.spec.concurrency is not None and key.in_use >= budget.spec.concurrency:
+        if budget.spec.concurrency is not None and key.used(came_at) >= budget.spec.concurrency:
             return None
         opens = key.allowance.room_at(now, cost)
         kept = key.kept_from(delivery_id, now)
         return opens if kept is None else max(opens, kept.until)
 
     def lacks(
-        self, line: Line, delivery_id: uuid.UUID, cost: int, now: datetime, run_id: RunId | None = None
+        self,
+        line: Line,
+        delivery_id: uuid.UUID,
+        cost: int,
+        now: datetime,
+        came_at: datetime | None = None,
+        run_id: RunId | None = None,
     ) -> str | None:
         """What the key of a budget has not enough of for a delivery, or for a step of a run: `paused`, `closed`,
         `concurrency` or `rate`."""
@@ -198,13 +215,13 @@ class BudgetState:
         if key.shut_until(now, run_id) is not None:
             return "closed"
         kept, most = key.kept_from(delivery_id, now), budget.spec.concurrency
-        if most is not None and key.in_use + (kept is not None) >= most:
+        if most is not None and key.used(came_at) + (kept is not None) >= most:
             return "concurrency"
         free = key.allowance.free(now)
         return "rate" if free is not None and cost > free - (kept.cost if kept else 0) else None
 
     def _why(self, budget: LockedBudget, key: KeyState, need: Need, asking: Asking, now: datetime) -> str | None:
-        lacking = self.lacks((need.budget, need.key), asking.id, need.cost, now, asking.run_id)
+        lacking = self.lacks((need.budget, need.key), asking.id, need.cost, now, asking.came_at, asking.run_id)
         if lacking in ("paused", "closed"):
             return lacking
         if budget.spec.concurrency is None and need.cost == 0:
@@ -235,14 +252,14 @@ class BudgetState:
             "paused": lambda: budget.pause,
             "closed": lambda: _closed(key, of_key),
             "line": lambda: f"waiting in line{of_key}",
-            "concurrency": lambda: f"{key.in_use} of {spec.concurrency} slots{of_key} are in use",
+            "concurrency": lambda: _in_use(key, spec.concurrency or 0, of_key),
             "rate": lambda: (
                 f"over {written_rate(spec.limit or 0, spec.interval_ms or 0)}{of_key}"
                 + (f" with a cost of {need.cost}" if need.cost != 1 else "")
             ),
         }
         # While all slots are in use, the end of a run wakes the first in line; by the rate it may be due all the time.
-        is_full = spec.concurrency is not None and key.in_use >= spec.concurrency
+        is_full = spec.concurrency is not None and key.used(asking.came_at) >= spec.concurrency
         is_timed = why in ("paused", "closed") or (why != "concurrency" and spec.limit is not None and not is_full)
         until = self._slot(budget, key, need, now, asking) if is_timed else None
         detail = {"name": need.budget, "key": need.key, "cost": need.cost, "why": why}
@@ -263,6 +280,11 @@ class BudgetState:
         found = max(opens, key.next_at or opens)
         key.next_at = found + _pace(key.allowance, need.cost)
         return min(found, now + HORIZON)
+
+
+def _in_use(key: KeyState, most: int, of_key: str) -> str:
+    waiting = f", and {len(key.resuming)} resuming runs wait for one" if key.in_use < most and key.resuming else ""
+    return f"{key.in_use} of {most} slots{of_key} are in use{waiting}"
 
 
 def _closed(key: KeyState, of_key: str) -> str:

@@ -75,7 +75,7 @@ def _budgets_have_room(budgets: BudgetState, costs: Counter[Line], runs: Counter
         is_watched = budget.is_paused(now) or key.closed is not None or key.reserved is not None
         if is_watched or key.first_waiting is not None or (free is not None and cost > free):
             return False
-        if most is not None and key.in_use + runs[line] > most:
+        if most is not None and key.used(None) + runs[line] > most:
             return False
     return True
 

@@ -60,7 +60,10 @@ async def nudge(connection: Connection, facts: DeliveryFacts, state: BudgetState
 async def nudge_heads(connection: Connection, state: BudgetState, visited: set[Line], now: datetime) -> None:
     """The same, once the keys of the lines are known."""
     heads = await budgets.heads(connection, visited, 1)
-    opens = {(one.budget, one.key): state.opens_at((one.budget, one.key), one.id, one.cost, now) for one in heads}
+    opens = {
+        (one.budget, one.key): state.opens_at((one.budget, one.key), one.id, one.cost, now, one.came_at)
+        for one in heads
+    }
     await budgets.nudge(connection, {line: at for line, at in opens.items() if at is not None})
 
 
@@ -73,7 +76,7 @@ def _fitting(state: BudgetState, found: Sequence[Head], facts: DeliveryFacts) ->
         line = (one.budget, one.key)
         if line not in state.keys or line in full:
             continue
-        if one.run_id is not None or state.lacks(line, one.id, one.cost, facts.now) is not None:
+        if one.run_id is not None or state.lacks(line, one.id, one.cost, facts.now, one.came_at) is not None:
             full.add(line)
             continue
         state.spend(one.id, [Need(*line, one.cost)], RunId(one.id), facts.now)  # in this copy, which is not written

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from typing import TypeVar
 
 import msgspec
 
 from tidegate.flow.decide.budgets import eta
 from tidegate.flow.look.near.look_up import MaySee
-from tidegate.flow.look.why import ANOTHERS, NAMED, moment
+from tidegate.flow.look.why import NAMED, moment, named_holders
 from tidegate.model.budget import BudgetSpec
+from tidegate.model.ids import RunId
 from tidegate.model.units import written_rate
-from tidegate.store import budget_views
+from tidegate.store import budget_views, circumstances
 from tidegate.store.budget_views import BudgetHolder, KeyLine, Place
 from tidegate.store.budgets import BudgetRecord
-from tidegate.store.circumstances import BudgetWait
+from tidegate.store.circumstances import BudgetWait, RunCircumstances, RunSlotWait, SlotHolder, SlotWait
 from tidegate.store.db import Connection
 
 Id = TypeVar("Id", bound=uuid.UUID)
@@ -70,7 +70,7 @@ def told(delivery_id: uuid.UUID, place: Place, holders: Sequence[BudgetHolder]) 
         free = place.allowance.free(now)
         parts.append(f"{free} of {written_rate(spec.limit, spec.interval_ms)} are left, and it costs {place.cost}")
     if holders:
-        parts.append(f"{place.in_use} of {spec.concurrency} slots are held by {_named(holders, now)}")
+        parts.append(f"{place.in_use} of {spec.concurrency} slots are held by {named_holders(holders)}")
     kept = place.reserved
     if kept is not None and (kept.delivery_id == delivery_id or kept.until <= now):
         kept = None
@@ -105,16 +105,27 @@ def _kept(cost: int, spec: BudgetSpec) -> str:
     return f"{' and '.join([*of_rate, *slot])} {'are' if of_rate and (slot or cost != 1) else 'is'} kept"
 
 
-def _named(holders: Sequence[BudgetHolder], now: datetime) -> str:
-    named = [
-        f"{f'run {one.id}' if one.workflow else ANOTHERS} ({_doing(one, now)})" for one in holders[:NAMED]
-    ]  # fmt: skip
-    more = holders[0].total - len(named)
-    return f"{', '.join(named)}{f' and {more} more' if more > 0 else ''}"
+async def of_runs(connection: Connection, run_ids: Sequence[RunId], may_see: MaySee) -> dict[RunId, RunCircumstances]:
+    """What keeps each of the runs, with the slot for which one waits that is due."""
+    found = await circumstances.of_runs(connection, run_ids)
+    for wait in await circumstances.slot_waits(connection, [one.id for one in found.values() if one.has_no_slot]):
+        slot = RunSlotWait(text=await _slot_text(connection, wait, may_see), since=wait.since, budget=wait.budget)
+        found[wait.run_id] = msgspec.structs.replace(found[wait.run_id], slot=slot)
+    return found
 
 
-def _doing(one: BudgetHolder, now: datetime) -> str:
-    if one.status == "pending" and one.next_attempt_at is not None and one.next_attempt_at > now:
-        return f"resumes {moment(one.next_attempt_at)}"
-    of_step = f"step {one.step!r}, " if one.step is not None else ""
-    return f"{of_step}{one.status} since {moment(one.created_at)}"
+async def _slot_text(connection: Connection, wait: SlotWait, may_see: MaySee) -> str:
+    """Which slots a run waits for, who holds them, and its place in line."""
+    holders: Sequence[SlotHolder | BudgetHolder]
+    if wait.budget is not None:
+        holders = await budget_views.holders(connection, wait.budget, wait.key, NAMED)
+    else:
+        assert wait.trigger_id is not None, "a line is of a trigger or of a budget"
+        holders = await circumstances.trigger_slot_holders(connection, wait.trigger_id, wait.key, NAMED)
+    of = "its trigger" if wait.budget is None else f"budget {wait.budget}"
+    of_key = f" for key {wait.key}" if wait.key else ""
+    before = f"; it is number {wait.ahead + 1} of the runs in line" if wait.ahead else ""
+    if not holders:
+        return f"a slot of {of}{of_key}, which is free: a worker takes it up next{before}"
+    seen = [one if may_see(one.source) else msgspec.structs.replace(one, workflow="") for one in holders]
+    return f"a slot of {of}{of_key}: {holders[0].total} of {wait.most} are held by {named_holders(seen)}{before}"

@@ -309,7 +309,7 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee, dept
         steps_of = {one.id: await steps.list_of_run(connection, one.id) for one in found}
         return StoryFacts(
             now := await circumstances.now(connection), None, EventCircumstances(now=now), runs=found, workers=alive,
-            around_runs=await circumstances.of_runs(connection, [one.id for one in found]),
+            around_runs=await budgets.of_runs(connection, [one.id for one in found], may_see),
             steps=steps_of,
             letters=await circumstances.letters(connection, None, [one.id for one in found]),
             published={one.id: await lineage.published_by(connection, one) for one in found},
@@ -340,7 +340,7 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee, dept
     steps_of = {one.id: [step for step in of_steps if step.workflow_run_id == one.id] for one in found}
     facts = StoryFacts(
         around.now, event, around, retry, lines, delivered, waiting, holders, found,
-        await circumstances.of_runs(connection, [one.id for one in found]),
+        await budgets.of_runs(connection, [one.id for one in found], may_see),
         steps_of, alive, await circumstances.letters(connection, event.id), subject.refused,
         published={one.id: await lineage.published_by(connection, one) for one in found},
         awaited=await _awaited(connection, steps_of, may_see, depth),

@@ -26,6 +26,7 @@ from tidegate.store.health import (
 )
 from tidegate.store.runs import VersionHeld
 from tidegate.store.schedules import OverdueSchedule
+from tidegate.store.slot_lines import SlotBacklog
 from tidegate.store.source_backlogs import FillingSource
 from tidegate.store.troubled_budgets import LongClosed, TroubledBudget
 from tidegate.store.workers import Unserved
@@ -54,6 +55,7 @@ _NEXT_STEPS = {
     "budget_unread": "tidegate budgets explain {0}; then correct it: tidegate budgets set {0} … --dry-run",
     "budget_closed": "it opens by itself; at once: tidegate budgets resume {}",
     "budget_backlog": "tidegate budgets explain {0}; to allow more: tidegate budgets set {0} RATE",
+    "slot_backlog": "tidegate runs list --workflow {} --status pending; tidegate explain RUN says who holds the slots",
     "source_breaker_open": "it closes by itself once events succeed; at once: tidegate sources resume {}",
     "trigger_breaker_open": "it closes by itself once its probe succeeds; at once: tidegate triggers resume {}",
     "source_backlog": "tidegate retries list --source {0}; to allow more: tidegate sources backlog {0} --max-waiting N",
@@ -105,6 +107,7 @@ class HealthFacts(NamedTuple):
     closed_budgets: Sequence[LongClosed] = ()
     filling_sources: Sequence[FillingSource] = ()
     filling_triggers: Sequence[FillingTrigger] = ()
+    slot_backlog: Sequence[SlotBacklog] = ()
 
 
 def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[Cause]:
@@ -117,6 +120,7 @@ def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) ->
         *_triggers(facts, policy),
         *_budgets(facts, policy),
         *_backlogs(facts),
+        *_slots(facts),
         *_late(facts, policy),
         *_dead_letters(facts, policy),
         *_workers(facts, policy),
@@ -204,6 +208,13 @@ def _backlogs(facts: HealthFacts) -> Iterator[Cause]:
 
 def _filled(waiting: int, most: int) -> str:
     return f"{waiting} of {most}"
+
+
+def _slots(facts: HealthFacts) -> Iterator[Cause]:
+    for one in facts.slot_backlog:
+        seconds = (facts.now - one.since).total_seconds()
+        text = f"{one.waiting} due runs wait for a slot to go on, the oldest ({one.example}) for {seconds:.0f} s"
+        yield _cause("slot_backlog", "degraded", one.workflow, text, one.since)
 
 
 def _late(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:

@@ -17,7 +17,7 @@ from tidegate.model.ids import StepId
 from tidegate.model.priority import share_of_workflow
 from tidegate.model.run import INTERNAL_STEPS, SUSPECT_CRASHES, Run, Step, risk_of_resuming
 from tidegate.model.worker_share import ReservedSlots
-from tidegate.store.circumstances import BudgetWait, RunCircumstances, StoryLetter
+from tidegate.store.circumstances import BudgetWait, RunCircumstances, RunSlotWait, StoryLetter
 from tidegate.store.workers import WorkerRecord
 
 
@@ -138,6 +138,8 @@ def _progress(steps: Sequence[Step]) -> str:
 def _pending(facts: RunFacts) -> Why:
     run, around = facts.run, facts.around
     assert run.next_attempt_at is not None, "a pending run has a time"
+    if around.slot is not None and run.cancel_requested_at is None:
+        return _without_slot(facts, around.slot)
     if run.next_attempt_at <= facts.now:
         return _due(facts)
     if run.cancel_requested_at is not None:
@@ -150,7 +152,18 @@ def _pending(facts: RunFacts) -> Why:
         who = f"{run.workflow} itself" if answer.state == "waiting_for_child" else "it"
         until = min(around.deadline_at, answer.until or around.deadline_at)
         answer = answer._replace(text=f"{answer.text}; {who} times out at {moment(around.deadline_at)}", until=until)
-    return answer._replace(text=f"{answer.text}{_unserved(facts)}")
+    given_back = "; it holds no slot meanwhile" if around.has_no_slot else ""
+    return answer._replace(text=f"{answer.text}{given_back}{_unserved(facts)}")
+
+
+def _without_slot(facts: RunFacts, slot: RunSlotWait) -> Why:
+    """It is due, and has given its slots back: it goes on when it has them again."""
+    limit = facts.around.deadline_at
+    out = f"; it times out at {moment(limit)}" if limit else ""
+    text = f"is due since {moment(slot.since)} and waits for {slot.text}{out}{_unserved(facts)}"
+    if slot.budget is None:
+        return Why("concurrency", text, "a free slot", limit)
+    return Why("budget", text, f"a slot of budget {slot.budget}", limit)
 
 
 def _waiting(facts: RunFacts, due: datetime) -> Why:

@@ -21,6 +21,7 @@ from tidegate.model.work_limit import WorkLeft
 from tidegate.store import budget_steps, budgets, events, locks, runs
 from tidegate.store.budgets import Holder, Line, LockedBudget
 from tidegate.store.db import Connection
+from tidegate.store.slot_lines import Nudged
 from tidegate.store.trigger_gates import LockedTrigger
 
 REHOLD_BATCH = 1000
@@ -35,13 +36,13 @@ async def lock(
 
 async def release(
     connection: Connection, held: Mapping[str, LockedBudget], run_ids: Collection[RunId], left: Collection[Line] = ()
-) -> int:
-    """Give back what the runs and their steps held of these budgets; how many others are due because of that, or
-    because they left these lines."""
+) -> Nudged:
+    """Give back what the runs and their steps held of these budgets; who is due because of that, or because they left
+    these lines."""
     if not held:
-        return 0
+        return Nudged()
     lines = {*await budgets.release(connection, run_ids), *await budgets.end_probes(connection, run_ids), *left}
-    return await budgets.nudge(connection, await _now_of(connection, [line for line in lines if line[0] in held]))
+    return await wake(connection, [line for line in lines if line[0] in held])
 
 
 def names_of(blocks: Sequence[LaunchBlock], writes: Sequence[StepWrite], finished: Sequence[FinishedRun]) -> set[str]:
@@ -55,11 +56,11 @@ def names_of(blocks: Sequence[LaunchBlock], writes: Sequence[StepWrite], finishe
     return found
 
 
-async def end_steps(connection: Connection, writes: Sequence[StepWrite]) -> int:
+async def end_steps(connection: Connection, writes: Sequence[StepWrite]) -> Nudged:
     """Attempts at steps have ended, or they wait no longer: give back what they held of budgets, which this transaction
-    has locked; how many others are due because of that."""
+    has locked; who is due because of that."""
     if not writes:
-        return 0
+        return Nudged()
     steps = [(one.workflow_run_id, one.id) for one in writes]
     lines = {*await budgets.release_steps(connection, steps)}
     lines |= {*await budget_steps.leave(connection, [step_id for _, step_id in steps])}
@@ -68,7 +69,7 @@ async def end_steps(connection: Connection, writes: Sequence[StepWrite]) -> int:
     return await wake(connection, [line for line in lines if line[0] in names])
 
 
-async def wake(connection: Connection, lines: Collection[Line]) -> int:
+async def wake(connection: Connection, lines: Collection[Line]) -> Nudged:
     """Who is first in the lines is due now; how many were due later. The caller holds the budgets."""
     return await budgets.nudge(connection, await _now_of(connection, lines))
 
@@ -80,7 +81,7 @@ async def sweep(connection: Connection, limit: int) -> list[Line]:
     await budgets.lock(connection, {one.budget for one in holders} | {budget for _, budget in places})
     freed = {*await budgets.sweep(connection, holders)}
     freed |= {*await budget_steps.leave(connection, [step_id for step_id, _ in places])}
-    await budgets.nudge(connection, await _now_of(connection, freed))
+    await wake(connection, freed)
     return sorted(freed)
 
 
@@ -144,12 +145,13 @@ async def rehold(connection: Connection, compiled: CompiledTrigger) -> None:
     """
     after = uuid.UUID(int=0)
     while page := await runs.list_unfinished(connection, compiled.trigger.id, after=after, limit=REHOLD_BATCH):
-        found = await events.get_many(connection, [event_id for _, event_id in page if event_id is not None])
-        await budgets.release(connection, [run_id for run_id, _ in page], without_steps=True)
+        found = await events.get_many(connection, [run.event_id for run in page if run.event_id is not None])
+        await budgets.release(connection, [run.id for run in page], without_steps=True)
         held = [
-            Holder(run_id, need.budget, need.key)
-            for run_id, event_id in page
-            for need in needs_of(compiled.budgets, found.get(event_id) if event_id else None)
+            Holder(run.id, need.budget, need.key)
+            for run in page
+            if not run.has_no_slot
+            for need in needs_of(compiled.budgets, found.get(run.event_id) if run.event_id else None)
         ]
         await budgets.hold(connection, held)
-        after = page[-1][0]
+        after = page[-1].id

@@ -32,6 +32,7 @@ from tidegate.model.worker_share import ALL, ReservedSlots, WorkerShare
 from tidegate.store import runs
 from tidegate.store.db import Database
 from tidegate.store.deliveries import NOBODY, Claim
+from tidegate.store.slot_lines import Nudged
 from tidegate.store.transactions import Transactions
 from tidegate.telemetry.logs import logger
 
@@ -113,9 +114,9 @@ class Runner:
     def _may_begin(self) -> bool:
         return self._quarantine.state != "alone"
 
-    def _lines_moved(self) -> None:
-        """Others may be due in the lines of budgets."""
-        self._after_free(Freed(woken=1))
+    def _lines_moved(self, nudged: Nudged) -> None:
+        """Others are due in the lines of budgets."""
+        self._after_free(Freed().also(nudged))
 
     def serve(self, definitions: list[DefinitionId], versions: Sequence[str | None] = ()) -> None:
         """Set the definitions whose code is in this process, and its versions (None: it has none); only their runs are

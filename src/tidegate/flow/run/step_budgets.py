@@ -25,6 +25,7 @@ from tidegate.store import budget_steps, budgets, locks, waits
 from tidegate.store.budget_steps import NewPlace, StepInLine
 from tidegate.store.db import Connection, Database
 from tidegate.store.group_commit import GroupCommit
+from tidegate.store.slot_lines import Nudged
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
@@ -48,7 +49,7 @@ class StepBudgets:
     """Answers what executions ask before they call steps with budgets; many questions share a transaction. `after_move`
     is called when others in line may be due."""
 
-    def __init__(self, database: Database, declare: Declare, after_move: Callable[[], None]) -> None:
+    def __init__(self, database: Database, declare: Declare, after_move: Callable[[Nudged], None]) -> None:
         self._database = database
         self._declare = declare
         self._after_move = after_move
@@ -100,8 +101,8 @@ class StepBudgets:
             failpoints.hit("step_budget.after_commit")
             for one in held:
                 metrics.held_by_budget(*why_held(one))
-            if moved:
-                self._after_move()
+            if moved != Nudged():
+                self._after_move(moved)
             return answers
 
 
@@ -131,8 +132,8 @@ class _Decided(NamedTuple):
 
 async def _answer(
     connection: Connection, asked: Sequence[SpendQuestion]
-) -> tuple[list[SpendAnswer], list[NewPlace], int]:
-    """One transaction: the answers, the steps that wait from now on, and how many others are due."""
+) -> tuple[list[SpendAnswer], list[NewPlace], Nudged]:
+    """One transaction: the answers, the steps that wait from now on, and who else is due."""
     locked = await budgets.lock(connection, {name for one in asked for name in one.spend.budgets})
     held = await waits.lock_held(connection, [one.run for one in asked])
     now = await locks.now(connection)

@@ -59,7 +59,7 @@ def needs_of(
         if budget.spec.concurrency is not None and (step.run_id, name) in own:
             raise CannotSpend(
                 name,
-                "its run holds a slot of it until it ends, by budgets= of its workflow, and the step would wait for "
+                "its run holds a slot of it, by budgets= of its workflow, and the step would wait for "
                 "that: use it for the run or for the step, not for both",
             )
         try:
@@ -72,7 +72,7 @@ def needs_of(
 def why_waits(state: BudgetState, step: AskingStep, needs: tuple[Need, ...], now: datetime) -> Refused | None:
     """Why a step must wait; None when each of its budgets has room."""
     is_new = step.came_from is None
-    asking = Asking(step.id, needs, step.place, is_new, step.came_from, step.moves, step.run_id)
+    asking = Asking(step.id, needs, step.place, is_new, step.came_from, step.moves, step.since, step.run_id)
     return state.why_wait(asking, now)
 
 
