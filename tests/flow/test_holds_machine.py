@@ -59,6 +59,10 @@ RUNS = """
 select r.id, e.type, e.payload ->> 'key' as key, r.status
   from tidegate.workflow_runs r join tidegate.workflow_events e on e.id = r.event_id
 """
+HOLDING = """
+select id from tidegate.workflow_runs
+ where status in ('pending', 'running') and concurrency_key is not null and slot_key is null
+"""
 
 
 class Crash(BaseException):
@@ -113,7 +117,8 @@ class HoldsMachine(RuleBasedStateMachine):
         self.dead: dict[RunId, ClaimedRun] = {}  # executing when their worker died; not claimed since
         self.published = 0
         self.limits = {"t": 2, "tb": 1, "slots": 2}
-        self.before: set[RunId] = set()  # executing when the limits were changed: those are not ended
+        # Executing when the limits were changed, or holding a slot until they end: those keep it.
+        self.before: set[RunId] = set()
         self.run(self._reset())
 
     def _worker(self) -> Worker:
@@ -145,6 +150,15 @@ class HoldsMachine(RuleBasedStateMachine):
 
     def _executing(self) -> set[RunId]:
         return {run_id for worker in self.workers for run_id in worker.executing} | self.dead.keys()
+
+    def _holding(self) -> set[RunId]:
+        """The runs that hold their slots until they end."""
+
+        async def read() -> set[RunId]:
+            async with self.database.connection() as connection:
+                return {row[0] for row in await connection.fetch(HOLDING)}
+
+        return self.run(read())
 
     # What happens ------------------------------------------------------------------------------------------------
 
@@ -246,7 +260,7 @@ class HoldsMachine(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 3), own=st.integers(1, 3), slots=st.integers(1, 3))
     def change_limits(self, limit: int, own: int, slots: int) -> None:
         self.limits = {"t": limit, "tb": own, "slots": slots}
-        self.before = self._executing()
+        self.before = self._executing() | self._holding()
 
         async def change() -> None:
             await self._edit("t", max_concurrency=limit)
