@@ -106,6 +106,45 @@ async def test_a_step_and_a_run_that_resumes_are_served_by_how_long_they_have_wa
             assert await rows(harness, table) == 0, table
 
 
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_step_whose_turn_has_come_keeps_what_it_has_while_its_run_waits_for_its_slot(
+    is_cancelled: bool,
+) -> None:
+    sink = Sink()
+    calls = Budget("calls", concurrency=1)
+    app = asker(sink, calls, budgets=[Budget("gpu", concurrency=1)], holds="executing")
+
+    @app.workflow(on="busy", budgets=[calls])
+    async def busy(ctx: Context, n: int) -> None:
+        await ctx.sleep("5m")
+
+    @app.workflow(on="hold", budgets=["gpu"])
+    async def hold(ctx: Context, n: int) -> None:
+        await ctx.sleep("10m")
+
+    async with Harness(app) as harness:
+        for kind, n in (("busy", 1), ("ask", 2), ("hold", 3), ("ask", 4)):
+            await publish(harness, kind, n)
+            await harness.run_until_idle()
+        assert sink.done == [("begin", 2)]
+        await harness.advance("6m")  # the budget of the step has room, that of its run has none
+        [run] = await harness.runs("ask")
+        summary = (await harness.explain(run)).summary
+        assert "waits for a slot of budget gpu" in summary and "1 of 1 are held by run" in summary
+        assert await rows(harness, "budget_holders where budget = 'calls' and step = 'call'") == 1
+        assert await rows(harness, "slot_waits") == 1
+        if is_cancelled:
+            await harness.cancel(run)
+            await harness.run_until_idle()
+            assert await rows(harness, "budget_holders where budget = 'calls'") == 0
+        await harness.advance("30m")
+        served = [n for what, n in sink.done if what == "end"]
+        assert sorted(served) == ([4] if is_cancelled else [2, 4])
+        assert sink.most == {"run": 1, "call": 1}
+        for table in ("budget_holders", "budget_steps", "slot_waits"):
+            assert await rows(harness, table) == 0, table
+
+
 async def test_a_step_gets_no_slot_of_a_budget_that_its_run_takes_again() -> None:
     """It would be kept from its own run, for ever."""
     sink = Sink()
