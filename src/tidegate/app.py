@@ -34,7 +34,7 @@ from tidegate.model.retry import RetryPolicy
 from tidegate.model.schedule import SOURCE, TRIGGER, Overlap, ScheduleSpec, declared, event_type
 from tidegate.model.source import BreakerPolicy
 from tidegate.model.start import StartedRun, start_spec
-from tidegate.model.trigger import TriggerSpec, check_spec
+from tidegate.model.trigger import TriggerHolds, TriggerSpec, check_spec
 from tidegate.model.typed import Payload
 from tidegate.model.units import named_duration_ms, rate
 from tidegate.model.wait import On, cancelled_by
@@ -99,17 +99,18 @@ class Tidegate:
         max_waiting: int | None = None, when_full: WhenFull | None = None, keep: Keep | None = None,
         key: str | None = None,
         retry: RetryPolicy | None = None, breaker: BreakerPolicy | None = None, priority: int = 1,
-        budgets: Sequence[BudgetSpec | str] = (), timeout: str | int | float | None = None,
+        budgets: Sequence[BudgetSpec | str] = (), holds: TriggerHolds = "unfinished",
+        timeout: str | int | float | None = None,
         cancel_on: str | On | list[str | On] | tuple[str | On, ...] = (),
         version: str | None = None, name: str | None = None,
     ) -> Callable[[Function], Function]:  # fmt: skip
         """Declare a workflow: the function runs for each matching event of type `on`, or on a schedule.
-
         Events: `on` (type) and `source` are exact or contain `*`; `where` (CEL) and `predicates` filter further; or a
         schedule: `every` ("10m") or `cron` ("0 3 * * *") in `timezone` (UTC), `overlap` "allow", "queue" or "skip".
         `params`: Liquid templates by argument name; by default, the payload's fields by argument name.
-        Limits: `throttle` ("20/min"), `max_concurrency` (per `concurrency_key`), `breaker`, `budgets`, `priority`; one
-        run per `idempotency_key` within `idempotency_window` (one day; 0: forever). `retry`: of held deliveries.
+        Limits: `throttle` ("20/min"), `max_concurrency` (per `concurrency_key`) and `budgets`, whose slots a run holds
+        while "unfinished" or "executing" (`holds`), `breaker`, `priority`; one run per `idempotency_key` within
+        `idempotency_window` (one day; 0: forever). `retry`: of held deliveries.
         By `key`: one run for many events (`debounce`, `max_wait`, `leading`; `batch`); what is over `skip_over` is
         skipped; `while_running` an earlier run: "skip" the new one, "cancel" it, or "queue"; `max_waiting` may wait,
         then `when_full`, or `keep` the "latest" only, none for more than `max_wait`. `timeout`: of a run, with waits.
@@ -124,7 +125,7 @@ class Tidegate:
             schedule = declared(every, cron, timezone, overlap)
             window, waiting = (debounce, max_wait, leading, batch), (max_waiting, when_full, keep)
             keys = declared_by_key(fields, on, schedule, window, skip_over, while_running, waiting)
-            shared = {"budgets": declared_names(budgets, self.budgets), "priority": priority}
+            shared = {"budgets": declared_names(budgets, self.budgets), "priority": priority, "holds": holds}
             given = {**_launched_by(slug, on, source, schedule), **fields, **keys, **shared}
             spec = _spec(given, predicates, throttle, idempotency_window)
             timeout_ms = None if timeout is None else named_duration_ms("timeout", timeout)

@@ -4,6 +4,7 @@ processes."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ async def ask(ctx, tenant: str):
 @app.workflow(on="slow.asked", budgets=[Budget("gpu", concurrency=1)])
 async def slow(ctx):
     await ctx.sleep("1h")
+
+
+@app.workflow(on="step.asked")
+async def steps(ctx, tenant: str):
+    return await ctx.step("call", str.upper, tenant, budget=Budget("of-steps", "1/h"))
+
+
+@app.workflow(on="busy.asked")
+async def busy(ctx):
+    await ctx.step("wait", asyncio.sleep, 3600, budget=Budget("of-busy-steps", concurrency=1))
 
 
 @app.workflow(on="limited.asked", budgets=[Budget("limited", "100/s", key="{{ event.payload.tenant }}")])
@@ -115,6 +126,50 @@ def test_explain_names_the_runs_that_hold_the_slots_and_when_they_resume(server:
     assert told["waits_for"] == "a slot of its budget" and told["until"] is None
     assert "1 of 1 slots are held by run" in told["summary"]
     assert holder in command(server, "explain", "gpu")
+
+
+def test_a_step_that_waits_is_shown_with_its_budget_its_place_and_its_time(server: str) -> None:
+    ids = publish(server, "step.asked", 3, tenant="acme")
+    eventually(lambda: _waiting(server, "of-steps") == 2, "what waits")
+    eventually(lambda: "it is number 2 in line" in explained(server, ids[2])["summary"], "it is suspended")
+    told = explained(server, ids[2])
+    [outcome] = told["outcomes"]
+    assert outcome["state"] == "budget" and told["waits_for"] == "room in its budget (step 'call')"
+    assert "to call step 'call': budget of-steps: waiting in line" in told["summary"]
+    assert told["until"] > explained(server, ids[1])["until"]
+    by_run = ok(_http.get(f"{server}/v1/explain/{outcome['run_id']}"))
+    assert by_run["waits_for"] == told["waits_for"]
+    asked = {"kind": "steps", "reason": "budget", "workflow": "steps"}
+    [first, second] = ok(_http.get(f"{server}/admin/retries", params=asked))["retries"]
+    assert (first["budget"], first["budget_key"], first["step"]) == ("of-steps", "", "call")
+    assert second["eta_seconds"] > first["eta_seconds"] > 0
+    assert "budget of-steps" in first["last_error"]
+    assert "of-steps (v1): 1/h; used by nobody; ok; 2 (2 steps) waiting" in command(server, "explain", "of-steps")
+    shown_run = run("runs", "show", outcome["run_id"], env={"TIDEGATE_URL": server}).stdout
+    assert "step 'call' waits: budget of-steps" in shown_run
+    health = ok(_http.get(f"{server}/admin/event-health"))
+    assert health["retries"]["steps"]["by_reason"]["budget"] >= 2  # other tests leave some, too
+    gauge = re.search(r'tidegate_deferred\{kind="steps",reason="budget"\} (\S+)', _http.get(f"{server}/metrics").text)
+    assert gauge is not None and float(gauge[1]) >= 2
+    done = run("runs", "cancel", outcome["run_id"], env={"TIDEGATE_URL": server})
+    assert done.returncode == 0, done.stderr
+    assert _waiting(server, "of-steps") == 1
+
+
+def test_the_steps_that_hold_slots_are_named(server: str) -> None:
+    first, second = publish(server, "busy.asked", 2)
+    eventually(lambda: _waiting(server, "of-busy-steps") == 1, "what waits")
+    holder = explained(server, first)["outcomes"][0]["run_id"]
+    eventually(lambda: f"run {holder} (step 'wait', running" in explained(server, second)["summary"], "who holds it")
+    told = explained(server, second)
+    assert told["waits_for"] == "a slot of its budget (step 'wait')" and told["until"] is None
+    assert holder in command(server, "explain", "of-busy-steps")
+    assert "1 step waits for it" in command(server, "delete", "of-busy-steps", code=1)
+
+
+def _waiting(address: str, name: str) -> int:
+    found = _http.get(f"{address}/admin/budgets/{name}")
+    return found.json()["budget"]["waiting_steps"] if found.status_code == 200 else 0
 
 
 def test_set_pause_resume_and_delete_on_the_command_line(server: str) -> None:

@@ -271,6 +271,8 @@ async def trigger_plan(connection: Connection) -> None:
 BUDGET = "insert into tidegate.budgets (name, concurrency, created_by, updated_by) values ('gpu', 1, 'test', 'test')"
 FOR_BUDGET = "status = 'throttled', retry_state = 'scheduled', reason = 'budget', budget = 'gpu', budget_key = ''"
 
+STEP_FOR_BUDGET = "kind = 'step', retry_state = 'scheduled', retry_metadata = '{\"reason\": \"budget\"}'"
+
 
 async def no_budget(connection: Connection) -> None:
     await a_delivery(connection, f"{FOR_BUDGET}, next_attempt_at = {FUTURE}, updated_at = {PAST}")
@@ -283,7 +285,49 @@ async def free_budget_slot(connection: Connection) -> None:
 
 async def holder_without_run(connection: Connection) -> None:
     await connection.execute(BUDGET)
-    await connection.execute("insert into tidegate.budget_holders values (gen_random_uuid(), 'gpu', '')")
+    await connection.execute(
+        "insert into tidegate.budget_holders values (gen_random_uuid(), 'gpu', '', gen_random_uuid())"
+    )
+
+
+async def a_place(connection: Connection, of_step: str) -> None:
+    """The place in line of a step."""
+    run_id = await a_run(connection, "status = 'pending'")
+    await a_step(connection, run_id, of_step)
+    await connection.execute(
+        "insert into tidegate.budget_steps (step_id, run_id, name, budget, key, cost, place, next_attempt_at, asked) "
+        f"select id, workflow_run_id, name, 'gpu', '', 1, 1, {FUTURE}, '{{}}' from tidegate.workflow_run_steps "
+        "where workflow_run_id = $1", run_id,
+    )  # fmt: skip
+
+
+async def step_for_no_budget(connection: Connection) -> None:
+    run_id = await a_run(connection, "status = 'pending'")
+    await a_step(connection, run_id, f"{STEP_FOR_BUDGET}, next_attempt_at = {FUTURE}")
+
+
+async def step_for_free_slot(connection: Connection) -> None:
+    await connection.execute(BUDGET)
+    await a_place(connection, f"{STEP_FOR_BUDGET}, next_attempt_at = {FUTURE}, updated_at = {PAST}")
+
+
+async def place_of_nobody(connection: Connection) -> None:
+    await a_place(connection, "status = 'succeeded'")
+
+
+async def free_slot_of_run(connection: Connection) -> None:
+    [trigger_id] = await make_triggers(connection)
+    await a_run(connection, f"trigger_id = '{trigger_id}', slot_key = '', updated_at = {PAST}")
+    await connection.execute(
+        f"insert into tidegate.slot_waits (run_id, trigger_id, key, since) select id, trigger_id, '', {PAST} "
+        "from tidegate.workflow_runs"
+    )
+
+
+async def wait_without_run(connection: Connection) -> None:
+    await connection.execute(
+        f"insert into tidegate.slot_waits (run_id, budget, key, since) values (gen_random_uuid(), 'gpu', '', {PAST})"
+    )
 
 
 async def letter_late(connection: Connection) -> None:
@@ -318,7 +362,12 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
     "deliveries_waiting_for_a_free_slot": free_slot,
     "deliveries_waiting_for_no_budget": no_budget,
     "deliveries_waiting_for_a_free_budget_slot": free_budget_slot,
+    "steps_waiting_for_a_free_budget_slot": step_for_free_slot,
+    "steps_waiting_for_no_budget": step_for_no_budget,
+    "budget_places_of_nobody": place_of_nobody,
     "budget_holders_without_a_run": holder_without_run,
+    "runs_waiting_for_a_free_slot": free_slot_of_run,
+    "slot_waits_without_a_run": wait_without_run,
     "deliveries_stored_twice": delivery_twice,
     "runs_stored_twice": run_twice,
     "launches_without_a_run": launch_without_run,
@@ -352,6 +401,7 @@ PLANTED: dict[str, Callable[[Connection], Awaitable[None]]] = {
 TIMED = {name for name in ORPHANS if name.endswith(("claimed_by_nobody", "_in_time", "without_an_end"))} | {
     "deliveries_of_deleted_triggers", "deliveries_waiting_for_a_free_slot", "runs_past_their_deadline",
     "deliveries_waiting_for_no_budget", "deliveries_waiting_for_a_free_budget_slot",
+    "steps_waiting_for_a_free_budget_slot", "runs_waiting_for_a_free_slot", "slot_waits_without_a_run",
 }  # fmt: skip
 
 

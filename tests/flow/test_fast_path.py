@@ -95,6 +95,8 @@ LIMITED = {
     "slots": Case({"a": {"max_concurrency": 30}}, MANY, claims=100),
     "slots by key": Case({"a": {"max_concurrency": 10, "concurrency_key": "{{ event.source }}"}, "b": {}}, MANY),
     "budgets": Case({"a": {"budgets": ["keyed", "shared"]}, "b": {"budgets": ["shared"]}, "c": {}}, MANY, claims=5),
+    "slots while executing": Case({"a": {"max_concurrency": 30, "holds": "executing"}}, MANY, claims=100),
+    "budgets while executing": Case({"a": {"budgets": ["keyed"], "holds": "executing"}, "b": {}}, MANY, claims=5),
     "several limits": Case(
         {"a": {"throttle_count": 99, "throttle_window_ms": 1000, "max_concurrency": 50, "budgets": ["shared"]}}, MANY
     ),

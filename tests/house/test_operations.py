@@ -132,7 +132,7 @@ def test_yaml_parses_and_the_demo_is_scraped() -> None:
 def test_every_health_cause_is_in_the_table_of_thresholds() -> None:
     source = (ROOT / "src" / "tidegate" / "flow" / "look" / "verdict.py").read_text()
     codes = set(re.findall(r'_cause\(\s*"(\w+)"', source)) | {"ingress_stalled", "triggers_stalled", "runs_stalled"}
-    assert len(codes) == 20
+    assert len(codes) == 21
     for code in codes:
         assert f"`{code}`" in SECTIONS["thresholds"], code
 

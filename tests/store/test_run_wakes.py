@@ -13,6 +13,7 @@ from tidegate.model.run import ClaimedRun, FinishedRun
 from tidegate.model.step import SuspendedRun
 from tidegate.store import runs, trigger_gates
 from tidegate.store.db import Connection, Database
+from tidegate.store.runs import KeptSuspension
 
 from .builders import HOUR, MINUTE, NOW, SECOND, make_definition, make_runs, make_triggers, set_clock
 
@@ -43,7 +44,7 @@ async def test_a_suspended_run_that_is_woken_is_due_at_once(connection: Connecti
     await set_clock(connection)
     [run_id] = await make_runs(connection, [NOW])
     [held] = await claim(connection)
-    assert await runs.suspend(connection, [suspended(held)]) == {run_id: False}
+    assert await runs.suspend(connection, [suspended(held)]) == {run_id: KeptSuspension(False, None, None)}
     await set_clock(connection, NOW + MINUTE)
     assert await wake(connection, run_id) == {run_id}
     assert await due_at(connection, run_id) == NOW + MINUTE
@@ -57,11 +58,13 @@ async def test_a_run_woken_while_it_executes_is_due_at_once_when_it_is_suspended
     [held] = await claim(connection)
     assert await wake(connection, run_id) == {run_id}
     assert await claim(connection) == []  # its worker still has it
-    assert await runs.suspend(connection, [suspended(held)]) == {run_id: True}
+    assert await runs.suspend(connection, [suspended(held)]) == {run_id: KeptSuspension(True, None, None)}
     assert await due_at(connection, run_id) == NOW
     [again] = await claim(connection)
     assert again.wakes == 1
-    assert await runs.suspend(connection, [suspended(again)]) == {run_id: False}  # that wake-up is spent
+    assert await runs.suspend(connection, [suspended(again)]) == {
+        run_id: KeptSuspension(False, None, None)
+    }  # that wake-up is spent
     assert await due_at(connection, run_id) == NOW + HOUR
 
 
@@ -76,7 +79,7 @@ async def test_waking_twice_is_as_waking_once(connection: Connection) -> None:
     assert await due_at(connection, run_id) == NOW + SECOND
     [again] = await claim(connection)
     assert again.wakes == 2
-    assert await runs.suspend(connection, [suspended(again)]) == {run_id: False}
+    assert await runs.suspend(connection, [suspended(again)]) == {run_id: KeptSuspension(False, None, None)}
 
 
 async def test_no_wake_up_is_lost_whoever_is_first(database: Database) -> None:
@@ -91,7 +94,7 @@ async def test_no_wake_up_is_lost_whoever_is_first(database: Database) -> None:
         await eventually(database, "select exists (select from pg_locks where not granted)")
         await waker.execute("commit")
         await waker.execute("begin")
-        assert await waiting == {first.id: True}
+        assert await waiting == {first.id: KeptSuspension(True, None, None)}
     async with database.transaction() as waker, database.transaction() as worker:
         await runs.suspend(worker, [suspended(second)])
         waking = asyncio.create_task(wake(waker, second.id))

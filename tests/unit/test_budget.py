@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import uuid
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,11 +12,22 @@ import pytest
 
 from tidegate.flow.decide.budgets import Asking, BudgetState, KeyState, eta
 from tidegate.model.allowance import Allowance
-from tidegate.model.budget import Budget, BudgetSpec, ClosedKey, CompiledBudget, Need, declared_names, names_errors
+from tidegate.model.budget import (
+    Budget,
+    BudgetSpec,
+    CannotSpend,
+    ClosedKey,
+    CompiledBudget,
+    Need,
+    StepSpend,
+    declared_names,
+    names_errors,
+    step_spending,
+)
 from tidegate.model.ids import DeliveryId, RunId
 from tidegate.model.trigger_terms import TemplateError
 from tidegate.model.work_limit import WorkLeft
-from tidegate.store.budgets import LockedBudget
+from tidegate.store.budgets import Holder, LockedBudget
 
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
@@ -138,7 +150,7 @@ def test_all_or_none() -> None:
     both.spend(first.id, first.needs, RunId(first.id), NOW)
     assert both.why_wait(second, NOW) is not None
     assert both.keys["a", ""].allowance.free(NOW) == 6, "who is refused has spent nothing"
-    assert both.held == [(first.id, "b", "")]
+    assert both.held == [Holder(first.id, "b", "")]
     assert {one.line for one in both.changed()} == {("a", ""), ("b", "")}
 
 
@@ -215,3 +227,71 @@ def test_the_expected_time_counts_what_is_ahead() -> None:
     assert timedelta(seconds=10) <= later - soon <= timedelta(seconds=10.3)
     assert eta(allowance, LockedBudget(spec, NOW), 1, 0, NOW) is None
     assert eta(allowance, LockedBudget(spec), 1, 10**15, NOW) == NOW + timedelta(days=3660)
+
+
+# Steps ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "key", "cost", "found"),
+    [
+        ("a", None, None, StepSpend(["a"])),
+        (["b", "a"], None, 3, StepSpend(["a", "b"], costs={"a": 3, "b": 3})),
+        (["b", "a"], {"b": 7}, {"a": 0}, StepSpend(["a", "b"], {"b": "7"}, {"a": 0})),
+        (Budget("a", "1/s"), "x", None, StepSpend(["a"], {"a": "x"})),
+    ],
+)
+def test_what_a_step_asks_for(budget: Any, key: Any, cost: Any, found: StepSpend) -> None:
+    spending = step_spending(budget, key, cost)
+    assert spending.spend == found
+    assert [spec.name for spec in spending.specs] == (["a"] if isinstance(budget, BudgetSpec) else [])
+
+
+@pytest.mark.parametrize(
+    ("budget", "key", "cost", "said"),
+    [
+        ([], None, None, "budget: names no budget"),
+        (["a", "a"], None, None, "budget: names a budget twice"),
+        (["not ok"], None, None, "budget[0]: is not the name of a budget"),
+        ([3], None, None, "budget: contains 3"),
+        (None, None, None, "budget: "),
+        ("a", " ", None, "budget_key: renders an empty text"),
+        ("a", None, 1.5, "budget_cost: must be a whole number"),
+        ("a", None, True, "budget_cost: must be a whole number"),
+        ("a", None, {"b": 1}, "budget_cost: 'b' is not one of the step's budgets"),
+    ],
+)
+def test_what_a_step_cannot_ask_for(budget: Any, key: Any, cost: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        step_spending(budget, key, cost)
+
+
+@pytest.mark.parametrize(
+    ("spec", "spend", "need"),
+    [
+        (Budget("a", "9/s"), StepSpend(["a"]), Need("a", "", 1)),
+        (Budget("a", "9/s"), StepSpend(["a"], {"a": "x"}, {"a": 9}), Need("a", "", 9)),
+        (Budget("a", "9/s", key="{{ event.source }}"), StepSpend(["a"], {"a": "x"}), Need("a", "x", 1)),
+        (Budget("a", "9/s", key="{{ event.source }}"), StepSpend(["a"]), Need("a", "", 1)),
+        (Budget("a", concurrency=1), StepSpend(["a"], costs={"a": 50}), Need("a", "", 1)),
+    ],
+)
+def test_what_a_step_of_a_run_without_an_event_needs(spec: BudgetSpec, spend: StepSpend, need: Need) -> None:
+    assert CompiledBudget(spec).step_need(spend, None, WorkLeft()) == need
+
+
+def test_a_cost_that_is_given_is_checked() -> None:
+    with pytest.raises(CannotSpend, match="budget a: cost: is 10, more than its rate of 9/s ever allows at once"):
+        CompiledBudget(Budget("a", "9/s")).step_need(StepSpend(["a"], costs={"a": 10}), None, WorkLeft())
+
+
+def test_the_steps_of_the_run_that_is_tried_first_are_not_shut_out() -> None:
+    run_id, other = RunId(uuid.uuid4()), RunId(uuid.uuid4())
+    closed = ClosedKey(NOW - timedelta(seconds=1), "429", run_id, NOW + timedelta(minutes=1))
+    spec = Budget("x", "10/s")
+    key = KeyState(Allowance(limit=spec.rate), closed=closed)
+    found = state(spec, x=key)
+    assert found.why_wait(asking(Need("x", "", 1), run_id=run_id), NOW) is None
+    key.begin(run_id, NOW)
+    assert key.closed == closed
+    assert found.why_wait(asking(Need("x", "", 1), run_id=other), NOW) is not None

@@ -31,7 +31,7 @@ _NAMES = {"limit": "RATE", "interval_ms": "RATE", "concurrency": "--concurrency"
 
 @click.group()
 def budgets() -> None:
-    """Show budgets, which triggers share; set, pause and resume them."""
+    """Show budgets, which triggers and steps share; set, pause and resume them."""
 
 
 @budgets.command("list")
@@ -44,7 +44,7 @@ def list_budgets(as_json: bool) -> None:
         print_json({"budgets": found})
         return
     rows = [
-        (b["name"], _limits(b), str(b["waiting"]), str(b["in_use"]), ", ".join(b["used_by"]) or "nobody", _state(b))
+        (b["name"], _limits(b), _waiting(b), str(b["in_use"]), ", ".join(b["used_by"]) or "nobody", _state(b))
         for b in found
     ]
     empty = "There is no budget. Set one: tidegate budgets set openai 300/min"
@@ -66,9 +66,16 @@ def show_budget(budget: str, as_json: bool) -> None:
 @budgets.command("set")
 @click.argument("budget")
 @click.argument("rate", required=False)
-@click.option("--concurrency", type=int, default=None, help="How many unfinished runs may hold it, of each key.")
+@click.option(
+    "--concurrency",
+    type=int,
+    default=None,
+    help="How many unfinished runs, and steps that are called, may hold it, of each key.",
+)
 @click.option("--key", default=None, metavar="TEMPLATE", help="A rate and slots for each: {{ event.payload.tenant }}.")
-@click.option("--cost", default=None, metavar="CEL", help="What a launch spends: event.payload.tokens; 1 without it.")
+@click.option(
+    "--cost", default=None, metavar="CEL", help="What a launch or step spends: event.payload.tokens; 1 without it."
+)
 @click.option("--dry-run", is_flag=True, help="Only check: can --key and --cost be evaluated for what waits?")
 @json_option
 def set_budget(
@@ -145,20 +152,21 @@ def explain_budget(budget: str, key: str | None, as_json: bool) -> None:
         return
     click.echo(_line(found["budget"]))
     lines = [
-        (line["key"] or "(none)", str(line["waiting"]), str(line["cost"]), str(line["in_use"]),
+        (line["key"] or "(none)", _waiting(line), str(line["cost"]), str(line["in_use"]), str(line["resuming"]),
          short_time(line["oldest_at"]), short_time(line["next_attempt_at"]))
         for line in found["lines"]
     ]  # fmt: skip
-    print_table(("KEY", "WAITING", "COST", "IN USE", "OLDEST", "NEXT"), lines, "Nothing waits for it.")
+    print_table(("KEY", "WAITING", "COST", "IN USE", "RESUMING", "OLDEST", "NEXT"), lines, "Nothing waits for it.")
     closed = [one for one in found["budget"]["closed"] if key is None or one["key"] == key]
     if closed:
         print_table(("KEY", "STATE"), [(one["key"] or "(none)", _closed(one)) for one in closed], "")
     if found["holders"]:
         held = [
-            (h["key"] or "(none)", h["id"], h["workflow"], h["status"], short_time(h["created_at"]), _resumes(h))
+            (h["key"] or "(none)", h["id"], h["workflow"], h["step"] or "", h["status"], short_time(h["created_at"]),
+             _resumes(h), short_time(h["lease_until"]))
             for h in found["holders"]
-        ]
-        print_table(("KEY", "RUN", "WORKFLOW", "STATUS", "SINCE", "RESUMES"), held, "")
+        ]  # fmt: skip
+        print_table(("KEY", "RUN", "WORKFLOW", "STEP", "STATUS", "SINCE", "RESUMES", "LEASE"), held, "")
 
 
 def _read(budget: str, key: str | None) -> Json:
@@ -189,9 +197,16 @@ def _path(budget: str, verb: str = "") -> str:
 
 
 def _line(budget: Json) -> str:
-    waiting = f"; {budget['waiting']} waiting" if budget["waiting"] else ""
+    waiting = f"; {_waiting(budget)} waiting" if budget["waiting"] else ""
+    waiting += f"; {budget['resuming']} resuming" if budget["resuming"] else ""
     used_by = ", ".join(budget["used_by"]) or "nobody"
     return f"{budget['name']} (v{budget['version']}): {_limits(budget)}; used by {used_by}; {_state(budget)}{waiting}"
+
+
+def _waiting(counted: Json) -> str:
+    """How many wait, and how many of them are steps."""
+    steps = counted["waiting_steps"]
+    return str(counted["waiting"]) + (f" ({steps} steps)" if steps > 1 else " (1 step)" if steps else "")
 
 
 def _limits(budget: Json) -> str:

@@ -285,7 +285,10 @@ def _limits(trigger: dict[str, Any]) -> str:
     if trigger["throttle_count"] is not None:
         parts.append(written_rate(trigger["throttle_count"], trigger["throttle_window_ms"]))
     if trigger["max_concurrency"] is not None:
-        parts.append(f"{trigger['max_concurrency']} at once{' per key' if trigger['concurrency_key'] else ''}")
+        executing = " executing" if trigger.get("holds") == "executing" else ""
+        parts.append(
+            f"{trigger['max_concurrency']}{executing} at once{' per key' if trigger['concurrency_key'] else ''}"
+        )
     if trigger.get("skip_over_count") is not None:
         rate = written_rate(trigger["skip_over_count"], trigger["skip_over_window_ms"])
         parts.append(f"skips what is over {rate}{' per key' if trigger['key'] else ''}")
@@ -298,7 +301,8 @@ def _limits(trigger: dict[str, Any]) -> str:
     if trigger["priority"] != 1:
         parts.append(f"priority {trigger['priority']}")
     if trigger.get("budgets"):
-        parts.append(f"budgets {' '.join(trigger['budgets'])}")
+        held = " while executing" if trigger.get("holds") == "executing" else ""
+        parts.append(f"budgets {' '.join(trigger['budgets'])}{held}")
     return ", ".join(parts) or "no limit"
 
 
@@ -333,9 +337,14 @@ def _lines(trigger: dict[str, Any]) -> list[tuple[str, str]]:
         ("breaker", short_json(trigger["breaker"], 500)),
         ("state", _state(trigger)),
         ("waiting", str(trigger["state"]["waiting"])),
+        ("resuming", _resuming(trigger["state"].get("resuming", 0))),
         ("version", f"v{trigger['version']}, {zoned_time(trigger['updated_at'])} by {trigger['updated_by']}"),
         ("created", f"{zoned_time(trigger['created_at'])} by {trigger['created_by']}"),
     ]
+
+
+def _resuming(count: int) -> str:
+    return f"{count} run{'s' * (count > 1)} wait{'s' * (count == 1)} for a slot to go on" if count else ""
 
 
 def _collects(trigger: Json) -> str:

@@ -52,6 +52,7 @@ hold: waiting events and deliveries. A row decides whether and when; the queue o
     stale               deliveries that have waited for longer than `max_wait` leave
     closing             the time of a window has come: which of its events stand, which one gives the arguments
     budget_lines        who of those that wait for a budget may be decided now
+    step_lines          the turns of steps that wait in the lines of budgets
     delivery_check      does a due delivery still stand, by event and trigger as they are now; pure
     replan              give waiting rows new times when a plan changes: the loop
     event_plan          the plan of a source: slots for its events
@@ -67,7 +68,10 @@ nothing.
     children            the end of a child: its parent's step, the next child, the wake-up
     published           the events that runs publish, stored with their steps
     look_back           has the event that a run begins to wait for come already; did it time out
-    budget_slots        what runs hold of budgets, and the end of a run gives back
+    budget_slots        what runs and steps hold of budgets, and their end gives back
+    slot_line           slots that are held while a run executes: given back, taken again, or waited for
+    step_budgets        answer steps that ask for budgets before they are called
+    step_needs          do the budgets of a step have room for a call, and where does it wait; pure
     finish              the end of a run frees its slot, moves breakers, wakes the next delivery
     leases              renew leases from a thread of their own
     quarantine          execute runs whose workers died repeatedly, each alone
@@ -77,6 +81,7 @@ wait.
     execution           one attempt at one claimed run: call, stop, end
     states              the states of an execution
     steps               the steps of an execution: a call, a timer
+    spending            a step asks for its budgets before it is called, and waits for its turn
     step_parts          what every kind of step is made of: begin, wait, write
     waits               steps that wait for events
     approvals           steps that wait for a person's decision

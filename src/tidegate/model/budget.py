@@ -1,26 +1,31 @@
-"""A budget: a named rate, a concurrency, or both, shared by any number of triggers; with a key, one for each key.
+"""A budget: a named rate, a concurrency, or both, shared by any number of triggers and steps; with a key, one for each
+key.
 
 A launch spends its cost of the rate of each of its budgets, and its run holds one slot of the concurrency of each until
-it has ended; all of them, or none.
+it has ended; all of them, or none. So does a call of a step, until the call has ended.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from tidegate.errors import FieldError, InvalidInput
 from tidegate.model.allowance import MAX_INTERVAL_MS, MAX_LIMIT, RateLimit
 from tidegate.model.expression import CompiledExpression, compile_expression
-from tidegate.model.ids import DeliveryId, RunId
+from tidegate.model.ids import RunId
 from tidegate.model.trigger_terms import Render, TemplateError
 from tidegate.model.units import rate as parse_rate
 from tidegate.model.units import written_duration, written_rate
 from tidegate.model.work_limit import TooMuchWork, WorkLeft
+
+if TYPE_CHECKING:
+    from tidegate.model.event import Event
 
 # The most budgets of one trigger: each of them is locked by every launch.
 MAX_BUDGETS = 8
@@ -60,6 +65,11 @@ class BudgetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 SPEC_FIELDS = BudgetSpec.__struct_fields__
 
+# What a step is given: its budgets, and values in place of what their key and cost say; of all of them, or by name.
+BudgetUse = BudgetSpec | str | Sequence[BudgetSpec | str]
+BudgetKey = str | int | Mapping[str, str | int] | None
+BudgetCost = int | Mapping[str, int] | None
+
 
 class Need(NamedTuple):
     """What a launch needs of a budget."""
@@ -69,10 +79,25 @@ class Need(NamedTuple):
     cost: int
 
 
-class Reserved(NamedTuple):
-    """What is kept for a delivery until a time: its cost, and a slot."""
+class StepSpend(msgspec.Struct, frozen=True):
+    """What a step asks for: the names of its budgets, and the keys and costs that were given with it, by budget."""
 
-    delivery_id: DeliveryId
+    budgets: list[str]
+    keys: dict[str, str] = {}
+    costs: dict[str, int] = {}
+
+
+class Spending(NamedTuple):
+    """What a step asks for, and those of its budgets that it defines."""
+
+    spend: StepSpend
+    specs: Sequence[BudgetSpec]
+
+
+class Reserved(NamedTuple):
+    """What is kept for a delivery or a step until a time: its cost, and a slot."""
+
+    delivery_id: uuid.UUID
     cost: int
     until: datetime
 
@@ -184,6 +209,38 @@ def declared_names(given: Sequence[BudgetSpec | str], known: dict[str, BudgetSpe
     return names
 
 
+def step_spending(budget: BudgetUse, key: BudgetKey, cost: BudgetCost) -> Spending:
+    """What a step asks for. A key or cost is of all of its budgets, or given by their names. ValueError names the
+    invalid argument."""
+    known: dict[str, BudgetSpec] = {}
+    try:
+        names = declared_names([budget] if isinstance(budget, str | BudgetSpec) else budget, known)
+    except (TypeError, ValueError) as exc:
+        raise ValueError(f"budget: {str(exc).removeprefix('budgets: ')}") from None
+    if errors := names_errors(names):
+        raise ValueError(
+            "; ".join(f"{error.field.replace('budgets', 'budget', 1)}: {error.message}" for error in errors)
+        )
+    if not names:
+        raise ValueError("budget: names no budget")
+    try:
+        keys = {name: _key_text(one) for name, one in _by_name("budget_key", key, names).items()}
+        costs = {name: _whole((one, None)) for name, one in _by_name("budget_cost", cost, names).items()}
+    except TemplateError as exc:
+        raise ValueError(f"budget_{str(exc).replace(' for this event', '')}") from None
+    return Spending(StepSpend(sorted(names), keys, costs), list(known.values()))
+
+
+def _by_name(field: str, given: object, names: Sequence[str]) -> dict[str, object]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(f"{field}: {unknown[0]!r} is not one of the step's budgets")
+    return dict(given)
+
+
 def names_errors(names: Sequence[str]) -> list[FieldError]:
     """What is wrong with the names of a trigger's budgets."""
     if len(names) > MAX_BUDGETS:
@@ -219,17 +276,38 @@ class CompiledBudget:
         if errors:
             raise InvalidInput(f"budget {spec.name} is not valid", errors)
 
+    def step_need(self, spend: StepSpend, event: Event | None, work_left: WorkLeft) -> Need:
+        """What a step needs: by what is given with it, else as a launch for the event of its run. Without an event, and
+        for a start that does not give them, 1 of no key. CannotSpend says why that cannot be known, or never be
+        spent."""
+        name = self.spec.name
+        key, cost = spend.keys.get(name), spend.costs.get(name)
+        try:
+            return self.need({} if event is None else event.envelope(), work_left, key, cost)
+        except CannotSpend:
+            is_start = event is None or (event.origin is not None and event.starts is not None)
+            if not is_start or cost is not None:
+                raise
+            return Need(name, key or "", 1)
+
     @property
     def reads_event(self) -> bool:
         """Whether the key or the cost depend on the event."""
         return self._key is not None or self._cost is not None
 
-    def need(self, envelope: dict[str, object], work_left: WorkLeft) -> Need:
-        """What a launch for the event needs. CannotSpend says why that cannot be known, or never be spent."""
+    def need(
+        self, envelope: dict[str, object], work_left: WorkLeft, key: str | None = None, cost: int | None = None
+    ) -> Need:
+        """What a launch for the event needs, or a step that gives its key or cost. CannotSpend says why that cannot be
+        known, or never be spent."""
         try:
-            key = "" if self._key is None else _key_text(self._key(envelope, work_left))
-            cost = 1 if self._cost is None else _whole(self._cost.value(envelope, work_left))
             limit = self.spec.limit
+            if self._key is None:
+                key = ""
+            elif key is None:
+                key = _key_text(self._key(envelope, work_left))
+            if cost is None or limit is None:
+                cost = 1 if self._cost is None else _whole(self._cost.value(envelope, work_left))
             if limit is not None and cost > limit:
                 rate = written_rate(limit, self.spec.interval_ms or 0)
                 raise TemplateError(f"cost: is {cost}, more than its rate of {rate} ever allows at once")

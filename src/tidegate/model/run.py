@@ -68,7 +68,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that this worker holds until its lease ends; every write about it checks `claim_generation`. `now` is the
     database's time at the claim, `wakes` how often it was woken before: what came then is among its stored steps;
-    `window` are the events of the window that it takes, if it takes one."""
+    `window` are the events of the window that it takes, if it takes one. With a `slot_key` it holds its slots while it
+    executes; it holds one if it has a `concurrency_key`."""
 
     id: RunId
     workflow: str
@@ -83,6 +84,7 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     cancel_requested: bool = False
     trigger_id: TriggerId | None = None
     concurrency_key: str | None = None
+    slot_key: str | None = None
     is_probe: bool = False
     wakes: int = 0
     version: str | None = None
@@ -91,10 +93,15 @@ class ClaimedRun(msgspec.Struct, frozen=True, kw_only=True):
     window_id: RunId | None = None
     window: tuple[Event, ...] = ()
 
+    @property
+    def needs_slot(self) -> bool:
+        """Whether it must take its slots before its function is called."""
+        return self.slot_key is not None and self.concurrency_key is None
+
 
 class LaunchBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A run asked everyone to wait: until then nothing of its trigger, of its concurrency key, or (`budget`) of its
-    key of a budget is launched."""
+    key of a budget is launched: `budget_key`, or the one that its event gives."""
 
     trigger_id: TriggerId
     concurrency_key: str | None
@@ -102,11 +109,13 @@ class LaunchBlock(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     budget: str | None = None
     event_id: EventId | None = None
+    budget_key: str | None = None
 
 
 class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     """How a claimed run ended; `output` is JSON text. `dead_step_id` is the step that made it fail, if any;
-    `is_non_retryable`: retrying cannot help. `blocks`: who else has to wait."""
+    `is_non_retryable`: retrying cannot help. `blocks`: who else has to wait. `budgets`: those of which its steps hold
+    slots, or for which they wait, until now."""
 
     id: RunId
     claim_generation: int
@@ -122,6 +131,7 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     child_of: ChildOf | None = None
     is_timed_out: bool = False
     blocks: LaunchBlock | None = None
+    budgets: tuple[str, ...] = ()
 
     @property
     def matters_to_trigger(self) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 
 from tidegate.model.child import ChildBatch
 from tidegate.model.event import NewEvent
-from tidegate.model.ids import RunId, StepId
+from tidegate.model.ids import RunId, StepId, TriggerId
 from tidegate.model.retry import RetryState
 from tidegate.model.run import FinishedRun, LaunchBlock, StepStatus
 from tidegate.model.wait import NewWait
@@ -23,7 +23,8 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
 
     It continues `delay_ms` after the database's current time. `is_new`: this step has no row yet. `event` is published
     (`has_cap`: its source has a cap on what waits) and `children` are started in the same transaction; `waits` are the
-    events that it begins to wait for.
+    events that it begins to wait for. `budgets` are those of which it held slots, or for which
+    it waited, until now.
     """
 
     id: StepId
@@ -44,6 +45,7 @@ class StepWrite(msgspec.Struct, frozen=True, kw_only=True):
     has_cap: bool = False
     waits: Sequence[NewWait] = ()
     children: ChildBatch | None = None
+    budgets: Sequence[str] = ()
 
 
 class RunNotes(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +70,8 @@ class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that is suspended until `next_attempt_at`, or for `delay_ms` from the database's current time, but not past
     its `deadline_at`; it occupies no worker meanwhile. `is_retry`: its function has failed and is called again.
     `wakes` is that of the claim: if it was woken since, it is due at once. `misfit` is the version of the code here, if
-    the run's steps do not fit it: it waits for another one. `blocks`: who else has to wait."""
+    the run's steps do not fit it: it waits for another one. `blocks`: who else has to wait. `gives_back`: the trigger
+    to which it gives its slots back."""
 
     id: RunId
     claim_generation: int
@@ -80,3 +83,4 @@ class SuspendedRun(msgspec.Struct, frozen=True, kw_only=True):
     wakes: int = 0
     misfit: str | None = None
     blocks: LaunchBlock | None = None
+    gives_back: TriggerId | None = None

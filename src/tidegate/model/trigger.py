@@ -6,7 +6,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import re2
@@ -29,6 +29,8 @@ from tidegate.model.work_limit import MAX_STEPS, TooMuchWork, WorkLeft
 TriggerStatus = Literal["active", "disabled"]
 # What happens to a delivery that finds no concurrency slot: it waits, or is skipped.
 TriggerOverlap = Literal["queue", "skip"]
+# How long a run holds its concurrency slots: until it ends, or while it executes and not while it waits.
+TriggerHolds = Literal["unfinished", "executing"]
 MAX_PREDICATES = 50
 MAX_NAME = 100
 MAX_KEY = 500
@@ -64,6 +66,7 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
     cancel_running: bool = False
     budgets: list[str] = []
     backlog: BacklogPolicy | None = None
+    holds: TriggerHolds = "unfinished"
 
     @property
     def throttle(self) -> RateLimit | None:
@@ -95,6 +98,11 @@ class TriggerSpec(msgspec.Struct, frozen=True, kw_only=True):
     def holds_slots(self) -> bool:
         """Whether the end of a run may free a slot that others wait for: of the trigger, or of a budget."""
         return self.max_concurrency is not None or bool(self.budgets)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether a run that waits gives its slots back, and queues for them when it resumes."""
+        return self.holds == "executing" and self.holds_slots
 
 
 class Trigger(TriggerSpec, frozen=True, kw_only=True):
@@ -352,6 +360,12 @@ def _check_numbers(spec: TriggerSpec, errors: list[FieldError]) -> None:
         )
     if spec.overlap == "skip" and spec.max_concurrency is None:
         errors.append(FieldError("overlap", "skip requires max_concurrency: without it nothing overlaps"))
+    if spec.holds not in get_args(TriggerHolds):
+        errors.append(FieldError("holds", f"must be unfinished or executing, not {spec.holds!r:.60}"))
+    if spec.holds == "executing" and not spec.holds_slots:
+        errors.append(
+            FieldError("holds", "executing requires max_concurrency or budgets: without them nothing is held")
+        )
 
 
 def _compile_key(source: str | None, field: str, errors: list[FieldError]) -> Render | None:

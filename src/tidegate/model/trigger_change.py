@@ -13,7 +13,7 @@ from tidegate.model.conversion import convert
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy
-from tidegate.model.trigger import TriggerOverlap, TriggerSpec, TriggerStatus, check_spec
+from tidegate.model.trigger import TriggerHolds, TriggerOverlap, TriggerSpec, TriggerStatus, check_spec
 from tidegate.model.window import CollectPolicy
 
 MAX_DEPTH = 16
@@ -53,6 +53,7 @@ class TriggerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cancel_running: bool | UnsetType | None = UNSET
     budgets: list[str] | UnsetType | None = UNSET
     backlog: BacklogPolicy | UnsetType | None = UNSET
+    holds: TriggerHolds | UnsetType | None = UNSET
     status: TriggerStatus | UnsetType = UNSET
 
 

@@ -5,6 +5,7 @@ All of it changes under the lock on the budget's row (`lock`), which comes after
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
@@ -13,8 +14,10 @@ import msgspec
 
 from tidegate.model.allowance import Allowance
 from tidegate.model.budget import SPEC_FIELDS, BudgetSpec, ClosedKey, Reserved
-from tidegate.model.ids import DeliveryId, RunId, TriggerId
+from tidegate.model.ids import DeliveryId, RunId, StepId, TriggerId
+from tidegate.store import budget_steps
 from tidegate.store.db import Connection, Row, take_time
+from tidegate.store.slot_lines import Nudged
 from tidegate.store.sql import load
 
 _sql = load("budgets")
@@ -45,17 +48,19 @@ class LockedBudget(NamedTuple):
 
 
 class KeyRow(NamedTuple):
-    """A key of a budget: what was spent, the slots in use, and the arrival of the first that waits for it."""
+    """A key of a budget: what was spent, the slots in use, the arrival of the first that waits for it, and since when
+    runs that resume wait for a slot."""
 
     allowance: Allowance
     in_use: int
     first_waiting: int | None
     reserved: Reserved | None = None
     closed: ClosedKey | None = None
+    resuming: Sequence[datetime] = ()
 
 
 class Head(NamedTuple):
-    """A delivery at the front of a line."""
+    """A delivery at the front of a line, or a step (of `run_id`, without a trigger); `place` is its arrival."""
 
     id: DeliveryId
     trigger_id: TriggerId
@@ -63,11 +68,27 @@ class Head(NamedTuple):
     budget: str
     key: str
     cost: int
+    came_at: datetime
+    place: int = 0
+    run_id: RunId | None = None
+
+
+class Holder(NamedTuple):
+    """A run that holds a slot of a budget's key; or one of its steps (its id, its name, and the claim by which it is
+    called, None before that)."""
+
+    run_id: RunId
+    budget: str
+    key: str
+    step_id: StepId | None = None
+    step: str | None = None
+    claim_generation: int | None = None
 
 
 class BudgetRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A budget as operators see it: `waiting` deliveries, those of them that cannot be evaluated (`unread`), runs that
-    hold it (`in_use`), keys that were used within the interval, and the triggers that use it."""
+    """A budget as operators see it: what is `waiting`, deliveries and steps (`waiting_steps`), those of it that cannot
+    be evaluated (`unread`), slots `in_use`, runs that wait for one to go on (`resuming`), keys that were used within
+    the interval, and the triggers that use it."""
 
     name: str
     limit: int | None
@@ -85,56 +106,18 @@ class BudgetRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: datetime
     updated_at: datetime
     waiting: int
+    waiting_steps: int
     unread: int
     oldest_at: datetime | None
     next_attempt_at: datetime | None
     in_use: int
     keys: int
     used_by: list[str]
+    resuming: int = 0
 
     @property
     def spec(self) -> BudgetSpec:
         return BudgetSpec(**{name: getattr(self, name) for name in SPEC_FIELDS})
-
-
-class KeyLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A key for which deliveries wait: how many, what they will spend, and the slots in use."""
-
-    key: str
-    waiting: int
-    cost: int
-    oldest_at: datetime
-    next_attempt_at: datetime
-    in_use: int
-
-
-class Place(NamedTuple):
-    """Where a delivery stands in the line of the budget that holds it; without a key, in none."""
-
-    budget: LockedBudget
-    key: str | None
-    cost: int
-    allowance: Allowance
-    in_use: int
-    ahead: int
-    ahead_cost: int
-    now: datetime
-    next_attempt_at: datetime
-    closed: ClosedKey | None = None
-    reserved: Reserved | None = None
-
-
-class BudgetHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that holds a slot of a budget; `total` is how many there are."""
-
-    id: RunId
-    key: str
-    workflow: str
-    status: str
-    created_at: datetime
-    next_attempt_at: datetime | None
-    total: int
-    source: str | None = None
 
 
 async def list_specs(connection: Connection) -> list[BudgetSpec]:
@@ -146,24 +129,26 @@ async def lock(connection: Connection, names: Iterable[str]) -> dict[str, Locked
     """Budgets, locked until the commit. The caller holds the locks of the triggers it needs, and of no run."""
     wanted = sorted(set(names))
     rows = await connection.fetch(_sql["lock"], wanted) if wanted else []
-    return {row["name"]: _locked(row) for row in rows}
+    return {row["name"]: locked_of(row) for row in rows}
 
 
 async def keys(
-    connection: Connection, locked: Mapping[str, LockedBudget], wanted: Iterable[Line], ids: Sequence[DeliveryId]
+    connection: Connection, locked: Mapping[str, LockedBudget], wanted: Iterable[Line], ids: Sequence[uuid.UUID]
 ) -> dict[Line, KeyRow]:
-    """The state of keys of locked budgets. `ids` are deliveries that are being decided, and do not count as waiting."""
+    """The state of keys of locked budgets. `ids` are deliveries and steps that are being decided, and do not count as
+    waiting."""
     pairs = sorted(set(wanted))
     if not pairs:
         return {}
     rows = await connection.fetch(_sql["keys"], [b for b, _ in pairs], [k for _, k in pairs], ids)
     return {
         (row["budget"], row["key"]): KeyRow(
-            _allowance(locked[row["budget"]].spec, row),
+            allowance_of(locked[row["budget"]].spec, row),
             row["in_use"],
             row["first_waiting"],
-            _reserved(row),
-            _closed(row),
+            reserved_of(row),
+            closed_of(row),
+            row["resuming"],
         )
         for row in rows
     }
@@ -206,46 +191,60 @@ async def close(connection: Connection, line: Line, delay_ms: int, reason: str) 
     await connection.execute(_sql["close"], *line, delay_ms, reason)
 
 
-async def end_probes(connection: Connection, run_ids: Collection[RunId]) -> list[Line]:
-    """Keys for which one of the runs was tried first are open again; which."""
-    return [(row[0], row[1]) for row in await connection.fetch(_sql["end_probes"], list(run_ids))]
+async def end_probes(
+    connection: Connection, run_ids: Collection[RunId], names: Collection[str] | None = None
+) -> list[Line]:
+    """Keys (of these budgets) for which one of the runs was tried first are open again; which."""
+    of = None if names is None else list(names)
+    return [(row[0], row[1]) for row in await connection.fetch(_sql["end_probes"], list(run_ids), of)]
 
 
-async def hold(connection: Connection, holders: Sequence[tuple[RunId, str, str]]) -> None:
-    """Note the runs (run, budget, key) that hold a slot."""
+async def hold(connection: Connection, holders: Sequence[Holder]) -> None:
+    """Note the runs and steps that hold a slot."""
     if holders:
-        runs, names, held = zip(*holders, strict=True)
-        await connection.execute(_sql["hold"], list(runs), list(names), list(held))
+        of = [one if one.step_id is not None else one._replace(step_id=StepId(one.run_id)) for one in holders]
+        await connection.execute(_sql["hold"], *(list(column) for column in zip(*of, strict=True)))
 
 
-async def release(connection: Connection, run_ids: Collection[RunId]) -> list[Line]:
-    """Give back the slots of runs that have ended; of which budgets and keys."""
+async def release(connection: Connection, run_ids: Collection[RunId], *, without_steps: bool = False) -> list[Line]:
+    """Give back the slots of runs that have ended, and of their steps; of which budgets and keys."""
     if not run_ids:
         return []
-    return [(row[0], row[1]) for row in await connection.fetch(_sql["release"], list(run_ids))]
+    return [(row[0], row[1]) for row in await connection.fetch(_sql["release"], list(run_ids), without_steps)]
+
+
+async def release_steps(connection: Connection, steps: Collection[tuple[RunId, StepId]]) -> list[Line]:
+    """Give back the slots of steps that have ended; of which budgets and keys."""
+    if not steps:
+        return []
+    rows = await connection.fetch(_sql["release_steps"], *(list(column) for column in zip(*steps, strict=True)))
+    return [(row[0], row[1]) for row in rows]
 
 
 async def heads(connection: Connection, lines: Iterable[Line], of_each: int) -> list[Head]:
-    """The first deliveries in each line, in the order of arrival; not locked."""
+    """The first in each line, in the order of arrival; not locked."""
     pairs = sorted(set(lines))
     if not pairs:
         return []
     return [Head(*row) for row in await connection.fetch(_sql["heads"], *zip(*pairs, strict=True), of_each)]
 
 
-async def nudge(connection: Connection, due: dict[Line, datetime]) -> int:
+async def nudge(connection: Connection, due: dict[Line, datetime]) -> Nudged:
     """The first in each line is due no later than at that time; how many were due later."""
     if not due:
-        return 0
+        return Nudged()
     pairs = sorted(due)
-    found: int = await connection.fetchval(
+    found = await connection.fetchrow(
         _sql["nudge"], [b for b, _ in pairs], [k for _, k in pairs], [due[pair] for pair in pairs]
     )
-    return found
+    if found is None:
+        return Nudged()
+    await budget_steps.show(connection, found["steps"])
+    return Nudged(found["deliveries"] + len(found["steps"]), found["runs"])
 
 
 async def lines_of(connection: Connection, name: str) -> list[Line]:
-    """The keys of a budget for which deliveries wait."""
+    """The keys of a budget for which deliveries or steps wait."""
     return [(name, row[0]) for row in await connection.fetch(_sql["lines_of"], name)]
 
 
@@ -253,6 +252,7 @@ async def decide_again(connection: Connection, name: str, *, unread: bool = Fals
     """Everything that waits for the budget is decided again, or what is in no line of it. That may take a while."""
     connection = await take_time(connection)
     await connection.execute(_sql["decide_unread_again" if unread else "decide_again"], name)
+    await budget_steps.decide_again(connection, name, unread=unread)
 
 
 async def decide_these_again(connection: Connection, ids: Sequence[DeliveryId], plan_version: int) -> None:
@@ -309,30 +309,6 @@ async def list_page(connection: Connection, *, after: str | None = None, limit: 
     return [BudgetRecord(**dict(row)) for row in await connection.fetch(_sql["list_page"], after, limit)]
 
 
-async def key_lines(connection: Connection, name: str, key: str | None, limit: int) -> list[KeyLine]:
-    """The keys of a budget for which most wait; or one key."""
-    return [KeyLine(**dict(row)) for row in await connection.fetch(_sql["key_lines"], name, key, limit)]
-
-
-async def places(connection: Connection, ids: Iterable[DeliveryId]) -> dict[DeliveryId, Place]:
-    """Where deliveries stand in the lines of the budgets that hold them; those that wait for none are left out."""
-    wanted = list(ids)
-    rows = await connection.fetch(_sql["places"], wanted) if wanted else []
-    found = {}
-    for row in rows:
-        budget = _locked(row)
-        found[row["id"]] = Place(
-            budget, row["budget_key"], row["budget_cost"] or 0, _allowance(budget.spec, row), row["in_use"],
-            row["ahead"], row["ahead_cost"], row["now"], row["next_attempt_at"], _closed(row), _reserved(row),
-        )  # fmt: skip
-    return found
-
-
-async def holders(connection: Connection, name: str, key: str | None, limit: int) -> list[BudgetHolder]:
-    """The runs that hold a key of a budget (None: any), the oldest first."""
-    return [BudgetHolder(**dict(row)) for row in await connection.fetch(_sql["holders"], name, key, limit)]
-
-
 async def unknown(connection: Connection, names: Sequence[str]) -> list[str]:
     """Those of the names that are no budgets."""
     return [row[0] for row in await connection.fetch(_sql["unknown"], list(names))] if names else []
@@ -353,10 +329,21 @@ async def forget_idle(connection: Connection, after: str, limit: int) -> tuple[s
     return name, int(status.split()[-1])
 
 
-async def sweep(connection: Connection, limit: int) -> list[Line]:
-    """Remove notes about runs that have ended; of which budgets and keys. Locks the budgets."""
-    ended = await connection.fetch(_sql["ended_holders"], limit)
-    await lock(connection, (row[1] for row in ended))
+class EndedHolder(NamedTuple):
+    """A note about a slot that does not count any more."""
+
+    run_id: RunId
+    budget: str
+    step_id: StepId
+
+
+async def ended_holders(connection: Connection, limit: int) -> list[EndedHolder]:
+    """Notes about runs that have ended, and about steps whose workers died."""
+    return [EndedHolder(*row) for row in await connection.fetch(_sql["ended_holders"], limit)]
+
+
+async def sweep(connection: Connection, ended: Sequence[EndedHolder]) -> list[Line]:
+    """Remove notes that still do not count; of which budgets and keys. The caller holds the budgets."""
     rows = await connection.fetch(_sql["sweep"], *zip(*ended, strict=True)) if ended else []
     return [(row[0], row[1]) for row in rows]
 
@@ -369,19 +356,19 @@ def _spec(row: Row) -> BudgetSpec:
     return BudgetSpec(**{name: row[name] for name in SPEC_FIELDS})
 
 
-def _locked(row: Row) -> LockedBudget:
+def locked_of(row: Row) -> LockedBudget:
     return LockedBudget(_spec(row), row["paused_at"], row["paused_until"], row["pause_reason"], row["paused_by"])
 
 
-def _reserved(row: Row) -> Reserved | None:
+def reserved_of(row: Row) -> Reserved | None:
     return Reserved(row["reserved_for"], row["reserved_cost"], row["reserved_until"]) if row["reserved_for"] else None
 
 
-def _closed(row: Row) -> ClosedKey | None:
+def closed_of(row: Row) -> ClosedKey | None:
     return ClosedKey(*(row[name] for name in _CLOSED)) if row["closed_until"] else None
 
 
-def _allowance(spec: BudgetSpec, row: Row) -> Allowance:
+def allowance_of(spec: BudgetSpec, row: Row) -> Allowance:
     return Allowance(
         limit=spec.rate,
         ring=row["ring"],

@@ -6,6 +6,14 @@ b.name, b.rate_limit as "limit", b.interval_ms, b.concurrency, b.key, b.cost
 -- The deliveries that wait for a key of a budget.
 d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = u.budget and d.budget_key = u.key
 
+-- fragment: step_line
+-- The steps that wait for a key of a budget.
+p.granted_at is null and p.budget = u.budget and p.key = u.key
+
+-- fragment: counts
+-- A slot of an unfinished run is in use; that of a step, by the claim by which it is called, if it is called yet.
+r.status in ('pending', 'running') and (h.claim_generation is null or h.claim_generation = r.claim_generation)
+
 -- name: list_specs
 -- Every budget, as triggers are compiled with it.
 select {{spec}} from tidegate.budgets b order by b.name
@@ -16,16 +24,21 @@ select {{spec}}, b.paused_at, b.paused_until, b.pause_reason, b.paused_by
   from tidegate.budgets b where b.name = any ($1::text[]) order by b.name for update of b
 
 -- name: keys
--- For each budget and key: what was spent, how many slots are in use, and the first delivery in line, not counting $3. A statement of
--- its own, after the locks: the one that waited for them still sees the tables as they were before it waited.
+-- For each budget and key: what was spent, how many slots are in use, the first delivery or step in line, not counting $3, and since
+-- when runs that resume wait for a slot. A statement of its own, after the locks: the one that waited for them still sees the tables as
+-- they were before it waited.
 select u.budget, u.key, s.ring, s.ring_at, s.ring_width_us, s.spent_at, s.drain_at, s.reserved_for, s.reserved_cost,
        s.reserved_until, s.closed_until, s.closed_reason, s.probe_run_id, s.probe_until,
        case when b.concurrency is null then 0 else
          (select count(*) from tidegate.budget_holders h
-            join tidegate.workflow_runs r on r.id = h.run_id and r.status in ('pending', 'running')
+            join tidegate.workflow_runs r on r.id = h.run_id and {{counts}}
            where h.budget = u.budget and h.key = u.key) end as in_use,
-       (select d.ingress_sequence from tidegate.workflow_trigger_deliveries d
-         where {{line}} and d.id <> all ($3::uuid[]) order by d.ingress_sequence limit 1) as first_waiting
+       least((select d.ingress_sequence from tidegate.workflow_trigger_deliveries d
+               where {{line}} and d.id <> all ($3::uuid[]) order by d.ingress_sequence limit 1),
+             (select p.place from tidegate.budget_steps p
+               where {{step_line}} and p.step_id <> all ($3::uuid[]) order by p.place limit 1)) as first_waiting,
+       array(select q.since from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+              where q.budget = u.budget and q.key = u.key and {{slot_lines.is_served}} order by q.since limit b.concurrency) as resuming
   from unnest($1::text[], $2::text[]) as u (budget, key)
   join tidegate.budgets b on b.name = u.budget
   left join tidegate.budget_keys s on s.budget = u.budget and s.key = u.key
@@ -57,10 +70,11 @@ on conflict (budget, key) do update
        probe_run_id = null, probe_until = null, updated_at = tidegate.now()
 
 -- name: end_probes
--- The runs have ended: keys for which one of them was tried first are open again. Returns the budgets and keys.
+-- The runs have ended, or their steps that spend of the budgets $2: keys for which one of them was tried first are open again. Returns
+-- the budgets and keys.
 update tidegate.budget_keys
    set closed_until = null, closed_reason = null, probe_run_id = null, probe_until = null, updated_at = tidegate.now()
- where probe_run_id = any ($1::uuid[])
+ where probe_run_id = any ($1::uuid[]) and ($2::text[] is null or budget = any ($2))
 returning budget, key
 
 -- name: open
@@ -70,42 +84,80 @@ update tidegate.budget_keys
  where budget = $1 and closed_until is not null
 
 -- name: hold
--- Notes the runs that hold a slot of a budget's key, in the transaction that creates them.
-insert into tidegate.budget_holders (run_id, budget, key)
-select * from unnest($1::uuid[], $2::text[], $3::text[]) on conflict (run_id, budget) do update set key = excluded.key
+-- Notes the runs and steps that hold a slot of a budget's key, in the transaction that creates them, or lets them begin.
+insert into tidegate.budget_holders (run_id, budget, key, step_id, step, claim_generation)
+select * from unnest($1::uuid[], $2::text[], $3::text[], $4::uuid[], $5::text[], $6::bigint[])
+on conflict (run_id, budget, step_id) do update set key = excluded.key, claim_generation = excluded.claim_generation
 
 -- name: release
--- Gives back the slots of runs that have ended; the budgets and keys.
-with gone as (delete from tidegate.budget_holders where run_id = any ($1::uuid[]) returning budget, key)
+-- Gives back the slots of runs that have ended; the budgets and keys. With $2 only their own, not those of their steps.
+with gone as (delete from tidegate.budget_holders
+               where run_id = any ($1::uuid[]) and (not $2::boolean or step_id = run_id) returning budget, key)
+select distinct budget, key from gone
+
+-- name: release_steps
+-- Gives back the slots of steps ($2) of runs ($1) that have ended; the budgets and keys.
+with gone as (delete from tidegate.budget_holders
+               where run_id = any ($1::uuid[]) and step_id = any ($2::uuid[]) returning budget, key)
 select distinct budget, key from gone
 
 -- name: heads
--- The first $3 deliveries in line of each budget and key, in the order of arrival; not locked.
-select w.id, w.trigger_id, w.source, u.budget, u.key, w.budget_cost
+-- The first $3 in line of each budget and key, deliveries and steps (which have a run), in the order of arrival; not locked.
+select w.id, w.trigger_id, w.source, u.budget, u.key, w.cost, w.created_at, w.place, w.run_id
   from unnest($1::text[], $2::text[]) as u (budget, key),
-       lateral (select d.id, d.trigger_id, d.source, d.budget_cost, d.ingress_sequence
-                  from tidegate.workflow_trigger_deliveries d
-                 where {{line}} order by d.ingress_sequence limit $3) w
- order by w.ingress_sequence
+       lateral (select x.*
+                  from ((select d.id, d.trigger_id, d.source, d.budget_cost as cost, d.created_at, d.ingress_sequence as place,
+                                null::uuid as run_id
+                           from tidegate.workflow_trigger_deliveries d
+                          where {{line}} order by d.ingress_sequence limit $3)
+                        union all
+                        (select p.step_id, null, null, p.cost, p.created_at, p.place, p.run_id
+                           from tidegate.budget_steps p where {{step_line}} order by p.place, p.step_id limit $3)) x
+                 order by x.place, x.run_id nulls first, x.id limit $3) w
+ order by w.place, w.run_id nulls first, w.id
 
 -- name: nudge
--- The first in line of each budget and key is due no later than the time at which it may find room. Returns how many changed. The
--- caller holds the budgets' locks.
-with moved as (
+-- The first in line of each budget and key is due no later than the time at which it may find room; so are the runs that wait longest
+-- for its slots, as many as are free. Returns how many deliveries and runs changed, and which steps. The caller holds the budgets' locks.
+with first as materialized (
+  select u.at, w.id, w.is_step
+    from unnest($1::text[], $2::text[], $3::timestamptz[]) as u (budget, key, at),
+         lateral (select x.id, x.is_step
+                    from ((select d.id, d.ingress_sequence as place, false as is_step
+                             from tidegate.workflow_trigger_deliveries d where {{line}} order by d.ingress_sequence limit 1)
+                          union all
+                          (select p.step_id, p.place, true
+                             from tidegate.budget_steps p where {{step_line}} order by p.place, p.step_id limit 1)) x
+                   order by x.place, x.is_step limit 1) w
+), moved as (
   update tidegate.workflow_trigger_deliveries d
      set next_attempt_at = f.at, throttled_until = f.at, claim_generation = d.claim_generation + 1,
          updated_at = tidegate.now()
-    from (select u.at, w.id
-            from unnest($1::text[], $2::text[], $3::timestamptz[]) as u (budget, key, at),
-                 lateral (select d.id from tidegate.workflow_trigger_deliveries d
-                           where {{line}} order by d.ingress_sequence limit 1) w) f
-   where d.id = f.id and d.retry_state = 'scheduled' and d.next_attempt_at > f.at
+    from first f
+   where not f.is_step and d.id = f.id and d.retry_state = 'scheduled' and d.next_attempt_at > f.at
   returning d.id
+), steps as (
+  update tidegate.budget_steps p set next_attempt_at = f.at
+    from first f where f.is_step and p.step_id = f.id and p.granted_at is null and p.next_attempt_at > f.at
+  returning p.step_id
+), next as materialized (
+  select r.id
+    from (select w.run_id
+            from unnest($1::text[], $2::text[], $3::timestamptz[]) as u (budget, key, at)
+            join tidegate.budgets b on b.name = u.budget,
+                 lateral (select q.run_id from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+                           where q.budget = u.budget and q.key = u.key order by q.since
+                           limit greatest(0, b.concurrency - {{slot_lines.budget_in_use}})) w
+           where u.at <= tidegate.now()) f
+    join tidegate.workflow_runs r on r.id = f.run_id and {{slot_lines.is_asleep}}
+   order by r.id for no key update of r
+), called as (
+  {{slot_lines.make_due}}
 )
-select count(*) from moved
+select (select count(*) from moved) as deliveries, (select count(*) from called) as runs, array(select step_id from steps) as steps
 
 -- name: lines_of
--- The keys of a budget for which deliveries wait.
+-- The keys of a budget for which deliveries, steps, or runs that resume wait.
 with recursive waiting (key) as (
   (select d.budget_key from tidegate.workflow_trigger_deliveries d
     where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = $1 order by d.budget_key limit 1)
@@ -114,8 +166,17 @@ with recursive waiting (key) as (
            where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = $1 and d.budget_key > w.key
            order by d.budget_key limit 1)
     from waiting w where w.key is not null
+), of_steps (key) as (
+  (select p.key from tidegate.budget_steps p where p.granted_at is null and p.budget = $1 order by p.key limit 1)
+  union all
+  select (select p.key from tidegate.budget_steps p where p.granted_at is null and p.budget = $1 and p.key > w.key order by p.key limit 1)
+    from of_steps w where w.key is not null
 )
 select key from waiting where key is not null
+union
+select key from of_steps where key is not null
+union
+select q.key from tidegate.slot_waits q where q.budget = $1
 
 -- name: decide_again
 -- Makes every delivery that waits for a budget due now: it is decided by the budget as it is now, in the order of arrival.
@@ -181,10 +242,12 @@ update tidegate.budgets b
 -- fragment: record
 -- A budget as operators see it, with what waits for it, who holds it and who uses it.
 {{spec}}, b.paused_at, b.paused_until, b.pause_reason, b.paused_by, b.version, b.created_by, b.updated_by,
-       b.created_at, b.updated_at, w.waiting, w.unread, w.oldest_at, w.next_attempt_at,
+       b.created_at, b.updated_at, w.waiting, w.waiting_steps, w.unread, w.oldest_at, w.next_attempt_at,
        (select count(*) from tidegate.budget_holders h
-          join tidegate.workflow_runs r on r.id = h.run_id and r.status in ('pending', 'running')
+          join tidegate.workflow_runs r on r.id = h.run_id and {{counts}}
          where h.budget = b.name) as in_use,
+       (select count(*) from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+         where q.budget = b.name) as resuming,
        (select count(*) from tidegate.budget_keys s where s.budget = b.name) as keys,
        array(select o.slug || '/' || t.name from tidegate.workflow_event_triggers t
                join tidegate.workflow_definitions o on o.id = t.workflow_definition_id
@@ -192,11 +255,16 @@ update tidegate.budgets b
 
 -- fragment: waiting
 -- What waits for a budget; `unread`: in no line, since it cannot be evaluated, and not about to be decided again.
-lateral (select count(*) as waiting,
-                count(*) filter (where d.budget_key is null and d.next_attempt_at > tidegate.now()) as unread,
-                min(d.created_at) as oldest_at, min(d.next_attempt_at) as next_attempt_at
-           from tidegate.workflow_trigger_deliveries d
-          where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = b.name) w
+lateral (select d.waiting + p.waiting as waiting, p.waiting as waiting_steps, d.unread + p.unread as unread,
+                least(d.oldest_at, p.oldest_at) as oldest_at, least(d.next_attempt_at, p.next_attempt_at) as next_attempt_at
+           from (select count(*) as waiting,
+                        count(*) filter (where d.budget_key is null and d.next_attempt_at > tidegate.now()) as unread,
+                        min(d.created_at) as oldest_at, min(d.next_attempt_at) as next_attempt_at
+                   from tidegate.workflow_trigger_deliveries d
+                  where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = b.name) d,
+                (select count(*) as waiting, count(*) filter (where p.key is null and p.next_attempt_at > tidegate.now()) as unread,
+                        min(p.created_at) as oldest_at, min(p.next_attempt_at) as next_attempt_at
+                   from tidegate.budget_steps p where p.granted_at is null and p.budget = b.name) p) w
 
 -- name: get
 -- One budget.
@@ -205,47 +273,6 @@ select {{record}} from tidegate.budgets b, {{waiting}} where b.name = $1
 -- name: list_page
 -- A page of budgets, by name.
 select {{record}} from tidegate.budgets b, {{waiting}} where $1::text is null or b.name > $1 order by b.name limit $2
-
--- name: key_lines
--- The keys of a budget ($2: this one only) for which most wait, up to $3: how many, what they will spend, since when the first waits,
--- slots in use. Without those that are in no line: it cannot be evaluated what they need.
-select d.budget_key as key, count(*) as waiting, sum(d.budget_cost)::bigint as cost, min(d.created_at) as oldest_at,
-       min(d.next_attempt_at) as next_attempt_at,
-       (select count(*) from tidegate.budget_holders h
-          join tidegate.workflow_runs r on r.id = h.run_id and r.status in ('pending', 'running')
-         where h.budget = $1 and h.key = d.budget_key) as in_use
-  from tidegate.workflow_trigger_deliveries d
- where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = $1
-   and d.budget_key = coalesce($2::text, d.budget_key)
- group by 1 order by 2 desc, 1 limit $3
-
--- name: places
--- Where deliveries ($1) stand in the line of the budget that holds them: how many are before them (up to 10,000), and what those will
--- spend.
-select d.id, d.next_attempt_at, d.budget_key, d.budget_cost, {{spec}}, b.paused_at, b.paused_until, b.pause_reason, b.paused_by,
-       s.ring, s.ring_at, s.ring_width_us, s.spent_at, s.drain_at, s.closed_until, s.closed_reason, s.probe_run_id, s.probe_until,
-       s.reserved_for, s.reserved_cost, s.reserved_until, a.ahead, a.ahead_cost, tidegate.now() as now,
-       (select count(*) from tidegate.budget_holders h
-          join tidegate.workflow_runs r on r.id = h.run_id and r.status in ('pending', 'running')
-         where h.budget = d.budget and h.key = d.budget_key) as in_use
-  from tidegate.workflow_trigger_deliveries d
-  join tidegate.budgets b on b.name = d.budget
-  left join tidegate.budget_keys s on s.budget = d.budget and s.key = d.budget_key,
-       lateral (select count(*) as ahead, coalesce(sum(e.budget_cost), 0)::bigint as ahead_cost
-                  from (select o.budget_cost from tidegate.workflow_trigger_deliveries o
-                         where o.retry_state = 'scheduled' and o.reason = 'budget' and o.budget = d.budget
-                           and o.budget_key = d.budget_key and o.ingress_sequence < d.ingress_sequence limit 10000) e) a
- where d.id = any ($1::uuid[]) and d.retry_state = 'scheduled' and d.reason = 'budget'
-
--- name: holders
--- The runs that hold a key of a budget (null: any), the oldest first, up to $3, and how many they are in all.
-select r.id, h.key, w.slug as workflow, r.status, r.created_at, r.next_attempt_at, count(*) over () as total,
-       (select e.source from tidegate.workflow_events e where e.id = r.event_id) as source
-  from tidegate.budget_holders h
-  join tidegate.workflow_runs r on r.id = h.run_id and r.status in ('pending', 'running')
-  join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
- where h.budget = $1 and ($2::text is null or h.key = $2)
- order by r.created_at, r.id limit $3
 
 -- name: unknown
 -- Which of the names are no budgets.
@@ -275,20 +302,22 @@ delete from tidegate.budget_keys s
            and not exists (select from tidegate.workflow_trigger_deliveries d
                             where d.retry_state = 'scheduled' and d.reason = 'budget' and d.budget = s.budget
                               and d.budget_key = s.key)
+           and not exists (select from tidegate.budget_steps p
+                            where p.granted_at is null and p.budget = s.budget and p.key = s.key)
          order by s.updated_at limit $2) old
  where s.budget = old.budget and s.key = old.key
 
 -- name: ended_holders
--- Up to $1 notes about runs that have ended or are gone. Whoever ends a run removes its notes: these are left when rows were changed by
--- hand (`tidegate doctor` reports them).
-select h.run_id, h.budget from tidegate.budget_holders h
- where not exists (select from tidegate.workflow_runs r where r.id = h.run_id and r.status in ('pending', 'running'))
+-- Up to $1 notes about steps whose worker has died or lost its claim, and about runs that have ended or are gone: whoever ends a run
+-- removes its notes; these are left when rows were changed by hand (`tidegate doctor` reports them).
+select h.run_id, h.budget, h.step_id from tidegate.budget_holders h
+ where not exists (select from tidegate.workflow_runs r where r.id = h.run_id and {{counts}})
  limit $1
 
 -- name: sweep
--- Removes those of the notes ($1, $2) whose runs are not unfinished again by now. The caller holds the budgets' locks.
+-- Removes those of the notes ($1, $2, $3) that still do not count. The caller holds the budgets' locks.
 delete from tidegate.budget_holders h
- using unnest($1::uuid[], $2::text[]) as old (run_id, budget)
- where h.run_id = old.run_id and h.budget = old.budget
-   and not exists (select from tidegate.workflow_runs r where r.id = h.run_id and r.status in ('pending', 'running'))
+ using unnest($1::uuid[], $2::text[], $3::uuid[]) as old (run_id, budget, step_id)
+ where h.run_id = old.run_id and h.budget = old.budget and h.step_id = old.step_id
+   and not exists (select from tidegate.workflow_runs r where r.id = h.run_id and {{counts}})
 returning h.budget, h.key

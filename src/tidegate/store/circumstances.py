@@ -22,8 +22,17 @@ MAX_TRIGGERS = 2000
 MAX_ENDED = 10_000
 
 
+class RunSlotWait(msgspec.Struct, frozen=True, kw_only=True):
+    """The slot for which a run waits that is due: in the line of which budget, if it is one, and who holds it."""
+
+    text: str
+    since: datetime
+    budget: str | None = None
+
+
 class RunCircumstances(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a run and until when, and what is in its way. `updated_at` is when it was claimed, while it is
+    """Who holds a run and until when, and what is in its way. `has_no_slot`: it waits and has given its slots back;
+    `slot` is the one that it waits for when it is due. `updated_at` is when it was claimed, while it is
     held; `ahead` counts the due runs before it, up to 1000. `priority` is the weight of its workflow."""
 
     id: RunId
@@ -39,6 +48,8 @@ class RunCircumstances(msgspec.Struct, frozen=True, kw_only=True):
     closed_reason: str | None = None
     ahead: int = 0
     priority: int = 1
+    has_no_slot: bool = False
+    slot: RunSlotWait | None = None
 
 
 class BudgetWait(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,15 +83,30 @@ class DeliveryCircumstances(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that holds a concurrency slot; `total` is how many there are."""
+    """A run that holds a concurrency slot: when it resumes, or until when its worker's lease lasts; `total` is how many
+    there are."""
 
     id: RunId
     workflow: str
     status: str
     created_at: datetime
-    next_attempt_at: datetime | None
+    resumes_at: datetime | None = None
+    lease_until: datetime | None = None
     total: int
     source: str | None = None
+
+
+class SlotWait(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that is due and waits for a slot of its trigger, or of a budget; `ahead` runs wait longer, up to
+    10,000."""
+
+    run_id: RunId
+    since: datetime
+    trigger_id: TriggerId | None
+    budget: str | None
+    key: str
+    most: int | None
+    ahead: int
 
 
 class StepChildren(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +187,18 @@ async def of_deliveries(
 async def slot_holders(connection: Connection, delivery_id: DeliveryId, limit: int) -> list[SlotHolder]:
     """The runs that hold the slots that a delivery waits for, the oldest first."""
     return [SlotHolder(**dict(row)) for row in await connection.fetch(_sql["slot_holders"], delivery_id, limit)]
+
+
+async def trigger_slot_holders(connection: Connection, trigger_id: TriggerId, key: str, limit: int) -> list[SlotHolder]:
+    """The runs that hold the slots of a trigger's key, the oldest first."""
+    rows = await connection.fetch(_sql["trigger_slot_holders"], trigger_id, key, limit)
+    return [SlotHolder(**dict(row)) for row in rows]
+
+
+async def slot_waits(connection: Connection, run_ids: Sequence[RunId]) -> list[SlotWait]:
+    """What runs wait for that are due and have no slot."""
+    rows = await connection.fetch(_sql["slot_waits"], list(run_ids)) if run_ids else []
+    return [SlotWait(**dict(row)) for row in rows]
 
 
 async def children_of(connection: Connection, step_id: StepId) -> StepChildren:

@@ -1,5 +1,6 @@
 -- name: runs
--- What keeps runs ($1): who holds them and until when, whether their trigger or key is closed, how many due runs come before them.
+-- What keeps runs ($1): who holds them and until when, whether their trigger or key is closed, how many due runs come before them, and
+-- whether they have given their slots back.
 select r.id, r.trigger_id, t.name as trigger, r.concurrency_key, r.claimed_by, r.claim_expires_at, r.updated_at,
        r.deadline_at, r.retry_attempts, greatest(g.closed_until, h.until) as closed_until,
        case when h.until > coalesce(g.closed_until, '-infinity') then h.reason else g.closed_reason end as closed_reason,
@@ -9,11 +10,12 @@ select r.id, r.trigger_id, t.name as trigger, r.concurrency_key, r.claimed_by, r
                                    and (a.next_attempt_at, a.id) < (r.next_attempt_at, r.id) limit 1000) earlier)
          else 0 end as ahead,
        coalesce((select max(p.priority) from tidegate.workflow_event_triggers p
-                  where p.workflow_definition_id = r.workflow_definition_id and p.deleted_at is null), 1) as priority
+                  where p.workflow_definition_id = r.workflow_definition_id and p.deleted_at is null), 1) as priority,
+       r.status = 'pending' and not {{slot_lines.needs_no_slot}} as has_no_slot
   from tidegate.workflow_runs r
   left join tidegate.workflow_event_triggers t on t.id = r.trigger_id
   left join tidegate.event_scheduler_triggers g on g.trigger_id = r.trigger_id
-  left join tidegate.trigger_key_holds h on h.trigger_id = r.trigger_id and h.concurrency_key = r.concurrency_key
+  left join tidegate.trigger_key_holds h on h.trigger_id = r.trigger_id and h.concurrency_key = coalesce(r.concurrency_key, r.slot_key)
  where r.id = any ($1::uuid[])
 
 -- name: deliveries
@@ -37,16 +39,42 @@ select d.id, t.max_concurrency, t.throttle_count, t.throttle_window_ms, d.concur
   left join tidegate.event_scheduler_sources s on s.source = d.source
  where d.id = any ($1::uuid[]) and d.retry_state in ('scheduled', 'running')
 
+-- fragment: holder
+-- A run that holds a slot: until when it sleeps or waits, or until when its worker's lease lasts.
+r.id, w.slug as workflow, r.status, r.created_at,
+       case when r.status = 'pending' and r.next_attempt_at > tidegate.now() then r.next_attempt_at end as resumes_at,
+       r.claim_expires_at as lease_until, count(*) over () as total,
+       (select e.source from tidegate.workflow_events e where e.id = r.event_id) as source
+
 -- name: slot_holders
 -- The runs that hold the slots that a delivery waits for, the oldest first, and how many they are in all.
-select r.id, w.slug as workflow, r.status, r.created_at, r.next_attempt_at, count(*) over () as total,
-       (select e.source from tidegate.workflow_events e where e.id = r.event_id) as source
+select {{holder}}
   from tidegate.workflow_trigger_deliveries d
   join tidegate.workflow_runs r on r.trigger_id = d.trigger_id and r.concurrency_key = d.concurrency_key
    and r.status in ('pending', 'running')
   join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
  where d.id = $1 and d.retry_state = 'scheduled' and d.reason = 'concurrency'
  order by r.created_at, r.id limit $2
+
+-- name: trigger_slot_holders
+-- The same for a key of a trigger.
+select {{holder}}
+  from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
+ where r.trigger_id = $1 and r.concurrency_key = $2 and r.status in ('pending', 'running')
+ order by r.created_at, r.id limit $3
+
+-- name: slot_waits
+-- What runs ($1) wait for that are due and have no slot: since when, in which line, how many slots there are, and how many runs wait
+-- longer.
+select q.run_id, q.since, q.trigger_id, q.budget, q.key, coalesce(b.concurrency, t.max_concurrency) as most,
+       (select count(*)
+          from (select from tidegate.slot_waits a
+                 where (a.trigger_id = q.trigger_id or a.budget = q.budget) and a.key = q.key and a.since < q.since limit 10000) a) as ahead
+  from tidegate.slot_waits q
+  join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+  left join tidegate.workflow_event_triggers t on t.id = q.trigger_id
+  left join tidegate.budgets b on b.name = q.budget
+ where q.run_id = any ($1::uuid[])
 
 -- name: children
 -- How many children of a step ($1) have ended, up to $2, and the first that was started and has not.

@@ -265,8 +265,11 @@ async def replay_run(
     step_id: StepId | None,
     letter_id: DeadLetterId | None,
     concurrency_key: str | None,
+    *,
+    gives_back: bool = False,
 ) -> int | None:
     """Resume a failed or cancelled run, which this transaction has locked, after its completed steps; None when it
     cannot be. How many of its children start anew, since the run that they had does not exist."""
     gone: int = await connection.fetchval(_sql["revive_steps"], run.id, step_id)
-    return None if await connection.fetchval(_sql["replay_run"], run.id, letter_id, concurrency_key) is None else gone
+    given = run.id, letter_id, concurrency_key, gives_back
+    return None if await connection.fetchval(_sql["replay_run"], *given) is None else gone

@@ -184,7 +184,7 @@ returning d.id
 
 -- name: describe_run
 -- A run that is to resume, by its own id or a step's: what it is, and whether its workflow still exists.
-select r.id, r.status, r.trigger_id, r.concurrency_key, w.slug as workflow, w.deleted_at is not null as is_workflow_deleted,
+select r.id, r.status, r.trigger_id, coalesce(r.concurrency_key, r.slot_key) as concurrency_key, w.slug as workflow, w.deleted_at is not null as is_workflow_deleted,
        r.event_id, r.error, r.finished_at, r.cancelled_by, r.attempts, r.window_id
   from tidegate.workflow_runs r join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
  where r.id = $1 or r.id = (select s.workflow_run_id from tidegate.workflow_run_steps s where s.id = $1)
@@ -282,7 +282,7 @@ select count(*) from again where is_gone
 update tidegate.workflow_runs r
    set status = 'pending', error = null, output = null, warning = null, finished_at = null, started_at = null,
        deadline_at = null, not_before = null, crashes = 0, trials = null, retry_attempts = 0, cancel_requested_at = null, cancelled_by = null,
-       is_probe = false, concurrency_key = $3, replayed_from = $2::uuid, attempts = greatest(r.attempts, 1),
+       is_probe = false, concurrency_key = $3, slot_key = case when $4::boolean then $3 end, replayed_from = $2::uuid, attempts = greatest(r.attempts, 1),
        next_attempt_at = greatest(
          tidegate.now(),
          (select g.closed_until from tidegate.event_scheduler_triggers g where g.trigger_id = r.trigger_id),

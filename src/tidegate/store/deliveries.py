@@ -77,6 +77,7 @@ class Taken(NamedTuple):
     window_id: DeliveryId | None = None
     budget: str | None = None
     stale_at: datetime | None = None
+    created_at: datetime | None = None
 
 
 class Stale(NamedTuple):

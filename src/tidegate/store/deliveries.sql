@@ -18,10 +18,14 @@ worker as materialized (
 -- version of its code. Returns the
 -- deliveries, and the parameters, as they are stored, of the runs that are claimed.
 insert into tidegate.workflow_runs
-  (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, is_probe, correlation_id, parameters,
+  (id, workflow_definition_id, delivery_id, event_id, trigger_id, concurrency_key, slot_key, is_probe, correlation_id, parameters,
    next_attempt_at, created_at, updated_at, status, attempts, claim_generation, claimed_by, claim_expires_at, started_at,
    version)
-select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key, is_probe, correlation_id,
+select run_id, workflow_definition_id, id, event_id, trigger_id, concurrency_key,
+       case when concurrency_key is not null
+                 and trigger_id = any (array(select t.id from tidegate.workflow_event_triggers t where t.holds = 'executing'))
+            then concurrency_key end,
+       is_probe, correlation_id,
        parameters::jsonb, $1::timestamptz, $1::timestamptz, $1::timestamptz,
        case when c.is_claimed then 'running' else 'pending' end, c.is_claimed::int, c.is_claimed::int,
        case when c.is_claimed then $2::text end,
@@ -159,7 +163,7 @@ select d.id, t.trigger_id, d.source, d.reason, d.budget, d.budget_key
 -- Locks those of the given deliveries that are still due at $2, oldest event first. That is the time by which they are decided:
 -- none is launched before its own, but the first in line of a budget, whose time is when it is expected to have room.
 select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source,
-       d.concurrency_key, d.trigger_version, d.window_id, d.budget, d.stale_at
+       d.concurrency_key, d.trigger_version, d.window_id, d.budget, d.stale_at, d.created_at
   from tidegate.workflow_trigger_deliveries d
  where d.id = any ($1::uuid[]) and d.retry_state = 'scheduled'
    and (d.next_attempt_at <= $2::timestamptz or d.reason = 'budget')

@@ -43,6 +43,7 @@ with clock as materialized (
      and not exists (select from tidegate.workflow_runs r
                       where r.trigger_id = d.trigger_id and r.concurrency_key = d.concurrency_key
                         and (r.status in ('pending', 'running') or r.finished_at > cut))
+     and not exists (select from tidegate.slot_waits q where q.trigger_id = d.trigger_id and q.key = d.concurrency_key)
   union all
   select 'deliveries_waiting_for_no_budget', d.id::text
     from tidegate.workflow_trigger_deliveries d left join tidegate.budgets b on b.name = d.budget, clock
@@ -60,11 +61,56 @@ with clock as materialized (
                         and (r.status in ('pending', 'running') or r.finished_at > cut))
      and not exists (select from tidegate.budget_keys s
                       where s.budget = d.budget and s.key = d.budget_key and s.updated_at > cut)
+     and not exists (select from tidegate.budget_steps p
+                      where p.granted_at is null and p.budget = d.budget and p.key = d.budget_key and p.place < d.ingress_sequence)
+     and not exists (select from tidegate.slot_waits q where q.budget = d.budget and q.key = d.budget_key)
+  union all
+  select 'steps_waiting_for_a_free_budget_slot', d.step_id::text
+    from (select distinct on (o.budget, o.key) o.* from tidegate.budget_steps o
+           where o.granted_at is null and o.key is not null order by o.budget, o.key, o.place, o.step_id) d
+    join tidegate.budgets b on b.name = d.budget
+    join tidegate.workflow_run_steps t on t.id = d.step_id, clock
+   where b.rate_limit is null and b.paused_at is null and d.next_attempt_at > now and t.updated_at <= cut
+     and not exists (select from tidegate.budget_holders h join tidegate.workflow_runs r on r.id = h.run_id
+                      where h.budget = d.budget and h.key = d.key
+                        and (r.status in ('pending', 'running') or r.finished_at > cut))
+     and not exists (select from tidegate.budget_keys s
+                      where s.budget = d.budget and s.key = d.key and s.updated_at > cut)
+     and not exists (select from tidegate.workflow_trigger_deliveries o
+                      where o.retry_state = 'scheduled' and o.reason = 'budget' and o.budget = d.budget
+                        and o.budget_key = d.key and o.ingress_sequence <= d.place)
+     and not exists (select from tidegate.slot_waits q where q.budget = d.budget and q.key = d.key)
+  union all
+  select 'budget_places_of_nobody', p.step_id::text
+    from tidegate.budget_steps p
+    left join tidegate.workflow_runs r on r.id = p.run_id
+    left join tidegate.workflow_run_steps s on s.id = p.step_id, clock
+   where s.retry_state is distinct from 'scheduled' or r.id is null
+      or (r.status not in ('pending', 'running') and r.finished_at <= cut)
+  union all
+  select 'steps_waiting_for_no_budget', s.id::text from tidegate.workflow_run_steps s
+   where s.retry_state = 'scheduled' and s.kind = 'step' and s.retry_metadata ->> 'reason' = 'budget'
+     and not exists (select from tidegate.budget_steps p where p.step_id = s.id)
   union all
   select 'budget_holders_without_a_run', h.run_id::text
     from tidegate.budget_holders h
     left join tidegate.workflow_runs r on r.id = h.run_id, clock
    where r.id is null or (r.status not in ('pending', 'running') and r.finished_at <= cut)
+  union all
+  select 'runs_waiting_for_a_free_slot', q.run_id::text
+    from (select distinct on (o.trigger_id, o.key) o.*, r.next_attempt_at, r.updated_at
+            from tidegate.slot_waits o join tidegate.workflow_runs r on r.id = o.run_id and r.status = 'pending'
+           where o.trigger_id is not null order by o.trigger_id, o.key, o.since) q, clock
+   where q.next_attempt_at > now and q.updated_at <= cut and q.trigger_id not in (select trigger_id from held_triggers)
+     and not exists (select from tidegate.trigger_key_holds h
+                      where h.trigger_id = q.trigger_id and h.concurrency_key = q.key and h.until > cut)
+     and not exists (select from tidegate.workflow_runs r
+                      where r.trigger_id = q.trigger_id and r.concurrency_key = q.key
+                        and (r.status in ('pending', 'running') or r.finished_at > cut))
+  union all
+  select 'slot_waits_without_a_run', q.run_id::text
+    from tidegate.slot_waits q left join tidegate.workflow_runs r on {{slot_lines.is_waiting}}, clock
+   where r.id is null and q.since <= cut
   union all
   select 'deliveries_stored_twice', d.id::text
     from tidegate.workflow_trigger_deliveries d join tidegate.workflow_trigger_deliveries h on h.id = d.id

@@ -30,14 +30,17 @@ with held_sources as materialized (
     from tidegate.workflow_trigger_deliveries where retry_state = 'scheduled' group by 1, 2, 3
 ), steps as materialized (
   -- A wait whose time is over ends when its run resumes, which may be later: the run is not asking for it yet, or is executing.
-  -- What a run has that waits for a version of its code is due when the run is.
-  select case s.kind when 'sleep' then 'sleep' when 'wait' then 'event' else 'failed' end as reason,
+  -- What a run has that waits for a version of its code, or for its slot, is due when the run is.
+  select case when s.kind = 'sleep' then 'sleep' when s.kind = 'wait' then 'event'
+              when exists (select from tidegate.budget_steps p where p.step_id = s.id) then 'budget' else 'failed' end as reason,
          case when s.kind = 'wait' and s.next_attempt_at <= $1::timestamptz
               then (select greatest(s.next_attempt_at, r.next_attempt_at) from tidegate.workflow_runs r
                      where r.id = s.workflow_run_id and r.status = 'pending')
               when s.next_attempt_at <= $1::timestamptz
               then coalesce((select greatest(s.next_attempt_at, r.next_attempt_at) from tidegate.workflow_runs r
-                              where r.id = s.workflow_run_id and r.status = 'pending' and r.version_held_at is not null),
+                              where r.id = s.workflow_run_id and r.status = 'pending'
+                                 and (r.version_held_at is not null or (not {{slot_lines.needs_no_slot}} and not exists (
+                                     select from tidegate.budget_steps p where p.step_id = s.id and p.granted_at is null)))),
                             s.next_attempt_at)
               else s.next_attempt_at end as next_attempt_at
     from tidegate.workflow_run_steps s where s.retry_state = 'scheduled'

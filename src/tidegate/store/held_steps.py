@@ -18,7 +18,7 @@ _sql = load("held_steps")
 
 
 class HeldStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step, or timer (its reason is `sleep`), with its run, trigger and event."""
+    """A step, or timer (its reason is `sleep`), with its run, trigger and event; `budget` is the one it waits for."""
 
     id: StepId
     step: str
@@ -39,6 +39,8 @@ class HeldStep(msgspec.Struct, frozen=True, kw_only=True):
     created_at: datetime
     updated_at: datetime
     eta_seconds: float | None
+    budget: str | None = None
+    budget_key: str | None = None
 
 
 class StepOfRun(msgspec.Struct, frozen=True, kw_only=True):

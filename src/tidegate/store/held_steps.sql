@@ -2,7 +2,8 @@
 -- The columns of a step as operators see it, without its time.
 s.id, s.name as step, s.workflow_run_id, w.slug as workflow, r.trigger_id, t.name as trigger, r.event_id,
        e.external_id, e.type, e.source, r.correlation_id, s.retry_state, s.retry_metadata ->> 'reason' as reason,
-       s.retry_attempts as attempts, s.error as last_error, s.created_at, s.updated_at
+       s.retry_attempts as attempts, case when p.step_id is null then s.error else s.retry_metadata ->> 'message' end as last_error,
+       s.created_at, s.updated_at, p.budget, p.key as budget_key
 
 -- fragment: steps
 -- Steps with their run, workflow, trigger and event.
@@ -11,14 +12,24 @@ tidegate.workflow_run_steps s
   join tidegate.workflow_definitions w on w.id = r.workflow_definition_id
   left join tidegate.workflow_event_triggers t on t.id = r.trigger_id
   left join tidegate.workflow_events e on e.id = r.event_id
+  left join tidegate.budget_steps p on p.step_id = s.id and s.kind = 'step'
 
 -- name: list_waiting
 -- A page of waiting steps and timers in the order in which they become due, with their run, trigger and event. The run of
--- one may have to wait for longer: its trigger, or its key, may be closed.
+-- one may have to wait for longer: its trigger, or its key, may be closed. One that waits for a budget is expected when that is not paused
+-- or closed; the time is not known, and the ETA null, if it waits for a slot, for an operator to resume it, or to correct it.
 select {{step}}, s.next_attempt_at,
-       greatest(0, extract(epoch from greatest(s.next_attempt_at, case when r.status = 'pending' then r.next_attempt_at end)
-                                      - tidegate.now()))::float8 as eta_seconds
+       case when p.granted_at is null and (p.key is null or (b.paused_at is not null and b.paused_until is null)
+                  or (b.rate_limit is null
+                      and coalesce(greatest(b.paused_until, k.closed_until), '-infinity') <= tidegate.now()))
+             and p.step_id is not null then null
+            else greatest(0, extract(epoch from h.expected_at - tidegate.now()))::float8 end as eta_seconds
   from {{steps}}
+  left join tidegate.budgets b on b.name = p.budget and p.granted_at is null
+  left join tidegate.budget_keys k on k.budget = p.budget and k.key = p.key and p.granted_at is null and k.probe_run_id is null
+ cross join lateral (select case when p.step_id is null
+                                 then greatest(s.next_attempt_at, case when r.status = 'pending' then r.next_attempt_at end)
+                                 else greatest(s.next_attempt_at, b.paused_until, k.closed_until) end as expected_at) h
  where s.retry_state = 'scheduled'
    and ($1::text is null or e.source = $1)
    and ($2::text is null or s.retry_metadata ->> 'reason' = $2)

@@ -74,5 +74,6 @@ def _newest(rows: Sequence[Row], span: ReceiptSpan, limit: int) -> NewestArrival
 
 
 async def waiting_for(connection: Connection, budget: str, limit: int) -> list[EventId]:
-    """The events of deliveries that wait, for whatever reason, at triggers that use a budget; the first of each."""
+    """The events of deliveries that wait, for whatever reason, at triggers that use a budget, and of steps that
+    wait for it; the first of each."""
     return [row[0] for row in await connection.fetch(_sql["waiting_for"], budget, limit)]

@@ -47,11 +47,19 @@ union all
 select i.event_id from tidegate.event_inbox i where i.ingress_sequence = any ($2::bigint[])
 
 -- name: waiting_for
--- The events of the first $2 deliveries that wait at triggers that use a budget ($1).
-select d.event_id
+-- The events of the first $2 deliveries that wait at triggers that use a budget ($1), and of steps that wait for it and gave no key or
+-- cost of their own.
+(select d.event_id
   from tidegate.workflow_event_triggers t,
        lateral (select d.event_id, d.next_attempt_at, d.ingress_sequence from tidegate.workflow_trigger_deliveries d
                  where d.trigger_id = t.id and d.retry_state = 'scheduled'
                  order by d.next_attempt_at, d.ingress_sequence limit $2) d
  where t.deleted_at is null and $1 = any (t.budgets)
- order by d.next_attempt_at, d.ingress_sequence limit $2
+ order by d.next_attempt_at, d.ingress_sequence limit $2)
+union all
+(select r.event_id
+   from tidegate.budget_steps p join tidegate.workflow_runs r on r.id = p.run_id and r.status in ('pending', 'running')
+  where p.granted_at is null and p.budget = $1 and r.event_id is not null
+    and not p.asked -> 'keys' ? $1 and not p.asked -> 'costs' ? $1
+  order by p.place limit $2)
+limit $2

@@ -19,9 +19,9 @@ select d.id, w.slug,
 
 -- name: list_due
 -- The longest due runs of each of the workflows, at most so many of each ($2), the longest due first; not locked.
-select d.id as workflow_definition_id, q.id, q.concurrency_key
+select d.id as workflow_definition_id, q.id, coalesce(q.concurrency_key, q.slot_key) as concurrency_key
   from unnest($1::uuid[], $2::bigint[]) as d (id, most),
-       lateral (select r.id, r.concurrency_key, r.next_attempt_at from tidegate.workflow_runs r
+       lateral (select r.id, r.concurrency_key, r.slot_key, r.next_attempt_at from tidegate.workflow_runs r
                  where r.status = 'pending' and r.next_attempt_at <= tidegate.now() and r.workflow_definition_id = d.id
                    and r.crashes < $5::bigint and {{runs.is_for_worker}}
                  order by r.next_attempt_at, r.id limit d.most) q

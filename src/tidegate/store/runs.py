@@ -162,9 +162,17 @@ async def ended_by(connection: Connection, finished: Sequence[FinishedRun]) -> s
     return {row[0] for row in await connection.fetch(_sql["ended_by"], *columns)}
 
 
-async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> dict[RunId, bool]:
-    """Suspend runs that are still held until a time. Those suspended, and whether each was woken since its claim; the
-    others are lost, or to be cancelled."""
+class KeptSuspension(NamedTuple):
+    """A run that was suspended: whether it was woken since its claim, and the trigger and key of the slot that it gave
+    back, if it holds one while it executes."""
+
+    is_woken: bool
+    trigger_id: TriggerId | None
+    slot_key: str | None
+
+
+async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> dict[RunId, KeptSuspension]:
+    """Suspend runs that are still held until a time; those suspended. The others are lost, or to be cancelled."""
     rows = await connection.fetch(
         _sql["suspend"],
         [s.id for s in suspended],
@@ -176,7 +184,7 @@ async def suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> 
         [s.warning for s in suspended],
         [s.wakes for s in suspended],
     )
-    return {row[0]: row[1] for row in rows}
+    return {row[0]: KeptSuspension(*row[1:]) for row in rows}
 
 
 class WokenRun(NamedTuple):
@@ -262,9 +270,11 @@ async def request_cancel(connection: Connection, run_id: RunId, actor: str) -> b
     return await connection.fetchval(_sql["request_cancel"], run_id, actor) is not None
 
 
-async def rerun(connection: Connection, run_id: RunId, new_id: RunId, concurrency_key: str | None) -> None:
+async def rerun(
+    connection: Connection, run_id: RunId, new_id: RunId, concurrency_key: str | None, *, gives_back: bool = False
+) -> None:
     """Create a run that begins anew with the parameters and the event of another."""
-    await connection.execute(_sql["rerun"], run_id, new_id, concurrency_key)
+    await connection.execute(_sql["rerun"], run_id, new_id, concurrency_key, gives_back)
 
 
 async def lock(connection: Connection, run_ids: Sequence[RunId]) -> None:
@@ -314,16 +324,27 @@ async def next_due_seconds(
     return seconds
 
 
+class UnfinishedRun(NamedTuple):
+    """An unfinished run, its event, and whether it has given its slots back."""
+
+    id: RunId
+    event_id: EventId | None
+    has_no_slot: bool
+
+
 async def list_unfinished(
     connection: Connection, trigger_id: TriggerId, *, after: uuid.UUID, limit: int
-) -> list[tuple[RunId, EventId | None]]:
-    """A trigger's unfinished runs with their events, in the order of their ids."""
-    return [(row[0], row[1]) for row in await connection.fetch(_sql["list_unfinished"], trigger_id, after, limit)]
+) -> list[UnfinishedRun]:
+    """A trigger's unfinished runs, in the order of their ids."""
+    return [UnfinishedRun(*row) for row in await connection.fetch(_sql["list_unfinished"], trigger_id, after, limit)]
 
 
-async def set_concurrency_keys(connection: Connection, run_ids: Sequence[RunId], keys: Sequence[str | None]) -> None:
-    """Set the concurrency key whose slot each unfinished run holds; None: it holds none."""
-    await connection.execute(_sql["set_concurrency_keys"], run_ids, keys)
+async def set_concurrency_keys(
+    connection: Connection, run_ids: Sequence[RunId], keys: Sequence[str | None], *, gives_back: bool = False
+) -> None:
+    """Set the concurrency key whose slot each unfinished run holds, all of the time or while it executes; None: it
+    holds none."""
+    await connection.execute(_sql["set_concurrency_keys"], run_ids, keys, gives_back)
 
 
 async def trigger_of(connection: Connection, run_id: RunId) -> TriggerId | None:

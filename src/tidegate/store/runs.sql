@@ -17,13 +17,13 @@ r.id, w.slug as workflow, r.workflow_definition_id, r.delivery_id, r.event_id, r
 -- fragment: claimed
 -- The columns of a run that was just claimed, in the order of `model.run.ClaimedRun`.
 r.id, w.slug as workflow, r.event_id, r.correlation_id, r.parameters, r.attempts, r.claim_generation,
-          r.trigger_id, r.concurrency_key, r.is_probe, now, r.started_at, r.retry_attempts,
+          r.trigger_id, r.concurrency_key, r.slot_key, r.is_probe, now, r.started_at, r.retry_attempts,
           r.cancel_requested_at is not null as cancel_requested, r.wakes, r.version, r.version_since,
           r.misfits is not null as has_misfit, r.window_id
 
 -- fragment: ended
--- What the caller must know of a run that has ended.
-r.id, r.status, r.trigger_id, r.concurrency_key, r.is_probe, r.event_id, r.correlation_id,
+-- What the caller must know of a run that has ended; with the key of the slot that it held, or would have held when it resumed.
+r.id, r.status, r.trigger_id, coalesce(r.concurrency_key, r.slot_key), r.is_probe, r.event_id, r.correlation_id,
           r.status = any ((select v.run_ends from tidegate.registry_version v)::text[]) as is_asked_for
 
 -- fragment: open_at
@@ -73,16 +73,19 @@ with due as materialized (
 ), {{claim}}
 
 -- name: claim_woken
--- As `claim_due`, of the given runs ($6, of which $7 is the least and $8 the greatest) alone, which this transaction has locked and woken.
+-- As `claim_due`, of those of the given runs ($6, of which $7 is the least and $8 the greatest) that this transaction has locked and woken and that
+-- need no slot.
 with due as materialized (
   select id from tidegate.workflow_runs r
    where r.id = any ($6::uuid[]) and r.id between $7 and $8 and status = 'pending' and next_attempt_at <= tidegate.now()
      and workflow_definition_id = any ($1::uuid[]) and crashes < $5::bigint and {{is_for_worker}}
+     and {{slot_lines.needs_no_slot}}
    order by id limit $2
 ), {{claim}}
 
 -- name: keep_claimed
--- Those of the given runs ($1, of which $4 is the least and $5 the greatest) that the worker $2 holds, with a new lease of $3 ms.
+-- Those of the given runs ($1, of which $4 is the least and $5 the greatest) that the worker $2 holds, and that need no slot, with
+-- a new lease of $3 ms.
 with clock as materialized (
   select tidegate.now() as now
 )
@@ -90,7 +93,7 @@ update tidegate.workflow_runs r
    set claim_expires_at = now + $3::bigint * interval '1 ms', updated_at = now
   from clock, tidegate.workflow_definitions w
  where r.id = any ($1::uuid[]) and r.id between $4 and $5 and r.status = 'running' and r.claimed_by = $2
-   and r.claim_expires_at > now and w.id = r.workflow_definition_id
+   and r.claim_expires_at > now and {{slot_lines.needs_no_slot}} and w.id = r.workflow_definition_id
 returning {{claimed}}
 
 -- name: has_suspects
@@ -219,7 +222,8 @@ select u.id from unnest($1::uuid[], $2::bigint[], $3::text[]) as u (id, claim_ge
 -- Suspends runs that their worker still holds until a time, not before their trigger or key is open again, nor past
 -- their deadline; one whose cancellation was asked for is not. A run that was woken since it was claimed is due at once, unless
 -- its function has failed and is called again later. A run that came this far does not kill its workers: crashes are
--- reset. Returns the ids suspended, and whether each was woken.
+-- reset. A run that holds its slots while it executes gives them back. Returns the ids suspended, whether each was woken, and the trigger
+-- and key of the slot that it gave back.
 update tidegate.workflow_runs r
    set status = 'pending', warning = u.warning, deadline_at = u.deadline_at, crashes = 0, trials = null,
        retry_attempts = r.retry_attempts + u.is_retry::int,
@@ -228,13 +232,14 @@ update tidegate.workflow_runs r
               else coalesce(u.next_attempt_at, tidegate.now() + u.delay_ms * interval '1 ms') end,
          {{open_at}})),
        not_before = case when u.is_retry then coalesce(u.next_attempt_at, tidegate.now() + u.delay_ms * interval '1 ms') end,
+       concurrency_key = case when r.slot_key is null then r.concurrency_key end,
        claim_generation = r.claim_generation + 1, claimed_by = null, claim_expires_at = null, updated_at = tidegate.now()
   from unnest($1::uuid[], $2::bigint[], $3::timestamptz[], $4::bigint[], $5::timestamptz[], $6::boolean[], $7::text[],
               $8::bigint[])
          as u (id, claim_generation, next_attempt_at, delay_ms, deadline_at, is_retry, warning, wakes)
  where r.id = u.id and {{is_held}} and r.claim_generation = u.claim_generation
    and r.cancel_requested_at is null
-returning r.id, r.wakes > u.wakes
+returning r.id, r.wakes > u.wakes, r.trigger_id, r.slot_key
 
 -- name: wake
 -- What runs wait for has come: those that no worker holds are due at once, but not before their trigger or key is open again, nor
@@ -320,11 +325,12 @@ update tidegate.workflow_runs r
 returning r.id
 
 -- name: rerun
--- Creates a run ($2) that begins anew with the parameters and the event of another ($1), not before its trigger or key is open.
+-- Creates a run ($2) that begins anew with the parameters and the event of another ($1), not before its trigger or key is open. $3 is the
+-- key of its slot, which it gives back while it waits if $4 says so.
 insert into tidegate.workflow_runs
-  (id, workflow_definition_id, event_id, trigger_id, concurrency_key, correlation_id, parameters, next_attempt_at, rerun_of,
+  (id, workflow_definition_id, event_id, trigger_id, concurrency_key, slot_key, correlation_id, parameters, next_attempt_at, rerun_of,
    created_at, updated_at, window_id)
-select $2, r.workflow_definition_id, r.event_id, r.trigger_id, $3, r.correlation_id, r.parameters,
+select $2, r.workflow_definition_id, r.event_id, r.trigger_id, $3, case when $4::boolean then $3 end, r.correlation_id, r.parameters,
        greatest(tidegate.now(), {{open_at}}), r.id, tidegate.now(), tidegate.now(), r.window_id
   from tidegate.workflow_runs r where r.id = $1
 
@@ -403,20 +409,26 @@ select extract(epoch from min(next_attempt_at) - tidegate.now())::float8
  where status = 'pending' and crashes < $2::bigint and workflow_definition_id = any ($1::uuid[]) and {{is_for_worker}}
 
 -- name: list_unfinished
--- A page of a trigger's unfinished runs with their events, after a given one. By status, so that the indexes of
+-- A page of a trigger's unfinished runs with their events, after a given one, and whether each has given its slots back. By status, so that the indexes of
 -- unfinished runs are read and not all history.
-select u.id, u.event_id
-  from (select id, event_id from tidegate.workflow_runs where trigger_id = $1 and status = 'pending' and id > $2
+select u.id, u.event_id, u.slot_key is not null and u.concurrency_key is null as has_no_slot
+  from (select id, event_id, slot_key, concurrency_key from tidegate.workflow_runs where trigger_id = $1 and status = 'pending' and id > $2
         union all
-        select id, event_id from tidegate.workflow_runs where trigger_id = $1 and status = 'running' and id > $2) u
+        select id, event_id, slot_key, concurrency_key from tidegate.workflow_runs where trigger_id = $1 and status = 'running' and id > $2) u
  order by u.id limit $3
 
+-- fragment: is_without_slot
+-- The run has given its slot back, or gives it back now ($3), since it is not executing.
+((r.slot_key is not null and r.concurrency_key is null) or ($3::boolean and r.status = 'pending'))
+
 -- name: set_concurrency_keys
--- Sets the concurrency key whose slot each unfinished run holds; null: it holds none.
+-- Sets the concurrency key whose slot each unfinished run holds; null: it holds none. A run that has given its slot back needs one of
+-- that key when it resumes. With $3 runs hold their slots while they execute: those that do not execute hold none.
 update tidegate.workflow_runs r
-   set concurrency_key = u.concurrency_key
+   set concurrency_key = case when not {{is_without_slot}} then u.concurrency_key end,
+       slot_key = case when {{is_without_slot}} or $3::boolean then u.concurrency_key end
   from unnest($1::uuid[], $2::text[]) as u (id, concurrency_key)
- where r.id = u.id and r.status in ('pending', 'running') and r.concurrency_key is distinct from u.concurrency_key
+ where r.id = u.id and r.status in ('pending', 'running')
 
 -- name: trigger_of
 -- The trigger that launched a run.

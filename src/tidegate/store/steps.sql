@@ -62,10 +62,12 @@ select s.workflow_run_id, s.name, r.cancel_requested_at is not null, s.next_atte
  where (s.status = u.status or u.kind in ('child', 'map', 'wait')) and s.status in ('succeeded', 'failed', 'cancelled')
 
 -- name: end_waiting
--- The runs have ended: cancels their waiting steps and timers, and ends their waits for events. Returns how many steps (timers and
--- waits do not count).
+-- The runs have ended: cancels their waiting steps and timers, and ends their waits for events and budgets. Returns how many steps
+-- (timers and waits do not count).
 with unawaited as (
   delete from tidegate.event_waits where workflow_run_id = any ($1::uuid[])
+), unplaced as (
+  delete from tidegate.budget_steps where run_id = any ($1::uuid[])
 ), ended as (
   update tidegate.workflow_run_steps s
      set status = 'cancelled', retry_state = 'cancelled', next_attempt_at = null, claim_generation = s.claim_generation + 1,
@@ -86,9 +88,10 @@ select s.* from unnest($1::uuid[]) as u (run_id)
     on s.id between tidegate.first_of(u.run_id) and tidegate.last_of(u.run_id) and s.workflow_run_id = u.run_id
 
 -- name: list_scheduled
--- Waiting rows in the order in which they become due, after a given place; a null place means from the first.
+-- Waiting rows in the order in which they become due, after a given place; a null place means from the first. Not those that wait for a
+-- budget: they are woken when their turn comes.
 select r.* from tidegate.workflow_run_steps r
- where r.retry_state = 'scheduled'
+ where r.retry_state = 'scheduled' and r.retry_metadata ->> 'reason' is distinct from 'budget'
    and ($1::timestamptz is null or (r.next_attempt_at, r.id) > ($1, $2::uuid))
  order by r.next_attempt_at, r.id
  limit $3

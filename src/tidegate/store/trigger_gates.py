@@ -31,7 +31,8 @@ MAX_KNOWN = 100_000
 
 
 class LockedTrigger(NamedTuple):
-    """A trigger whose row this transaction holds. `has_backlog`: a policy says what may wait."""
+    """A trigger whose row this transaction holds. `has_backlog`: a policy says what may wait. `gives_back`: its runs
+    hold their slots while they execute; `lends_slots`: some may hold none now."""
 
     gate: TriggerGate
     plan_version: int
@@ -42,23 +43,27 @@ class LockedTrigger(NamedTuple):
     breaker: BreakerPolicy | None
     budgets: Sequence[str] = ()
     has_backlog: bool = False
+    gives_back: bool = False
+    lends_slots: bool = False
 
 
 class Slots(NamedTuple):
-    """The concurrency slots of one trigger and key; of a trigger that skips what overlaps also its oldest run."""
+    """The concurrency slots of one trigger and key; of a trigger that skips what overlaps also its oldest run. `ahead`
+    are the resuming runs that wait for one since the first delivery in line came, or before."""
 
     in_use: int
     waiting: int
     closed_until: datetime | None = None
     closed_reason: str | None = None
     oldest: RunId | None = None
+    ahead: int = 0
 
-    def unfinished(self, most: int) -> str:
-        """What prevents another run."""
+    def in_the_way(self, most: int, holds: str) -> str:
+        """What prevents another run: runs that were unfinished, or executing."""
         if most == 1:
-            return f"run {self.oldest} was unfinished" if self.oldest else "an earlier run was unfinished"
+            return f"run {self.oldest} was {holds}" if self.oldest else f"an earlier run was {holds}"
         which = f", the oldest run {self.oldest}" if self.oldest else ""
-        return f"{self.in_use} of {most} runs were unfinished{which}"
+        return f"{self.in_use} of {most} runs were {holds}{which}"
 
 
 class NextInLine(NamedTuple):
@@ -72,7 +77,8 @@ class NextInLine(NamedTuple):
 
 
 class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
-    """A trigger's pause, breaker and waiting deliveries as operators see them."""
+    """A trigger's pause, breaker and waiting deliveries as operators see them; `resuming` runs wait for a slot to go
+    on."""
 
     trigger_id: TriggerId
     paused_at: datetime | None
@@ -85,6 +91,7 @@ class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
     probe_run_id: RunId | None
     waiting: int
     next_attempt_at: datetime | None
+    resuming: int = 0
 
 
 async def lock(
@@ -131,7 +138,9 @@ async def next_in_line(connection: Connection, freed: Iterable[tuple[TriggerId, 
         now=rows[0]["now"],
         registry_version=rows[0]["registry_version"],
         taken=[Taken(*(row[field] for field in Taken._fields)) for row in rows],
-        slots={(row["trigger_id"], row["concurrency_key"]): Slots(row["in_use"], 0) for row in rows},
+        slots={
+            (row["trigger_id"], row["concurrency_key"]): Slots(row["in_use"], 0, ahead=row["ahead"]) for row in rows
+        },
         paused_sources={row["source"]: source_hold(row) for row in rows if row["is_source_paused"]},
     )
 
@@ -251,7 +260,8 @@ async def resume(connection: Connection, trigger_id: TriggerId) -> None:
 def _locked(row: Row) -> LockedTrigger:
     fields: dict[str, Any] = dict(row)
     count, window_ms = fields.pop("throttle_count"), fields.pop("throttle_window_ms")
-    own = ("plan_version", "is_replanning", "refused_at", "max_concurrency", "budgets", "has_backlog")
+    own = ("plan_version", "is_replanning", "refused_at", "max_concurrency", "budgets", "has_backlog", "gives_back",
+           "lends_slots")  # fmt: skip
     rest = {name: fields.pop(name) for name in own}
     retry, breaker = fields.pop("retry"), fields.pop("breaker")
     limit = RateLimit(limit=count, interval_ms=window_ms) if count is not None else None

@@ -10,7 +10,8 @@ on conflict (trigger_id) do nothing
 select g.trigger_id, g.ring, g.ring_at, g.ring_width_us, g.spent_at, g.drain_at, g.paused_at, g.paused_until, g.pause_reason,
        g.paused_by, g.breaker_state, g.breaker_until, g.breaker_reason, g.breaker_at, g.failed_trials, g.outcomes, g.counting_until, g.probe_run_id, g.closed_until,
        g.closed_reason, g.plan_version, g.is_replanning, g.refused_at, t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.budgets,
-       t.backlog is not null as has_backlog
+       t.backlog is not null as has_backlog,
+       t.holds = 'executing' as gives_back, t.holds = 'executing' or g.lends_slots as lends_slots
   from tidegate.event_scheduler_triggers g
   join tidegate.workflow_event_triggers t on t.id = g.trigger_id
  where g.trigger_id = any ($1::uuid[])
@@ -30,15 +31,19 @@ select t.trigger_id, w.ingress_sequence
                  order by d.ingress_sequence desc limit 1) w
 
 -- name: slots
--- For each trigger and key: how many of its slots are in use, how many deliveries wait for one (counted no further than
--- there are slots), until when (and why) the key is closed, and for a trigger that skips what overlaps its oldest unfinished run.
+-- For each trigger and key: how many of its slots are in use, how many deliveries and resuming runs wait for one (counted no further
+-- than there are slots), until when (and why) the key is closed, for a trigger that skips what overlaps its oldest run, and how many
+-- runs wait since the first delivery came, or before.
 select u.trigger_id, u.concurrency_key, held.in_use,
        (select count(*)
           from (select 1 from tidegate.workflow_trigger_deliveries d
                  where d.trigger_id = u.trigger_id and d.concurrency_key = u.concurrency_key
                    and d.retry_state = 'scheduled' and d.reason = 'concurrency'
-                 order by d.ingress_sequence limit t.max_concurrency) w) as waiting,
-       h.until, h.reason, held.oldest
+                 order by d.ingress_sequence limit t.max_concurrency) w)
+         + (select count(*)
+              from (select from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+                     where q.trigger_id = u.trigger_id and q.key = u.concurrency_key limit t.max_concurrency) w) as waiting,
+       h.until, h.reason, held.oldest, {{slot_lines.waiting_before}} as ahead
   from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
   join tidegate.workflow_event_triggers t on t.id = u.trigger_id
  cross join lateral (select count(*) as in_use, (array_agg(r.id order by r.id) filter (where t.overlap = 'skip'))[1] as oldest
@@ -49,45 +54,44 @@ select u.trigger_id, u.concurrency_key, held.in_use,
     on h.trigger_id = u.trigger_id and h.concurrency_key = u.concurrency_key and h.until > tidegate.now()
 
 -- name: next_in_line
--- Locks the oldest deliveries that wait for a slot of each trigger and key, as many as are free and at most $3 of each.
--- Returns
--- them with all that decides about them, in one round trip: the slots in use, the pause of their source, the time, the
+-- Locks the oldest deliveries that wait for a slot of each trigger and key, as many as are free (apart from those for which runs wait
+-- longer) and at most $3 of each. Returns them with all that decides about them, in one round trip: the slots in use, the pause of their source, the time, the
 -- registry's version. The caller holds the triggers' locks, so no other transaction decides about these rows meanwhile.
 with freed as materialized (
   select u.trigger_id, u.concurrency_key, t.max_concurrency,
          (select count(*) from tidegate.workflow_runs r
            where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
-             and r.status in ('pending', 'running')) as in_use
+             and r.status in ('pending', 'running')) as in_use, {{slot_lines.waiting_before}} as ahead
     from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
     join tidegate.workflow_event_triggers t on t.id = u.trigger_id
    where not exists (select 1 from tidegate.trigger_key_holds h
                       where h.trigger_id = u.trigger_id and h.concurrency_key = u.concurrency_key
                         and h.until > tidegate.now())
 )
-select w.*, f.concurrency_key, f.in_use, s.paused_until, s.pause_reason, s.paused_by,
+select w.*, f.concurrency_key, f.in_use, f.ahead, s.paused_until, s.pause_reason, s.paused_by,
        s.paused_at is not null and (s.paused_until is null or s.paused_until > tidegate.now()) as is_source_paused,
        tidegate.now() as now, (select version from tidegate.registry_version) as registry_version
   from freed f
  cross join lateral (select d.id, d.trigger_id, d.event_id, d.status, d.reason, d.retry_attempts, d.next_attempt_at, d.source,
-                       d.trigger_version, d.window_id, d.budget, d.stale_at
+                       d.trigger_version, d.window_id, d.budget, d.stale_at, d.created_at
                   from tidegate.workflow_trigger_deliveries d
                  where d.trigger_id = f.trigger_id and d.concurrency_key = f.concurrency_key
                    and d.retry_state = 'scheduled' and d.reason = 'concurrency'
                  order by d.ingress_sequence
-                 limit greatest(0, least($3::bigint, f.max_concurrency - f.in_use))
+                 limit greatest(0, least($3::bigint, f.max_concurrency - f.in_use - f.ahead))
                    for update of d) w
   left join tidegate.event_scheduler_sources s on s.source = w.source
 
 -- name: wake
--- Makes the oldest deliveries that wait for a slot of each trigger and key due now, as many as are free (all, when the
--- trigger has no limit any more). Returns them. The caller holds the triggers' locks, so no other transaction
+-- Makes the oldest deliveries that wait for a slot of each trigger and key due now, as many as are free (apart from
+-- those for which runs wait longer; all, when the trigger has no limit any more). Returns them. The caller holds the triggers' locks, so no other transaction
 -- decides about these rows meanwhile.
 with freed as materialized (
   select u.trigger_id, u.concurrency_key,
          case when t.max_concurrency is not null then
            greatest(0, t.max_concurrency - (select count(*) from tidegate.workflow_runs r
                                              where r.trigger_id = u.trigger_id and r.concurrency_key = u.concurrency_key
-                                               and r.status in ('pending', 'running'))) end as free
+                                               and r.status in ('pending', 'running')) - {{slot_lines.waiting_before}}) end as free
     from unnest($1::uuid[], $2::text[]) as u (trigger_id, concurrency_key)
     join tidegate.workflow_event_triggers t on t.id = u.trigger_id
 ), oldest as materialized (
@@ -179,10 +183,12 @@ update tidegate.event_scheduler_triggers g
 select trigger_id from tidegate.event_scheduler_triggers where is_replanning order by trigger_id
 
 -- name: get
--- One trigger's pause, breaker and waiting deliveries.
+-- One trigger's pause, breaker and waiting deliveries, and how many of its runs wait for a slot to go on.
 select t.id as trigger_id, g.paused_at, g.paused_until, g.pause_reason, g.paused_by,
        coalesce(g.breaker_state, 'closed') as breaker_state, g.breaker_until, g.breaker_reason, g.probe_run_id,
-       w.waiting, w.next_attempt_at
+       w.waiting, w.next_attempt_at,
+       (select count(*) from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+         where r.trigger_id = t.id) as resuming
   from tidegate.workflow_event_triggers t
   left join tidegate.event_scheduler_triggers g on g.trigger_id = t.id,
        lateral (select count(*) as waiting, min(d.next_attempt_at) as next_attempt_at

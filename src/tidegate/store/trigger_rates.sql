@@ -45,10 +45,16 @@ with older as materialized (
 select s.id, s.trigger_id from skipped s
 
 -- name: running
--- The unfinished runs of triggers ($1) and keys ($2), with the event ($3) that replaces each.
+-- The runs that hold, or wait for, a slot of triggers ($1) and keys ($2), with the event ($3) that replaces each.
 select r.id, u.event_id
   from unnest($1::uuid[], $2::text[], $3::uuid[]) as u (trigger_id, key, event_id)
   join tidegate.workflow_runs r on r.trigger_id = u.trigger_id and r.concurrency_key = u.key and r.status in ('pending', 'running')
+ where r.cancel_requested_at is null
+union all
+select r.id, u.event_id
+  from unnest($1::uuid[], $2::text[], $3::uuid[]) as u (trigger_id, key, event_id)
+  join tidegate.slot_waits q on q.trigger_id = u.trigger_id and q.key = u.key
+  join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
  where r.cancel_requested_at is null
 
 -- name: cancel_running

@@ -192,6 +192,7 @@ def _columns(spec: TriggerSpec) -> tuple[Any, ...]:
         spec.cancel_running,
         spec.budgets,
         None if spec.backlog is None else _json(spec.backlog),
+        spec.holds,
     )
 
 

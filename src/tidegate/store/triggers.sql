@@ -3,7 +3,7 @@
 t.id, t.workflow_definition_id, w.slug as workflow, t.name, t.event_type, t.event_source, t.predicates,
        t."where", t.parameter_template, t.idempotency_key, t.idempotency_window_ms, t.concurrency_key,
        t.throttle_count, t.throttle_window_ms, t.max_concurrency, t.retry, t.breaker, t.overlap, t.key, t.collect, t.priority,
-       t.skip_over_count, t.skip_over_window_ms, t.cancel_running, t.budgets, t.backlog, t.status, t.version,
+       t.skip_over_count, t.skip_over_window_ms, t.cancel_running, t.budgets, t.backlog, t.holds, t.status, t.version,
        t.created_by, t.updated_by, t.created_at, t.updated_at
 
 -- fragment: triggers
@@ -59,10 +59,10 @@ select {{trigger}}
 insert into tidegate.workflow_event_triggers
   (id, workflow_definition_id, name, event_type, event_source, predicates, "where", parameter_template,
    idempotency_key, idempotency_window_ms, concurrency_key, throttle_count, throttle_window_ms, max_concurrency, retry,
-   breaker, overlap, key, collect, priority, skip_over_count, skip_over_window_ms, cancel_running, budgets, backlog, status,
-   created_by, updated_by)
+   breaker, overlap, key, collect, priority, skip_over_count, skip_over_window_ms, cancel_running, budgets, backlog, holds,
+   status, created_by, updated_by)
 values ($1, $2, $3, $4, $5, $6::text::jsonb, $7, $8::text::jsonb, $9, $10, $11, $12, $13, $14, $15::text::jsonb,
-        $16::text::jsonb, $17, $18, $19::text::jsonb, $20, $21, $22, $23, $24::text[], $25::text::jsonb, $26, $27, $27)
+        $16::text::jsonb, $17, $18, $19::text::jsonb, $20, $21, $22, $23, $24::text[], $25::text::jsonb, $26, $27, $28, $28)
 on conflict (workflow_definition_id, name) where deleted_at is null do nothing
 returning id
 
@@ -74,7 +74,7 @@ update tidegate.workflow_event_triggers t
        throttle_count = $11, throttle_window_ms = $12, max_concurrency = $13, retry = $14::text::jsonb,
        breaker = $15::text::jsonb, overlap = $16, key = $17, collect = $18::text::jsonb, priority = $19,
        skip_over_count = $20, skip_over_window_ms = $21, cancel_running = $22, budgets = $23::text[], backlog = $24::text::jsonb,
-       status = $25, version = t.version + 1, updated_by = $26, updated_at = tidegate.now()
+       holds = $25, status = $26, version = t.version + 1, updated_by = $27, updated_at = tidegate.now()
  where t.id = $1 and t.deleted_at is null
    and not exists (select 1 from tidegate.workflow_event_triggers o
                     where o.workflow_definition_id = t.workflow_definition_id and o.name = $2 and o.id <> t.id
@@ -97,10 +97,12 @@ select v.version, v.definition, v.changed_by, v.changed_at
  limit $3
 
 -- name: states
--- The pause, breaker and waiting deliveries of triggers.
+-- The pause, breaker and waiting deliveries of triggers, and how many of their runs wait for a slot to go on.
 select t.id as trigger_id, g.paused_at, g.paused_until, g.pause_reason, g.paused_by,
        coalesce(g.breaker_state, 'closed') as breaker_state, g.breaker_until, g.breaker_reason, g.probe_run_id,
-       w.waiting, w.next_attempt_at
+       w.waiting, w.next_attempt_at,
+       (select count(*) from tidegate.slot_waits q join tidegate.workflow_runs r on {{slot_lines.is_waiting}}
+         where r.trigger_id = t.id) as resuming
   from unnest($1::uuid[]) as t (id)
   left join tidegate.event_scheduler_triggers g on g.trigger_id = t.id,
        lateral (select count(*) as waiting, min(d.next_attempt_at) as next_attempt_at
@@ -139,20 +141,20 @@ select id, slug from tidegate.workflow_definitions where kind = $1 and deleted_a
 
 -- name: upsert_trigger
 -- What code says about a workflow's trigger of that name: creates it or makes it so. When the code has said the same
--- before ($27), nothing changes: what an operator has edited, or deleted, since then stays. A row of which is not known
+-- before ($28), nothing changes: what an operator has edited, or deleted, since then stays. A row of which is not known
 -- what the code said is compared field by field. Returns the id when it wrote.
 insert into tidegate.workflow_event_triggers as t
   (id, workflow_definition_id, name, event_type, event_source, predicates, "where", parameter_template,
    idempotency_key, idempotency_window_ms, concurrency_key, throttle_count, throttle_window_ms, max_concurrency, retry,
-   breaker, overlap, key, collect, priority, skip_over_count, skip_over_window_ms, cancel_running, budgets, backlog, created_by,
-   updated_by, declared)
+   breaker, overlap, key, collect, priority, skip_over_count, skip_over_window_ms, cancel_running, budgets, backlog, holds,
+   created_by, updated_by, declared)
 select $1, $2, $3, $4, $5, $6::text::jsonb, $7, $8::text::jsonb, $9, $10, $11, $12, $13, $14, $15::text::jsonb,
-       $16::text::jsonb, $17, $18, $19::text::jsonb, $20, $21, $22, $23, $24::text[], $25::text::jsonb, $26, $26, $27::text::jsonb
+       $16::text::jsonb, $17, $18, $19::text::jsonb, $20, $21, $22, $23, $24::text[], $25::text::jsonb, $26, $27, $27, $28::text::jsonb
  where exists (select 1 from tidegate.workflow_event_triggers o
                 where o.workflow_definition_id = $2 and o.name = $3 and o.deleted_at is null)
     or (select o.declared from tidegate.workflow_event_triggers o
          where o.workflow_definition_id = $2 and o.name = $3 and o.deleted_at is not null
-         order by o.deleted_at desc, o.id desc limit 1) is distinct from $27::text::jsonb
+         order by o.deleted_at desc, o.id desc limit 1) is distinct from $28::text::jsonb
 on conflict (workflow_definition_id, name) where deleted_at is null do update
    set event_type = excluded.event_type, event_source = excluded.event_source, predicates = excluded.predicates,
        "where" = excluded."where", parameter_template = excluded.parameter_template,
@@ -162,7 +164,7 @@ on conflict (workflow_definition_id, name) where deleted_at is null do update
        retry = excluded.retry, breaker = excluded.breaker, overlap = excluded.overlap, key = excluded.key,
        collect = excluded.collect, priority = excluded.priority, skip_over_count = excluded.skip_over_count,
        skip_over_window_ms = excluded.skip_over_window_ms, cancel_running = excluded.cancel_running,
-       budgets = excluded.budgets, backlog = excluded.backlog,
+       budgets = excluded.budgets, backlog = excluded.backlog, holds = excluded.holds,
        declared = excluded.declared,
        version = t.version + 1, updated_by = excluded.updated_by, updated_at = tidegate.now()
  where t.declared <> excluded.declared
@@ -170,13 +172,14 @@ on conflict (workflow_definition_id, name) where deleted_at is null do update
         and (t.event_type, t.event_source, t.predicates, t."where", t.parameter_template, t.idempotency_key,
              t.idempotency_window_ms, t.concurrency_key, t.throttle_count, t.throttle_window_ms, t.max_concurrency,
              t.retry, t.breaker, t.overlap, t.key, t.collect, t.priority, t.skip_over_count,
-             t.skip_over_window_ms, t.cancel_running, t.budgets, t.backlog)
+             t.skip_over_window_ms, t.cancel_running, t.budgets, t.backlog, t.holds)
             is distinct from
             (excluded.event_type, excluded.event_source, excluded.predicates, excluded."where",
              excluded.parameter_template, excluded.idempotency_key, excluded.idempotency_window_ms,
              excluded.concurrency_key, excluded.throttle_count, excluded.throttle_window_ms, excluded.max_concurrency,
              excluded.retry, excluded.breaker, excluded.overlap, excluded.key, excluded.collect, excluded.priority,
-             excluded.skip_over_count, excluded.skip_over_window_ms, excluded.cancel_running, excluded.budgets, excluded.backlog))
+             excluded.skip_over_count, excluded.skip_over_window_ms, excluded.cancel_running, excluded.budgets, excluded.backlog,
+             excluded.holds))
 returning t.id
 
 -- name: adopt

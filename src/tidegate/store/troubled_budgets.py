@@ -53,6 +53,7 @@ class TroubledBudget(msgspec.Struct, frozen=True, kw_only=True):
     pause_reason: str | None
     paused_by: str | None
     waiting: int
+    waiting_steps: int
     unread: int
     oldest_at: datetime | None
 
@@ -75,6 +76,6 @@ async def closed_long(connection: Connection, until: datetime, limit: int) -> li
 
 
 async def troubled(connection: Connection, before: datetime, limit: int) -> list[TroubledBudget]:
-    """Budgets that are paused, that cannot be evaluated for what waits, or for which a delivery waits since that
+    """Budgets that are paused, that cannot be evaluated for what waits, or for which one waits since that
     time."""
     return [TroubledBudget(**dict(row)) for row in await connection.fetch(_sql["troubled"], before, limit)]

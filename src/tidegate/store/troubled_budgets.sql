@@ -22,9 +22,9 @@ select distinct on (s.budget) s.budget as name, s.key, s.closed_until as until, 
  order by s.budget, s.closed_until desc limit $2
 
 -- name: troubled
--- Budgets that are paused, for which a delivery has waited since $1 or longer, or for which one waits that cannot be evaluated; with how
+-- Budgets that are paused, for which a delivery or step has waited since $1 or longer, or for which one waits that cannot be evaluated; with how
 -- many wait, and since when.
-select b.name, b.paused_at, b.paused_until, b.pause_reason, b.paused_by, w.waiting, w.unread, w.oldest_at
+select b.name, b.paused_at, b.paused_until, b.pause_reason, b.paused_by, w.waiting, w.waiting_steps, w.unread, w.oldest_at
   from tidegate.budgets b, {{budgets.waiting}}
  where (b.paused_at is not null and (b.paused_until is null or b.paused_until > tidegate.now())) or w.oldest_at <= $1 or w.unread > 0
  order by b.name limit $2

@@ -87,7 +87,8 @@ PAUSED_SOURCES = Gauge("tidegate_paused_sources", "Sources paused by an operator
 PAUSED_TRIGGERS = Gauge("tidegate_paused_triggers", "Paused triggers", registry=REGISTRY)
 PAUSED_BUDGETS = Gauge("tidegate_paused_budgets", "Paused budgets", registry=REGISTRY)
 BUDGET_HELD = Counter(
-    "tidegate_budget_held", "Deliveries that a budget held, by what it lacked: rate, concurrency, line, closed, paused",
+    "tidegate_budget_held",
+    "Deliveries and steps that a budget held, by what it lacked: rate, concurrency, line, closed, paused",
     ["budget", "why"], registry=REGISTRY,
 )  # fmt: skip
 LEFT_BACKLOG = Counter(
@@ -252,7 +253,7 @@ def evaluated(trigger: str, status: str, count: int = 1) -> None:
 
 
 def held_by_budget(budget: str, why: str) -> None:
-    """Count a delivery that a budget holds; after the first `MAX_BUDGETS` the label is `other`."""
+    """Count a delivery or step that a budget holds; after the first `MAX_BUDGETS` the label is `other`."""
     BUDGET_HELD.labels(_capped(budget, _budgets, MAX_BUDGETS), why).inc()
 
 

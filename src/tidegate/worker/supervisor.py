@@ -15,6 +15,7 @@ from tidegate import __version__
 from tidegate.errors import SchemaError
 from tidegate.flow.code.http import HttpWorkflows, outgoing
 from tidegate.flow.code.workflow import Workflow
+from tidegate.flow.control.budgets import declare_from_run
 from tidegate.flow.decide.batch import Batch
 from tidegate.flow.decide.dispatch import Dispatch
 from tidegate.flow.decide.match import Matcher
@@ -23,6 +24,7 @@ from tidegate.flow.hold.delivery_retry import DeliveryRetry, DeliveryTurn
 from tidegate.flow.hold.event_plan import EventPlans, EventReplan
 from tidegate.flow.hold.event_retry import EventRetry
 from tidegate.flow.hold.stale import StaleDeliveries
+from tidegate.flow.hold.step_lines import LineRetry
 from tidegate.flow.keep import secrets
 from tidegate.flow.keep.days import Days
 from tidegate.flow.keep.event_replay import Replays
@@ -76,8 +78,8 @@ class Worker:
         # One connection renews leases, one listens for hints, and one serves the metrics port.
         others = 2 + bool(settings.metrics_port)
         size, keys = settings.worker_connections - others, SecretKeys(settings.secrets_key)
-        url, direct_url = settings.require_database_url(), settings.database_direct_url
-        self._database = Database(url, "worker", size=size, keys=keys, direct_url=direct_url)
+        url, direct = settings.require_database_url(), settings.database_direct_url
+        self._database = Database(url, "worker", size=size, keys=keys, direct_url=direct)
         self._queue = open_queue(settings, self._database)
         matcher = Matcher()  # shared by all stages, so that each trigger is compiled once
         self._delivery_retry, self._delivery_replan = self._delivery_stages(matcher)
@@ -104,6 +106,7 @@ class Worker:
             link_base=settings.link_base,
             share=share,
             after_slot=lambda: self._queue.wake("runs").set(),
+            declare=partial(declare_from_run, self._database),
             beside_leases=self._presence.keep,  # a workflow that blocks the event loop must not make it look dead
         )
         # In the order of the definitions, without those that it leaves out.
@@ -151,7 +154,7 @@ class Worker:
 
     def _delivery_stages(self, matcher: Matcher) -> tuple[DeliveryRetry, DeliveryReplan]:
         settings, queue = self.settings, self._queue
-        retry = DeliveryRetry(
+        retry = LineRetry(
             self._database,
             batch_size=settings.batch_size,
             after_launch=lambda: queue.hint("runs"),
@@ -188,8 +191,7 @@ class Worker:
         await durability.require_safe(self._database, allow_unsafe=self.settings.allow_unsafe_durability)
         await self._runner.announce()
         self._queue.start_listening()
-        poll = self.settings.poll_ms / 1000
-        lease = self.settings.lease_ms / 1000
+        poll, lease = self.settings.poll_ms / 1000, self.settings.lease_ms / 1000
         claiming = [
             *self._dispatching.loops(poll),
             self._retry_loop("retries", self._retry),
@@ -234,6 +236,7 @@ class Worker:
 
     async def turn(self, now: datetime) -> LoopTurn:
         """Run every stage once and wait until no run executes: for tests that drive a worker instead of `run`."""
+        await self._runner.announce()
         ticks = await self._schedule.run_once()
         done = await self._replay.run_once() + ticks.published + (await self._dispatching.first.run_once()).events
         events, deliveries = await self._retry.run_once(), await self._delivery_retry.run_once()

@@ -19,7 +19,8 @@ from tidegate.flow.predict import budget_edit
 from tidegate.flow.predict.budget_edit import BudgetCheck
 from tidegate.model.budget import BudgetSpec
 from tidegate.store import budgets, locks, troubled_budgets
-from tidegate.store.budgets import BudgetHolder, BudgetRecord, KeyLine
+from tidegate.store.budget_views import BudgetHolder, KeyLine
+from tidegate.store.budgets import BudgetRecord
 from tidegate.store.db import Connection
 from tidegate.store.troubled_budgets import ClosedBudgetKey, ClosedBudgetKeys
 
@@ -28,10 +29,11 @@ SHOW_QUERY = (Query("key", "string", "Only the line and the holders of this key.
 
 
 class BudgetAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A budget: a rate (`limit` per `interval_ms`), a `concurrency`, or both, for each key. `waiting` deliveries wait
-    for it, the oldest since `oldest_at`; `unread` of them because its key or cost cannot be evaluated for them.
-    `in_use` runs hold its slots; `keys` were used within the interval. `closed` are keys that a run has closed for
-    everyone, up to 20 of `closed_keys`."""
+    """A budget: a rate (`limit` per `interval_ms`), a `concurrency`, or both, for each key. `waiting` deliveries and
+    steps (`waiting_steps`) wait for it, the oldest since `oldest_at`; `unread` of them because its key or cost cannot
+    be evaluated for them. `in_use` of its slots are held by runs or steps, `resuming` runs wait for one to go on;
+    `keys` were used within the interval. `closed` are keys that a run has closed for everyone, up to 20 of
+    `closed_keys`."""
 
     name: str
     limit: int | None
@@ -47,10 +49,12 @@ class BudgetAnswer(msgspec.Struct, frozen=True, kw_only=True):
     closed: list[ClosedBudgetKey]
     closed_keys: int
     waiting: int
+    waiting_steps: int
     unread: int
     oldest_at: datetime | None
     next_attempt_at: datetime | None
     in_use: int
+    resuming: int
     keys: int
     used_by: list[str]
     version: int
@@ -149,6 +153,7 @@ async def resume_budget(request: Request, services: Services) -> BudgetAnswer:
 async def _done(services: Services, changed: BudgetRecord) -> BudgetAnswer:
     """The answer to a change; workers are notified to act on it at once."""
     services.queue.hint("deliveries")
+    services.queue.hint("runs")
     async with services.database.connection() as connection:
         [answer] = await _answers(connection, [changed])
         return answer

@@ -33,7 +33,7 @@ LIST_QUERY = (
     Query("kind", "string", "kind of waiting rows (default events)", tuple(FILTERS_OF)),
     Query("source", "string", "only rows of this source"),
     Query("reason", "string", "only rows that wait for this reason: rate_limit (events), throttle, concurrency, "
-          "source_paused (deliveries), paused, breaker_open, failed, sleep (steps)"),
+          "source_paused (deliveries), paused, breaker_open, budget (deliveries, steps), failed, sleep (steps)"),
     Query("state", "string", "only rows in this retry state (default scheduled)", RETRY_STATES),
     Query("trigger_id", "uuid", "only deliveries and steps of this trigger"),
     Query("workflow", "string", "only deliveries and steps of this workflow"),
@@ -46,7 +46,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """A waiting row. `eta_seconds` is null when it is no longer waiting, or when the time cannot be known: it waits for
     an operator to resume a source, trigger or budget, for a slot, or for a probe to end. A delivery is
     expected later than its next attempt (`expected_at`) while its budget is paused or closed. `budget` and
-    `budget_key`: the line in which a delivery with the reason `budget` stands; without a key, in none."""
+    `budget_key`: the line in which a delivery or step with the reason `budget` stands; without a key, in none."""
 
     kind: RetryKind
     id: uuid.UUID

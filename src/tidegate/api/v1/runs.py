@@ -220,6 +220,7 @@ async def cancel_run(request: Request, services: Services) -> Response:
     await bodies.read(request, bodies.Nothing)
     done = await control.cancel_run(services.database, run_id, bodies.actor(request), services.settings.trigger_error)
     services.queue.hint("deliveries")  # a slot may have become free
+    services.queue.hint("runs")
     services.queue.hint("inbox")  # its end may be published
     async with services.database.connection() as connection:
         is_launched = done == "cancelling" or await runs.get(connection, run_id) is not None
@@ -265,7 +266,9 @@ async def _change(request: Request, services: Services, verb: RunVerb) -> RunsCh
         services.database, verb, filters, bodies.actor(request), services.settings.trigger_error, after_id=after_id,
         before=before, call_id=call_id, limit=body.limit,
     )  # fmt: skip
-    services.queue.hint("deliveries" if verb == "cancel" else "runs")
+    services.queue.hint("runs")
+    if verb == "cancel":
+        services.queue.hint("deliveries")
     return RunsChange(verb, "done", done.done, done.refused, done.reasons, done.remaining, _to_cursor(done))
 
 

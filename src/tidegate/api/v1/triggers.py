@@ -21,7 +21,7 @@ from tidegate.model.ids import RunId, TriggerId
 from tidegate.model.predicate import Predicate
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.source import BreakerPolicy, BreakerState
-from tidegate.model.trigger import Trigger, TriggerOverlap, TriggerStatus
+from tidegate.model.trigger import Trigger, TriggerHolds, TriggerOverlap, TriggerStatus
 from tidegate.model.trigger_change import TriggerBody, TriggerPatch
 from tidegate.model.window import CollectPolicy
 from tidegate.store import held_deliveries, locks, triggers
@@ -41,7 +41,8 @@ VERSIONS_QUERY = page_query()
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """A trigger's pause and breaker, and how many of its deliveries are waiting."""
+    """A trigger's pause and breaker, how many of its deliveries are waiting, and how many runs wait for a slot to go on
+    (`resuming`)."""
 
     paused: bool
     paused_at: datetime | None
@@ -54,6 +55,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     probe_run_id: RunId | None
     waiting: int
     next_attempt_at: datetime | None
+    resuming: int
 
 
 class TriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +86,7 @@ class TriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     cancel_running: bool
     budgets: list[str]
     backlog: BacklogPolicy | None
+    holds: TriggerHolds
     status: TriggerStatus
     version: int
     created_by: str
@@ -214,6 +217,7 @@ def hint(services: Services) -> None:
     """Notify workers: waiting deliveries may be launched now, or need new slots."""
     services.queue.hint("plans")
     services.queue.hint("deliveries")
+    services.queue.hint("runs")  # those that waited for a slot
 
 
 async def path_trigger(connection: Connection, request: Request) -> Trigger:
@@ -234,6 +238,7 @@ def _state(state: TriggerState, now: datetime) -> State:
         probe_run_id=state.probe_run_id,
         waiting=state.waiting,
         next_attempt_at=state.next_attempt_at,
+        resuming=state.resuming,
     )
 
 

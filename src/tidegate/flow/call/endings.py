@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -48,10 +48,12 @@ def step_failure(exc: BaseException, known: Step | None, policy: RetryPolicy, no
 class Endings:
     """The ends that a run may come to. `steps` are the run's steps so far; `parked` the steps that wait, and until
     when; `waits_for` the events that they wait for; `warnings` what an operator reads about the run while it waits;
-    `wakes` how often the run was woken for what this execution knows of."""
+    `wakes` how often the run was woken for what this execution knows of; `slots` the budgets of which steps hold
+    slots, or for which they wait."""
 
     __slots__ = (
-        "_child_of", "_policy", "_run", "_steps", "_workflow", "misfit", "parked", "waits_for", "wakes", "warnings"
+        "_child_of", "_policy", "_run", "_steps", "_workflow", "misfit", "parked", "slots", "waits_for", "wakes",
+        "warnings",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +68,7 @@ class Endings:
         self.waits_for: dict[str, str] = {}
         self.warnings: dict[str, str] = {}
         self.wakes = run.wakes
+        self.slots: dict[str, tuple[str, ...]] = {}
         self.misfit: str | None = None  # why the code does not fit the recorded steps
         self._run = run
         self._workflow = workflow
@@ -129,15 +132,16 @@ class Endings:
         is_final = isinstance(exc, NonRetryable)
         return self._finished("failed", error=error_text(exc), is_non_retryable=is_final, blocks=blocks)
 
-    def block(self, exc: BaseException) -> LaunchBlock | None:
+    def block(self, exc: BaseException, keys: Mapping[str, str] | None = None) -> LaunchBlock | None:
         """The trigger, key or budget that `RetryAfter(everyone=…)` blocks; a key only where the trigger limits by
-        key."""
+        key. `keys` are those of budgets that were given with a step."""
         if not isinstance(exc, RetryAfter) or exc.everyone is None or self._run.trigger_id is None:
             return None
         key = self._run.concurrency_key or None if exc.everyone == "key" else None  # without a key, the whole trigger
         return LaunchBlock(
             trigger_id=self._run.trigger_id, concurrency_key=key, delay_ms=retry_after_ms(exc), reason=reason_of(exc),
             budget=None if exc.everyone in ("trigger", "key") else exc.everyone, event_id=self._run.event_id,
+            budget_key=(keys or {}).get(exc.everyone),
         )  # fmt: skip
 
     def suspended(self) -> SuspendedRun:
@@ -146,6 +150,10 @@ class Endings:
         if self.misfit is not None:
             return self._held(self.misfit)
         return self._suspended(min(self.parked.values()), None)
+
+    def without_slot(self) -> SuspendedRun:
+        """Suspended, due at once: it was to time out, and has time left; it must take its slot first."""
+        return self._suspended(None, 0)
 
     def _held(self, why: str) -> SuspendedRun:
         mine = self._workflow.version
@@ -166,7 +174,13 @@ class Endings:
             is_retry=is_retry,
             warning=cleaned("; ".join(self.warnings.values())[:MAX_WARNING]) or None,
             wakes=self.wakes,
+            gives_back=None if self._run.slot_key is None else self._run.trigger_id,
         )
+
+    def _budgets(self) -> tuple[str, ...]:
+        """The budgets that have to know of the end: steps hold slots of them, or wait for them."""
+        waiting = [name for step in self._steps.values() for name in _waited_for(step)] if self._steps else []
+        return tuple({*waiting, *(name for names in self.slots.values() for name in names)})
 
     def _finished(self, status: Any, **fields: Any) -> FinishedRun:
         return FinishedRun(
@@ -177,9 +191,16 @@ class Endings:
             concurrency_key=self._run.concurrency_key,
             is_probe=self._run.is_probe,
             has_waiting_steps=bool(self._workflow.cancel_on) or _has_waiting(self._steps.values()),
+            budgets=self._budgets(),
             child_of=self._child_of,
             **fields,
         )
+
+
+def _waited_for(step: Step) -> list[str]:
+    """The budgets for which a step waits, or its turn has come."""
+    names: list[str] = step.retry_metadata.get("budgets", [])
+    return names if step.retry_state == "scheduled" else []
 
 
 def _has_waiting(steps: Collection[Step]) -> bool:

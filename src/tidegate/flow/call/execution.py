@@ -23,6 +23,7 @@ from tidegate.flow.call.children import Children
 from tidegate.flow.call.endings import End, Endings
 from tidegate.flow.call.fit import Fit
 from tidegate.flow.call.journal import Cancelled, DelayedSends, Journal, LeaseLost, Put
+from tidegate.flow.call.spending import AskSpend
 from tidegate.flow.call.states import EXECUTING, STOPPING, ExecutionState
 from tidegate.flow.call.step_parts import QUIET_SECONDS, Suspend
 from tidegate.flow.call.steps import RunSteps
@@ -65,6 +66,7 @@ class Execution(RunSteps):
         workflow_threads: Executor,
         step_threads: Executor,
         ask: Ask,
+        ask_spend: AskSpend,
         transactions: Transactions,
         on_abandoned: Callable[[Execution, End | None], None],
         limits: EventLimits,
@@ -76,7 +78,7 @@ class Execution(RunSteps):
         super().__init__(
             run, event, known, journal=Journal(put, delayed, is_cancelled=run.cancel_requested),
             endings=Endings(run, workflow, policy, known, event.child_of if event and event.origin else None),
-            policy=policy, step_threads=step_threads, ask=ask, before_step=workflow.before_step,
+            policy=policy, step_threads=step_threads, ask=ask, ask_spend=ask_spend, before_step=workflow.before_step,
         )  # fmt: skip
         self.calls = Calls()
         self._again = {step.name for step in steps if step.begins_again}
@@ -146,6 +148,8 @@ class Execution(RunSteps):
         left = self.endings.seconds_left(self.now())
         if left is not None and left <= 0:
             return self.endings.timed_out()
+        if self.run.needs_slot and not self.journal.is_cancelled:  # it has more time by this code than by that before
+            return self.endings.without_slot()
         on_timeout = partial(self._stop_with, self.endings.timed_out)
         try:
             result, error = await self._calling.run(self._call(), left, on_timeout)

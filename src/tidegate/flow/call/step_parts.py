@@ -24,6 +24,7 @@ from tidegate.flow.call.endings import Endings
 from tidegate.flow.call.fit import PATCH_PREFIX, Fit
 from tidegate.flow.call.journal import Journal, Stop, Written
 from tidegate.flow.call.spans import RunSpans
+from tidegate.flow.call.spending import AskSpend
 from tidegate.flow.call.states import EXECUTING, READY
 from tidegate.flow.call.waits import Ask
 from tidegate.flow.code import user_calls
@@ -66,6 +67,7 @@ class StepParts(ABC):
         policy: RetryPolicy,
         step_threads: Executor,
         ask: Ask,
+        ask_spend: AskSpend,
         before_step: Callable[[str], None] | None,
     ) -> None:
         self.run, self.event = run, event
@@ -84,6 +86,7 @@ class StepParts(ABC):
         self._active = 0
         self._numbers: Counter[str] = Counter()  # of steps that are named by their kind and order
         self._ask = ask
+        self._ask_spend = ask_spend
         self.waits_begun: Counter[str] = Counter()
         self._wakers: dict[str, list[asyncio.Event]] = {}  # by step that waits, one of each call that waits for it
         self._quiet: asyncio.TimerHandle | None = None
@@ -286,14 +289,28 @@ class StepParts(ABC):
 
     def write_of(self, name: str, **fields: Any) -> StepWrite:
         known = self._known.get(name)
+        slots = self.endings.slots
         return StepWrite(
             id=known.id if known else step_id(self.run.id, name), workflow_run_id=self.run.id, name=name,
-            claim_generation=self.run.claim_generation, is_new=known is None, **fields,
+            claim_generation=self.run.claim_generation, is_new=known is None,
+            budgets=slots.pop(name, ()) if slots else (), **fields,
         )  # fmt: skip
 
-    async def _park(self, step: Step, until: datetime) -> None:
-        """Wait for a time, or to be woken. If all others wait too, the run is suspended, and this call does not
-        return."""
+    def keep_known(self, step: Step) -> None:
+        """Remember a step that another transaction has written."""
+        self._known[step.name] = step
+
+    async def wait_for_turn(self, step: Step, until: datetime, look_at: datetime, warning: str) -> None:
+        """Wait until a step is to be tried again: when its run resumes, woken or at a time; or, while other steps of it
+        are in progress, after a moment."""
+        if self.state is not EXECUTING:
+            raise Suspend
+        self.endings.warnings[step.name] = warning
+        await self._park(step, until, look_at)
+
+    async def _park(self, step: Step, until: datetime, look_at: datetime | None = None) -> None:
+        """Wait for a time (`look_at`, if this execution lasts so long), or to be woken. If all others wait too, the run
+        is suspended, and this call does not return."""
         self.endings.park(step, until)
         if not self.is_async:
             self.begin_no_more_steps()
@@ -301,7 +318,7 @@ class StepParts(ABC):
         self.leave()
         waker = asyncio.Event()
         self._wakers.setdefault(step.name, []).append(waker)
-        seconds = (until - self.now()).total_seconds()
+        seconds = ((look_at or until) - self.now()).total_seconds()
         timer = asyncio.get_running_loop().call_later(seconds, self._wake, step.name, waker)
         try:
             await waker.wait()

@@ -12,6 +12,7 @@ from tidegate.errors import NonRetryable, StepFailed, first_line
 from tidegate.flow.call import waits
 from tidegate.flow.call.endings import NON_RETRYABLE, step_failure
 from tidegate.flow.call.journal import Stop, Written
+from tidegate.flow.call.spending import spend, waits_for_budget
 from tidegate.flow.call.states import EXECUTING
 from tidegate.flow.call.step_parts import StepParts
 from tidegate.flow.call.transaction import StepTransaction
@@ -20,6 +21,7 @@ from tidegate.flow.code.context import current_step
 from tidegate.flow.code.user_calls import Failure, encode_output, kept_result
 from tidegate.flow.code.wait_call import WaitCall
 from tidegate.flow.decide.reporting import run_fields
+from tidegate.model.budget import Spending
 from tidegate.model.declared import checked_result_rule
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.step import StepWrite
@@ -46,9 +48,10 @@ class RunSteps(StepParts):
         retry: RetryPolicy | None,
         timeout: str | int | float | None,
         transaction: StepTransaction | None = None,
+        spending: Spending | None = None,
     ) -> Any:
-        """The result of a step: stored before, or from calling it now, in a transaction if one is given. StepFailed
-        when its retries are exhausted."""
+        """The result of a step: stored before, or from calling it now, in a transaction if one is given, and when its
+        budgets have room (`spending`). StepFailed when its retries are exhausted."""
         if (refusal := self.refusal(name)) is not None:
             raise await self.refused(refusal)
         rule = checked_result_rule(name, function)
@@ -59,16 +62,24 @@ class RunSteps(StepParts):
             raise StepFailed(name, known.error or "")
         self._active += 1
         try:
-            if known is not None or self.journal.is_busy or self.fit is not None:
+            if known is not None and waits_for_budget(known):
+                self.endings.slots[name] = tuple(known.retry_metadata.get("budgets", ()))
+                await self.barrier(name)
+            elif known is not None or self.journal.is_busy or self.fit is not None:
                 await self.ready(name)
             else:
                 self.journal.check()
             while True:
                 call = partial(function, *args, **kwargs)
-                failure = await self._try(name, call, function, timeout, rule, transaction)
+                never = None if spending is None else await spend(self, name, spending, self._ask_spend)
+                failure = (
+                    await self._try(name, call, function, timeout, rule, transaction)
+                    if never is None
+                    else Failure(never)
+                )
                 if not isinstance(failure, Failure):
                     return failure
-                await self._failed(name, failure.exc, retry or self._policy)
+                await self._failed(name, failure.exc, retry or self._policy, spending)
                 await self.ready(name)
         except asyncio.CancelledError:
             self.cut_off(name, "step")
@@ -157,11 +168,14 @@ class RunSteps(StepParts):
         self.write(name, status="succeeded", result=result, retry_attempts=attempts)
         return kept
 
-    async def _failed(self, name: str, exc: BaseException, policy: RetryPolicy) -> None:
+    async def _failed(
+        self, name: str, exc: BaseException, policy: RetryPolicy, spending: Spending | None = None
+    ) -> None:
         """Write that an attempt failed, and when there is another; StepFailed when there is none."""
         if self.spans is not None:
             self.spans.fail_step(name, exc)
         error = user_calls.error_text(exc)
+        blocks = self.endings.block(exc, None if spending is None else spending.spend.keys)
         attempt, is_final, delay_ms = step_failure(exc, self._known.get(name), policy, self.now())
         fields = run_fields(self.run, self.event) | {
             "step": name,
@@ -173,12 +187,12 @@ class RunSteps(StepParts):
             self.write(
                 name, status="failed", error=error, retry_state="exhausted", retry_attempts=attempt,
                 retry_metadata={"reason": "failed"} | ({NON_RETRYABLE: True} if isinstance(exc, NonRetryable) else {}),
-                blocks=self.endings.block(exc),
+                blocks=blocks,
             )  # fmt: skip
             raise StepFailed(name, error) from exc
         await self.waits(
             name, error=error, delay_ms=delay_ms, retry_attempts=attempt,
-            retry_metadata={"reason": "failed", "of": policy.max_attempts}, blocks=self.endings.block(exc),
+            retry_metadata={"reason": "failed", "of": policy.max_attempts}, blocks=blocks,
         )  # fmt: skip
         _log.warning("step.failed", **fields, next_attempt_at=self._known[name].next_attempt_at)
 

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol, TypeVar, overload
 
+from tidegate.errors import NonRetryable
 from tidegate.flow.code.approval_call import ApprovalCall, ApprovalHandle
 from tidegate.flow.code.calls import Calls, noted
 from tidegate.flow.code.child_calls import Child, ChildCalls, Given
 from tidegate.flow.code.wait_call import FirstEvent, WaitCall, event_of, events_of, first_event_of
+from tidegate.model.budget import BudgetCost, BudgetKey, BudgetUse, Spending, step_spending
 from tidegate.model.event import Accepted, Event
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.run import ClaimedRun
@@ -37,7 +39,7 @@ class StepRunner(Protocol):
     def tag(self, given: dict[str, str | int | uuid.UUID]) -> None: ...
     async def step(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *,
-        retry: RetryPolicy | None, timeout: str | int | float | None,
+        retry: RetryPolicy | None, timeout: str | int | float | None, spending: Spending | None = None,
     ) -> Any: ...  # fmt: skip
     async def transaction(
         self, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], *,
@@ -112,6 +114,9 @@ class Context(ChildCalls, RunContext):
         *args: Any,
         retry: RetryPolicy | None = None,
         timeout: str | int | float | None = None,
+        budget: BudgetUse | None = None,
+        budget_key: BudgetKey = None,
+        budget_cost: BudgetCost = None,
         **kwargs: Any,
     ) -> T: ...
 
@@ -124,6 +129,9 @@ class Context(ChildCalls, RunContext):
         *args: Any,
         retry: RetryPolicy | None = None,
         timeout: str | int | float | None = None,
+        budget: BudgetUse | None = None,
+        budget_key: BudgetKey = None,
+        budget_cost: BudgetCost = None,
         **kwargs: Any,
     ) -> T: ...
 
@@ -136,14 +144,20 @@ class Context(ChildCalls, RunContext):
         *args: Any,
         retry: RetryPolicy | None = None,
         timeout: str | int | float | None = None,
+        budget: BudgetUse | None = None,
+        budget_key: BudgetKey = None,
+        budget_cost: BudgetCost = None,
         **kwargs: Any,
     ) -> Any:
         """Call a function and store its result (JSON); when the run resumes, the stored result is returned instead.
 
         A synchronous function runs in a thread. When it fails it is retried by `retry` (default: the settings
         TIDEGATE_STEP_RETRY_*), and no worker is held meanwhile; raises StepFailed when the retries are exhausted.
+        Each call spends of its `budget` (a name, a Budget, or several of them), and waits for room in it while no
+        worker is held; `budget_key` and `budget_cost` replace what the budget says about the event of the run.
         """
-        return await self._execution.step(name, function, args, kwargs, retry=retry, timeout=timeout)
+        spending = step_budgets(budget, budget_key, budget_cost)
+        return await self._execution.step(name, function, args, kwargs, retry=retry, timeout=timeout, spending=spending)
 
     @overload
     async def transaction(
@@ -281,6 +295,18 @@ class Context(ChildCalls, RunContext):
         is sent to) and `note` (what it is about) are shown to those who decide. `name` is the step's.
         """
         return await self._execution.approval(ApprovalCall(name, timeout, to, note))
+
+
+def step_budgets(budget: BudgetUse | None, key: BudgetKey, cost: BudgetCost) -> Spending | None:
+    """What a step spends of budgets. NonRetryable names the invalid argument."""
+    try:
+        if budget is not None:
+            return step_spending(budget, key, cost)
+        if key is not None or cost is not None:
+            raise ValueError(f"budget_{'key' if cost is None else 'cost'}: needs budget=, whose it is")
+    except ValueError as exc:
+        raise NonRetryable(f"ctx.step: {exc}") from exc
+    return None
 
 
 def event_fields(

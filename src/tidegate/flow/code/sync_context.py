@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from tidegate.flow.code.approval_call import ApprovalCall, SyncApprovalHandle
 from tidegate.flow.code.child_calls import Given, SyncChildCalls
-from tidegate.flow.code.context import Duration, RunContext, StepRunner, event_fields
+from tidegate.flow.code.context import Duration, RunContext, StepRunner, event_fields, step_budgets
 from tidegate.flow.code.wait_call import FirstEvent, WaitCall, event_of, events_of, first_event_of
+from tidegate.model.budget import BudgetCost, BudgetKey, BudgetUse
 from tidegate.model.event import Accepted, Event
 from tidegate.model.retry import RetryPolicy
 from tidegate.model.wait import On
@@ -43,10 +44,14 @@ class SyncContext(SyncChildCalls, RunContext):
         *args: Any,
         retry: RetryPolicy | None = None,
         timeout: str | int | float | None = None,
+        budget: BudgetUse | None = None,
+        budget_key: BudgetKey = None,
+        budget_cost: BudgetCost = None,
         **kwargs: Any,
     ) -> T:
         """Call a function and store its result; see `Context.step`."""
-        work = self._execution.step(name, function, args, kwargs, retry=retry, timeout=timeout)
+        spending = step_budgets(budget, budget_key, budget_cost)
+        work = self._execution.step(name, function, args, kwargs, retry=retry, timeout=timeout, spending=spending)
         found: T = asyncio.run_coroutine_threadsafe(work, self._loop).result()
         return found
 

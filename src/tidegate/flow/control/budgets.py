@@ -11,17 +11,20 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 
 from tidegate.errors import Conflict, FieldError, InvalidInput, NotFound
-from tidegate.flow.run import budget_slots
+from tidegate.flow.run import budget_slots, finish
 from tidegate.model.budget import SPEC_FIELDS, BudgetSpec, CompiledBudget, budget_errors
 from tidegate.model.pauses import check_length, check_until
 from tidegate.model.trigger import CompiledTrigger, Trigger, WorkflowDefinition
-from tidegate.store import audit, locks, triggers
+from tidegate.store import audit, locks, slot_lines, triggers
 from tidegate.store import budgets as store
 from tidegate.store.budgets import BudgetRecord
 from tidegate.store.db import Connection, Database
 from tidegate.telemetry.logs import logger
 
 _log = logger("control")
+
+# Who declares budgets that steps define.
+DECLARED_BY = "code"
 
 
 async def check_budgets(connection: Connection, names: Sequence[str]) -> None:
@@ -53,6 +56,16 @@ async def declare_budgets(connection: Connection, specs: Iterable[BudgetSpec], a
             await _changed(connection, before, spec, actor)
 
 
+async def declare_from_run(database: Database, specs: Iterable[BudgetSpec]) -> None:
+    """Store budgets that steps define, as declared in code."""
+
+    async def declare(connection: Connection) -> None:
+        await locks.exclude_triggers(connection)
+        await declare_budgets(connection, specs, DECLARED_BY)
+
+    await database.run(declare)
+
+
 async def put_budget(database: Database, spec: BudgetSpec, actor: str) -> BudgetRecord:
     """Create a budget, or make it as given. What waits for it is decided by the new definition. InvalidInput names each
     field."""
@@ -76,7 +89,7 @@ async def put_budget(database: Database, spec: BudgetSpec, actor: str) -> Budget
 
 
 async def delete_budget(database: Database, name: str, actor: str) -> BudgetRecord:
-    """Delete a budget that no trigger uses. Conflict says which do."""
+    """Delete a budget that no trigger uses, and for which no step waits. Conflict says which do."""
 
     async def change(connection: Connection) -> BudgetRecord:
         await locks.exclude_triggers(connection)
@@ -85,7 +98,11 @@ async def delete_budget(database: Database, name: str, actor: str) -> BudgetReco
             text = f"{', '.join(before.used_by[:5])} use it; remove it from their budgets first"
             raise Conflict(f"budget {name} is in use", [FieldError("name", text)])
         await store.lock(connection, [name])
+        if count := (await required(connection, name)).waiting_steps:
+            text = f"{count} step{'s wait' if count > 1 else ' waits'} for it: tidegate budgets explain {name}"
+            raise Conflict(f"budget {name} is in use", [FieldError("name", text)])
         await store.decide_again(connection, name)
+        await slot_lines.look_again_at(connection, name)
         await store.delete(connection, name)
         await audit.insert(connection, actor=actor, action="budget.delete", subject=name, before=_described(before))
         return before
@@ -148,9 +165,13 @@ async def _changed(connection: Connection, before: BudgetRecord | None, spec: Bu
         return
     after = await required(connection, spec.name)
     if before is not None:
+        is_less = before.concurrency is not None and (spec.concurrency or before.concurrency) < before.concurrency
+        if is_less:
+            await _ask_anew(connection, spec.name)
         await store.lock(connection, [spec.name])
-        if (before.key, before.concurrency is None) != (spec.key, spec.concurrency is None):
+        if is_less or (before.key, before.concurrency is None) != (spec.key, spec.concurrency is None):
             await _rehold_all(connection, spec.name)
+            await slot_lines.look_again_at(connection, spec.name)
         if (before.key, before.cost) != (spec.key, spec.cost):
             await store.decide_again(connection, spec.name)
         elif before.unread:
@@ -161,6 +182,15 @@ async def _changed(connection: Connection, before: BudgetRecord | None, spec: Bu
         connection, actor=actor, action=action, subject=spec.name,
         before=None if before is None else _described(before), after=_described(after),
     )  # fmt: skip
+
+
+async def _ask_anew(connection: Connection, name: str) -> None:
+    """A budget has fewer slots: runs that hold them while they execute, and do not, must ask for them."""
+    for trigger_id in await store.triggers_of(connection, name):
+        trigger = await triggers.get(connection, trigger_id)
+        definition = await triggers.get_definition(connection, trigger.workflow) if trigger is not None else None
+        if trigger is not None and definition is not None and trigger.gives_back:
+            await finish.rekey(connection, CompiledTrigger(trigger, definition.parameters))
 
 
 async def _rehold_all(connection: Connection, name: str) -> None:

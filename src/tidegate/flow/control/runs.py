@@ -175,7 +175,7 @@ async def _rerun(connection: Connection, run_id: RunId, new_id: RunId, actor: st
     await runs.lock(connection, [run_id])
     if await runs.get(connection, new_id) is not None:  # by a call that was sent twice
         return known
-    await runs.rerun(connection, run_id, new_id, slot.key)
+    await runs.rerun(connection, run_id, new_id, slot.key, gives_back=slot.gives_back)
     if known.window_id is not None:
         await windows.keep(connection, known.window_id)
     await slot.hold(connection, new_id)

@@ -215,12 +215,13 @@ async def _decide_again(
     connection: Connection, before: Trigger, after: Trigger, definition: WorkflowDefinition
 ) -> None:
     """Waiting deliveries are decided again by the new version, in arrival order."""
-    slots = [(one.max_concurrency, one.concurrency_key, one.budgets) for one in (before, after)]
+    slots = [(one.max_concurrency, one.concurrency_key, one.budgets, one.holds) for one in (before, after)]
     if slots[0] != slots[1]:
         await finish.rekey(connection, CompiledTrigger(after, definition.parameters))
-    if before.budgets != after.budgets:
+    if before.budgets != after.budgets or (after.budgets and before.holds != after.holds):
         await rehold(connection, after, definition, {*before.budgets, *after.budgets})
-        await wake_lines(connection, {*before.budgets} - {*after.budgets})  # what its runs held of them is free
+        kept = {*after.budgets} if before.holds == after.holds else set()
+        await wake_lines(connection, {*before.budgets} - kept)  # what its runs held of them is free
     decides = [field for field in SPEC_FIELDS if field != "name"]
     if after.status != before.status or any(getattr(before, f) != getattr(after, f) for f in decides):
         await trigger_gates.replan(connection, after.id)

@@ -7,6 +7,7 @@ arrival; nobody in that line is overtaken, and other lines do not wait for it.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -14,10 +15,10 @@ from typing import NamedTuple
 
 from tidegate.model.allowance import HORIZON, Allowance
 from tidegate.model.budget import ClosedKey, Need, Reserved
-from tidegate.model.ids import DeliveryId, RunId
+from tidegate.model.ids import RunId, StepId
 from tidegate.model.source import OPEN_PAUSE
 from tidegate.model.units import written_rate
-from tidegate.store.budgets import ChangedKey, KeyRow, Line, LockedBudget
+from tidegate.store.budgets import ChangedKey, Holder, KeyRow, Line, LockedBudget
 
 # The reason of a delivery that waits for a budget.
 BUDGET = "budget"
@@ -46,33 +47,40 @@ class Refused(NamedTuple):
 @dataclass(slots=True)
 class KeyState:
     """One key while a batch is decided. `is_blocked`: somebody of this batch waits for it, so all that follow do.
-    `next_at` is the time for the next that is refused again at its time."""
+    `next_at` is the time for the next that is refused again at its time; `resuming`: since when runs wait for one."""
 
     allowance: Allowance
     in_use: int = 0
     first_waiting: int | None = None
     reserved: Reserved | None = None
     closed: ClosedKey | None = None
+    resuming: Sequence[datetime] = ()
     is_blocked: bool = False
     next_at: datetime | None = None
     is_changed: bool = False
 
-    def shut_until(self, now: datetime) -> datetime | None:
-        """Until when a run that asked everyone to wait, or the one that is tried first after that, keeps it shut."""
+    def shut_until(self, now: datetime, run_id: RunId | None = None) -> datetime | None:
+        """Until when a run that asked everyone to wait, or the one that is tried first after that, keeps it shut; not
+        for the steps of that one."""
         one = self.closed
-        if one is None:
+        if one is None or (run_id is not None and one.probe_run_id == run_id):
             return None
         until = one.until if one.probe_until is None else one.probe_until
         return until if until > now else None
 
     def begin(self, run_id: RunId, now: datetime) -> None:
         """A run is launched: if the key was closed, it is tried first."""
-        if self.closed is not None:
+        if self.closed is not None and self.closed.probe_run_id != run_id:
             is_first = self.closed.probe_run_id is None
             self.closed = self.closed._replace(probe_run_id=run_id, probe_until=now + PROBE) if is_first else None
             self.is_changed = True
 
-    def kept_from(self, delivery_id: DeliveryId, now: datetime) -> Reserved | None:
+    def used(self, came_at: datetime | None) -> int:
+        """The slots that a delivery or step which came then does not get: those in use, and those for which runs that
+        resume have waited longer; a new one comes after all of them."""
+        return self.in_use + sum(came_at is None or since <= came_at for since in self.resuming)
+
+    def kept_from(self, delivery_id: uuid.UUID, now: datetime) -> Reserved | None:
         """What is reserved for another delivery."""
         one = self.reserved
         return None if one is None or one.delivery_id == delivery_id or one.until <= now else one
@@ -82,14 +90,17 @@ class KeyState:
 
 
 class Asking(NamedTuple):
-    """A delivery that needs budgets: its arrival, the budget whose line it stood in, and how often it changed lines."""
+    """A delivery or step that needs budgets: its arrival, the budget whose line it stood in, and how often it changed
+    lines."""
 
-    id: DeliveryId
+    id: uuid.UUID
     needs: Sequence[Need]
     sequence: int
     is_newcomer: bool
     came_from: str | None = None
     moves: int = 0
+    came_at: datetime | None = None
+    run_id: RunId | None = None  # of a step
 
 
 @dataclass(slots=True)
@@ -98,14 +109,16 @@ class BudgetState:
 
     budgets: Mapping[str, LockedBudget] = field(default_factory=dict)
     keys: dict[Line, KeyState] = field(default_factory=dict)
-    held: list[tuple[RunId, str, str]] = field(default_factory=list)
+    held: list[Holder] = field(default_factory=list)
 
     def load(self, rows: Mapping[Line, KeyRow], *, are_newcomers: bool) -> None:
         """Take what was read. Where nobody waits, the plan starts anew."""
         for line, row in rows.items():
             if are_newcomers and row.first_waiting is None:
                 row.allowance.forget_backlog()
-            self.keys[line] = KeyState(row.allowance, row.in_use, row.first_waiting, row.reserved, row.closed)
+            self.keys[line] = KeyState(
+                row.allowance, row.in_use, row.first_waiting, row.reserved, row.closed, row.resuming
+            )
 
     def why_wait(self, asking: Asking, now: datetime) -> Refused | None:
         """Why a delivery must wait; None when each of its budgets has room."""
@@ -135,8 +148,17 @@ class BudgetState:
         message = f"{error}; it waits until the budget is corrected"
         return Refused(message, {BUDGET: detail}, now + OPEN_PAUSE, is_pause=True)
 
-    def spend(self, delivery_id: DeliveryId, needs: Sequence[Need], run_id: RunId, now: datetime) -> None:
-        """Launch: spend of each budget, and hold a slot of each."""
+    def spend(
+        self,
+        delivery_id: uuid.UUID,
+        needs: Sequence[Need],
+        run_id: RunId,
+        now: datetime,
+        step: tuple[str, int | None] | None = None,
+    ) -> None:
+        """Launch: spend of each budget, and hold a slot of each. For a `step`, its id is given, its name, and the claim
+        by which it is called (None: its run is not claimed yet)."""
+        step_id, named = (None, (None, None)) if step is None else (StepId(delivery_id), step)
         for need in needs:
             budget, key = self.budgets.get(need.budget), self.keys.get((need.budget, need.key))
             if budget is None or key is None:
@@ -147,7 +169,7 @@ class BudgetState:
                 key.reserve(None)
             if budget.spec.concurrency is not None:
                 key.in_use += 1
-                self.held.append((run_id, need.budget, need.key))
+                self.held.append(Holder(run_id, need.budget, need.key, step_id, *named))
 
     def changed(self) -> list[ChangedKey]:
         """The keys to be written back."""
@@ -157,38 +179,49 @@ class BudgetState:
             if key.allowance.is_changed or key.is_changed
         ]
 
-    def opens_at(self, line: Line, delivery_id: DeliveryId, cost: int, now: datetime) -> datetime | None:
+    def opens_at(
+        self, line: Line, delivery_id: uuid.UUID, cost: int, now: datetime, came_at: datetime | None = None
+    ) -> datetime | None:
         """When the first in line may find room; None when that is not known: a pause or a run must end first."""
         budget, key = self.budgets.get(line[0]), self.keys.get(line)
         if budget is None or key is None:
             return None
-        if self.lacks(line, delivery_id, cost, now) is None:
+        if self.lacks(line, delivery_id, cost, now, came_at) is None:
             return now  # also if something is reserved for another: there is enough for both
         if budget.is_paused(now):
             return budget.paused_until
         if (shut := key.shut_until(now)) is not None:
             return shut
-        if budget.spec.concurrency is not None and key.in_use >= budget.spec.concurrency:
+        if budget.spec.concurrency is not None and key.used(came_at) >= budget.spec.concurrency:
             return None
         opens = key.allowance.room_at(now, cost)
         kept = key.kept_from(delivery_id, now)
         return opens if kept is None else max(opens, kept.until)
 
-    def lacks(self, line: Line, delivery_id: DeliveryId, cost: int, now: datetime) -> str | None:
-        """What the key of a budget has not enough of for a delivery: `paused`, `closed`, `concurrency` or `rate`."""
+    def lacks(
+        self,
+        line: Line,
+        delivery_id: uuid.UUID,
+        cost: int,
+        now: datetime,
+        came_at: datetime | None = None,
+        run_id: RunId | None = None,
+    ) -> str | None:
+        """What the key of a budget has not enough of for a delivery, or for a step of a run: `paused`, `closed`,
+        `concurrency` or `rate`."""
         budget, key = self.budgets[line[0]], self.keys[line]
         if budget.is_paused(now):
             return "paused"
-        if key.shut_until(now) is not None:
+        if key.shut_until(now, run_id) is not None:
             return "closed"
         kept, most = key.kept_from(delivery_id, now), budget.spec.concurrency
-        if most is not None and key.in_use + (kept is not None) >= most:
+        if most is not None and key.used(came_at) + (kept is not None) >= most:
             return "concurrency"
         free = key.allowance.free(now)
         return "rate" if free is not None and cost > free - (kept.cost if kept else 0) else None
 
     def _why(self, budget: LockedBudget, key: KeyState, need: Need, asking: Asking, now: datetime) -> str | None:
-        lacking = self.lacks((need.budget, need.key), asking.id, need.cost, now)
+        lacking = self.lacks((need.budget, need.key), asking.id, need.cost, now, asking.came_at, asking.run_id)
         if lacking in ("paused", "closed"):
             return lacking
         if budget.spec.concurrency is None and need.cost == 0:
@@ -219,14 +252,14 @@ class BudgetState:
             "paused": lambda: budget.pause,
             "closed": lambda: _closed(key, of_key),
             "line": lambda: f"waiting in line{of_key}",
-            "concurrency": lambda: f"{key.in_use} of {spec.concurrency} slots{of_key} are in use",
+            "concurrency": lambda: _in_use(key, spec.concurrency or 0, of_key),
             "rate": lambda: (
                 f"over {written_rate(spec.limit or 0, spec.interval_ms or 0)}{of_key}"
                 + (f" with a cost of {need.cost}" if need.cost != 1 else "")
             ),
         }
         # While all slots are in use, the end of a run wakes the first in line; by the rate it may be due all the time.
-        is_full = spec.concurrency is not None and key.in_use >= spec.concurrency
+        is_full = spec.concurrency is not None and key.used(asking.came_at) >= spec.concurrency
         is_timed = why in ("paused", "closed") or (why != "concurrency" and spec.limit is not None and not is_full)
         until = self._slot(budget, key, need, now, asking) if is_timed else None
         detail = {"name": need.budget, "key": need.key, "cost": need.cost, "why": why}
@@ -247,6 +280,11 @@ class BudgetState:
         found = max(opens, key.next_at or opens)
         key.next_at = found + _pace(key.allowance, need.cost)
         return min(found, now + HORIZON)
+
+
+def _in_use(key: KeyState, most: int, of_key: str) -> str:
+    waiting = f", and {len(key.resuming)} resuming runs wait for one" if key.in_use < most and key.resuming else ""
+    return f"{key.in_use} of {most} slots{of_key} are in use{waiting}"
 
 
 def _closed(key: KeyState, of_key: str) -> str:

@@ -64,6 +64,7 @@ class Candidate(NamedTuple):
     needs: tuple[Need, ...] = ()
     waited_budget: str | None = None
     unread_budget: str | None = None
+    came_at: datetime | None = None
 
     @property
     def trigger_id(self) -> TriggerId:
@@ -300,7 +301,8 @@ def _why_no_budget(state: DeliveryState, candidate: Candidate, is_newcomer: bool
     if not candidate.needs:
         return None
     event, came_from = candidate.event, None if is_newcomer else candidate.waited_budget
-    asking = Asking(candidate.id, candidate.needs, event.ingress_sequence, is_newcomer, came_from, candidate.attempts)
+    asking = Asking(candidate.id, candidate.needs, event.ingress_sequence, is_newcomer, came_from, candidate.attempts,
+                    candidate.came_at)  # fmt: skip
     refused = state.budgets.why_wait(asking, state.now)
     if refused is None:
         return None
@@ -310,25 +312,24 @@ def _why_no_budget(state: DeliveryState, candidate: Candidate, is_newcomer: bool
 
 
 def _why_no_slot(state: DeliveryState, candidate: Candidate, is_newcomer: bool) -> Wait | None:
-    most = candidate.trigger.trigger.max_concurrency
+    most, holds = candidate.trigger.trigger.max_concurrency, candidate.trigger.trigger.holds
     if candidate.slot is None or most is None:
         return None
     slots, key = state.slots[candidate.slot], candidate.keys.concurrency_key
     if slots.closed_until is not None:
         waits_for = {"retry_after": {"key": key, "until": slots.closed_until}}
         return Wait("retry_after", slots.closed_reason or "", waits_for, slots.closed_until)
-    # A new delivery leaves a free slot for each delivery that is already waiting for one.
-    if slots.in_use + (slots.waiting if is_newcomer else 0) >= most:
+    # A new delivery leaves a free slot for each that is already waiting for one, others for runs that wait longer.
+    if slots.in_use + (slots.waiting if is_newcomer else slots.ahead) >= most:
         if candidate.trigger.trigger.overlap == "skip":
-            return Wait(OVERLAP, f"{slots.unfinished(most)}, and the trigger skips what overlaps (overlap: skip)", {})
+            which = slots.in_the_way(most, holds)
+            return Wait(OVERLAP, f"{which}, and the trigger skips what overlaps (overlap: skip)", {})
         if is_newcomer and candidate.trigger.trigger.cancel_running:
             state.superseding[candidate.slot] = Superseding(candidate.id, candidate.event.id)
         state.slots[candidate.slot] = slots._replace(waiting=slots.waiting + 1)
         of_key = f" of key {key}" if key else ""
-        is_full = slots.in_use >= most
-        message = (
-            f"{slots.in_use} of {most} slots{of_key} are in use" if is_full else f"waiting in line for a slot{of_key}"
-        )
+        full = f"{slots.in_use} of {most} slots{of_key} are in use"
+        message = full if slots.in_use >= most else f"waiting in line for a slot{of_key}"
         return Wait("concurrency", message, {"concurrency": {"max": most, "key": key or None}})
     return None
 

@@ -191,6 +191,7 @@ def claimed_run(one: Decided, trigger: CompiledTrigger, parameters: dict[str, An
         started_at=now,
         trigger_id=one.trigger_id,
         concurrency_key=one.concurrency_key,
+        slot_key=one.concurrency_key if trigger.trigger.gives_back else None,
         is_probe=one.is_probe,
     )
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from tidegate.flow.decide.budgets import BudgetState
 from tidegate.flow.decide.deliver import Candidate, DeliveryState
 from tidegate.model.ids import RunId
-from tidegate.store.budgets import Line
+from tidegate.store.budgets import Holder, Line
 
 
 def spend(state: DeliveryState, candidates: Sequence[Candidate]) -> bool:
@@ -36,7 +36,7 @@ def spend(state: DeliveryState, candidates: Sequence[Candidate]) -> bool:
         locked.gate.spend(state.now, launches[trigger_id])
     _spend_budgets(state.budgets, costs, runs, state.now)
     state.budgets.held += [
-        (RunId(candidate.id), need.budget, need.key)
+        Holder(RunId(candidate.id), need.budget, need.key)
         for candidate in candidates
         for need in candidate.needs
         if (budget := state.budgets.budgets.get(need.budget)) is not None and budget.spec.concurrency is not None
@@ -75,7 +75,7 @@ def _budgets_have_room(budgets: BudgetState, costs: Counter[Line], runs: Counter
         is_watched = budget.is_paused(now) or key.closed is not None or key.reserved is not None
         if is_watched or key.first_waiting is not None or (free is not None and cost > free):
             return False
-        if most is not None and key.in_use + runs[line] > most:
+        if most is not None and key.used(None) + runs[line] > most:
             return False
     return True
 

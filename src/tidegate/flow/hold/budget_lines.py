@@ -8,6 +8,7 @@ pass is not left waiting for times that were planned before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
 from tidegate.flow.decide.budgets import BUDGET, BudgetState
 from tidegate.flow.hold.delivery_check import DeliveryFacts
@@ -35,7 +36,7 @@ async def with_heads(
         return list(due)
     of_each = max(1, batch_size // len(wanted))
     found = await budgets.heads(connection, wanted, of_each)
-    if missing := {one.trigger_id for one in found} - facts.wanted:
+    if missing := {one.trigger_id for one in found if one.run_id is None} - facts.wanted:
         raise Unlocked(missing)
     known = {one.id for one in due}
     state = BudgetState(facts.budgets)
@@ -53,20 +54,29 @@ async def nudge(connection: Connection, facts: DeliveryFacts, state: BudgetState
     if missing:
         rows = await budgets.keys(connection, facts.budgets, missing, [])
         state.load(rows, are_newcomers=False)
+    await nudge_heads(connection, state, visited, facts.now)
+
+
+async def nudge_heads(connection: Connection, state: BudgetState, visited: set[Line], now: datetime) -> None:
+    """The same, once the keys of the lines are known."""
     heads = await budgets.heads(connection, visited, 1)
-    opens = {(one.budget, one.key): state.opens_at((one.budget, one.key), one.id, one.cost, facts.now) for one in heads}
+    opens = {
+        (one.budget, one.key): state.opens_at((one.budget, one.key), one.id, one.cost, now, one.came_at)
+        for one in heads
+    }
     await budgets.nudge(connection, {line: at for line, at in opens.items() if at is not None})
 
 
 def _fitting(state: BudgetState, found: Sequence[Head], facts: DeliveryFacts) -> list[Head]:
-    """The first of each line, in order, as long as their key has room for them."""
+    """The first of each line, in order, as long as their key has room for them; up to a step, which is not decided here
+    (`step_lines`)."""
     full: set[Line] = set()
     chosen = []
     for one in found:
         line = (one.budget, one.key)
         if line not in state.keys or line in full:
             continue
-        if state.lacks(line, one.id, one.cost, facts.now) is not None:
+        if one.run_id is not None or state.lacks(line, one.id, one.cost, facts.now, one.came_at) is not None:
             full.add(line)
             continue
         state.spend(one.id, [Need(*line, one.cost)], RunId(one.id), facts.now)  # in this copy, which is not written

@@ -80,9 +80,10 @@ def recheck(facts: DeliveryFacts, row: Taken, event: Event) -> Candidate | Decid
     if reason is not None:
         text = f"the trigger (version {compiled.trigger.version}) no longer matches the event: {reason}"
         return deliver.decided(bare, "skipped", last_error=text, reason="filtered")
-    return deliver.render(
+    candidate = deliver.render(
         row.id, event, compiled, envelope, attempts=row.retry_attempts, waited_for=row.reason, waited_budget=row.budget
     )
+    return candidate._replace(came_at=row.created_at)
 
 
 def claimed_run(one: Decided, parameters: dict[str, Any], facts: DeliveryFacts) -> ClaimedRun:

@@ -1,14 +1,14 @@
 """Budgets: forget keys of which nothing is left, so that a budget with a key for every customer stays as small as the
-customers of the last interval; and notes about runs that have ended elsewhere."""
+customers of the last interval; and notes about runs that have ended elsewhere, and steps whose workers died."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import NamedTuple
 
-from tidegate.store import budgets, locks
-from tidegate.store.budgets import Line
-from tidegate.store.db import Connection, Database
+from tidegate.flow.run import budget_slots
+from tidegate.store import budgets
+from tidegate.store.db import Database
 
 # The most that one transaction removes, and how many transactions one pass has.
 BATCH = 1000
@@ -37,12 +37,8 @@ class BudgetKeeper:
                 break
             keys += done[1]
             name = name if done[1] == BATCH else done[0]
-        return ForgottenBudgets(keys, len(await self._database.run(_sweep)))
+        return ForgottenBudgets(keys, await self.sweep())
 
-
-async def _sweep(connection: Connection) -> list[Line]:
-    """Who is first in line for what was still noted as held is due now, in the same transaction."""
-    freed = await budgets.sweep(connection, BATCH)
-    if freed:
-        await budgets.nudge(connection, dict.fromkeys(freed, await locks.now(connection)))
-    return freed
+    async def sweep(self) -> int:
+        """Remove notes about what nobody holds or waits for any more; of how many lines."""
+        return len(await self._database.run(partial(budget_slots.sweep, limit=BATCH)))

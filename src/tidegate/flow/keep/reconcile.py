@@ -77,6 +77,8 @@ class Reconcile:
         released = await self._database.run(self._release)
         await self._fail_killers()
         children = await self._children.run_once()
+        if released["runs"]:  # their steps held slots of budgets
+            await self._budgets.sweep()
         if monotonic() >= self._tidy_at:
             await self._database.run(_tidy)
             await self._budgets.run_once()

@@ -21,7 +21,7 @@ from tidegate.flow.run.children import OF_RUN
 from tidegate.model.ids import DeadLetterId, DeliveryId, EventId, RunId, StepId
 from tidegate.queue.port import Topic
 from tidegate.store import audit, budgets, children, dead_letters, decisions, locks, runs, trigger_gates, windows
-from tidegate.store.budgets import Line
+from tidegate.store.budgets import Holder, Line
 from tidegate.store.db import Connection, Database
 from tidegate.store.dead_letters import DeadRun, LockedLetter
 from tidegate.store.decisions import NewDecision
@@ -228,7 +228,7 @@ async def resume(
     await runs.lock(connection, sorted({found.id} | parents))
     if (stopping := await children.is_stopping(connection, found.id)) is not None:
         return Later(f"waiting for its child, run {stopping}, to stop: it was asked to and is still running")
-    gone = await dead_letters.replay_run(connection, found, step_id, letter_id, slot.key)
+    gone = await dead_letters.replay_run(connection, found, step_id, letter_id, slot.key, gives_back=slot.gives_back)
     if gone is None:
         raise Conflict(f"run {found.id} was already resumed")
     await slot.hold(connection, found.id)
@@ -252,16 +252,17 @@ def _end_before(run: DeadRun, event_id: EventId) -> NewDecision:
 
 class FoundSlot(NamedTuple):
     """Whether a run may hold a concurrency slot of its trigger, and of which key (None without a limit), and of its
-    trigger's budgets; `why` says what is in use."""
+    trigger's budgets; `why` says what is in use. `gives_back`: it holds them while it executes."""
 
     is_free: bool
     key: str | None = None
     why: str = ""
     of_budgets: Sequence[Line] = ()
+    gives_back: bool = False
 
     async def hold(self, connection: Connection, run_id: RunId) -> None:
         """The run holds the slots of the budgets."""
-        await budgets.hold(connection, [(run_id, *line) for line in self.of_budgets])
+        await budgets.hold(connection, [Holder(run_id, *line) for line in self.of_budgets])
 
 
 async def find_slot(connection: Connection, run: DeadRun) -> FoundSlot:
@@ -276,7 +277,8 @@ async def find_slot(connection: Connection, run: DeadRun) -> FoundSlot:
         if slots[run.trigger_id, key].in_use >= most:
             of_key = f" of key {key}" if key else ""
             return FoundSlot(False, key, f"all {most} slots{of_key} of its trigger are in use")
+    gives_back = locked.gives_back
     if not held:
-        return FoundSlot(True, None if most is None else key)
+        return FoundSlot(True, None if most is None else key, gives_back=gives_back)
     lines, full = await budget_slots.find(connection, held, run.event_id)
-    return FoundSlot(not full, key, full or "", lines)
+    return FoundSlot(not full, key, full or "", lines, gives_back)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from tidegate.errors import Conflict, FieldError, NotFound
+from tidegate.flow.decide.budgets import BUDGET
 from tidegate.flow.look import budgets, lineage, story, waiting_steps
 from tidegate.flow.look.near import look_up
 from tidegate.flow.look.near.look_up import MaySee
@@ -22,7 +23,7 @@ from tidegate.flow.look.story import Decision, Outcome, StoryFacts, Told
 from tidegate.flow.look.waiting_steps import AwaitedChildren
 from tidegate.flow.look.why import ALIVE_MS, NAMED, Why
 from tidegate.model.event import Event
-from tidegate.model.ids import DeliveryId, EventId, RunId
+from tidegate.model.ids import DeliveryId, EventId, RunId, StepId
 from tidegate.model.run import Run, Step
 from tidegate.store import (
     circumstances,
@@ -36,7 +37,7 @@ from tidegate.store import (
     windows,
     workers,
 )
-from tidegate.store.circumstances import EventCircumstances
+from tidegate.store.circumstances import BudgetWait, EventCircumstances
 from tidegate.store.db import Connection
 from tidegate.store.deliveries import EventDelivery
 from tidegate.store.refusals import Refusal
@@ -279,6 +280,15 @@ async def _awaited(
     return found
 
 
+async def _budget_waits(
+    connection: Connection, of_runs: Mapping[RunId, Sequence[Step]], may_see: MaySee
+) -> dict[StepId, BudgetWait]:
+    """Which budgets hold the steps that wait for one, where they stand, and until when."""
+    waiting = [step for of_run in of_runs.values() for step in waiting_steps.waiting(of_run)]
+    ids = [step.id for step in waiting if step.retry_metadata.get("reason") == BUDGET]
+    return await budgets.waits(connection, ids, may_see)
+
+
 async def _window_runs(
     connection: Connection, delivered: Sequence[EventDelivery], known: Sequence[Run], may_see: MaySee
 ) -> list[Run]:
@@ -299,11 +309,12 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee, dept
         steps_of = {one.id: await steps.list_of_run(connection, one.id) for one in found}
         return StoryFacts(
             now := await circumstances.now(connection), None, EventCircumstances(now=now), runs=found, workers=alive,
-            around_runs=await circumstances.of_runs(connection, [one.id for one in found]),
+            around_runs=await budgets.of_runs(connection, [one.id for one in found], may_see),
             steps=steps_of,
             letters=await circumstances.letters(connection, None, [one.id for one in found]),
             published={one.id: await lineage.published_by(connection, one) for one in found},
             awaited=await _awaited(connection, steps_of, may_see, depth),
+            budgets=await _budget_waits(connection, steps_of, may_see),
         )  # fmt: skip
     around = await circumstances.of_event(connection, event.id)
     retry = await ingress_retries.get(connection, event.id)
@@ -329,11 +340,12 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee, dept
     steps_of = {one.id: [step for step in of_steps if step.workflow_run_id == one.id] for one in found}
     facts = StoryFacts(
         around.now, event, around, retry, lines, delivered, waiting, holders, found,
-        await circumstances.of_runs(connection, [one.id for one in found]),
+        await budgets.of_runs(connection, [one.id for one in found], may_see),
         steps_of, alive, await circumstances.letters(connection, event.id), subject.refused,
         published={one.id: await lineage.published_by(connection, one) for one in found},
         awaited=await _awaited(connection, steps_of, may_see, depth),
         windows=await windows.of_deliveries(connection, [one.delivery.id for one in delivered]),
+        budgets=await _budget_waits(connection, steps_of, may_see),
     )  # fmt: skip
     is_decided = not around.is_undecided and (retry is None or retry.retry_state == "completed")
     if subject.kind != "event" or not is_decided:

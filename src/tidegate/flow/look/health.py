@@ -28,6 +28,7 @@ from tidegate.store import (
     retention,
     runs,
     schedules,
+    slot_lines,
     source_backlogs,
     troubled_budgets,
     workers,
@@ -184,6 +185,7 @@ async def facts(connection: Connection, policy: HealthPolicy, of_sources: Sequen
         closed_budgets=await troubled_budgets.closed_long(connection, now + CLOSED_LONG, SHOWN),
         filling_sources=await source_backlogs.filling(connection, NEARLY_FULL, SHOWN),
         filling_triggers=await backlogs.filling(connection, NEARLY_FULL, SHOWN),
+        slot_backlog=await slot_lines.backlog(connection, now - OLD_BACKLOG, SHOWN),
     )
 
 
@@ -253,6 +255,8 @@ async def shared_state(connection: Connection, policy: HealthPolicy = HEALTH) ->
     deferred |= {
         ("deliveries", r): 0 for r in ("throttle", "concurrency", "paused", "breaker_open", "source_paused", "budget")
     }
+    deferred["steps", "budget"] = 0
+    deferred |= {("runs", reason): count for reason, count in (await slot_lines.count(connection)).items()}
     for kind, summary in found.retries.items():
         deferred |= {(kind, reason): count for reason, count in summary.by_reason.items()}
     letters = dict.fromkeys(("event", "delivery", "step", "run"), 0)

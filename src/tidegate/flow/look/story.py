@@ -17,11 +17,12 @@ from tidegate.flow.look.why import Why, moment, why_delivery, why_event
 from tidegate.flow.look.why_run import RunFacts, why_run
 from tidegate.model.approval import decided_text
 from tidegate.model.event import Event
-from tidegate.model.ids import DeliveryId, RunId, TriggerId
+from tidegate.model.ids import DeliveryId, RunId, StepId, TriggerId
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.priority import share_of_event
 from tidegate.model.run import INTERNAL_STEPS, Run, Step
 from tidegate.store.circumstances import (
+    BudgetWait,
     DeliveryCircumstances,
     EventCircumstances,
     RunCircumstances,
@@ -95,6 +96,7 @@ class StoryFacts(NamedTuple):
     published: Mapping[RunId, Sequence[tuple[datetime | None, str]]] = MappingProxyType({})
     awaited: Mapping[RunId, AwaitedChildren] = MappingProxyType({})
     windows: Mapping[DeliveryId, WindowFacts] = MappingProxyType({})
+    budgets: Mapping[StepId, BudgetWait] = MappingProxyType({})
 
 
 class Told(NamedTuple):
@@ -272,7 +274,7 @@ def _runs(
         story += [msgspec.structs.replace(_named(line, names or {}), run_id=run.id) for line in recorded]
         of_run = facts.steps.get(run.id, ())
         awaited = facts.awaited.get(run.id)
-        why = why_run(RunFacts(facts.now, run, around, of_run, facts.workers, facts.letters, awaited))
+        why = why_run(RunFacts(facts.now, run, around, of_run, facts.workers, facts.letters, awaited, facts.budgets))
         story.append(
             Decision(
                 at=run.finished_at or around.updated_at,

@@ -26,6 +26,7 @@ from tidegate.store.health import (
 )
 from tidegate.store.runs import VersionHeld
 from tidegate.store.schedules import OverdueSchedule
+from tidegate.store.slot_lines import SlotBacklog
 from tidegate.store.source_backlogs import FillingSource
 from tidegate.store.troubled_budgets import LongClosed, TroubledBudget
 from tidegate.store.workers import Unserved
@@ -54,6 +55,7 @@ _NEXT_STEPS = {
     "budget_unread": "tidegate budgets explain {0}; then correct it: tidegate budgets set {0} … --dry-run",
     "budget_closed": "it opens by itself; at once: tidegate budgets resume {}",
     "budget_backlog": "tidegate budgets explain {0}; to allow more: tidegate budgets set {0} RATE",
+    "slot_backlog": "tidegate runs list --workflow {} --status pending; tidegate explain RUN says who holds the slots",
     "source_breaker_open": "it closes by itself once events succeed; at once: tidegate sources resume {}",
     "trigger_breaker_open": "it closes by itself once its probe succeeds; at once: tidegate triggers resume {}",
     "source_backlog": "tidegate retries list --source {0}; to allow more: tidegate sources backlog {0} --max-waiting N",
@@ -105,6 +107,7 @@ class HealthFacts(NamedTuple):
     closed_budgets: Sequence[LongClosed] = ()
     filling_sources: Sequence[FillingSource] = ()
     filling_triggers: Sequence[FillingTrigger] = ()
+    slot_backlog: Sequence[SlotBacklog] = ()
 
 
 def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) -> list[Cause]:
@@ -117,6 +120,7 @@ def verdict(facts: HealthFacts, policy: HealthPolicy, runbook: str = RUNBOOK) ->
         *_triggers(facts, policy),
         *_budgets(facts, policy),
         *_backlogs(facts),
+        *_slots(facts),
         *_late(facts, policy),
         *_dead_letters(facts, policy),
         *_workers(facts, policy),
@@ -155,19 +159,31 @@ def _triggers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
         yield _cause("trigger_breaker_open", "degraded", str(breaker.trigger_id), text, breaker.since, called=name)
 
 
+def _waiting(budget: TroubledBudget) -> str:
+    """`5 deliveries and 1 step wait`."""
+    parts = [
+        f"{count} {noun if count == 1 else plural}"
+        for count, noun, plural in (
+            (budget.waiting - budget.waiting_steps, "delivery", "deliveries"), (budget.waiting_steps, "step", "steps"),
+        )
+        if count
+    ]  # fmt: skip
+    return f"{' and '.join(parts)} {'waits' if budget.waiting == 1 else 'wait'}"
+
+
 def _budgets(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
     for budget in facts.budgets:
         if budget.paused_at is not None and budget.is_paused(facts.now):
             if level := _pause_level(budget.paused_at, facts.now, policy):
                 text = f"paused{_by(budget.paused_by)}{_until(budget.paused_until)}: {_reason(budget.pause_reason)}"
-                text += f"; {budget.waiting} deliveries wait for it" if budget.waiting else ""
+                text += f"; {_waiting(budget)} for it" if budget.waiting else ""
                 yield _cause("budget_paused", level, budget.name, text, budget.paused_at)
         elif budget.unread:
-            text = f"{budget.unread} of {budget.waiting} deliveries wait because its key or cost cannot be evaluated"
+            text = f"{_waiting(budget)}, {budget.unread} of them because its key or cost cannot be evaluated"
             yield _cause("budget_unread", "degraded", budget.name, f"{text} for them, or is never allowed", None)
         elif budget.oldest_at is not None:
             seconds = (facts.now - budget.oldest_at).total_seconds()
-            text = f"{budget.waiting} deliveries wait for it, the oldest for {seconds:.0f} s: it allows less"
+            text = f"{_waiting(budget)} for it, the oldest for {seconds:.0f} s: it allows less"
             yield _cause("budget_backlog", "degraded", budget.name, text, budget.oldest_at)
     for closed in facts.closed_budgets:
         of = f"key {closed.key} is" if closed.key else "it is"
@@ -192,6 +208,13 @@ def _backlogs(facts: HealthFacts) -> Iterator[Cause]:
 
 def _filled(waiting: int, most: int) -> str:
     return f"{waiting} of {most}"
+
+
+def _slots(facts: HealthFacts) -> Iterator[Cause]:
+    for one in facts.slot_backlog:
+        seconds = (facts.now - one.since).total_seconds()
+        text = f"{one.waiting} due runs wait for a slot to go on, the oldest ({one.example}) for {seconds:.0f} s"
+        yield _cause("slot_backlog", "degraded", one.workflow, text, one.since)
 
 
 def _late(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:

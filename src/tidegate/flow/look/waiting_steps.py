@@ -13,11 +13,12 @@ from typing import NamedTuple
 import msgspec
 
 from tidegate.errors import first_line
+from tidegate.flow.decide.budgets import BUDGET
 from tidegate.flow.look.why import Why, moment
 from tidegate.model.approval import APPROVAL
 from tidegate.model.run import Step
 from tidegate.model.wait import WaitPattern
-from tidegate.store.circumstances import MAX_ENDED, StepChildren
+from tidegate.store.circumstances import MAX_ENDED, BudgetWait, StepChildren
 
 # Given the step and the time at which its run is due again.
 StepRule = Callable[[Step, datetime | None], Why]
@@ -40,11 +41,16 @@ class AwaitedChildren(NamedTuple):
     first: Why | None
 
 
-def why_step(step: Step, until: datetime | None, awaited: AwaitedChildren | None = None) -> Why:
-    """What a waiting step waits for; `until` is when its run is due, which is never later."""
+def why_step(
+    step: Step, until: datetime | None, awaited: AwaitedChildren | None = None, held: BudgetWait | None = None
+) -> Why:
+    """What a waiting step waits for; `until` is when its run is due, which is never later. `held`: the budget that it
+    waits for."""
     if awaited is not None and awaited.children.run_id is not None:
         return _awaited(step, awaited)
     reason = step.retry_metadata.get("reason")
+    if held is not None and reason == BUDGET:
+        return _budget(step, held)
     rule = RULES.get((step.kind, reason)) or RULES.get((step.kind, None)) or _other
     return rule(step, until)
 
@@ -75,6 +81,20 @@ def _retry(step: Step, until: datetime | None) -> Why:
     times = "once" if step.retry_attempts == 1 else f"{step.retry_attempts} times"
     text = f"waits for attempt {number} of step {step.name!r}{at}; it failed {times}: {said}"
     return Why("step_retry", text, f"attempt {number} of step {step.name!r}", until)
+
+
+def _budget(step: Step, held: BudgetWait) -> Why:
+    said = step.retry_metadata.get("message", "its budget has no room")
+    at = f" until about {moment(held.until)}" if held.until else ""
+    text = f"waits{at} to call step {step.name!r}: {said}; {held.text}"
+    return Why("budget", text, f"{held.waits_for} (step {step.name!r})", held.until)
+
+
+def _turn(step: Step, until: datetime | None) -> Why:
+    """Its turn has come, or is being decided."""
+    return Why(
+        "step_waits", f"waits to call step {step.name!r}: its budgets have room now", f"step {step.name!r}", until
+    )
 
 
 def _event(step: Step, until: datetime | None) -> Why:
@@ -153,6 +173,7 @@ _NEVER = datetime.max.replace(tzinfo=UTC)
 RULES: dict[tuple[str, str | None], StepRule] = {
     ("sleep", None): _sleep,
     ("step", None): _retry,
+    ("step", BUDGET): _turn,
     ("wait", None): _event,
     ("wait", APPROVAL): _approval,
     ("child", None): _children,

@@ -15,6 +15,7 @@ from tidegate.model.delivery import Delivery
 from tidegate.model.ingress_retry import IngressRetry
 from tidegate.model.priority import share_of_event
 from tidegate.model.run import is_misfit
+from tidegate.store.budget_views import BudgetHolder
 from tidegate.store.circumstances import DeliveryCircumstances, EventCircumstances, SlotHolder, StoryLetter
 from tidegate.store.windows import WindowFacts
 from tidegate.store.workers import WorkerRecord
@@ -191,14 +192,22 @@ def _waiting(delivery: Delivery, around: DeliveryCircumstances, holders: Sequenc
 
 
 def _held_by(holders: Sequence[SlotHolder]) -> str:
-    if not holders:
-        return ""
-    named = [
-        f"{f'run {one.id}' if one.workflow else ANOTHERS} ({one.status} since {moment(one.created_at)})"
-        for one in holders[:NAMED]
-    ]
+    return f"; held by {named_holders(holders)}" if holders else ""
+
+
+def named_holders(holders: Sequence[SlotHolder | BudgetHolder]) -> str:
+    """The runs that hold slots, and when each resumes or until when its worker's lease lasts."""
+    named = [f"{f'run {one.id}' if one.workflow else ANOTHERS} ({_doing(one)})" for one in holders[:NAMED]]
     more = holders[0].total - len(named)
-    return f"; held by {', '.join(named)}{f' and {more} more' if more > 0 else ''}"
+    return f"{', '.join(named)}{f' and {more} more' if more > 0 else ''}"
+
+
+def _doing(one: SlotHolder | BudgetHolder) -> str:
+    if one.resumes_at is not None:
+        return f"resumes {moment(one.resumes_at)}"
+    lease = f", lease until {moment(one.lease_until)}" if one.lease_until is not None else ""
+    of_step = f"step {one.step!r}, " if isinstance(one, BudgetHolder) and one.step is not None else ""
+    return f"{of_step}{one.status} since {moment(one.created_at)}{lease}"
 
 
 def _letter_of(kind: str, letters: Sequence[StoryLetter], subject: uuid.UUID | None = None) -> StoryLetter | None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tidegate.errors import first_line
 from tidegate.flow.look import waiting_steps
 from tidegate.flow.look.waiting_steps import AwaitedChildren
 from tidegate.flow.look.why import ANOTHERS, NAMED, NO_WORKER, Why, letter_text, moment, nobody, present
+from tidegate.model.ids import StepId
 from tidegate.model.priority import share_of_workflow
 from tidegate.model.run import INTERNAL_STEPS, SUSPECT_CRASHES, Run, Step, risk_of_resuming
 from tidegate.model.worker_share import ReservedSlots
-from tidegate.store.circumstances import RunCircumstances, StoryLetter
+from tidegate.store.circumstances import BudgetWait, RunCircumstances, RunSlotWait, StoryLetter
 from tidegate.store.workers import WorkerRecord
 
 
@@ -29,6 +31,7 @@ class RunFacts(NamedTuple):
     workers: Sequence[WorkerRecord]
     letters: Sequence[StoryLetter] = ()
     awaited: AwaitedChildren | None = None
+    budgets: Mapping[StepId, BudgetWait] = MappingProxyType({})
 
 
 def why_run(facts: RunFacts) -> Why:
@@ -135,6 +138,8 @@ def _progress(steps: Sequence[Step]) -> str:
 def _pending(facts: RunFacts) -> Why:
     run, around = facts.run, facts.around
     assert run.next_attempt_at is not None, "a pending run has a time"
+    if around.slot is not None and run.cancel_requested_at is None:
+        return _without_slot(facts, around.slot)
     if run.next_attempt_at <= facts.now:
         return _due(facts)
     if run.cancel_requested_at is not None:
@@ -147,7 +152,18 @@ def _pending(facts: RunFacts) -> Why:
         who = f"{run.workflow} itself" if answer.state == "waiting_for_child" else "it"
         until = min(around.deadline_at, answer.until or around.deadline_at)
         answer = answer._replace(text=f"{answer.text}; {who} times out at {moment(around.deadline_at)}", until=until)
-    return answer._replace(text=f"{answer.text}{_unserved(facts)}")
+    given_back = "; it holds no slot meanwhile" if around.has_no_slot else ""
+    return answer._replace(text=f"{answer.text}{given_back}{_unserved(facts)}")
+
+
+def _without_slot(facts: RunFacts, slot: RunSlotWait) -> Why:
+    """It is due, and has given its slots back: it goes on when it has them again."""
+    limit = facts.around.deadline_at
+    out = f"; it times out at {moment(limit)}" if limit else ""
+    text = f"is due since {moment(slot.since)} and waits for {slot.text}{out}{_unserved(facts)}"
+    if slot.budget is None:
+        return Why("concurrency", text, "a free slot", limit)
+    return Why("budget", text, f"a slot of budget {slot.budget}", limit)
 
 
 def _waiting(facts: RunFacts, due: datetime) -> Why:
@@ -162,7 +178,9 @@ def _waiting(facts: RunFacts, due: datetime) -> Why:
         return Why("retry_after", text, "the time that a step asked everyone to wait for", until)
     if waiting:
         first = waiting[0]
-        answer = waiting_steps.why_step(first, first.next_attempt_at if is_cut else due, facts.awaited)
+        answer = waiting_steps.why_step(
+            first, first.next_attempt_at if is_cut else due, facts.awaited, facts.budgets.get(first.id)
+        )
         return answer._replace(text=f"{answer.text}{waiting_steps.others(waiting[1:])}")
     at = "" if is_cut else f" until {moment(due)}"
     if around.retry_attempts:

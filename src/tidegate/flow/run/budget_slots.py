@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 
 from tidegate.model.budget import CannotSpend, CompiledBudget, Need
 from tidegate.model.event import Event
 from tidegate.model.ids import EventId, RunId, TriggerId
-from tidegate.model.run import LaunchBlock
+from tidegate.model.run import FinishedRun, LaunchBlock
+from tidegate.model.step import StepWrite
 from tidegate.model.trigger import CompiledTrigger
 from tidegate.model.work_limit import WorkLeft
-from tidegate.store import budgets, events, locks, runs
-from tidegate.store.budgets import Line, LockedBudget
+from tidegate.store import budget_steps, budgets, events, locks, runs
+from tidegate.store.budgets import Holder, Line, LockedBudget
 from tidegate.store.db import Connection
+from tidegate.store.slot_lines import Nudged
 from tidegate.store.trigger_gates import LockedTrigger
 
 REHOLD_BATCH = 1000
@@ -31,16 +34,59 @@ async def lock(
     return await budgets.lock(connection, {name for one in locked.values() for name in one.budgets} | {*also})
 
 
-async def release(connection: Connection, held: Mapping[str, LockedBudget], run_ids: Collection[RunId]) -> int:
-    """Give back what the runs held of these budgets; how many deliveries are due because of that."""
+async def release(
+    connection: Connection, held: Mapping[str, LockedBudget], run_ids: Collection[RunId], left: Collection[Line] = ()
+) -> Nudged:
+    """Give back what the runs and their steps held of these budgets; who is due because of that, or because they left
+    these lines."""
     if not held:
-        return 0
-    lines = {*await budgets.release(connection, run_ids), *await budgets.end_probes(connection, run_ids)}
-    freed = [line for line in lines if line[0] in held]
-    if not freed:
-        return 0
-    now = await locks.now(connection)
-    return await budgets.nudge(connection, dict.fromkeys(freed, now))
+        return Nudged()
+    lines = {*await budgets.release(connection, run_ids), *await budgets.end_probes(connection, run_ids), *left}
+    return await wake(connection, [line for line in lines if line[0] in held])
+
+
+def names_of(blocks: Sequence[LaunchBlock], writes: Sequence[StepWrite], finished: Sequence[FinishedRun]) -> set[str]:
+    """The budgets that have to be locked first: those that are closed, and those of which steps held slots, or for
+    which they waited."""
+    found = {one.budget for one in blocks if one.budget is not None}
+    for written in writes:
+        found.update(written.budgets)
+    for run in finished:
+        found.update(run.budgets)
+    return found
+
+
+async def end_steps(connection: Connection, writes: Sequence[StepWrite]) -> Nudged:
+    """Attempts at steps have ended, or they wait no longer: give back what they held of budgets, which this transaction
+    has locked; who is due because of that."""
+    if not writes:
+        return Nudged()
+    steps = [(one.workflow_run_id, one.id) for one in writes]
+    lines = {*await budgets.release_steps(connection, steps)}
+    lines |= {*await budget_steps.leave(connection, [step_id for _, step_id in steps])}
+    names = {name for one in writes for name in one.budgets}
+    lines |= {*await budgets.end_probes(connection, [run_id for run_id, _ in steps], names)}
+    return await wake(connection, [line for line in lines if line[0] in names])
+
+
+async def wake(connection: Connection, lines: Collection[Line]) -> Nudged:
+    """Who is first in the lines is due now; how many were due later. The caller holds the budgets."""
+    return await budgets.nudge(connection, await _now_of(connection, lines))
+
+
+async def sweep(connection: Connection, limit: int) -> list[Line]:
+    """Remove what is noted of runs that have ended elsewhere, and of steps whose workers died. Who is first in line for
+    it is due now, in the same transaction."""
+    holders, places = await budgets.ended_holders(connection, limit), await budget_steps.ended(connection, limit)
+    await budgets.lock(connection, {one.budget for one in holders} | {budget for _, budget in places})
+    freed = {*await budgets.sweep(connection, holders)}
+    freed |= {*await budget_steps.leave(connection, [step_id for step_id, _ in places])}
+    await wake(connection, freed)
+    return sorted(freed)
+
+
+async def _now_of(connection: Connection, lines: Collection[Line]) -> dict[Line, datetime]:
+    return dict.fromkeys(lines, await locks.now(connection)) if lines else {}
 
 
 async def close(connection: Connection, held: Mapping[str, LockedBudget], block: LaunchBlock) -> bool:
@@ -52,6 +98,8 @@ async def close(connection: Connection, held: Mapping[str, LockedBudget], block:
     event_id = block.event_id
     found = await events.get_many(connection, [event_id]) if event_id is not None else {}
     key = _key_of(CompiledBudget(budget.spec), found.get(event_id) if event_id is not None else None)
+    if block.budget_key is not None and budget.spec.key is not None:
+        key = block.budget_key
     await budgets.close(connection, (budget.spec.name, key), block.delay_ms, block.reason)
     return True
 
@@ -97,12 +145,13 @@ async def rehold(connection: Connection, compiled: CompiledTrigger) -> None:
     """
     after = uuid.UUID(int=0)
     while page := await runs.list_unfinished(connection, compiled.trigger.id, after=after, limit=REHOLD_BATCH):
-        found = await events.get_many(connection, [event_id for _, event_id in page if event_id is not None])
-        await budgets.release(connection, [run_id for run_id, _ in page])
+        found = await events.get_many(connection, [run.event_id for run in page if run.event_id is not None])
+        await budgets.release(connection, [run.id for run in page], without_steps=True)
         held = [
-            (run_id, need.budget, need.key)
-            for run_id, event_id in page
-            for need in needs_of(compiled.budgets, found.get(event_id) if event_id else None)
+            Holder(run.id, need.budget, need.key)
+            for run in page
+            if not run.has_no_slot
+            for need in needs_of(compiled.budgets, found.get(run.event_id) if run.event_id else None)
         ]
         await budgets.hold(connection, held)
-        after = page[-1][0]
+        after = page[-1].id

@@ -13,6 +13,7 @@ import msgspec
 from tidegate.clock import monotonic
 from tidegate.flow.call.execution import Execution
 from tidegate.flow.call.states import RELEASED
+from tidegate.flow.run import slot_line
 from tidegate.flow.run.fair_claims import FairClaims
 from tidegate.model.event import Event
 from tidegate.model.ids import DefinitionId, RunId
@@ -62,7 +63,8 @@ class DueRuns:
         """Runs that are due, except suspects, and whether more may be. `is_behind`: more may be due than the limit."""
         async with self._database.transaction() as connection:
             claimed = await self._fair.claim(connection, definitions, limit, is_behind=is_behind)
-            return await ready(connection, claimed.runs), claimed.has_more
+            found = await ready(connection, claimed.runs)
+        return await self._with_slots(found), claimed.has_more
 
     @property
     def weights(self) -> Mapping[str, int]:
@@ -86,7 +88,21 @@ class DueRuns:
             found = await runs.claim_suspect(
                 connection, definitions=definitions, worker=self._worker, lease_ms=self._lease_ms, is_counted=is_counted
             )
-            return ((await ready(connection, [found.run]))[0], found.crashes) if found else None
+            claimed = await ready(connection, [found.run]) if found else []
+        mine = await self._with_slots(claimed)
+        return (mine[0], found.crashes) if found and mine else None
+
+    async def _with_slots(self, found: list[ReadyRun]) -> list[ReadyRun]:
+        """The runs that may begin: those that give their slots back while they wait take them first."""
+        needing = [(one.run, one.event) for one in found if one.run.needs_slot]
+        if not needing:
+            return found
+        begin = await slot_line.enter(self._database, needing)
+        return [
+            one._replace(run=begin.get(one.run.id, one.run))
+            for one in found
+            if not one.run.needs_slot or one.run.id in begin
+        ]
 
 
 async def ready(connection: Connection, claimed: Sequence[ClaimedRun]) -> list[ReadyRun]:

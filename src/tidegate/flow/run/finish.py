@@ -1,7 +1,8 @@
 """Finish: ends runs and updates their triggers, in one transaction. A free concurrency slot goes to the oldest delivery
 that waits for one; a failed run counts for the breaker of its trigger; the end of a probe closes or reopens it.
 
-Slots are not stored: they are the trigger's unfinished runs, counted under its row lock.
+Slots are not stored: they are the trigger's unfinished runs, counted under its row lock, apart from those that have
+given their slots back (`slot_line`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from tidegate.flow.decide import source_failures
 from tidegate.flow.decide.source_failures import SourceMove
-from tidegate.flow.run import budget_slots, children
+from tidegate.flow.run import budget_slots, children, slot_line
 from tidegate.flow.run.claiming import ReadyRun, ready
 from tidegate.model.event import Event
 from tidegate.model.ids import RunId, TriggerId
@@ -21,12 +22,13 @@ from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPo
 from tidegate.model.trigger import CompiledTrigger, RenderedKeys
 from tidegate.model.trigger_gate import TriggerMove
 from tidegate.model.trigger_terms import TemplateError
+from tidegate.store import budget_steps, events, locks, run_ends, runs, slot_lines, steps, trigger_gates
 from tidegate.store import children as run_children
-from tidegate.store import events, locks, run_ends, runs, steps, trigger_gates
 from tidegate.store.db import Connection
 from tidegate.store.deliveries import NOBODY, Claim
 from tidegate.store.locks import Unlocked
 from tidegate.store.runs import EndedRun, WokenRun
+from tidegate.store.slot_lines import Nudged
 from tidegate.store.trigger_gates import LockedTrigger, NextInLine
 
 REKEY_BATCH = 1000
@@ -77,6 +79,12 @@ class Freed(NamedTuple):
     woken_runs: int = 0
     published: Sequence[str] = ()
     are_ends_asked_for: bool = False
+
+    def also(self, nudged: Nudged) -> Freed:
+        """With deliveries and runs that are due, too."""
+        if nudged == Nudged():
+            return self
+        return self._replace(woken=self.woken + nudged.deliveries, woken_runs=self.woken_runs + nudged.runs)
 
     @property
     def has_consequences(self) -> bool:
@@ -129,22 +137,22 @@ async def end_held(
     source_moves = await source_failures.count_failed(connection, blamed, ended, non_retryable) if blamed else ()
     moved = await children.go_on(connection, finished, written, left)
     resumed = await _resume(connection, moved.due, claim)
-    woken = await budget_slots.release(connection, held, written)
+    nudged = await budget_slots.release(connection, held, written)
     done = Freed(
-        written, woken, moves=moves, source_moves=source_moves, resumed=resumed,
-        parents_here=await _parents_here(connection, moved.woken, waits_here), woken_runs=len(moved.due) - len(resumed),
+        written, nudged.deliveries, moves=moves, source_moves=source_moves, resumed=resumed,
+        parents_here=await _parents_here(connection, moved.woken, waits_here),
+        woken_runs=len(moved.due) - len(resumed) + nudged.runs,
         published=[*await _publish_ends(connection, ended), *moved.published],
         are_ends_asked_for=any(run.is_asked_for and run.status == "succeeded" for run in ended),
     )  # fmt: skip
     if not freed:
         return done
     if fill is None or moves:
-        return done._replace(woken=done.woken + await trigger_gates.wake(connection, freed))
-    line = await trigger_gates.next_in_line(connection, freed)
-    if line is None:
-        return done
-    rest = claim._replace(most=claim.most - len(resumed))
-    return done._replace(filled=await fill(connection, locked, line, rest if rest.most else NOBODY))
+        done = done._replace(woken=done.woken + await trigger_gates.wake(connection, freed))
+    elif (line := await trigger_gates.next_in_line(connection, freed)) is not None:
+        rest = claim._replace(most=claim.most - len(resumed))
+        done = done._replace(filled=await fill(connection, locked, line, rest if rest.most else NOBODY))
+    return done.also(await slot_line.after_end(connection, locked, freed, written))
 
 
 async def end_waiting(
@@ -202,23 +210,25 @@ async def end_all_waiting(
     if trigger_ids:
         await locks.share_all(connection)
         locked = await trigger_gates.lock(connection, always=trigger_ids)
-    held = await budget_slots.lock(connection, locked)
+    held = await budget_slots.lock(connection, locked, await budget_steps.names_of_runs(connection, run_ids))
     known = await run_children.of_runs(connection, run_ids)
     await children.lock_parents(connection, (one.run_id for one in known.values()), run_ids)
     ended = await end()
     if not ended:
         return Freed()
+    lines = await budget_steps.lines_of_runs(connection, [run.id for run in ended]) if held else []
     cancelled = await steps.end_waiting(connection, [run.id for run in ended])
     moves = await _update_breakers(connection, locked, ended, breaker)
     slots_of = [(r.trigger_id, r.concurrency_key) for r in ended if r.trigger_id and r.concurrency_key is not None]
     woken = await trigger_gates.wake(connection, slots_of)
-    woken += await budget_slots.release(connection, held, [run.id for run in ended])
+    written = frozenset(run.id for run in ended)
+    nudged = await budget_slots.release(connection, held, written, lines)
     moved = await children.end_waiting(connection, {run.id: run.status for run in ended}, known)
     published = [*await _publish_ends(connection, ended), *moved.published]
-    written = frozenset(run.id for run in ended)
-    return Freed(
+    freed = Freed(
         written, woken, moves=moves, cancelled_retries=cancelled, published=published, woken_runs=len(moved.due)
     )
+    return freed.also(nudged).also(await slot_line.after_end(connection, locked, slots_of, written))
 
 
 async def _resume(connection: Connection, woken: Collection[RunId], claim: Claim) -> Sequence[ReadyRun]:
@@ -306,18 +316,19 @@ async def rekey(connection: Connection, compiled: CompiledTrigger) -> None:
     await trigger_gates.lock(connection, always=[trigger.id])
     after = uuid.UUID(int=0)
     while page := await runs.list_unfinished(connection, trigger.id, after=after, limit=REKEY_BATCH):
-        found = await events.get_many(connection, [event_id for _, event_id in page if event_id is not None])
+        found = await events.get_many(connection, [run.event_id for run in page if run.event_id is not None])
         keys: list[str | None] = []
-        for _, event_id in page:
-            event = found.get(event_id) if event_id else None
+        for run in page:
+            event = found.get(run.event_id) if run.event_id else None
             try:
                 keys.append(_rendered(compiled, event).concurrency_key if event else "")
             except TemplateError:
                 keys.append("")
         if not trigger.holds_slots:
             keys = [None] * len(page)
-        await runs.set_concurrency_keys(connection, [run_id for run_id, _ in page], keys)
-        after = page[-1][0]
+        await runs.set_concurrency_keys(connection, [run.id for run in page], keys, gives_back=trigger.gives_back)
+        after = page[-1].id
+    await slot_lines.look_again(connection, trigger.id)
 
 
 def _rendered(compiled: CompiledTrigger, event: Event) -> RenderedKeys:

@@ -13,7 +13,7 @@ from tidegate import failpoints
 from tidegate.errors import Unavailable
 from tidegate.flow.call.journal import RecordedOutcome, Written
 from tidegate.flow.decide.reporting import log_source_moves, log_trigger_moves
-from tidegate.flow.run import budget_slots, children, finish, published
+from tidegate.flow.run import budget_slots, children, finish, published, slot_line
 from tidegate.flow.run.children import ChildrenMoved
 from tidegate.flow.run.finish import Fill, Freed
 from tidegate.flow.run.published import Replaced, SourceFull, with_replaced
@@ -21,11 +21,12 @@ from tidegate.model.ids import RunId, StepId, TriggerId
 from tidegate.model.run import FinishedRun, LaunchBlock
 from tidegate.model.source import SOURCE_BREAKER, BreakerPolicy, SourceBreakerPolicy
 from tidegate.model.step import RunOutcome, StepWrite, SuspendedRun
-from tidegate.store import budgets, runs, steps, trigger_gates, waits
+from tidegate.store import budget_steps, budgets, runs, steps, trigger_gates, waits
 from tidegate.store.db import Connection, Database
 from tidegate.store.deliveries import NOBODY, Claim
 from tidegate.store.group_commit import GroupCommit
 from tidegate.store.locks import Unlocked
+from tidegate.store.runs import KeptSuspension
 from tidegate.telemetry import metrics
 from tidegate.telemetry.logs import logger
 
@@ -208,6 +209,7 @@ class OutcomeWriter:
         step_writes = [write for item in items for write in item.steps]
         blocking = [write for write in step_writes if write.blocks is not None]
         blocks = _blocks(step_writes, [*suspended, *finished])
+        also |= {one.trigger_id for one in blocks} | {s.gives_back for s in suspended if s.gives_back is not None}
         kept: dict[tuple[RunId, str], steps.RecordedStep] = {}
 
         async def block() -> None:
@@ -222,17 +224,19 @@ class OutcomeWriter:
             fill=None if blocks else fill,  # what waits is decided by the gate as it is with the block
             claim=claim or NOBODY,
             before=block,
-            also=also | {one.trigger_id for one in blocks},
-            also_budgets={one.budget for one in blocks if one.budget is not None},
+            also=also,
+            also_budgets=budget_slots.names_of(blocks, step_writes, finished),
             waits_here=self._waits_here,
         )
         kept |= await steps.write(connection, [write for write in step_writes if write.blocks is None], freed.written)
         mine = [w for w in step_writes if (w.workflow_run_id, w.name) in kept]
         sent = await _send(connection, mine)
+        freed = freed.also(await budget_slots.end_steps(connection, [write for write in mine if write.budgets]))
         await waits.record(connection, [write for write in mine if write.kind == "wait"])
         kept_suspensions = await _suspend(connection, suspended) if suspended else {}
+        freed = freed.also(await slot_line.give_back(connection, kept_suspensions, also)) if suspended else freed
         ended = [run for run in finished if run.id in freed.written]
-        cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
+        freed = await _end_waiting(connection, ended, freed)
         await _fail(connection, [run for run in ended if run.status == "failed"])
         # Ended before, by a commit whose answer was lost.
         before = await runs.ended_by(connection, [run for run in finished if run.id not in freed.written])
@@ -247,11 +251,10 @@ class OutcomeWriter:
                 Written(end in kept_suspensions or end in freed.written or end in before, end in asked),
             )
 
-        woken = sum(kept_suspensions.values())
+        due = freed.woken_runs + sum(one.is_woken for one in kept_suspensions.values()) + len(sent.due)
         return [recorded(item) for item in items], freed._replace(
-            cancelled_retries=cancelled, resumed=[*freed.resumed, *resumed],
-            woken_runs=freed.woken_runs + woken + len(sent.due), published=[*freed.published, *sent.published],
-        )  # fmt: skip
+            resumed=[*freed.resumed, *resumed], woken_runs=due, published=[*freed.published, *sent.published]
+        )
 
     def _committed(self, items: list[RunOutcome], recorded: list[RecordedOutcome], freed: Freed) -> None:
         log_trigger_moves(freed.moves)
@@ -274,13 +277,20 @@ class OutcomeWriter:
             self._after_wait(waiting)
 
 
-async def _suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> dict[RunId, bool]:
-    """Suspend runs; those that were still held, and whether each is due at once."""
+async def _suspend(connection: Connection, suspended: Sequence[SuspendedRun]) -> dict[RunId, KeptSuspension]:
+    """Suspend runs; those that were still held."""
     kept = await runs.suspend(connection, suspended)
     mine = [one for one in suspended if one.id in kept]
     await _close(connection, _blocks((), mine))
     await runs.hold_for_version(connection, [one for one in mine if one.misfit])
     return kept
+
+
+async def _end_waiting(connection: Connection, ended: Sequence[FinishedRun], freed: Freed) -> Freed:
+    """End the waiting steps of runs that have ended; with how many, and who is due in the lines of budgets."""
+    lines = await budget_steps.lines_of_runs(connection, [run.id for run in ended if run.budgets])
+    cancelled = await steps.end_waiting(connection, [run.id for run in ended if run.has_waiting_steps])
+    return freed._replace(cancelled_retries=cancelled).also(await budget_slots.wake(connection, lines))
 
 
 async def _fail(connection: Connection, failed: Sequence[FinishedRun]) -> None:
@@ -346,10 +356,10 @@ def _is_simple(item: RunOutcome) -> bool:
     end = item.end
     if not isinstance(end, FinishedRun) or end.status != "succeeded" or end.matters_to_trigger or end.has_waiting_steps:
         return False
-    if end.child_of is not None:
+    if end.child_of is not None or end.budgets:
         return False
-    for write in item.steps:  # noqa: SIM110 - spelled out, as it is asked for every run
-        if not write.is_new or write.status != "succeeded" or write.kind != "step":
+    for write in item.steps:
+        if not write.is_new or write.status != "succeeded" or write.kind != "step" or write.budgets:
             return False
     return True
 

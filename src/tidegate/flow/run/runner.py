@@ -14,12 +14,14 @@ from tidegate.flow.accept.approvals import ApprovalLinks
 from tidegate.flow.accept.backlog import SourceCaps
 from tidegate.flow.call.execution import Execution
 from tidegate.flow.code.workflow import Workflow
+from tidegate.flow.run import budget_slots
 from tidegate.flow.run.claiming import DueRuns, Prefetch
 from tidegate.flow.run.finish import Fill, Freed
 from tidegate.flow.run.leases import LeaseKeeper
 from tidegate.flow.run.look_back import LookBack
 from tidegate.flow.run.outcomes import OutcomeWriter, WaitingStep
 from tidegate.flow.run.quarantine import Quarantine
+from tidegate.flow.run.step_budgets import Declare, StepBudgets, declare_nothing
 from tidegate.flow.run.worker_slots import WorkerSlots
 from tidegate.model.event import Event, EventLimits
 from tidegate.model.ids import DefinitionId, RunId
@@ -30,6 +32,7 @@ from tidegate.model.worker_share import ALL, ReservedSlots, WorkerShare
 from tidegate.store import runs
 from tidegate.store.db import Database
 from tidegate.store.deliveries import NOBODY, Claim
+from tidegate.store.slot_lines import Nudged
 from tidegate.store.transactions import Transactions
 from tidegate.telemetry.logs import logger
 
@@ -69,13 +72,12 @@ class Runner:
         link_base: str = "",
         share: WorkerShare = ALL,
         after_slot: Callable[[], None] = lambda: None,
+        declare: Declare = declare_nothing,
     ) -> None:
         self._reserved = ReservedSlots(concurrency, share.reserved) if share.reserved else None
         self._after_slot = after_slot
-        self._database = database
-        self._worker = worker
-        self._concurrency = concurrency
-        self._lease_ms = lease_ms
+        self._database, self._caps = database, SourceCaps(database)
+        self._worker, self._concurrency, self._lease_ms = worker, concurrency, lease_ms
         self._after_free = after_free
         self._definitions: list[DefinitionId] = []
         self._versions: Sequence[str | None] = ()
@@ -93,13 +95,12 @@ class Runner:
             after_free=self._freed, after_wait=after_wait, after_block=self._prefetch.release_of,
             waits_here=self._waits_here,
         )  # fmt: skip
-        self._look_back = LookBack(database)
-        self._caps = SourceCaps(database)
+        self._look_back, self._step_budgets = LookBack(database), StepBudgets(database, declare, self._lines_moved)
         self._transactions = Transactions(database.url, transaction_connections)
         self._slots = WorkerSlots(
             workflows, self._prefetch, concurrency=concurrency, lease_ms=lease_ms, policy=policy,
-            put=self._outcomes.put, ask=self._look_back.ask, transactions=self._transactions,
-            may_begin=lambda: self._quarantine.state != "alone", on_free=self._slot_is_free,
+            put=self._outcomes.put, ask=self._look_back.ask, ask_spend=self._step_budgets.ask,
+            transactions=self._transactions, may_begin=self._may_begin, on_free=self._slot_is_free,
             limits=limits or EventLimits(), links=ApprovalLinks(database, link_base), caps=self._caps,
         )  # fmt: skip
         self._leases = LeaseKeeper(
@@ -109,6 +110,13 @@ class Runner:
             cancelled=self._slots.cancelled, beside=beside_leases, slots=concurrency, share=share,
             workflows=workflows,
         )  # fmt: skip
+
+    def _may_begin(self) -> bool:
+        return self._quarantine.state != "alone"
+
+    def _lines_moved(self, nudged: Nudged) -> None:
+        """Others are due in the lines of budgets."""
+        self._after_free(Freed().also(nudged))
 
     def serve(self, definitions: list[DefinitionId], versions: Sequence[str | None] = ()) -> None:
         """Set the definitions whose code is in this process, and its versions (None: it has none); only their runs are
@@ -264,6 +272,7 @@ class Runner:
                 await self.idle()
         self._outcomes.stop_waiting()
         self._look_back.stop()
+        self._step_budgets.stop()
         left: list[Execution] = []
         while self._slots or self._outcomes.is_busy:  # a commit in progress may still begin what fills a slot
             left += self._slots.held()
@@ -288,6 +297,7 @@ class Runner:
                 # A function that has not stopped ends with the process: no worker is to begin its run before that.
                 later = [one.run for one in left if not one.has_stopped]
                 back |= await runs.release(connection, later, delay_ms=self._lease_ms)
+            await self._database.run(partial(budget_slots.sweep, limit=len(left)))  # what their steps held
             _log.info("run.handed_back", count=len(back))
         except Unavailable as exc:
             _log.warning("run.release_failed", count=len(left), error=exc)

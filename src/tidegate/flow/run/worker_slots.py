@@ -25,6 +25,7 @@ from tidegate.flow.accept.backlog import SourceCaps
 from tidegate.flow.call.endings import End
 from tidegate.flow.call.execution import Execution
 from tidegate.flow.call.journal import DelayedSends, LeaseLost, Put, Written
+from tidegate.flow.call.spending import AskSpend
 from tidegate.flow.call.states import EXECUTING, FINISHED, LOST, SUSPENDED, WRITING, ExecutionState
 from tidegate.flow.call.stopping import EarlierExecutions
 from tidegate.flow.call.waits import Ask
@@ -45,8 +46,8 @@ _log = logger("run")
 
 class WorkerSlots:
     """The executions of one worker, at most `concurrency` of them in slots. `put` hands what they write to the group
-    commit, `ask` what they ask about the events that they wait for; while `may_begin` is false, none begins; `on_free`
-    is called when one is over."""
+    commit, `ask` and `ask_spend` what they ask about events that they wait for, and about budgets; while `may_begin` is
+    false, none begins; `on_free` is called when one is over."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class WorkerSlots:
         policy: RetryPolicy,
         put: Put,
         ask: Ask,
+        ask_spend: AskSpend,
         transactions: Transactions,
         may_begin: Callable[[], bool],
         on_free: Callable[[], None],
@@ -71,7 +73,7 @@ class WorkerSlots:
         self._lease_ms = lease_ms
         self._policy = policy
         self._put = put
-        self._ask = ask
+        self._ask, self._ask_spend = ask, ask_spend
         self._transactions = transactions
         self._may_begin = may_begin
         self._on_free = on_free
@@ -137,6 +139,7 @@ class WorkerSlots:
             workflow_threads=self._workflow_threads,
             step_threads=self._step_threads,
             ask=self._ask,
+            ask_spend=self._ask_spend,
             transactions=self._transactions,
             on_abandoned=self._abandon,
             limits=self._limits,

@@ -251,6 +251,8 @@ create table tidegate.workflow_event_triggers (
   budgets                text[]      not null default '{}',
   -- What may wait, of each key if there is one: `max_waiting`, `when_full`, `keep`, `max_wait_ms`; null: everything.
   backlog                jsonb,
+  -- How long its runs hold their concurrency slots: until they end, or while they execute and not while they wait.
+  holds                  text        not null default 'unfinished',
   -- The weight of its workflow among those that wait for the slots of a worker.
   priority               bigint      not null default 1,
   retry                  jsonb,
@@ -273,8 +275,11 @@ create table tidegate.workflow_event_triggers (
     check ((throttle_count is null) = (throttle_window_ms is null) and throttle_count > 0 and throttle_window_ms > 0),
   constraint workflow_event_triggers_concurrency_check check (max_concurrency > 0),
   constraint workflow_event_triggers_overlap_check check (overlap in ('queue', 'skip')),
+  constraint workflow_event_triggers_holds_check check (holds in ('unfinished', 'executing')),
   constraint workflow_event_triggers_priority_check check (priority between 1 and 10)
 );
+-- Launches ask for the triggers whose runs hold their slots while they execute.
+create index workflow_event_triggers_holds_idx on tidegate.workflow_event_triggers (id) where holds = 'executing';
 create unique index workflow_event_triggers_name_key
   on tidegate.workflow_event_triggers (workflow_definition_id, name) where deleted_at is null;
 
@@ -504,6 +509,9 @@ create table tidegate.workflow_runs (
   -- are counted from these rows, under the trigger's lock.
   trigger_id             uuid,
   concurrency_key        text,
+  -- Of a run that holds its slots while it executes, and not while it waits: the key that it takes when it resumes. It holds none while
+  -- `concurrency_key` is null.
+  slot_key               text,
   -- Whether it shows if its trigger, whose breaker is half open, has recovered.
   is_probe               boolean     not null default false,
   cancel_requested_at    timestamptz,
@@ -768,6 +776,8 @@ create table tidegate.event_scheduler_triggers (
   plan_version   bigint      not null default 0,
   is_replanning  boolean     not null default false,
   refused_at     timestamptz,
+  -- When its limits were changed last, some of its runs held their slots only while they executed.
+  lends_slots    boolean     not null default false,
   version        bigint      not null default 1,
   created_at     timestamptz not null default tidegate.now(),
   updated_at     timestamptz not null default tidegate.now(),
@@ -902,14 +912,55 @@ create table tidegate.budget_keys (
 create index budget_keys_probe_idx on tidegate.budget_keys (probe_run_id) where probe_run_id is not null;
 create index budget_keys_idle_idx on tidegate.budget_keys (budget, updated_at);
 
--- The runs that hold a slot of a budget's key. Only those that are unfinished count, so that none is lost when a process dies.
+-- Who holds a slot of a budget's key: a run, or one of its steps (`step_id`, which for the run is its own id). Only those of unfinished
+-- runs count, and of a step that is called only while its run has the claim by which it is (null: its turn has come, and its run is
+-- due), so that none is lost when a process dies.
 create table tidegate.budget_holders (
-  run_id uuid not null,
-  budget text not null,
-  key    text not null,
-  primary key (run_id, budget)
+  run_id           uuid not null,
+  budget           text not null,
+  key              text not null,
+  step_id          uuid not null,
+  step             text,
+  claim_generation bigint,
+  primary key (run_id, budget, step_id)
 );
 create index budget_holders_key_idx on tidegate.budget_holders (budget, key);
+
+-- Steps that wait in the line of a budget (`key` null: in none, since it cannot be evaluated what they need), and those whose turn has
+-- come (`granted_at`): what they need is spent, and their runs are due.
+create table tidegate.budget_steps (
+  step_id         uuid        primary key,
+  run_id          uuid        not null,
+  name            text        not null,
+  budget          text        not null,
+  key             text,
+  cost            bigint,
+  -- The number of the last event that was stored when the step came: its place among the deliveries that wait for the same key.
+  place           bigint      not null,
+  moves           bigint      not null default 0,
+  next_attempt_at timestamptz not null,
+  -- What the step asked for: the names of its budgets, and the keys and costs that were given with it.
+  asked           jsonb       not null,
+  granted_at      timestamptz,
+  created_at      timestamptz not null default tidegate.now(),
+  constraint budget_steps_line_check check ((key is null) = (cost is null))
+) with (fillfactor = 70);
+create index budget_steps_line_idx on tidegate.budget_steps (budget, key, place, step_id) where granted_at is null;
+create index budget_steps_due_idx on tidegate.budget_steps (next_attempt_at) where granted_at is null;
+create index budget_steps_run_idx on tidegate.budget_steps (run_id);
+
+-- The runs that are due and wait for a concurrency slot, which they gave back while they waited: each in the line of one key of its
+-- trigger, or of a budget, since it became due. A row counts while its run is unfinished and holds no slot.
+create table tidegate.slot_waits (
+  run_id     uuid        primary key,
+  trigger_id uuid,
+  budget     text,
+  key        text        not null,
+  since      timestamptz not null,
+  constraint slot_waits_line_check check ((trigger_id is null) <> (budget is null))
+);
+create index slot_waits_trigger_idx on tidegate.slot_waits (trigger_id, key, since) where trigger_id is not null;
+create index slot_waits_budget_idx on tidegate.slot_waits (budget, key, since) where budget is not null;
 
 create table tidegate.event_scheduler_source_metrics (
   source         text primary key,
