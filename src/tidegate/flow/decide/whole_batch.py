@@ -72,8 +72,10 @@ def _budgets_have_room(budgets: BudgetState, costs: Counter[Line], runs: Counter
         if budget is None or key is None:
             continue
         most, free = budget.spec.concurrency, key.allowance.free(now)
-        is_watched = budget.is_paused(now) or key.closed is not None or key.reserved is not None
-        if is_watched or key.first_waiting is not None or (free is not None and cost > free):
+        is_reserved = key.reserved is not None and key.reserved.until > now
+        if budget.is_paused(now) or key.closed is not None or is_reserved:
+            return False
+        if key.first_waiting is not None or (free is not None and cost > free):
             return False
         if most is not None and key.used(None) + runs[line] > most:
             return False
