@@ -46,6 +46,12 @@ async def _nothing(*_: Any) -> int:
     return 0
 
 
+async def _nobody(*_: Any) -> Any:
+    from tidegate.store.slot_lines import Nudged  # not above: it loads statements
+
+    return Nudged()
+
+
 async def _never(*_: Any) -> None:
     await asyncio.Event().wait()
 
@@ -103,7 +109,7 @@ FENCES = {
     # Whoever is first in line is due when there is room, not at a time that was expected before.
     "budget turn": Fence(
         (), ("held_without_reason",), seconds=8, per_second=60, is_shared=True,
-        functions=(("tidegate.store.budgets", "nudge", lambda _: _nothing),),
+        functions=(("tidegate.store.budgets", "nudge", lambda _: _nobody),),
     ),
     # The run of a window is given all of its events, its first one too.
     "window event": Fence(
