@@ -174,7 +174,7 @@ def _waiting(address: str, name: str) -> int:
 
 def test_set_pause_resume_and_delete_on_the_command_line(server: str) -> None:
     text = command(server, "set", "mine", "5/s", "--concurrency", "3", "--key", "{{ event.source }}")
-    assert text == "mine (v1): 5/s, 3 at once per {{ event.source }}; used by nobody; ok\n"
+    assert text == "created mine (v1): 5/s, 3 at once per {{ event.source }}; used by nobody; ok\n"
     text = command(server, "set", "mine", "6/s", "--cost", "event.payload.n")
     assert "mine (v2): 6/s, 3 at once per {{ event.source }}, cost event.payload.n;" in text
     assert "paused until resumed by" in command(server, "pause", "mine", "--reason", "costs")
@@ -198,8 +198,11 @@ def test_set_changes_what_is_given_and_nothing_else(server: str) -> None:
         return [budget[name] for name in fields]
 
     key = "{{ event.payload.tenant }}"
+    dry = command(server, "set", "part", "3/10s", "--dry-run")
+    assert dry == "there is no budget part: it would be created\n"
+    assert "no budget 'part'" in command(server, "show", "part", code=1)
     text = command(server, "set", "part", "3/10s", "--key", key, "--cost", "event.payload.n")
-    assert text.startswith("part (v1): 3/10s per ")
+    assert text.startswith("created part (v1): 3/10s per ")
     text = command(server, "set", "part", "--concurrency", "1", "--dry-run")
     assert text.endswith("\nwould change: concurrency from none to 1\n")
     assert stored() == [3, 10_000, None, key, "event.payload.n"]

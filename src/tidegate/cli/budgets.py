@@ -117,7 +117,7 @@ def set_budget(
     if as_json:
         print_json(found)
     else:
-        _print_set(before, before | whole, found, is_dry_run=dry_run)
+        _print_set(budget, before, before | whole, found, is_dry_run=dry_run)
 
 
 def _before(api: Client, budget: str) -> Json:
@@ -129,12 +129,14 @@ def _before(api: Client, budget: str) -> Json:
     return found
 
 
-def _print_set(before: Json, after: Json, found: Json, *, is_dry_run: bool) -> None:
+def _print_set(budget: str, before: Json, after: Json, found: Json, *, is_dry_run: bool) -> None:
     """What a budget is now, or would be, and what became different."""
     checked = found if is_dry_run else found["check"]
     if not is_dry_run:
-        click.echo(printable(_line(found)))
-    if is_dry_run or checked["unread"]:
+        click.echo(printable(_line(found) if before else f"created {_line(found)}"))
+    elif not before:
+        click.echo(printable(f"there is no budget {budget}: it would be created"))
+    if (is_dry_run and before) or checked["unread"]:
         click.echo(printable(_checked(checked)))
         for one in checked["examples"]:
             click.echo(printable(f"  event {one['event_id']}: {one['error']}"))
