@@ -90,6 +90,27 @@ def test_a_full_source_is_refused_with_429_and_explained(server: str) -> None:
     command(server, "sources", "backlog", "full.api", "--remove")
 
 
+def test_a_batch_that_does_not_fit_says_for_how_many_there_is_room_or_that_it_never_will(server: str) -> None:
+    command(server, "sources", "backlog", "cap2", "--max-waiting", "10")
+    command(server, "sources", "pause", "cap2", "--reason", "drill")
+    never = post(server, [event("cap2", n, id=f"never-{n}") for n in range(20)])
+    assert never.status_code == 422 and "retry-after" not in never.headers
+    text = "20 events of source cap2 in one request, and at most 10 of it may wait (max_waiting): split the batch"
+    assert never.json()["errors"] == [{"field": "[0].source", "message": text}]
+    told = json.loads(command(server, "explain", "never-3", "--json"))
+    assert told["summary"] == f"refused with 422, nothing was stored: the batch is too large: [0].source: {text}"
+
+    assert post(server, [event("cap2", n) for n in range(8)]).status_code == 202
+    full = post(server, [event("cap2", n, id=f"full-{n}") for n in range(5)])
+    assert full.status_code == 429 and full.json()["type"] == "urn:tidegate:backlog-full"
+    text = "source cap2 has room for 2 of these 5 events: 8 wait, at most 10 may wait (max_waiting); nothing was stored"
+    assert full.json()["detail"] == text
+    told = json.loads(command(server, "explain", "full-3", "--json"))
+    assert text in told["summary"] and told["summary"].count("max_waiting") == 1
+    command(server, "sources", "backlog", "cap2", "--remove")
+    command(server, "sources", "resume", "cap2")
+
+
 def test_wrong_input_names_the_field(server: str) -> None:
     path = f"{server}/admin/sources/wrong.api/backlog"
     for body, field in (

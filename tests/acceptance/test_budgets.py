@@ -174,8 +174,9 @@ def _waiting(address: str, name: str) -> int:
 
 def test_set_pause_resume_and_delete_on_the_command_line(server: str) -> None:
     text = command(server, "set", "mine", "5/s", "--concurrency", "3", "--key", "{{ event.source }}")
-    assert text == "mine (v1): 5/s, 3 at once per {{ event.source }}; used by nobody; ok\n"
-    assert "mine (v2): 6/s, cost event.payload.n;" in command(server, "set", "mine", "6/s", "--cost", "event.payload.n")
+    assert text == "created mine (v1): 5/s, 3 at once per {{ event.source }}; used by nobody; ok\n"
+    text = command(server, "set", "mine", "6/s", "--cost", "event.payload.n")
+    assert "mine (v2): 6/s, 3 at once per {{ event.source }}, cost event.payload.n;" in text
     assert "paused until resumed by" in command(server, "pause", "mine", "--reason", "costs")
     health = ok(_http.get(f"{server}/admin/event-health"))
     cause = next(one for one in health["causes"] if one["code"] == "budget_paused")
@@ -187,6 +188,42 @@ def test_set_pause_resume_and_delete_on_the_command_line(server: str) -> None:
     assert [one["action"] for one in reversed(audited)] == [
         "budget.create", "budget.update", "budget.pause", "budget.resume", "budget.delete",
     ]  # fmt: skip
+
+
+def test_set_changes_what_is_given_and_nothing_else(server: str) -> None:
+    fields = ("limit", "interval_ms", "concurrency", "key", "cost")
+
+    def stored() -> list[Any]:
+        budget = shown(server, "part")["budget"]
+        return [budget[name] for name in fields]
+
+    key = "{{ event.payload.tenant }}"
+    dry = command(server, "set", "part", "3/10s", "--dry-run")
+    assert dry == "there is no budget part: it would be created\n"
+    assert "no budget 'part'" in command(server, "show", "part", code=1)
+    text = command(server, "set", "part", "3/10s", "--key", key, "--cost", "event.payload.n")
+    assert text.startswith("created part (v1): 3/10s per ")
+    text = command(server, "set", "part", "--concurrency", "1", "--dry-run")
+    assert text.endswith("\nwould change: concurrency from none to 1\n")
+    assert stored() == [3, 10_000, None, key, "event.payload.n"]
+    text = command(server, "set", "part", "--concurrency", "1")
+    assert text.startswith("part (v2): ") and text.endswith("\nchanged: concurrency from none to 1\n")
+    assert stored() == [3, 10_000, 1, key, "event.payload.n"]
+    assert command(server, "set", "part", "60/10s").endswith("\nchanged: rate from 3/10s to 60/10s\n")
+    assert stored() == [60, 10_000, 1, key, "event.payload.n"]
+    assert command(server, "set", "part", "--concurrency", "1").endswith("\nchanged: nothing\n")
+    assert shown(server, "part")["budget"]["version"] == 3
+    assert "--cost: needs a rate" in command(server, "set", "part", "--no-rate", code=1)
+    text = command(server, "set", "part", "--no-rate", "--no-cost", "--no-key")
+    assert text.endswith(
+        f"\nchanged: rate from 60/10s to none; key from {key} to none; cost from event.payload.n to none\n"
+    )
+    assert stored() == [None, None, 1, None, None]
+    assert "is required, or " in command(server, "set", "part", "--no-concurrency", code=1)
+    assert "give --key or --no-key, not both" in command(server, "set", "part", "--key", key, "--no-key", code=2)
+    assert "give a RATE such as 300/min" in command(server, "set", "part", code=2)
+    ok(act(server, "PUT", "/admin/budgets/part", {"limit": 1, "interval_ms": 1000}))
+    assert stored() == [1, 1000, None, None, None]  # over HTTP the whole is replaced
 
 
 def test_a_closed_budget_is_shown_key_by_key_and_reported(server: str) -> None:

@@ -21,12 +21,16 @@ from tidegate.cli.output import (
 )
 from tidegate.cli.pauses import PAUSE_NAMES, pause_body, pause_options
 from tidegate.cli.wording import parsed, written_as
+from tidegate.client import Client
+from tidegate.errors import NotFound
 from tidegate.model import units
 from tidegate.model.units import written_rate
 
 # The API's field names, and the arguments and options that set them.
 _NAMES = {"limit": "RATE", "interval_ms": "RATE", "concurrency": "--concurrency", "key": "--key", "cost": "--cost",
           "name": "BUDGET"}  # fmt: skip
+# What a request replaces of a budget.
+_FIELDS = ("limit", "interval_ms", "concurrency", "key", "cost")
 
 
 @click.group()
@@ -76,7 +80,11 @@ def show_budget(budget: str, as_json: bool) -> None:
 @click.option(
     "--cost", default=None, metavar="CEL", help="What a launch or step spends: event.payload.tokens; 1 without it."
 )
-@click.option("--dry-run", is_flag=True, help="Only check: can --key and --cost be evaluated for what waits?")
+@click.option("--no-rate", is_flag=True, help="Remove its rate.")
+@click.option("--no-concurrency", is_flag=True, help="Remove its concurrency.")
+@click.option("--no-key", is_flag=True, help="Remove its key: one rate for all.")
+@click.option("--no-cost", is_flag=True, help="Remove its cost: each spends 1.")
+@click.option("--dry-run", is_flag=True, help="Only check: can its key and cost be evaluated for what waits?")
 @json_option
 def set_budget(
     budget: str,
@@ -86,27 +94,66 @@ def set_budget(
     cost: str | None,
     dry_run: bool,
     as_json: bool,
+    **flags: bool,
 ) -> None:
-    """Create BUDGET, or replace its limits: RATE (300/min, 20/s), --concurrency, or both. What waits for it is decided
-    by the new ones."""
-    body: Json = {"concurrency": concurrency, "key": key, "cost": cost}
-    if rate is not None:
-        body["limit"], body["interval_ms"] = parsed(units.rate, rate, "RATE")
-    elif concurrency is None:
-        raise click.UsageError("give a RATE such as 300/min, --concurrency, or both")
-    given = {name: value for name, value in body.items() if value is not None}
+    """Create BUDGET, or change what is given of it: RATE (300/min, 20/s), --concurrency, --key, --cost. The rest stays
+    as it is. What waits for it is decided by it as it is then."""
+    given: Json = {"rate": rate, "concurrency": concurrency, "key": key, "cost": cost}
+    given = {name: value for name, value in given.items() if value is not None}
+    removed = [name.removeprefix("no_") for name, is_set in flags.items() if is_set]
+    for name in removed:
+        if name in given:
+            raise click.UsageError(f"give {_NAMES.get(name, 'RATE')} or --no-{name}, not both")
+    if not given and not removed:
+        raise click.UsageError("give a RATE such as 300/min, --concurrency, or both; or what else is to be changed")
+    body = given | dict.fromkeys(removed)
+    if "rate" in body:
+        text = body.pop("rate")
+        body["limit"], body["interval_ms"] = (None, None) if text is None else parsed(units.rate, text, "RATE")
     with client() as api, written_as(_NAMES):
-        found: Json = api.request("PUT", _path(budget), given, dry_run=dry_run or None)
+        before = _before(api, budget)
+        whole = {name: before[name] for name in _FIELDS if before} | body
+        found: Json = api.request("PUT", _path(budget), whole, dry_run=dry_run or None)
     if as_json:
         print_json(found)
-        return
-    checked = found if dry_run else found["check"]
-    if not dry_run:
-        click.echo(_line(found))
-    if dry_run or checked["unread"]:
+    else:
+        _print_set(budget, before, before | whole, found, is_dry_run=dry_run)
+
+
+def _before(api: Client, budget: str) -> Json:
+    """The budget as it is; empty if there is none."""
+    try:
+        found: Json = api.request("GET", _path(budget))["budget"]
+    except NotFound:
+        return {}
+    return found
+
+
+def _print_set(budget: str, before: Json, after: Json, found: Json, *, is_dry_run: bool) -> None:
+    """What a budget is now, or would be, and what became different."""
+    checked = found if is_dry_run else found["check"]
+    if not is_dry_run:
+        click.echo(printable(_line(found) if before else f"created {_line(found)}"))
+    elif not before:
+        click.echo(printable(f"there is no budget {budget}: it would be created"))
+    if (is_dry_run and before) or checked["unread"]:
         click.echo(printable(_checked(checked)))
         for one in checked["examples"]:
             click.echo(printable(f"  event {one['event_id']}: {one['error']}"))
+    if before:
+        click.echo(printable(_changes(before, after, "would change" if is_dry_run else "changed")))
+
+
+def _changes(before: Json, after: Json, verb: str) -> str:
+    old, new = _parts(before), _parts(after)
+    told = [f"{name} from {old[name]} to {new[name]}" for name in old if old[name] != new[name]]
+    return f"{verb}: {'; '.join(told) or 'nothing'}"
+
+
+def _parts(budget: Json) -> dict[str, str]:
+    rate = "none" if budget["limit"] is None else written_rate(budget["limit"], budget["interval_ms"])
+    others = {name: budget[name] for name in ("concurrency", "key", "cost")}
+    return {"rate": rate} | {name: "none" if value is None else str(value) for name, value in others.items()}
 
 
 @budgets.command("delete")

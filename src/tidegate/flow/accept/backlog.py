@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tidegate.clock import monotonic, utc_now
-from tidegate.errors import BacklogFull, FieldError, Unavailable
+from tidegate.errors import BacklogFull, FieldError, InvalidInput, Unavailable
 from tidegate.flow.shared_read import SharedRead
 from tidegate.model.backlog import MAX_LEAVING, SourceBacklog
 from tidegate.model.event import NewEvent
@@ -90,9 +90,10 @@ async def lock(connection: Connection, sources: Iterable[str], events: Sequence[
 
 async def refused(
     connection: Connection, backlogs: Mapping[str, LockedBacklog], requests: Sequence[Sequence[NewEvent]]
-) -> dict[int, BacklogFull]:
-    """The requests, by position, that do not fit the backlog of a source that refuses what is over. Events that were
-    published before are not counted."""
+) -> dict[int, BacklogFull | InvalidInput]:
+    """The requests, by position, that do not fit the backlog of a source that refuses what is over: for now
+    (BacklogFull), or never, since one has more new events than may wait (InvalidInput). Events that were published
+    before are not counted."""
     strict = {name: one for name, one in backlogs.items() if one.when_full == "refuse"}
     added = Counter(event.source for request in requests for event in request if _counts(event, strict))
     over = [name for name, number in added.items() if strict[name].waiting + number > strict[name].max_waiting]
@@ -100,29 +101,61 @@ async def refused(
         return {}
     known = await store.known(connection, (event for request in requests for event in request if event.source in over))
     room = {name: strict[name].max_waiting - strict[name].waiting for name in over}
-    found: dict[int, BacklogFull] = {}
+    found: dict[int, BacklogFull | InvalidInput] = {}
     for position, request in enumerate(requests):
-        new = [
-            i
-            for i, event in enumerate(request)
-            if event.source in room and _is_now(event) and (event.external_id, event.source) not in known
-        ]
-        wanted = Counter(request[i].source for i in new)
+        places = _newcomers(request, room, known)
+        wanted = {name: len(mine) for name, mine in places.items()}
+        never = next((name for name, number in wanted.items() if number > strict[name].max_waiting), None)
         full = next((name for name, number in wanted.items() if number > room[name]), None)
-        if full is None:
+        if never is not None:
+            found[position] = _never_error(strict[never], wanted[never], places[never][0])
+        elif full is not None:
+            fields = [f"[{i}].source" for i in places[full]] if len(request) > 1 else ["source"]
+            found[position] = _full_error(strict[full], room[full], fields)
+        else:
             for name, number in wanted.items():
                 room[name] -= number
-        else:
-            places = [f"[{i}].source" for i in new if request[i].source == full] if len(request) > 1 else ["source"]
-            found[position] = full_error(strict[full], places)
     return found
 
 
-def full_error(backlog: LockedBacklog, fields: Sequence[str] = ("source",)) -> BacklogFull:
-    """That a source takes no more events for now."""
+def _newcomers(
+    request: Sequence[NewEvent], sources: Container[str], known: Container[tuple[str | None, str]]
+) -> dict[str, list[int]]:
+    """The positions in a request of its new events of these sources, by source; of those with the same id the first."""
+    places: dict[str, list[int]] = {}
+    seen: set[tuple[str, str]] = set()
+    for i, event in enumerate(request):
+        if event.source not in sources or not _is_now(event) or (event.external_id, event.source) in known:
+            continue
+        if event.external_id is not None:
+            if (event.external_id, event.source) in seen:
+                continue
+            seen.add((event.external_id, event.source))
+        places.setdefault(event.source, []).append(i)
+    return places
+
+
+def _never_error(backlog: LockedBacklog, number: int, place: int) -> InvalidInput:
+    """That a request has more new events of a source than may ever wait."""
+    text = (
+        f"{number} events of source {backlog.source} in one request, and at most {backlog.max_waiting} of it may wait"
+    )
+    return InvalidInput(
+        "the batch is too large",
+        [FieldError(f"[{place}].source", f"{text} (max_waiting): split the batch")],
+    )
+
+
+def _full_error(backlog: LockedBacklog, room: int, fields: Sequence[str]) -> BacklogFull:
+    """That a source has no room for so many more events for now."""
     most = f"at most {backlog.max_waiting} may wait (max_waiting)"
+    waiting = backlog.max_waiting - room
+    if room > 0:
+        said = f"has room for {room} of these {len(fields)} events: {waiting} wait"
+    else:
+        said = f"is full: {waiting} of its events wait"
     return BacklogFull(
-        f"source {backlog.source} is full: {backlog.waiting} of its events wait, {most}; nothing was stored",
+        f"source {backlog.source} {said}, {most}; nothing was stored",
         errors=[FieldError(field, most) for field in fields[:100]],
     )
 
@@ -131,10 +164,10 @@ async def insert(
     connection: Connection, capped: Iterable[str], events: Sequence[NewEvent]
 ) -> tuple[set[EventId], Applied]:
     """Store events of which some are of sources with a cap, all or none; the ids of those that are new. BacklogFull
-    when they do not fit."""
+    when they do not fit: the caller may try again with fewer."""
     backlogs = await lock(connection, capped, events)
     if full := (await refused(connection, backlogs, [events])).get(0):
-        raise full
+        raise full if isinstance(full, BacklogFull) else BacklogFull(str(full), errors=full.errors)
     new = await stored_events.insert(connection, events)
     return new, await apply(connection, backlogs, [event for event in events if event.id in new])
 

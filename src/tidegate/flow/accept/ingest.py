@@ -72,7 +72,8 @@ class Ingest:
         """Store the events of one request, all or none; returns when they are committed. Events without a trace,
         or in the caller's trace, continue the caller's current span.
 
-        Raises Conflict (an id repeated with another body), Unavailable (the database), Overloaded, BacklogFull.
+        Raises Conflict (an id repeated with another body), Unavailable (the database), Overloaded, BacklogFull, and
+        InvalidInput when there are more events than may ever wait.
         """
         if not events:
             return []

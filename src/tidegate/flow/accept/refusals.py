@@ -110,11 +110,13 @@ def given_events(raw: object) -> Iterator[GivenEvent]:
 
 
 def _reason(exc: Exception) -> str:
-    errors: Sequence[FieldError] = getattr(exc, "errors", ())
+    """What the answer said, with the first of its problems that it does not say itself."""
+    said = str(exc.args[0]) if exc.args else type(exc).__name__
+    given: Sequence[FieldError] = getattr(exc, "errors", ())
+    errors = [error for error in given if error.message not in said]
     told = "; ".join(f"{error.field}: {error.message}" for error in errors[:_MAX_PROBLEMS])
     more = len(errors) - _MAX_PROBLEMS
     also = f"; and {more} more problem{'s' * (more > 1)}, which the answer to the request named" if more > 0 else ""
-    said = str(exc.args[0]) if exc.args else type(exc).__name__
     return f"{_clean(f'{said}: {told}' if told else said)[:_MAX_REASON]}{also}"
 
 
