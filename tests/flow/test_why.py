@@ -475,6 +475,14 @@ async def every_worker_leaves_it_out(scene: Scene) -> object:
     return event_id
 
 
+@case("left_out", "fulfil waits for a worker that takes fulfil: host:1, host:2 have its code and take other workflows "
+      "only (--only)", waits_for="a worker that takes fulfil")  # fmt: skip
+async def several_workers_leave_it_out(scene: Scene) -> object:
+    event_id = await every_worker_leaves_it_out(scene)
+    await scene.alive("host:2", workflows=["report"], left_out=["fulfil"])
+    return event_id
+
+
 @case("slots_busy", "fulfil waits for a free worker slot: all 2 slots of worker host:1 are busy or reserved for other "
       "workflows (1): host:1 executes fulfil (run ", waits_for="a free worker slot")  # fmt: skip
 async def the_other_slots_are_reserved(scene: Scene) -> object:

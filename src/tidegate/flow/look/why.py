@@ -52,6 +52,18 @@ def present(workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
     return [worker for worker in workers if worker.is_alive and not worker.is_late]
 
 
+def some(items: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(items) - NAMED
+    return ", ".join(items[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def leave_out(workers: Sequence[str], code: str) -> str:
+    """That these workers have the code, and leave its runs to others."""
+    do = ("have", "take") if len(workers) > 1 else ("has", "takes")
+    return f"{some(workers)} {do[0]} {code} and {do[1]} other workflows only (--only)"
+
+
 def nobody(now: datetime, workers: Sequence[WorkerRecord], none: str = "no worker is running") -> str:
     """That no worker is `present`, and which was the last; `none` when none is on record."""
     how = "start one: tidegate worker APP"

@@ -12,7 +12,18 @@ from typing import NamedTuple
 from tidegate.errors import first_line
 from tidegate.flow.look import waiting_steps
 from tidegate.flow.look.waiting_steps import AwaitedChildren
-from tidegate.flow.look.why import ANOTHERS, NAMED, NO_WORKER, Why, letter_text, moment, nobody, present
+from tidegate.flow.look.why import (
+    ANOTHERS,
+    NAMED,
+    NO_WORKER,
+    Why,
+    leave_out,
+    letter_text,
+    moment,
+    nobody,
+    present,
+    some,
+)
 from tidegate.model.ids import StepId
 from tidegate.model.priority import share_of_workflow
 from tidegate.model.run import INTERNAL_STEPS, SUSPECT_CRASHES, Run, Step, risk_of_resuming
@@ -210,7 +221,7 @@ def _version(facts: RunFacts) -> Why:
     for worker in present(facts.workers):
         if run.workflow in worker.workflows:
             has.setdefault(worker.code_versions.get(run.workflow, "none"), []).append(worker.name)
-    told = _some([f"{version} ({_some(names)})" for version, names in sorted(has.items())])
+    told = some([f"{version} ({some(names)})" for version, names in sorted(has.items())])
     living = f"living workers have version {told}" if has else "no living worker has its workflow"
     limit = f"; it times out at {moment(until)}" if until else ""
     text = f"waits for a worker with {wanted}{f': {why}' if why else ''}; {living}; to let it go on with the code that "
@@ -227,15 +238,12 @@ def _due(facts: RunFacts) -> Why:
     if not alive:
         return Why("no_worker", f"waits for a worker: {nobody(facts.now, facts.workers, 'none is running')}", NO_WORKER)
     if not able and (leaving := [worker.name for worker in alive if run.workflow in worker.left_out]):
-        text = (
-            f"waits for a worker that takes {run.workflow}: {_some(leaving)} {'have' if len(leaving) > 1 else 'has'} "
-        )
-        text += "its code and takes other workflows only (--only)"
+        text = f"waits for a worker that takes {run.workflow}: {leave_out(leaving, 'its code')}"
         return Why("left_out", text, f"a worker that takes {run.workflow}")
     if not able:
         offered = sorted({name for worker in alive for name in worker.workflows})
         near = difflib.get_close_matches(run.workflow, offered, NAMED, 0.5)
-        listed = _some([*near, *(name for name in offered if name not in near)]) or "no workflows"
+        listed = some([*near, *(name for name in offered if name not in near)]) or "no workflows"
         offer = "the only living worker offers" if len(alive) == 1 else f"the {len(alive)} living workers offer"
         text = f"waits for a worker that has its code: {offer} {listed}"
         return Why("workflow_unserved", text, f"a worker that has the code of {run.workflow}")
@@ -276,9 +284,4 @@ def _executing(workers: Sequence[WorkerRecord]) -> str:
         ((one.since, worker.name, one) for worker in workers for one in worker.executing), key=lambda x: x[:2]
     )
     told = ((at, name, f"{one.workflow} (run {one.run_id})" if one.workflow else ANOTHERS) for at, name, one in held)
-    return _some([f"{name} executes {what} since {moment(at)}" for at, name, what in told])
-
-
-def _some(items: Sequence[str]) -> str:
-    more = len(items) - NAMED
-    return ", ".join(items[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    return some([f"{name} executes {what} since {moment(at)}" for at, name, what in told])
