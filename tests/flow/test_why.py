@@ -919,6 +919,14 @@ async def sleeps_and_no_worker_has_its_code(scene: Scene) -> object:
     return run_id
 
 
+@case("sleeping", "(timer 'sleep-1'); host:2 has the code of fulfil and takes other workflows only (--only)",
+      waits_for="the timer 'sleep-1'", seconds=7200)  # fmt: skip
+async def sleeps_and_every_worker_leaves_it_out(scene: Scene) -> object:
+    event_id = await sleeps_and_no_worker_has_its_code(scene)
+    await scene.alive("host:2", workflows=[], left_out=["fulfil"])
+    return event_id
+
+
 @case("cancelled", "fulfil cancelled by ann at 2026-06-01 12:00:00 UTC")
 async def cancelled_by_an_operator(scene: Scene) -> object:
     run_id = await sleeping(scene)

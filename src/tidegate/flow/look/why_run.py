@@ -206,6 +206,8 @@ def _unserved(facts: RunFacts) -> str:
     """That nobody could go on with it now, if workers were there before."""
     if not facts.workers or any(facts.run.workflow in worker.workflows for worker in present(facts.workers)):
         return ""
+    if leaving := [worker.name for worker in present(facts.workers) if facts.run.workflow in worker.left_out]:
+        return f"; {leave_out(leaving, f'the code of {facts.run.workflow}')}"
     if present(facts.workers):
         return f"; no living worker has the code of {facts.run.workflow} now"
     return f"; {nobody(facts.now, facts.workers)}"
