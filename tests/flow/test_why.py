@@ -17,10 +17,11 @@ from tidegate import Breaker, Context, NonRetryable, RetryAfter
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
 from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.look import why_run
 from tidegate.flow.look.explain import Explanation, explain_any
 from tidegate.model.ids import DeliveryId, EventId, RunId
 from tidegate.model.source import RateLimit, SourceBreakerPolicy
-from tidegate.store import refusals
+from tidegate.store import circumstances, refusals
 from tidegate.store.db import Connection, Database
 from tidegate.store.dead_letters import DeadLetterFilters
 from tidegate.store.refusals import NewRefusal
@@ -498,7 +499,8 @@ async def the_other_slots_are_reserved(scene: Scene) -> object:
 
 @case("slots_busy", "fulfil waits for a free worker slot: the only slot of worker host:1 is busy: ",
       "host:1 executes fulfil (run ",
-      "since 2026-06-01 12:00:00 UTC", "; 1 due run before it", waits_for="a free worker slot")  # fmt: skip
+      "since 2026-06-01 12:00:00 UTC", "; 1 due run of its workflow is before it",
+      waits_for="a free worker slot")  # fmt: skip
 async def all_worker_slots_busy(scene: Scene) -> object:
     scene.idle()
     await scene.register()
@@ -519,6 +521,32 @@ async def due_with_a_free_slot(scene: Scene) -> object:
     event_id = await _decided(scene)
     await scene.alive()
     return event_id
+
+
+@case("due", "fulfil is due: a worker with a free slot claims it; 2 due runs of its workflow are before it",
+      waits_for="a worker to claim it")  # fmt: skip
+async def due_behind_others(scene: Scene) -> object:
+    """Those of another workflow are not before it: each has its share."""
+    scene.idle()
+    scene.idle("report", on="day.ended")
+    await scene.register()
+    for _ in range(3):
+        await scene.publish("day.ended")
+        await scene.publish()
+    await scene.decide()
+    await scene.alive()
+    return await scene.ask(
+        "select r.id from tidegate.workflow_runs r join tidegate.workflow_definitions d "
+        "on d.id = r.workflow_definition_id where d.slug = 'fulfil' "
+        "order by r.next_attempt_at desc, r.id desc limit 1"
+    )
+
+
+async def test_due_runs_before_it_are_counted_up_to_a_ceiling(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (circumstances, why_run):
+        monkeypatch.setattr(module, "MAX_AHEAD", 2)
+    found = await scene.explain(await due_behind_others(scene))
+    assert "claims it; at least 2 due runs of its workflow are before it" in found.summary
 
 
 @case("executing", "fulfil is executing on worker host:1 since 2026-06-01 12:00:00 UTC")

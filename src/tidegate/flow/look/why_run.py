@@ -28,7 +28,7 @@ from tidegate.model.ids import StepId
 from tidegate.model.priority import share_of_workflow
 from tidegate.model.run import INTERNAL_STEPS, SUSPECT_CRASHES, Run, Step, risk_of_resuming
 from tidegate.model.worker_share import ReservedSlots
-from tidegate.store.circumstances import BudgetWait, RunCircumstances, RunSlotWait, StoryLetter
+from tidegate.store.circumstances import MAX_AHEAD, BudgetWait, RunCircumstances, RunSlotWait, StoryLetter
 from tidegate.store.workers import WorkerRecord
 
 
@@ -253,9 +253,7 @@ def _due(facts: RunFacts) -> Why:
         text = f"waits to be executed alone: its worker died {run.crashes} times in a row"
         return Why("suspect", text, "a worker that executes nothing else")
     busy = [worker for worker in able if not _has_room(worker, run.workflow)]
-    ahead = f"; {facts.around.ahead} due run{'s' * (facts.around.ahead > 1)} before it" if facts.around.ahead else ""
-    if facts.around.priority > 1:
-        ahead += f"; {share_of_workflow(facts.around.priority)}"
+    ahead, soon = _ahead(facts.around), "" if facts.around.ahead else " next"
     if len(busy) == len(able):
         slots = sum(worker.slots for worker in able)
         of = f"worker {able[0].name}" if len(able) == 1 else f"{len(able)} workers"
@@ -266,10 +264,19 @@ def _due(facts: RunFacts) -> Why:
             "slots_busy", f"waits for a free worker slot: {full}: {_executing(able)}{ahead}", "a free worker slot"
         )
     if run.cancel_requested_at is not None:
-        text = f"{_cancelling(run)}; a worker with a free slot ends it next{ahead}"
+        text = f"{_cancelling(run)}; a worker with a free slot ends it{soon}{ahead}"
         return Why("cancelling", text, "a worker to end it")
     died = f"; its worker died {run.crashes} time before" if run.crashes else ""
-    return Why("due", f"is due: a worker with a free slot claims it next{ahead}{died}", "a worker to claim it")
+    return Why("due", f"is due: a worker with a free slot claims it{soon}{ahead}{died}", "a worker to claim it")
+
+
+def _ahead(around: RunCircumstances) -> str:
+    """How many due runs are before it, and the share of its workflow."""
+    count, text = around.ahead, ""
+    if count:
+        least = "at least " if count >= MAX_AHEAD else ""
+        text = f"; {least}{count} due run{'s' * (count > 1)} of its workflow {'are' if count > 1 else 'is'} before it"
+    return f"{text}; {share_of_workflow(around.priority)}" if around.priority > 1 else text
 
 
 def _has_room(worker: WorkerRecord, workflow: str) -> bool:
