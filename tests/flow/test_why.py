@@ -294,6 +294,38 @@ async def behind_others_of_its_trigger(scene: Scene) -> object:
     return await scene.delivery_id(ids[2])
 
 
+@case("throttle", "fulfil leaves at 2026-06-01 12:00:06 UTC unless launched before (max_wait); it waits until "
+      "2026-06-01 12:00:08 UTC: over the throttle of 1/4s; 1 delivery is before it",
+      waits_for="room in the throttle of its trigger", seconds=6)  # fmt: skip
+async def leaves_before_its_turn(scene: Scene) -> object:
+    scene.idle(throttle="1/4s", max_wait="6s")
+    await scene.register()
+    ids = [await scene.publish() for _ in range(3)]
+    await scene.decide()
+    return ids[2]
+
+
+@case("throttle", "fulfil waits until 2026-06-01 12:00:04 UTC: over the throttle of 1/4s; it leaves at 2026-06-01 "
+      "12:00:06 UTC unless launched before (max_wait)",
+      waits_for="room in the throttle of its trigger", seconds=4.0625)  # fmt: skip
+async def may_leave_after_its_turn(scene: Scene) -> object:
+    scene.idle(throttle="1/4s", max_wait="6s")
+    await scene.register()
+    ids = [await scene.publish() for _ in range(2)]
+    await scene.decide()
+    return ids[1]
+
+
+@case("trigger_paused", "fulfil leaves at 2026-06-01 12:00:06 UTC unless launched before (max_wait); it waits for its "
+      "trigger to be resumed: paused by ann: audit",
+      waits_for="its trigger to be resumed", seconds=6)  # fmt: skip
+async def leaves_while_its_trigger_is_paused(scene: Scene) -> object:
+    scene.idle(max_wait="6s")
+    await scene.register()
+    await control.pause_trigger(scene.database, await scene.trigger_id(), reason="audit", actor="ann")
+    return await _decided(scene)
+
+
 @case("concurrency", "fulfil waits for a free slot: 1 of 1 slots are in use; held by run ",
       "(pending since 2026-06-01 12:00:00 UTC)", "; 1 delivery is before it", waits_for="a free slot")  # fmt: skip
 async def no_free_concurrency_slot(scene: Scene) -> object:

@@ -64,9 +64,11 @@ class BudgetWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveryCircumstances(msgspec.Struct, frozen=True, kw_only=True):
-    """The trigger that a waiting delivery waits for; `ahead` counts the deliveries before it, up to 10,000."""
+    """The trigger that a waiting delivery waits for; `ahead` counts the deliveries before it, up to 10,000. At
+    `stale_at` it leaves (`max_wait`)."""
 
     id: DeliveryId
+    stale_at: datetime | None = None
     max_concurrency: int | None = None
     throttle_count: int | None = None
     throttle_window_ms: int | None = None

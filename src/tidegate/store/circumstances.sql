@@ -20,8 +20,8 @@ select r.id, r.trigger_id, t.name as trigger, r.concurrency_key, r.claimed_by, r
  where r.id = any ($1::uuid[])
 
 -- name: deliveries
--- What keeps waiting deliveries ($1): their place in line, the limits of their trigger, and how many runs hold slots of their key.
-select d.id, t.max_concurrency, t.throttle_count, t.throttle_window_ms, d.concurrency_key, g.paused_at, g.paused_until,
+-- What keeps waiting deliveries ($1): their place in line, the limits of their trigger, and when they leave (`max_wait`).
+select d.id, d.stale_at, t.max_concurrency, t.throttle_count, t.throttle_window_ms, d.concurrency_key, g.paused_at, g.paused_until,
        g.pause_reason, g.paused_by, g.breaker_state, g.breaker_until, g.breaker_reason, g.probe_run_id,
        s.paused_at as source_paused_at, s.paused_until as source_paused_until,
        case when d.reason = 'concurrency' then

@@ -142,7 +142,7 @@ def why_delivery(
     if window is not None and delivery.status == "collected":
         return _collected(delivery, window)
     if delivery.retry_state == "scheduled" and around is not None:
-        return _waiting(delivery, around, holders, said)
+        return _leaving(_waiting(delivery, around, holders, said), around.stale_at)
     if delivery.retry_state == "running":
         return Why("deciding", "is being decided", "the worker that decides it", delivery.claim_expires_at)
     dead = _letter_of("delivery", letters, delivery.id)
@@ -201,6 +201,16 @@ def _waiting(delivery: Delivery, around: DeliveryCircumstances, holders: Sequenc
         "replay": ("replay", "a worker to decide it again"),
     }.get(delivery.reason or "", (delivery.reason or "waiting", "its time"))
     return Why(state, f"waits until {moment(until)}: {said}{before}", waits_for, until)
+
+
+def _leaving(why: Why, stale_at: datetime | None) -> Why:
+    """With the time at which it leaves (`max_wait`): that comes first if its turn comes later, or nobody knows when."""
+    if stale_at is None:
+        return why
+    leaves = f"leaves at {moment(stale_at)} unless launched before (max_wait)"
+    if why.until is not None and why.until <= stale_at:
+        return why._replace(text=f"{why.text}; it {leaves}")
+    return why._replace(text=f"{leaves}; it {why.text}", until=stale_at)
 
 
 def _held_by(holders: Sequence[SlotHolder]) -> str:
