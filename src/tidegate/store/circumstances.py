@@ -56,11 +56,13 @@ class RunCircumstances(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetWait(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a delivery stands in the line of the budget that holds it, what it waits for, and until when."""
+    """Where a delivery stands in the line of the budget that holds it, what it waits for, and until when. `pause` is
+    that of the budget: by whom, until when, and why."""
 
     text: str
     waits_for: str
     until: datetime | None = None
+    pause: str | None = None
 
 
 class DeliveryCircumstances(msgspec.Struct, frozen=True, kw_only=True):

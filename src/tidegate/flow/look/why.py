@@ -190,7 +190,7 @@ def _waiting(delivery: Delivery, around: DeliveryCircumstances, holders: Sequenc
     if delivery.reason == "budget" and around.budget is not None:
         held = around.budget
         when = f" until about {moment(held.until)}" if held.until is not None else ""
-        return Why("budget", f"waits{when}: {said}; {held.text}", held.waits_for, held.until)
+        return Why("budget", f"waits{when}: {held.pause or said}; {held.text}", held.waits_for, held.until)
     state, waits_for = {
         "throttle": ("throttle", "room in the throttle of its trigger"),
         "paused": ("trigger_paused", "the end of its trigger's pause"),
