@@ -135,12 +135,13 @@ def why_delivery(
     letters: Sequence[StoryLetter],
     actor: str | None = None,
     window: WindowFacts | None = None,
+    leader: Why | None = None,
 ) -> Why:
     """Why a delivery launched no run, or not yet. `actor` is who decided last, if an operator did; `window` is what it
-    is collected in."""
+    is collected in, and `leader` for what the first delivery in it waits."""
     said = delivery.last_error or delivery.reason or delivery.status
     if window is not None and delivery.status == "collected":
-        return _collected(delivery, window)
+        return _collected(delivery, window, leader)
     if delivery.retry_state == "scheduled" and around is not None:
         return _leaving(_waiting(delivery, around, holders, said), around.stale_at)
     if delivery.retry_state == "running":
@@ -160,14 +161,19 @@ def why_delivery(
             return Why(delivery.status, delivery.status)
 
 
-def _collected(delivery: Delivery, window: WindowFacts) -> Why:
+def _collected(delivery: Delivery, window: WindowFacts, leader: Why | None) -> Why:
     of = f"a window of {window.size} event{'' if window.size == 1 else 's'}"
     if delivery.workflow_run_id is not None:
         return Why("collected", f"collected in {of}, which run {delivery.workflow_run_id} took")
     if window.state == "open":
         text = f"waits in {of} that closes at {moment(window.closes_at)}"
         return Why("window", text, "its window to close", window.closes_at)
-    text = f"waits in {of}, which is closed and to be launched; for what it waits: tidegate explain {window.id}"
+    text = f"waits in {of}, which is closed and to be launched"
+    if leader is not None and leader.state != "window":
+        said = f"{text}; its first delivery {leader.text}"
+        return Why("window", said, leader.waits_for or "its window to be launched", leader.until)
+    if leader is None and window.id != delivery.id:
+        text += f"; for what it waits: tidegate explain {window.id}"
     return Why("window", text, "its window to be launched")
 
 
