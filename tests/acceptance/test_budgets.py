@@ -115,6 +115,12 @@ def test_explain_names_the_budget_the_place_and_the_time(server: str) -> None:
     text = command(server, "explain", "scarce")
     assert "scarce (v1): 1/h per {{ event.payload.tenant }}; used by ask/code; ok; 2 waiting" in text and "acme" in text
     assert json.loads(command(server, "list", "--json"))["budgets"][-1]["name"] == "scarce"
+    command(server, "pause", "scarce", "--reason", "costs")
+    try:
+        assert "when resumed" in command(server, "explain", "scarce")
+    finally:
+        command(server, "resume", "scarce")
+    assert "when resumed" not in command(server, "explain", "scarce")
 
 
 def test_explain_names_the_runs_that_hold_the_slots_and_when_they_resume(server: str) -> None:

@@ -380,6 +380,36 @@ async def test_a_lowered_limit_holds_from_the_edit_on(
     assert attempts <= 12
 
 
+@pytest.mark.parametrize(("duration_ms", "until"), [(None, "it is resumed"), (10_000, "2026-06-01 12:00:10 UTC")])
+async def test_a_pause_is_told_of_what_was_in_line_before_and_of_what_came_later(
+    database: Database,
+    connection: Connection,
+    clock: Clock,
+    worker: TriggerWorker,
+    duration_ms: int | None,
+    until: str,
+) -> None:
+    await put(database, "openai", "2/min")
+    await make_trigger(database, budgets=["openai"])
+    await ticks(connection, 5)
+    await worker.turn()
+    await control.pause_budget(database, "openai", duration_ms=duration_ms, reason="costs", actor="ada")
+    await ticks(connection, 1)
+    await worker.turn()
+    rows = await held(connection)
+    assert len(rows) == 4
+    for number, row in enumerate(rows, 1):
+        told = await explain(connection, str(row["event_id"]))
+        pause = (
+            f": budget openai: paused by ada until {until}: costs; it is number {number} in line; 0 of 2/min are left"
+        )
+        assert pause in told.summary and told.summary.count("paused") == 1, told.summary
+        assert told.waits_for == (
+            "its budget to be resumed" if duration_ms is None else "the end of its budget's pause"
+        )
+        assert (told.until is None) == (duration_ms is None)
+
+
 async def test_a_paused_budget_holds_everything_without_an_end_until_it_is_resumed(
     database: Database, connection: Connection, clock: Clock, worker: TriggerWorker
 ) -> None:

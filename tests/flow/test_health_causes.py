@@ -362,6 +362,25 @@ async def test_unserved(database: Database, connection: Connection, clock: Clock
     assert await gauge(database, "tidegate_unserved_workflows") == 0
 
 
+async def test_a_workflow_that_every_worker_leaves_out(connection: Connection, clock: Clock, worker: Worker) -> None:
+    """Those that have its code are named; a worker that is gone, or leaves out another workflow, is not."""
+    await ticks(connection, 1)
+    await worker.turn()
+    await workers.heartbeat(connection, "gone", [], 1, 10_000, left_out=["tick"])
+    await clock.advance(3_600_000)
+    await workers.heartbeat(connection, "vm:1", [], 1, 10_000, left_out=["tick"])
+    await workers.heartbeat(connection, "vm:3", [], 1, 10_000, left_out=["other"])
+    found = await cause(connection, "workflow_unserved")
+    has = "the code of tick and takes other workflows only (--only); due runs: 1. Start a worker that takes it"
+    assert found and found.message == f"vm:1 has {has}, or cancel them"
+    assert found.do == "start a worker without --only, or one that names it: tidegate worker APP --only tick"
+    await workers.heartbeat(connection, "vm:2", [], 1, 10_000, left_out=["tick"])
+    found = await cause(connection, "workflow_unserved")
+    assert found and found.message.startswith("vm:1, vm:2 have the code of tick and take other workflows only")
+    await workers.heartbeat(connection, "vm:3", [await definition(connection)], 1, 10_000)
+    assert await cause(connection, "workflow_unserved") is None
+
+
 async def test_a_forgotten_run_of_a_removed_workflow_is_a_cause_of_its_own(
     database: Database, connection: Connection, clock: Clock, worker: Worker
 ) -> None:

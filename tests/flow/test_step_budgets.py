@@ -578,6 +578,10 @@ async def test_explain_says_which_budget_holds_the_step_its_place_and_when(
     assert told.waits_for == "room in its budget (step 'ask')" and told.until is not None
     record = await budgets.get(connection, "openai")
     assert record is not None and (record.waiting, record.waiting_steps) == (3, 3)
+    await control.pause_budget(database, "openai", reason="costs", actor="ada")
+    told = await explain_any(connection, str(sent[-1]))
+    pause = "waits to call step 'ask': budget openai: paused by ada until it is resumed: costs; it is number 3 in line"
+    assert pause in told.summary and told.until is None
 
 
 async def test_what_a_dead_worker_held_is_free_when_its_lease_has_ended(

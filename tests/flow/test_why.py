@@ -17,10 +17,11 @@ from tidegate import Breaker, Context, NonRetryable, RetryAfter
 from tidegate.errors import Conflict, NotFound
 from tidegate.flow import control
 from tidegate.flow.keep.reconcile import Reconcile
+from tidegate.flow.look import why_run
 from tidegate.flow.look.explain import Explanation, explain_any
 from tidegate.model.ids import DeliveryId, EventId, RunId
 from tidegate.model.source import RateLimit, SourceBreakerPolicy
-from tidegate.store import refusals
+from tidegate.store import circumstances, refusals
 from tidegate.store.db import Connection, Database
 from tidegate.store.dead_letters import DeadLetterFilters
 from tidegate.store.refusals import NewRefusal
@@ -293,6 +294,38 @@ async def behind_others_of_its_trigger(scene: Scene) -> object:
     return await scene.delivery_id(ids[2])
 
 
+@case("throttle", "fulfil leaves at 2026-06-01 12:00:06 UTC unless launched before (max_wait); it waits until "
+      "2026-06-01 12:00:08 UTC: over the throttle of 1/4s; 1 delivery is before it",
+      waits_for="room in the throttle of its trigger", seconds=6)  # fmt: skip
+async def leaves_before_its_turn(scene: Scene) -> object:
+    scene.idle(throttle="1/4s", max_wait="6s")
+    await scene.register()
+    ids = [await scene.publish() for _ in range(3)]
+    await scene.decide()
+    return ids[2]
+
+
+@case("throttle", "fulfil waits until 2026-06-01 12:00:04 UTC: over the throttle of 1/4s; it leaves at 2026-06-01 "
+      "12:00:06 UTC unless launched before (max_wait)",
+      waits_for="room in the throttle of its trigger", seconds=4.0625)  # fmt: skip
+async def may_leave_after_its_turn(scene: Scene) -> object:
+    scene.idle(throttle="1/4s", max_wait="6s")
+    await scene.register()
+    ids = [await scene.publish() for _ in range(2)]
+    await scene.decide()
+    return ids[1]
+
+
+@case("trigger_paused", "fulfil leaves at 2026-06-01 12:00:06 UTC unless launched before (max_wait); it waits for its "
+      "trigger to be resumed: paused by ann: audit",
+      waits_for="its trigger to be resumed", seconds=6)  # fmt: skip
+async def leaves_while_its_trigger_is_paused(scene: Scene) -> object:
+    scene.idle(max_wait="6s")
+    await scene.register()
+    await control.pause_trigger(scene.database, await scene.trigger_id(), reason="audit", actor="ann")
+    return await _decided(scene)
+
+
 @case("concurrency", "fulfil waits for a free slot: 1 of 1 slots are in use; held by run ",
       "(pending since 2026-06-01 12:00:00 UTC)", "; 1 delivery is before it", waits_for="a free slot")  # fmt: skip
 async def no_free_concurrency_slot(scene: Scene) -> object:
@@ -475,6 +508,14 @@ async def every_worker_leaves_it_out(scene: Scene) -> object:
     return event_id
 
 
+@case("left_out", "fulfil waits for a worker that takes fulfil: host:1, host:2 have its code and take other workflows "
+      "only (--only)", waits_for="a worker that takes fulfil")  # fmt: skip
+async def several_workers_leave_it_out(scene: Scene) -> object:
+    event_id = await every_worker_leaves_it_out(scene)
+    await scene.alive("host:2", workflows=["report"], left_out=["fulfil"])
+    return event_id
+
+
 @case("slots_busy", "fulfil waits for a free worker slot: all 2 slots of worker host:1 are busy or reserved for other "
       "workflows (1): host:1 executes fulfil (run ", waits_for="a free worker slot")  # fmt: skip
 async def the_other_slots_are_reserved(scene: Scene) -> object:
@@ -490,7 +531,8 @@ async def the_other_slots_are_reserved(scene: Scene) -> object:
 
 @case("slots_busy", "fulfil waits for a free worker slot: the only slot of worker host:1 is busy: ",
       "host:1 executes fulfil (run ",
-      "since 2026-06-01 12:00:00 UTC", "; 1 due run before it", waits_for="a free worker slot")  # fmt: skip
+      "since 2026-06-01 12:00:00 UTC", "; 1 due run of its workflow is before it",
+      waits_for="a free worker slot")  # fmt: skip
 async def all_worker_slots_busy(scene: Scene) -> object:
     scene.idle()
     await scene.register()
@@ -511,6 +553,32 @@ async def due_with_a_free_slot(scene: Scene) -> object:
     event_id = await _decided(scene)
     await scene.alive()
     return event_id
+
+
+@case("due", "fulfil is due: a worker with a free slot claims it; 2 due runs of its workflow are before it",
+      waits_for="a worker to claim it")  # fmt: skip
+async def due_behind_others(scene: Scene) -> object:
+    """Those of another workflow are not before it: each has its share."""
+    scene.idle()
+    scene.idle("report", on="day.ended")
+    await scene.register()
+    for _ in range(3):
+        await scene.publish("day.ended")
+        await scene.publish()
+    await scene.decide()
+    await scene.alive()
+    return await scene.ask(
+        "select r.id from tidegate.workflow_runs r join tidegate.workflow_definitions d "
+        "on d.id = r.workflow_definition_id where d.slug = 'fulfil' "
+        "order by r.next_attempt_at desc, r.id desc limit 1"
+    )
+
+
+async def test_due_runs_before_it_are_counted_up_to_a_ceiling(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (circumstances, why_run):
+        monkeypatch.setattr(module, "MAX_AHEAD", 2)
+    found = await scene.explain(await due_behind_others(scene))
+    assert "claims it; at least 2 due runs of its workflow are before it" in found.summary
 
 
 @case("executing", "fulfil is executing on worker host:1 since 2026-06-01 12:00:00 UTC")
@@ -909,6 +977,14 @@ async def sleeps_and_no_worker_has_its_code(scene: Scene) -> object:
     run_id = await sleeping(scene)
     await scene.alive(workflows=[])
     return run_id
+
+
+@case("sleeping", "(timer 'sleep-1'); host:2 has the code of fulfil and takes other workflows only (--only)",
+      waits_for="the timer 'sleep-1'", seconds=7200)  # fmt: skip
+async def sleeps_and_every_worker_leaves_it_out(scene: Scene) -> object:
+    event_id = await sleeps_and_no_worker_has_its_code(scene)
+    await scene.alive("host:2", workflows=[], left_out=["fulfil"])
+    return event_id
 
 
 @case("cancelled", "fulfil cancelled by ann at 2026-06-01 12:00:00 UTC")

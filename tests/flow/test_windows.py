@@ -229,6 +229,27 @@ async def test_explain_says_in_which_window_an_event_waits_and_which_run_took_it
             assert [outcome.run_id for outcome in found.outcomes] == [run.id]
 
 
+async def test_explain_says_why_a_closed_window_is_not_launched(taken: Taken) -> None:
+    async with Harness(collecting(taken, debounce="30s", key="{{ event.payload.customer }}")) as harness:
+        first, second = await publish(harness, 1, 2)
+        await harness.run_until_idle()
+        database, trigger_id = harness._inside()[1], (await deliveries(harness))[0].trigger_id
+        await control.pause_trigger(database, trigger_id, reason="audit", actor="ann")
+        await harness.advance("1m")
+        why = "waits for its trigger to be resumed: paused by ann: audit"
+        assert (await harness.explain(first)).summary == f"digest {why}"
+        found = await harness.explain(second)
+        of = "digest waits in a window of 2 events, which is closed and to be launched"
+        assert found.summary == f"{of}; its first delivery {why}"
+        assert (found.waits_for, found.until) == ("its trigger to be resumed", None)
+        await control.resume_trigger(database, trigger_id, "ann")
+        await control.pause_trigger(database, trigger_id, duration_ms=60_000, reason="audit", actor="ann")
+        await harness.run_until_idle()
+        told = [await harness.explain(one) for one in (first, second)]
+        assert {one.waits_for for one in told} == {"the end of its trigger's pause"}, [one.summary for one in told]
+        assert told[0].until == told[1].until is not None
+
+
 async def test_cancelled_the_first_takes_the_window_with_it_and_another_only_itself(taken: Taken) -> None:
     async with Harness(collecting(taken, debounce="30s", key="{{ event.payload.customer }}")) as harness:
         await publish(harness, 1, 2, 3)

@@ -198,9 +198,11 @@ def explain_budget(budget: str, key: str | None, as_json: bool) -> None:
         print_json(found)
         return
     click.echo(_line(found["budget"]))
+    # The stored time is only the next check then.
+    has_no_end = found["budget"]["paused"] and found["budget"]["paused_until"] is None
     lines = [
         (line["key"] or "(none)", _waiting(line), str(line["cost"]), str(line["in_use"]), str(line["resuming"]),
-         short_time(line["oldest_at"]), short_time(line["next_attempt_at"]))
+         short_time(line["oldest_at"]), "when resumed" if has_no_end else short_time(line["next_attempt_at"]))
         for line in found["lines"]
     ]  # fmt: skip
     print_table(("KEY", "WAITING", "COST", "IN USE", "RESUMING", "OLDEST", "NEXT"), lines, "Nothing waits for it.")

@@ -18,6 +18,8 @@ _sql = load("circumstances")
 
 # At most this many triggers are compared with an event that launched nothing.
 MAX_TRIGGERS = 2000
+# Due runs before a run are counted up to this number.
+MAX_AHEAD = 1000
 # Children of a step that have ended are counted up to this number.
 MAX_ENDED = 10_000
 
@@ -33,7 +35,8 @@ class RunSlotWait(msgspec.Struct, frozen=True, kw_only=True):
 class RunCircumstances(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds a run and until when, and what is in its way. `has_no_slot`: it waits and has given its slots back;
     `slot` is the one that it waits for when it is due. `updated_at` is when it was claimed, while it is
-    held; `ahead` counts the due runs before it, up to 1000. `priority` is the weight of its workflow."""
+    held; `ahead` counts the due runs of its workflow before it, up to MAX_AHEAD. `priority` is the weight of its
+    workflow."""
 
     id: RunId
     trigger_id: TriggerId | None = None
@@ -53,17 +56,21 @@ class RunCircumstances(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetWait(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a delivery stands in the line of the budget that holds it, what it waits for, and until when."""
+    """Where a delivery stands in the line of the budget that holds it, what it waits for, and until when. `pause` is
+    that of the budget: by whom, until when, and why."""
 
     text: str
     waits_for: str
     until: datetime | None = None
+    pause: str | None = None
 
 
 class DeliveryCircumstances(msgspec.Struct, frozen=True, kw_only=True):
-    """The trigger that a waiting delivery waits for; `ahead` counts the deliveries before it, up to 10,000."""
+    """The trigger that a waiting delivery waits for; `ahead` counts the deliveries before it, up to 10,000. At
+    `stale_at` it leaves (`max_wait`)."""
 
     id: DeliveryId
+    stale_at: datetime | None = None
     max_concurrency: int | None = None
     throttle_count: int | None = None
     throttle_window_ms: int | None = None
@@ -171,7 +178,7 @@ class EarlierVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 async def of_runs(connection: Connection, run_ids: Sequence[RunId]) -> dict[RunId, RunCircumstances]:
     """What keeps each of the runs."""
-    rows = await connection.fetch(_sql["runs"], list(run_ids)) if run_ids else []
+    rows = await connection.fetch(_sql["runs"], list(run_ids), MAX_AHEAD) if run_ids else []
     return {row["id"]: RunCircumstances(**dict(row)) for row in rows}
 
 

@@ -1,13 +1,14 @@
 -- name: runs
--- What keeps runs ($1): who holds them and until when, whether their trigger or key is closed, how many due runs come before them, and
--- whether they have given their slots back.
+-- What keeps runs ($1): who holds them and until when, whether their trigger or key is closed, how many due runs of their
+-- workflow come before them (up to $2), and whether they have given their slots back.
 select r.id, r.trigger_id, t.name as trigger, r.concurrency_key, r.claimed_by, r.claim_expires_at, r.updated_at,
        r.deadline_at, r.retry_attempts, greatest(g.closed_until, h.until) as closed_until,
        case when h.until > coalesce(g.closed_until, '-infinity') then h.reason else g.closed_reason end as closed_reason,
        case when r.status = 'pending' and r.next_attempt_at <= tidegate.now() then
          (select count(*) from (select from tidegate.workflow_runs a
-                                 where a.status = 'pending' and a.next_attempt_at <= tidegate.now()
-                                   and (a.next_attempt_at, a.id) < (r.next_attempt_at, r.id) limit 1000) earlier)
+                                 where a.workflow_definition_id = r.workflow_definition_id and a.status = 'pending'
+                                   and a.next_attempt_at <= tidegate.now()
+                                   and (a.next_attempt_at, a.id) < (r.next_attempt_at, r.id) limit $2) earlier)
          else 0 end as ahead,
        coalesce((select max(p.priority) from tidegate.workflow_event_triggers p
                   where p.workflow_definition_id = r.workflow_definition_id and p.deleted_at is null), 1) as priority,
@@ -19,8 +20,8 @@ select r.id, r.trigger_id, t.name as trigger, r.concurrency_key, r.claimed_by, r
  where r.id = any ($1::uuid[])
 
 -- name: deliveries
--- What keeps waiting deliveries ($1): their place in line, the limits of their trigger, and how many runs hold slots of their key.
-select d.id, t.max_concurrency, t.throttle_count, t.throttle_window_ms, d.concurrency_key, g.paused_at, g.paused_until,
+-- What keeps waiting deliveries ($1): their place in line, the limits of their trigger, and when they leave (`max_wait`).
+select d.id, d.stale_at, t.max_concurrency, t.throttle_count, t.throttle_window_ms, d.concurrency_key, g.paused_at, g.paused_until,
        g.pause_reason, g.paused_by, g.breaker_state, g.breaker_until, g.breaker_reason, g.probe_run_id,
        s.paused_at as source_paused_at, s.paused_until as source_paused_until,
        case when d.reason = 'concurrency' then

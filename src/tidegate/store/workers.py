@@ -50,11 +50,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unserved(msgspec.Struct, frozen=True, kw_only=True):
-    """A workflow with due runs whose code no living worker has."""
+    """A workflow with due runs that no living worker takes: none has its code, but for those that leave it out."""
 
     workflow: str
     waiting: int
     since: datetime
+    left_out_by: list[str] = []
 
 
 async def heartbeat(
@@ -100,5 +101,5 @@ async def forget(connection: Connection, after_ms: int) -> None:
 
 
 async def unserved(connection: Connection, alive_ms: int, overdue_ms: int) -> list[Unserved]:
-    """Workflows with runs that have been due for a while and whose code no living worker has."""
+    """Workflows with runs that have been due for a while and that no living worker takes."""
     return [Unserved(**dict(row)) for row in await connection.fetch(_sql["unserved"], alive_ms, overdue_ms)]

@@ -22,8 +22,8 @@ delete from tidegate.workers where name = $1
 delete from tidegate.workers where seen_at < tidegate.now() - $1::bigint * interval '1 ms'
 
 -- name: unserved
--- Workflows with due runs that no worker seen within $1 ms has the code of: how many, and since when. Where every workflow is
--- served, no run is read.
+-- Workflows with due runs that no worker seen within $1 ms takes: how many, since when, and the workers that have the code and leave them
+-- out. Where every workflow is served, no run is read.
 with unserved as materialized (
   select d.id, d.slug from tidegate.workflow_definitions d
    where not exists (select from tidegate.workers w
@@ -35,7 +35,10 @@ with unserved as materialized (
      and r.status = 'pending' and r.next_attempt_at <= tidegate.now() - $2::bigint * interval '1 ms'
    group by r.workflow_definition_id
 )
-select d.slug as workflow, sum(w.waiting)::bigint as waiting, min(w.since) as since
+select d.slug as workflow, sum(w.waiting)::bigint as waiting, min(w.since) as since,
+       array(select o.name from tidegate.workers o
+              where o.seen_at > tidegate.now() - $1::bigint * interval '1 ms' and d.slug = any (o.left_out)
+              order by o.started_at, o.name) as left_out_by
   from unserved d join waiting w on w.workflow_definition_id = d.id
  group by d.slug order by d.slug
 

@@ -17,7 +17,7 @@ from tidegate.model.ids import RunId
 from tidegate.model.units import written_rate
 from tidegate.store import budget_views, circumstances
 from tidegate.store.budget_views import BudgetHolder, KeyLine, Place
-from tidegate.store.budgets import BudgetRecord
+from tidegate.store.budgets import BudgetRecord, LockedBudget
 from tidegate.store.circumstances import BudgetWait, RunCircumstances, RunSlotWait, SlotHolder, SlotWait
 from tidegate.store.db import Connection
 
@@ -80,7 +80,8 @@ def told(delivery_id: uuid.UUID, place: Place, holders: Sequence[BudgetHolder]) 
     if place.budget.is_paused(now):
         until = place.budget.paused_until
         waits_for = "its budget to be resumed" if until is None else "the end of its budget's pause"
-        return BudgetWait(text=text, waits_for=waits_for, until=until and max(until, place.next_attempt_at))
+        until = until and max(until, place.next_attempt_at)
+        return BudgetWait(text=text, waits_for=waits_for, until=until, pause=_pause(place.budget))
     if (shut := place.closed) is not None and shut.probe_run_id is None and shut.until > now:
         waits_for = "the time that a run asked everyone to wait for"
         return BudgetWait(text=text, waits_for=waits_for, until=max(shut.until, place.next_attempt_at))
@@ -97,6 +98,12 @@ def told(delivery_id: uuid.UUID, place: Place, holders: Sequence[BudgetHolder]) 
         return BudgetWait(text=text, waits_for="its turn in the line of its budget", until=None)
     until = place.next_attempt_at if place.next_attempt_at > now else None
     return BudgetWait(text=text, waits_for="a worker to decide it: its turn has come", until=until)
+
+
+def _pause(budget: LockedBudget) -> str:
+    by = f" by {budget.paused_by}" if budget.paused_by else ""
+    until = moment(budget.paused_until) if budget.paused_until else "it is resumed"
+    return f"budget {budget.spec.name}: paused{by} until {until}: {budget.pause_reason or 'no reason given'}"
 
 
 def _kept(cost: int, spec: BudgetSpec) -> str:

@@ -217,7 +217,7 @@ def _lag(found: DoctorFacts, policy: HealthPolicy) -> Iterator[Check]:
     yield Check(
         name="workflows",
         is_ok=not unserved,
-        detail=f"have due runs, and no worker has their code: {unserved}" if unserved else "every due run has a worker",
+        detail=f"have due runs, and no worker takes them: {unserved}" if unserved else "every due run has a worker",
     )
     yield _versions(found)
 

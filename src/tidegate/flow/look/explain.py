@@ -41,6 +41,7 @@ from tidegate.store.circumstances import BudgetWait, EventCircumstances
 from tidegate.store.db import Connection
 from tidegate.store.deliveries import EventDelivery
 from tidegate.store.refusals import Refusal
+from tidegate.store.windows import WindowFacts
 from tidegate.store.workers import WorkerRecord
 
 MAX_RUNS = 500
@@ -289,6 +290,29 @@ async def _budget_waits(
     return await budgets.waits(connection, ids, may_see)
 
 
+async def _leaders(
+    connection: Connection,
+    delivered: Sequence[EventDelivery],
+    of: Mapping[DeliveryId, WindowFacts],
+    may_see: MaySee,
+    depth: int,
+) -> dict[DeliveryId, Why]:
+    """For what the first delivery waits of each closed window that no run has taken, by the others' ids."""
+    mine = [one.delivery for one in delivered if one.delivery.status == "collected" and one.delivery.id in of]
+    closed = [(one.id, of[one.id].id) for one in mine if one.workflow_run_id is None and of[one.id].state == "closed"]
+    found = {}
+    for delivery_id, leader in [pair for pair in closed if pair[0] != pair[1]][:MAX_PARENTS] if depth else ():
+        event_id = await circumstances.event_of_delivery(connection, leader)
+        event = (await events.get_many(connection, [event_id])).get(event_id) if event_id else None
+        if event is None or not may_see(event.source):
+            continue
+        subject = Subject("delivery", event, delivery_id=leader)
+        told = story.only(story.tell(await _facts(connection, subject, may_see, depth - 1)), delivery_id=leader)
+        for one in told.outcomes[:1]:
+            found[delivery_id] = Why(one.state, one.summary, one.waits_for, one.until)
+    return found
+
+
 async def _window_runs(
     connection: Connection, delivered: Sequence[EventDelivery], known: Sequence[Run], may_see: MaySee
 ) -> list[Run]:
@@ -338,13 +362,14 @@ async def _facts(connection: Connection, subject: Subject, may_see: MaySee, dept
     found += await _window_runs(connection, delivered, found, may_see)
     of_steps = await steps.list_of_runs(connection, [one.id for one in found if one.status in ("pending", "running")])
     steps_of = {one.id: [step for step in of_steps if step.workflow_run_id == one.id] for one in found}
+    of_windows = await windows.of_deliveries(connection, [one.delivery.id for one in delivered])
     facts = StoryFacts(
         around.now, event, around, retry, lines, delivered, waiting, holders, found,
         await budgets.of_runs(connection, [one.id for one in found], may_see),
         steps_of, alive, await circumstances.letters(connection, event.id), subject.refused,
         published={one.id: await lineage.published_by(connection, one) for one in found},
         awaited=await _awaited(connection, steps_of, may_see, depth),
-        windows=await windows.of_deliveries(connection, [one.delivery.id for one in delivered]),
+        windows=of_windows, leaders=await _leaders(connection, delivered, of_windows, may_see, depth),
         budgets=await _budget_waits(connection, steps_of, may_see),
     )  # fmt: skip
     is_decided = not around.is_undecided and (retry is None or retry.retry_state == "completed")

@@ -96,6 +96,7 @@ class StoryFacts(NamedTuple):
     published: Mapping[RunId, Sequence[tuple[datetime | None, str]]] = MappingProxyType({})
     awaited: Mapping[RunId, AwaitedChildren] = MappingProxyType({})
     windows: Mapping[DeliveryId, WindowFacts] = MappingProxyType({})
+    leaders: Mapping[DeliveryId, Why] = MappingProxyType({})
     budgets: Mapping[StepId, BudgetWait] = MappingProxyType({})
 
 
@@ -201,7 +202,7 @@ def _delivered(facts: StoryFacts) -> tuple[list[Decision], list[Outcome]]:
         story += [_named(line, names) for line in earlier]
         why = why_delivery(
             delivery, facts.waiting.get(delivery.id), facts.holders.get(delivery.id, ()), facts.letters,
-            last.actor if last else None, facts.windows.get(delivery.id),
+            last.actor if last else None, facts.windows.get(delivery.id), facts.leaders.get(delivery.id),
         )  # fmt: skip
         story.append(
             Decision(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tidegate.flow.look.why import leave_out
 from tidegate.model.health import HealthPolicy, Severity, severity
 from tidegate.store.backlogs import FillingTrigger
 from tidegate.store.health import (
@@ -251,11 +252,7 @@ def _workers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
         since = facts.now - timedelta(seconds=waiting) if due else None
         yield _cause("no_worker", level, "workers", text, since)
     for one in facts.unserved:
-        text = (
-            f"no running worker has the code of {one.workflow}; due runs: {one.waiting}. Start a worker that has it, "
-            "or cancel them"
-        )
-        yield _cause("workflow_unserved", "degraded", one.workflow, text, one.since)
+        yield _unserved(one)
     for held in facts.version_held:
         text = (
             f"{f'{held.waiting} runs wait' if held.waiting > 1 else '1 run waits'} for version "
@@ -263,6 +260,16 @@ def _workers(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
             f"have, e.g. {held.example}. Start such a worker, or resume or cancel what waits"
         )
         yield _cause("version_mismatch", "degraded", held.workflow, text, held.since)
+
+
+def _unserved(one: Unserved) -> Cause:
+    if one.left_out_by:
+        text = f"{leave_out(one.left_out_by, f'the code of {one.workflow}')}; due runs: {one.waiting}. Start a worker "
+        text += "that takes it, or cancel them"
+        do = f"start a worker without --only, or one that names it: tidegate worker APP --only {one.workflow}"
+        return _cause("workflow_unserved", "degraded", one.workflow, text, one.since, do=do)
+    text = f"no running worker has the code of {one.workflow}; due runs: {one.waiting}. Start a worker that has it, "
+    return _cause("workflow_unserved", "degraded", one.workflow, f"{text}or cancel them", one.since)
 
 
 def _schedules(facts: HealthFacts, policy: HealthPolicy) -> Iterator[Cause]:
@@ -304,15 +311,17 @@ def _cause(
     *,
     called: str | None = None,
     section: str | None = None,
+    do: str | None = None,
 ) -> Cause:
-    """`called` is what commands call the subject, if that is another word; `section` that of the runbook."""
+    """`called` is what commands call the subject, if that is another word; `section` that of the runbook; `do` what to
+    do, if it is not what the code always asks for."""
     return Cause(
         code=code,
         severity=level,
         subject=subject,
         message=message,
         since=since,
-        do=_NEXT_STEPS[code].format(called or subject),
+        do=do or _NEXT_STEPS[code].format(called or subject),
         runbook=section or code.replace("_", "-"),
     )
 

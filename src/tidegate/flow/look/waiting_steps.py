@@ -84,7 +84,7 @@ def _retry(step: Step, until: datetime | None) -> Why:
 
 
 def _budget(step: Step, held: BudgetWait) -> Why:
-    said = step.retry_metadata.get("message", "its budget has no room")
+    said = held.pause or step.retry_metadata.get("message", "its budget has no room")
     at = f" until about {moment(held.until)}" if held.until else ""
     text = f"waits{at} to call step {step.name!r}: {said}; {held.text}"
     return Why("budget", text, f"{held.waits_for} (step {step.name!r})", held.until)

@@ -52,6 +52,18 @@ def present(workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
     return [worker for worker in workers if worker.is_alive and not worker.is_late]
 
 
+def some(items: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(items) - NAMED
+    return ", ".join(items[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def leave_out(workers: Sequence[str], code: str) -> str:
+    """That these workers have the code, and leave its runs to others."""
+    do = ("have", "take") if len(workers) > 1 else ("has", "takes")
+    return f"{some(workers)} {do[0]} {code} and {do[1]} other workflows only (--only)"
+
+
 def nobody(now: datetime, workers: Sequence[WorkerRecord], none: str = "no worker is running") -> str:
     """That no worker is `present`, and which was the last; `none` when none is on record."""
     how = "start one: tidegate worker APP"
@@ -123,14 +135,15 @@ def why_delivery(
     letters: Sequence[StoryLetter],
     actor: str | None = None,
     window: WindowFacts | None = None,
+    leader: Why | None = None,
 ) -> Why:
     """Why a delivery launched no run, or not yet. `actor` is who decided last, if an operator did; `window` is what it
-    is collected in."""
+    is collected in, and `leader` for what the first delivery in it waits."""
     said = delivery.last_error or delivery.reason or delivery.status
     if window is not None and delivery.status == "collected":
-        return _collected(delivery, window)
+        return _collected(delivery, window, leader)
     if delivery.retry_state == "scheduled" and around is not None:
-        return _waiting(delivery, around, holders, said)
+        return _leaving(_waiting(delivery, around, holders, said), around.stale_at)
     if delivery.retry_state == "running":
         return Why("deciding", "is being decided", "the worker that decides it", delivery.claim_expires_at)
     dead = _letter_of("delivery", letters, delivery.id)
@@ -148,14 +161,19 @@ def why_delivery(
             return Why(delivery.status, delivery.status)
 
 
-def _collected(delivery: Delivery, window: WindowFacts) -> Why:
+def _collected(delivery: Delivery, window: WindowFacts, leader: Why | None) -> Why:
     of = f"a window of {window.size} event{'' if window.size == 1 else 's'}"
     if delivery.workflow_run_id is not None:
         return Why("collected", f"collected in {of}, which run {delivery.workflow_run_id} took")
     if window.state == "open":
         text = f"waits in {of} that closes at {moment(window.closes_at)}"
         return Why("window", text, "its window to close", window.closes_at)
-    text = f"waits in {of}, which is closed and to be launched; for what it waits: tidegate explain {window.id}"
+    text = f"waits in {of}, which is closed and to be launched"
+    if leader is not None and leader.state != "window":
+        said = f"{text}; its first delivery {leader.text}"
+        return Why("window", said, leader.waits_for or "its window to be launched", leader.until)
+    if leader is None and window.id != delivery.id:
+        text += f"; for what it waits: tidegate explain {window.id}"
     return Why("window", text, "its window to be launched")
 
 
@@ -178,7 +196,7 @@ def _waiting(delivery: Delivery, around: DeliveryCircumstances, holders: Sequenc
     if delivery.reason == "budget" and around.budget is not None:
         held = around.budget
         when = f" until about {moment(held.until)}" if held.until is not None else ""
-        return Why("budget", f"waits{when}: {said}; {held.text}", held.waits_for, held.until)
+        return Why("budget", f"waits{when}: {held.pause or said}; {held.text}", held.waits_for, held.until)
     state, waits_for = {
         "throttle": ("throttle", "room in the throttle of its trigger"),
         "paused": ("trigger_paused", "the end of its trigger's pause"),
@@ -189,6 +207,16 @@ def _waiting(delivery: Delivery, around: DeliveryCircumstances, holders: Sequenc
         "replay": ("replay", "a worker to decide it again"),
     }.get(delivery.reason or "", (delivery.reason or "waiting", "its time"))
     return Why(state, f"waits until {moment(until)}: {said}{before}", waits_for, until)
+
+
+def _leaving(why: Why, stale_at: datetime | None) -> Why:
+    """With the time at which it leaves (`max_wait`): that comes first if its turn comes later, or nobody knows when."""
+    if stale_at is None:
+        return why
+    leaves = f"leaves at {moment(stale_at)} unless launched before (max_wait)"
+    if why.until is not None and why.until <= stale_at:
+        return why._replace(text=f"{why.text}; it {leaves}")
+    return why._replace(text=f"{leaves}; it {why.text}", until=stale_at)
 
 
 def _held_by(holders: Sequence[SlotHolder]) -> str:

@@ -12,12 +12,23 @@ from typing import NamedTuple
 from tidegate.errors import first_line
 from tidegate.flow.look import waiting_steps
 from tidegate.flow.look.waiting_steps import AwaitedChildren
-from tidegate.flow.look.why import ANOTHERS, NAMED, NO_WORKER, Why, letter_text, moment, nobody, present
+from tidegate.flow.look.why import (
+    ANOTHERS,
+    NAMED,
+    NO_WORKER,
+    Why,
+    leave_out,
+    letter_text,
+    moment,
+    nobody,
+    present,
+    some,
+)
 from tidegate.model.ids import StepId
 from tidegate.model.priority import share_of_workflow
 from tidegate.model.run import INTERNAL_STEPS, SUSPECT_CRASHES, Run, Step, risk_of_resuming
 from tidegate.model.worker_share import ReservedSlots
-from tidegate.store.circumstances import BudgetWait, RunCircumstances, RunSlotWait, StoryLetter
+from tidegate.store.circumstances import MAX_AHEAD, BudgetWait, RunCircumstances, RunSlotWait, StoryLetter
 from tidegate.store.workers import WorkerRecord
 
 
@@ -195,6 +206,8 @@ def _unserved(facts: RunFacts) -> str:
     """That nobody could go on with it now, if workers were there before."""
     if not facts.workers or any(facts.run.workflow in worker.workflows for worker in present(facts.workers)):
         return ""
+    if leaving := [worker.name for worker in present(facts.workers) if facts.run.workflow in worker.left_out]:
+        return f"; {leave_out(leaving, f'the code of {facts.run.workflow}')}"
     if present(facts.workers):
         return f"; no living worker has the code of {facts.run.workflow} now"
     return f"; {nobody(facts.now, facts.workers)}"
@@ -210,7 +223,7 @@ def _version(facts: RunFacts) -> Why:
     for worker in present(facts.workers):
         if run.workflow in worker.workflows:
             has.setdefault(worker.code_versions.get(run.workflow, "none"), []).append(worker.name)
-    told = _some([f"{version} ({_some(names)})" for version, names in sorted(has.items())])
+    told = some([f"{version} ({some(names)})" for version, names in sorted(has.items())])
     living = f"living workers have version {told}" if has else "no living worker has its workflow"
     limit = f"; it times out at {moment(until)}" if until else ""
     text = f"waits for a worker with {wanted}{f': {why}' if why else ''}; {living}; to let it go on with the code that "
@@ -227,15 +240,12 @@ def _due(facts: RunFacts) -> Why:
     if not alive:
         return Why("no_worker", f"waits for a worker: {nobody(facts.now, facts.workers, 'none is running')}", NO_WORKER)
     if not able and (leaving := [worker.name for worker in alive if run.workflow in worker.left_out]):
-        text = (
-            f"waits for a worker that takes {run.workflow}: {_some(leaving)} {'have' if len(leaving) > 1 else 'has'} "
-        )
-        text += "its code and takes other workflows only (--only)"
+        text = f"waits for a worker that takes {run.workflow}: {leave_out(leaving, 'its code')}"
         return Why("left_out", text, f"a worker that takes {run.workflow}")
     if not able:
         offered = sorted({name for worker in alive for name in worker.workflows})
         near = difflib.get_close_matches(run.workflow, offered, NAMED, 0.5)
-        listed = _some([*near, *(name for name in offered if name not in near)]) or "no workflows"
+        listed = some([*near, *(name for name in offered if name not in near)]) or "no workflows"
         offer = "the only living worker offers" if len(alive) == 1 else f"the {len(alive)} living workers offer"
         text = f"waits for a worker that has its code: {offer} {listed}"
         return Why("workflow_unserved", text, f"a worker that has the code of {run.workflow}")
@@ -243,9 +253,7 @@ def _due(facts: RunFacts) -> Why:
         text = f"waits to be executed alone: its worker died {run.crashes} times in a row"
         return Why("suspect", text, "a worker that executes nothing else")
     busy = [worker for worker in able if not _has_room(worker, run.workflow)]
-    ahead = f"; {facts.around.ahead} due run{'s' * (facts.around.ahead > 1)} before it" if facts.around.ahead else ""
-    if facts.around.priority > 1:
-        ahead += f"; {share_of_workflow(facts.around.priority)}"
+    ahead, soon = _ahead(facts.around), "" if facts.around.ahead else " next"
     if len(busy) == len(able):
         slots = sum(worker.slots for worker in able)
         of = f"worker {able[0].name}" if len(able) == 1 else f"{len(able)} workers"
@@ -256,10 +264,19 @@ def _due(facts: RunFacts) -> Why:
             "slots_busy", f"waits for a free worker slot: {full}: {_executing(able)}{ahead}", "a free worker slot"
         )
     if run.cancel_requested_at is not None:
-        text = f"{_cancelling(run)}; a worker with a free slot ends it next{ahead}"
+        text = f"{_cancelling(run)}; a worker with a free slot ends it{soon}{ahead}"
         return Why("cancelling", text, "a worker to end it")
     died = f"; its worker died {run.crashes} time before" if run.crashes else ""
-    return Why("due", f"is due: a worker with a free slot claims it next{ahead}{died}", "a worker to claim it")
+    return Why("due", f"is due: a worker with a free slot claims it{soon}{ahead}{died}", "a worker to claim it")
+
+
+def _ahead(around: RunCircumstances) -> str:
+    """How many due runs are before it, and the share of its workflow."""
+    count, text = around.ahead, ""
+    if count:
+        least = "at least " if count >= MAX_AHEAD else ""
+        text = f"; {least}{count} due run{'s' * (count > 1)} of its workflow {'are' if count > 1 else 'is'} before it"
+    return f"{text}; {share_of_workflow(around.priority)}" if around.priority > 1 else text
 
 
 def _has_room(worker: WorkerRecord, workflow: str) -> bool:
@@ -276,9 +293,4 @@ def _executing(workers: Sequence[WorkerRecord]) -> str:
         ((one.since, worker.name, one) for worker in workers for one in worker.executing), key=lambda x: x[:2]
     )
     told = ((at, name, f"{one.workflow} (run {one.run_id})" if one.workflow else ANOTHERS) for at, name, one in held)
-    return _some([f"{name} executes {what} since {moment(at)}" for at, name, what in told])
-
-
-def _some(items: Sequence[str]) -> str:
-    more = len(items) - NAMED
-    return ", ".join(items[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    return some([f"{name} executes {what} since {moment(at)}" for at, name, what in told])
