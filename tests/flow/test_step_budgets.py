@@ -489,7 +489,7 @@ async def test_another_key_and_cost_are_computed_for_waiting_steps(
     await scene.turn(runner)
     await put(database, "openai", "1/h", key=TENANT)
     await scene.turn(runner)
-    assert scene.called == [0, 1, 2]
+    assert sorted(scene.called) == [0, 1, 2]  # between keys there is no order
     assert [(row["key"], row["cost"]) for row in await places(connection)] == [("b", 1)]
     await put(database, "openai", "5/h", key=TENANT, cost="event.payload.nothing")
     await scene.turn(runner)
@@ -497,7 +497,7 @@ async def test_another_key_and_cost_are_computed_for_waiting_steps(
     assert (row["key"], row["cost"]) == (None, None), "it cannot be evaluated, and waits"
     await put(database, "openai", "5/h", key=TENANT, cost="event.payload.n")
     await scene.turn(runner)
-    assert scene.called == [0, 1, 2, 3]
+    assert scene.called[3:] == [3]
 
 
 async def test_a_budget_for_which_steps_wait_is_not_deleted(
