@@ -667,9 +667,9 @@ async def test_the_harness_moves_the_clock_to_the_turn_of_a_step() -> None:
         for n in range(5):
             await harness.publish("tick", source="shop", payload={"n": n})
         await harness.run_until_idle()
-        assert called == [0, 1]
+        assert sorted(called) == [0, 1]  # they are called side by side, in threads
         waiting = [run for run in await harness.runs("ask") if run.status == "pending"]
         assert "budget openai" in (await harness.explain(str(waiting[0].event_id))).summary
         await harness.advance("3m")
-        assert called == [0, 1, 2, 3, 4]
+        assert sorted(called) == [0, 1, 2, 3, 4]
         assert {run.status for run in await harness.runs("ask")} == {"succeeded"}
