@@ -178,6 +178,10 @@ def _options(
         if not (token.isascii() and token.isprintable()):
             raise InvalidInput("the token cannot be sent", [FieldError("token", "must be printable ASCII")])
         headers["authorization"] = f"Bearer {token}"
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as exc:
+        raise InvalidInput("the address of the API is not valid", [FieldError("url", str(exc))]) from exc
     verify = client_tls.verify(url, ca_file)
     return {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False, "verify": verify}
 

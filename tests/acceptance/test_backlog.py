@@ -32,7 +32,7 @@ _http = httpx.Client(timeout=30, trust_env=False)
 def server(shared_url: str, address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     file = tmp_path_factory.mktemp("backlog") / "app.py"
     file.write_text(APP)
-    with worker(shared_url, file):
+    with worker(shared_url, file), _http:
         yield address
 
 
